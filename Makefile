@@ -1,0 +1,48 @@
+# Everything a newcomer needs: `make quickstart`, then `make test`. `make` alone lists the targets.
+PYTHON ?= python3.11
+VENV   := .venv
+STAMP  := $(VENV)/.installed
+RUN    := $(VENV)/bin/python -m
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-slow lint format bench docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## make .venv with the pinned dependencies
+
+# The stamp is written last, so a set-up that was interrupted is done again.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Hone needs Python 3.11 or newer: make PYTHON=/path/to/python3.x"; exit 2; }
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(RUN) pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(RUN) pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: $(STAMP)  ## train, evaluate and report: GRPO on GSM8K's arithmetic, about 5 minutes on two cores
+	$(VENV)/bin/hone train examples/gsm8k-arithmetic/run.yaml --fresh
+
+test: $(STAMP)  ## the tests a newcomer runs, under 5 minutes
+	$(RUN) pytest -q -m "not slow and not gpu and not vllm"
+
+test-slow: $(STAMP)  ## the tests that take longer than 20 s each
+	$(RUN) pytest -q -m "slow and not gpu and not vllm" --timeout 900
+
+lint: $(STAMP)  ## ruff and pyright
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) pyright
+
+format: $(STAMP)  ## let ruff rewrite what it can
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+docs: $(STAMP)  ## regenerate the pages that are made from the code
+	$(RUN) hone.cli.docs
+
+bench: $(STAMP)  ## every benchmark, each a ratio against a named baseline (about an hour)
+	$(RUN) benchmarks.run_all
+
+clean:  ## remove what runs and builds left behind (not .venv)
+	rm -rf runs build dist .pytest_cache .ruff_cache src/*.egg-info

@@ -1,0 +1,283 @@
+"""The whole configuration tree: every key, its unit, default and meaning. The only place that has defaults.
+
+A run file is one YAML document of these sections; `docs/config.md` is generated from this file. Unknown keys are
+refused, the resolved tree is frozen, and a test proves that every key is read by something. What this file does
+not do: find values (`load.py`) or check keys against each other (`rules.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of all sections: closed to unknown keys, frozen, documented by the string under each key."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+def key(default: Any = ..., *, unit: str = "", **bounds: Any) -> Any:
+    """A key with a unit and bounds (ge, gt, le, lt, min_length). `...` as default: the run file must set it."""
+    return Field(default, json_schema_extra={"unit": unit}, **bounds)
+
+
+class RunSection(Section):
+    dir: str = key("runs/{name}", min_length=1)
+    """Folder of everything the run writes; `{name}` is the run file's own name, or its folder's for `run.yaml`."""
+    steps: int = key(100, unit="policy updates", ge=0)
+    """How many policy updates the RL stage makes."""
+    threads: int = key(0, unit="CPU threads", ge=0)
+    """Threads for arithmetic; 0 takes every core that this process may use."""
+    device: Literal["auto", "cpu", "cuda"] = key("auto")
+    """Where the policy lives; auto takes a GPU when torch sees one."""
+    precision: Literal["float32", "bfloat16"] = key("float32")
+    """Arithmetic of forward and backward. Master weights, optimizer and reductions are float32 in both."""
+
+
+class ModelSection(Section):
+    path: str | None = key(None)
+    """Hugging Face model: a local directory or a hub name. Exactly one of `path` and `init`."""
+    init: dict[str, Any] | None = key(None)
+    """Random initialisation from an architecture config: the keys of a config.json, `model_type` among them."""
+    tokenizer: str | None = key(None)
+    """Tokenizer directory or hub name; null takes the one beside `path`."""
+    characters: str | None = key(None)
+    """Build a character-level tokenizer of these characters instead; for small experiments with `init`."""
+    trust_remote_code: bool = key(False)
+    """Run Python code that a model repository ships. Weights are read from safetensors only, in any case."""
+    implementation: Literal["auto", "hone", "transformers"] = key("auto")
+    """auto: Hone's own decoder for Llama, Mistral, Qwen2 and Qwen3, Transformers' class for the rest."""
+
+
+class DataSection(Section):
+    train: str = key(...)
+    """Prompts to train on: a .jsonl or .parquet file (relative to the run file), or a Hugging Face dataset name."""
+    train_split: str = key("train")
+    """Split of a Hugging Face dataset; not used for files."""
+    train_rows: str | None = key(None)
+    """Rows to use, `start:stop` as in Python; null takes all."""
+    eval: str | None = key(None)
+    """Prompts to evaluate on, as `train`; null: no evaluation."""
+    eval_split: str = key("test")
+    """Split of a Hugging Face dataset for evaluation."""
+    eval_rows: str | None = key(None)
+    """Rows to evaluate on, `start:stop`; null takes all."""
+    prompt_column: str = key("prompt")
+    """Column with the prompt: text, or a list of {role, content} messages."""
+    answer_column: str | None = key(None)
+    """Column with the gold answer, handed to rewards; null: the data has none."""
+    id_column: str | None = key(None)
+    """Column with a stable id; null: a hash of prompt and answer."""
+    template: str | None = key(None)
+    """Plain template such as "Q: {prompt}\\nA:"; any column may be named in braces. Not together with `chat`."""
+    chat: bool = key(False)
+    """Render through the tokenizer's chat template, with a generation prompt."""
+    system: str | None = key(None)
+    """System message put first when `chat` is on."""
+    shuffle: bool = key(True)
+    """A new order per epoch, a function of (seed, epoch) alone."""
+    max_prompt_tokens: int = key(1024, unit="tokens", ge=1)
+    """Longer prompts are dropped and reported, never cut."""
+    on_bad_row: Literal["error", "skip"] = key("error")
+    """A malformed row ends the run, or is counted and skipped."""
+    max_bad_rows: int = key(100, unit="rows", ge=0)
+    """With `skip`: more bad rows than this end the run all the same."""
+
+
+class RewardComponent(Section):
+    use: str = key(..., min_length=1)
+    """A built-in name, `package.module:function`, or `file.py:function` relative to the run file."""
+    name: str | None = key(None)
+    """What metrics call it; null takes the last part of `use`."""
+    weight: float = key(1.0)
+    """Factor in the weighted sum that is the reward."""
+    args: dict[str, Any] = key({})
+    """Keyword arguments for the reward."""
+    timeout_s: float = key(10.0, unit="seconds per group", gt=0)
+    """A scorer that takes longer is killed and replaced; the sample becomes a fault, not a number."""
+
+
+class RewardSection(Section):
+    components: tuple[RewardComponent, ...] = key((), min_length=0)
+    """The rewards; their weighted sum is what the policy maximises."""
+    workers: int = key(1, unit="processes", ge=1)
+    """Killable processes that run Python rewards named by path."""
+    min_valid_per_group: int = key(2, unit="samples", ge=1)
+    """A group with fewer scored samples is dropped and replaced."""
+    max_unscored_frac: float = key(0.05, unit="fraction of samples", ge=0, le=1)
+    """The run ends (exit 3) when more than this stays unscored over the last 20 steps' samples."""
+
+
+class RolloutSection(Section):
+    group_size: int = key(8, unit="samples per prompt", ge=1)
+    """Samples drawn for each prompt (G)."""
+    max_response_tokens: int = key(256, unit="tokens", ge=1)
+    """A response is cut here; its finish reason is then `length`."""
+    temperature: float = key(1.0, gt=0)
+    """Sampling temperature; the trainer's logprobs use the same one."""
+    top_k: int = key(0, unit="tokens", ge=0)
+    """Sample among the k likeliest tokens; 0 is off."""
+    top_p: float = key(1.0, gt=0, le=1)
+    """Sample among the fewest tokens whose probability reaches this; 1 is off."""
+    min_p: float = key(0.0, ge=0, lt=1)
+    """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    stop: tuple[str, ...] = key(())
+    """A response ends when its text contains one of these; the text is kept up to and including it."""
+    stop_token_ids: tuple[int, ...] = key(())
+    """A response ends with one of these tokens; the tokenizer's EOS always does."""
+    max_concurrent_samples: int = key(512, unit="sequences", ge=1)
+    """Sequences decoded together by an engine; bounds its KV cache."""
+    max_staleness: int = key(0, unit="policy updates", ge=0)
+    """Updates allowed between sampling a token and training on it. 0 is on-policy; 1 overlaps both."""
+    timeout_s: float = key(600.0, unit="seconds per group", gt=0)
+    """A group that takes longer ends the run with a message; nothing waits for ever."""
+
+
+class AlgorithmSection(Section):
+    credit: Literal["group_norm", "group_mean"] = key("group_norm")
+    """How rewards become advantages."""
+    ratio: Literal["token", "none"] = key("token")
+    """What the policy ratio is taken over."""
+    clip: Literal["ppo", "none"] = key("ppo")
+    """How the ratio is bounded."""
+    clip_low: float = key(0.2, ge=0, lt=1)
+    """The ratio is kept above 1 - clip_low."""
+    clip_high: float = key(0.2, ge=0)
+    """The ratio is kept below 1 + clip_high."""
+    aggregate: Literal["token_mean", "sample_mean", "fixed_length"] = key("sample_mean")
+    """How token losses become one number, always by counts over the whole optimizer step."""
+    kl_loss_coef: float = key(0.0, ge=0)
+    """Weight of the KL to the frozen reference, in the loss; 0 needs no reference."""
+    kl_estimator: Literal["k2", "k3", "abs"] = key("k3")
+    """Per-token estimator of that KL; k1 has zero expected gradient in a loss and is refused."""
+    entropy_coef: float = key(0.0)
+    """Weight of the entropy bonus."""
+    reward_clip: tuple[float, float] | None = key(None)
+    """Raw rewards are kept in [low, high], before any baseline."""
+    overlong_buffer_tokens: int = key(0, unit="tokens", ge=0)
+    """DAPO's soft length penalty starts this many tokens before the limit; 0 is off."""
+    overlong_penalty: float = key(1.0, unit="reward", ge=0)
+    """Penalty at the limit; grows linearly over the buffer."""
+    drop_uninformative: bool = key(False)
+    """Replace groups whose rewards are all equal by new prompts (DAPO's dynamic sampling)."""
+    max_dropped_per_kept: float = key(10.0, unit="groups", gt=0)
+    """With `drop_uninformative`: end the run when a step drops more groups than this for each one it needs."""
+
+
+class OptimizerSection(Section):
+    lr: float = key(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = key((0.9, 0.95))
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = key(1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = key(0.0, ge=0)
+    """Decoupled weight decay; not applied to norms, biases and vectors."""
+    grad_clip: float = key(1.0, ge=0)
+    """Largest global gradient norm; 0 is off."""
+    schedule: Literal["constant", "linear", "cosine"] = key("constant")
+    """Course of the learning rate after warm-up."""
+    warmup_steps: int = key(0, unit="optimizer steps", ge=0)
+    """The learning rate rises linearly from 0 over these."""
+    final_lr_frac: float = key(0.0, unit="fraction of lr", ge=0, le=1)
+    """Where a linear or cosine schedule ends."""
+
+
+class TrainSection(Section):
+    prompts_per_step: int = key(32, unit="prompts", ge=1)
+    """Prompts whose groups make one policy update (P)."""
+    samples_per_optimizer_step: int | None = key(None, unit="samples", ge=1)
+    """Samples per optimizer step; null: the whole update (P x G), one optimizer step."""
+    passes_per_batch: int = key(1, unit="passes", ge=1)
+    """Times that an update goes over its batch."""
+    tokens_per_microbatch: int = key(16384, unit="tokens", ge=1)
+    """Tokens of one forward pass, prompt tokens counted once per group; memory, never the result."""
+    logprob_chunk_tokens: int = key(1024, unit="tokens", ge=1)
+    """Tokens whose logits exist at one time; memory, never the result."""
+    activation_checkpointing: bool = key(False)
+    """Recompute each layer in the backward pass instead of storing it; memory, never the result."""
+    optimizer: OptimizerSection = key(OptimizerSection())
+    """The policy's optimizer."""
+
+
+class SftSection(Section):
+    data: str | None = key(None)
+    """Rows to imitate, as `data.train`; null takes `data.train` itself. Uses `data`'s columns and template."""
+    rows: str | None = key(None)
+    """Rows to use, `start:stop`; null takes all."""
+    response_column: str | None = key(None)
+    """Column with the text to imitate after the prompt; null takes `data.answer_column`."""
+    epochs: float = key(1.0, unit="passes over the rows", gt=0)
+    """How long to train."""
+    rows_per_step: int = key(64, unit="rows", ge=1)
+    """Rows per optimizer step."""
+    optimizer: OptimizerSection = key(OptimizerSection(lr=1e-5))
+    """Its own optimizer and schedule."""
+
+
+class EvalSection(Section):
+    every: int = key(0, unit="policy updates", ge=0)
+    """Evaluate every so many updates with the live engine; 0: only before the first and after the last."""
+    samples: int = key(1, unit="samples per prompt", ge=1)
+    """Samples per prompt."""
+    temperature: float = key(1.0, ge=0)
+    """0 is greedy."""
+    pass_k: tuple[int, ...] = key((1,))
+    """k of the unbiased pass@k estimates; none above `samples`."""
+    threshold: float = key(1.0)
+    """A sample counts as correct when its reward reaches this."""
+
+
+class CheckpointSection(Section):
+    every: int = key(50, unit="policy updates", ge=0)
+    """Save every so many updates; 0: only at the end of a stage and when stopped."""
+    keep: int = key(2, unit="checkpoints", ge=1)
+    """Older ones are removed once a newer one is whole."""
+
+
+class ObserveSection(Section):
+    console: Literal["auto", "live", "plain", "quiet"] = key("auto")
+    """auto: a live view on a terminal, plain lines elsewhere."""
+    tensorboard: bool = key(True)
+    """Write TensorBoard event files."""
+    wandb: str | None = key(None)
+    """Weights & Biases project to log to; null is off. The key comes from WANDB_API_KEY."""
+    samples_max_mib: float = key(64.0, unit="MiB, compressed", ge=0)
+    """Most that samples/ may hold; recording then stops and says so. 0 records nothing."""
+    trace: bool = key(True)
+    """Write trace.json, for Perfetto."""
+
+
+class GateSection(Section):
+    enabled: bool = key(True)
+    """Check before the first update that sampler and trainer agree."""
+    max_logprob_gap: float | None = key(None, unit="nats", gt=0)
+    """Largest mean |trainer - sampler| logprob; null: 1e-3 in float32, 3e-2 in bfloat16."""
+
+
+Stage = Literal["sft", "rl"]
+
+
+class RunConfig(Section):
+    """The resolved run file."""
+
+    seed: int = key(0, ge=0)
+    """Every random choice is a function of it and of what is being chosen, never of arrival order."""
+    stages: tuple[Stage, ...] = key(("rl",), min_length=1)
+    """What to run, in order: `sft` warms the model up by imitation, `rl` is the policy loop."""
+    run: RunSection = key(RunSection())
+    model: ModelSection = key(...)
+    data: DataSection = key(...)
+    reward: RewardSection = key(RewardSection())
+    rollout: RolloutSection = key(RolloutSection())
+    algorithm: AlgorithmSection = key(AlgorithmSection())
+    train: TrainSection = key(TrainSection())
+    sft: SftSection = key(SftSection())
+    eval: EvalSection = key(EvalSection())
+    checkpoint: CheckpointSection = key(CheckpointSection())
+    observe: ObserveSection = key(ObserveSection())
+    gate: GateSection = key(GateSection())

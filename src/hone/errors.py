@@ -1,0 +1,64 @@
+"""One family of errors. Each message says what happened, where, what was got, and what to do.
+
+The exit code belongs to the kind of failure, not to the place that raised it, so that a script can tell
+"fix your file" from "the machine is too small". Failures of the world (a reward that cannot be had for one
+sample) are not errors but data: see `types.Score`.
+"""
+
+
+class HoneError(Exception):
+    """Base of every error that Hone raises on purpose; printed without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(HoneError):
+    """The run file or an override is wrong. Carries every problem found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: "list[str]") -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+class DataError(HoneError):
+    """A data set, tokenizer or model directory is missing, malformed or does not fit the run file."""
+
+    exit_code = 2
+
+
+class RunFolderError(HoneError):
+    """The run's folder belongs to another run, is in use by one, or holds no valid checkpoint to resume."""
+
+    exit_code = 2
+
+
+class CheckpointError(HoneError):
+    """A checkpoint could not be written or is not whole. The newest valid one is untouched."""
+
+    exit_code = 1
+
+
+class RewardError(HoneError):
+    """A reward cannot be had, or fails more often than the run file allows."""
+
+    exit_code = 3
+
+
+class GateError(HoneError):
+    """Sampler and trainer disagree at step 0: training would learn from wrong ratios. Names the likely cause."""
+
+    exit_code = 1
+
+
+class MemoryExhausted(HoneError):
+    """Out of memory, and no setting is left that would use less without changing the algorithm."""
+
+    exit_code = 4
+
+
+class Stopped(HoneError):
+    """The user stopped the run; a clean checkpoint was written."""
+
+    exit_code = 130

@@ -1,0 +1,162 @@
+"""The shared nouns: what a prompt, a sample, a score, a group and a batch are. No behaviour beyond validation.
+
+Everything here is frozen, and everything but `Batch` is plain Python (token ids and logprobs are tuples), so
+that recording, checking and serving need no torch. Lifecycle of a sample:
+
+    Prompt --engine--> Sample (tokens, sampler logprobs, version) --reward--> Group (scores, rewards)
+           --collate--> Batch (flat tensors) --credit--> advantages_T --trainer--> new weights
+
+Worked example, two samples of one prompt, "2+2=" (4 tokens), answers "4$" and "22$" where $ is EOS:
+
+    samples[0].token_ids = (id("4"), EOS)           samples[0].sampler_logprobs = (-0.3, -0.1)
+    samples[1].token_ids = (id("2"), id("2"), EOS)  rewards = (1.0, 0.0)
+    Batch: T = 5 response tokens, S = 2 samples, sample_T = [0, 0, 1, 1, 1]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task instance: what the policy sees, and what a reward needs to judge the answer."""
+
+    id: str
+    """Stable across runs, shuffles and machines: the row's own id column, else a hash of its content."""
+    index: int
+    """Position in the stream of this run (epoch order); the loop resumes from it."""
+    text: str
+    """The rendered prompt, template applied; for people and for rewards. Never re-tokenised."""
+    token_ids: tuple[int, ...]
+    answer: Any = None
+    """The gold answer, from the mapped column."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the row, for rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sampled token sequence for a prompt. All per-token tuples have one length."""
+
+    prompt_id: str
+    index: int
+    """0 .. group_size - 1: with (seed, step, prompt) the key of its randomness."""
+    token_ids: tuple[int, ...]
+    """What followed the prompt, the stop token included when the policy wrote it."""
+    sampler_logprobs: tuple[float, ...]
+    """Natural log, of the distribution really sampled from (temperature and truncation applied)."""
+    versions: tuple[int, ...]
+    """Policy version (number of updates made) that sampled each token."""
+    finish_reason: FinishReason
+    text: str
+    """Decoded response without special tokens, for rewards and people."""
+    loss_mask: tuple[bool, ...] | None = None
+    """False marks tokens the policy did not write (tools, environment). None: it wrote all of them."""
+
+
+class Fault(StrEnum):
+    """Whose fault it is that a sample could not be scored as usual."""
+
+    MODEL = "model"  # the response broke the scorer: it earns the declared minimum, never more than a wrong answer
+    DATA = "data"  # the row is unusable (no gold answer, say): unscored, counted, never retried
+    INFRA = "infra"  # we failed (time-out of a service, crash of a scorer): unscored, counted
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One reward component's verdict on one sample: a finite value, or a fault that says why there is none.
+
+    There is no way to say "failed, so 0": a data or infra fault has no value, a model fault has the minimum.
+    """
+
+    value: float | None
+    fault: Fault | None = None
+    detail: str = ""
+    """For people: why, when there is a fault."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        has_value = self.value is not None
+        if has_value and not math.isfinite(self.value):  # type: ignore[arg-type]
+            raise ValueError(f"a score must be finite, got {self.value}")
+        if has_value != (self.fault in (None, Fault.MODEL)):
+            raise ValueError(
+                f"a score has a value unless data or infrastructure failed; got {self.value}, {self.fault}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G samples of one prompt, and, once scored, their rewards."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    scores: Mapping[str, tuple[Score, ...]] = field(default_factory=dict)
+    """Reward component name -> one score per sample."""
+    rewards: tuple[float | None, ...] = ()
+    """Weighted sum of the scores per sample; None marks a sample that could not be scored."""
+
+    def scored(self, scores: Mapping[str, tuple[Score, ...]], rewards: tuple[float | None, ...]) -> Group:
+        if len(rewards) != len(self.samples):
+            raise ValueError(f"{len(rewards)} rewards for {len(self.samples)} samples of prompt {self.prompt.id}")
+        return replace(self, scores=scores, rewards=rewards)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over one whole optimizer step, all microbatches and all ranks: the only legal denominators."""
+
+    loss_tokens: float
+    samples: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one policy update (or one optimizer step of it) trains on, as flat ragged tensors.
+
+    S samples of N prompts; T is the number of response tokens of all samples, in sample order. Prompt tokens
+    carry no loss, so no per-token column covers them. A column is (T,) or (S,) as its suffix says.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    """N prompts' token ids; samples of one prompt are adjacent."""
+    prompt_S: Tensor
+    """(S,) int64: which prompt each sample answers, non-decreasing."""
+    length_S: Tensor
+    """(S,) int64: response tokens of each sample; may be 0."""
+    token_ids_T: Tensor
+    """(T,) int64."""
+    loss_mask_T: Tensor
+    """(T,) float32, 1 where the policy wrote the token and its sample was scored."""
+    sampler_logprobs_T: Tensor
+    """(T,) float32."""
+    reward_S: Tensor
+    """(S,) float32, NaN where unscored."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Added on the way, by name: old_logprobs_T, ref_logprobs_T, advantages_T, ..."""
+
+    def with_column(self, name: str, value: Tensor) -> Batch:
+        return replace(self, columns={**self.columns, name: value})
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run is; everything the loop needs besides weights to continue. Written into every checkpoint."""
+
+    step: int = 0
+    """Policy updates made; also the version of the current weights."""
+    next_prompt: int = 0
+    """Index in the prompt stream of the first prompt that no finished update has consumed."""
+    kl_coef: float = 0.0
+    metrics_bytes: int = 0
+    """Length of metrics.jsonl when the checkpoint was written; a resumed run truncates the file to it."""
