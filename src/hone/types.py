@@ -153,8 +153,10 @@ class Batch:
 class Progress:
     """Where a run is; everything the loop needs besides weights to continue. Written into every checkpoint."""
 
+    stage: str = "rl"
+    """The stage of `stages` that is running."""
     step: int = 0
-    """Policy updates made; also the version of the current weights."""
+    """Steps of that stage made; in `rl` policy updates, and so the version of the current weights."""
     next_prompt: int = 0
     """Index in the prompt stream of the first prompt that no finished update has consumed."""
     kl_coef: float = 0.0
