@@ -228,6 +228,8 @@ class EvalSection(Section):
     """0 is greedy."""
     pass_k: tuple[int, ...] = key((1,))
     """k of the unbiased pass@k estimates; none above `samples`."""
+    by: str | None = key(None)
+    """Column of the evaluation data; every value of it gets an accuracy of its own."""
     threshold: float = key(1.0)
     """A sample counts as correct when its reward reaches this."""
 

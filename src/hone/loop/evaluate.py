@@ -1,0 +1,82 @@
+"""Evaluation: sample held-out prompts with the live engine, score them, report unbiased estimates.
+
+Samples are keyed by (seed, "eval", prompt, sample), so two evaluations differ only by the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hone.config.run import EvalSection
+from hone.reward.base import Rewards
+from hone.rollout.engine import Engine, Request, Sampling
+from hone.types import Group, Prompt
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was sampled for an evaluation, and its metrics."""
+
+    groups: tuple[Group, ...]
+    metrics: Mapping[str, float]
+
+
+async def evaluate(
+    engine: Engine, rewards: Rewards, prompts: Sequence[Prompt], sampling: Sampling, settings: EvalSection, *, seed: int
+) -> Evaluation:
+    """Sample `settings.samples` responses per prompt and score them."""
+
+    async def one(prompt: Prompt) -> Group:
+        samples = await engine.generate(Request(prompt, settings.samples, sampling, seed, "eval"))
+        return await rewards.score(Group(prompt, samples))
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one(prompt)) for prompt in prompts]
+    groups = tuple(task.result() for task in running)
+    return Evaluation(groups, metrics_of(groups, settings))
+
+
+def metrics_of(groups: Sequence[Group], settings: EvalSection) -> dict[str, float]:
+    """`eval/*` metrics; an unscored sample counts as neither right nor wrong, and `eval/unscored_frac` says how many."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [reward for group in groups for reward in group.rewards]
+    scored = [reward for reward in rewards if reward is not None]
+    metrics = {
+        "eval/reward_mean": float(np.mean(scored)) if scored else float("nan"),
+        "eval/accuracy": accuracy(groups, settings.threshold),
+        "eval/unscored_frac": 1 - len(scored) / max(1, len(rewards)),
+        "eval/response_tokens_mean": float(np.mean([len(s.token_ids) for s in samples])),
+        "eval/truncated_frac": sum(s.finish_reason == "length" for s in samples) / max(1, len(samples)),
+    }
+    for k in settings.pass_k:
+        metrics[f"eval/pass@{k}"] = pass_at_k(groups, k, settings.threshold)
+    if settings.by is not None:
+        for value in sorted({str(group.prompt.columns.get(settings.by)) for group in groups}):
+            part = [group for group in groups if str(group.prompt.columns.get(settings.by)) == value]
+            metrics[f"eval/accuracy[{settings.by}={value}]"] = accuracy(part, settings.threshold)
+    return metrics
+
+
+def accuracy(groups: Sequence[Group], threshold: float) -> float:
+    """Mean over scored samples of reward >= threshold."""
+    scored = [reward >= threshold for group in groups for reward in group.rewards if reward is not None]
+    return float(np.mean(scored)) if scored else float("nan")
+
+
+def pass_at_k(groups: Sequence[Group], k: int, threshold: float) -> float:
+    """Unbiased estimate of the chance that one of k samples is right: mean of 1 - C(n-c, k) / C(n, k).
+
+    n is the scored samples of a prompt, c the right ones (Chen et al., arXiv:2107.03374). Prompts with fewer than
+    k scored samples cannot be estimated and are left out.
+    """
+    estimates = []
+    for group in groups:
+        scored = [reward >= threshold for reward in group.rewards if reward is not None]
+        n, c = len(scored), sum(scored)
+        if n >= k:
+            estimates.append(1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))))
+    return float(np.mean(estimates)) if estimates else float("nan")

@@ -1,0 +1,113 @@
+"""Policy optimisation: prompts -> groups -> advantages -> one policy update, until `run.steps` are made.
+
+One loop serves synchronous and asynchronous runs. A group holds a permit from the moment its generation starts
+until weights trained on it are live in the engines; there are (max_staleness + 1) * prompts_per_step permits, so
+no token is trained more than `max_staleness` updates after the policy that sampled it (argument in buffer.py).
+0 is plain on-policy training. There is no second loop for a second mode.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hone.data.pack import collate
+from hone.loop.buffer import GroupBuffer
+from hone.loop.gate import check_first_step
+from hone.loop.run import PolicyRun, due, now, summarize
+from hone.reward.base import component_metrics
+from hone.rollout.engine import Request
+from hone.types import Group, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A scored group, and when its last token was sampled: what tells generating from scoring."""
+
+    group: Group
+    generated_at: float
+
+
+async def train_policy(run: PolicyRun) -> None:
+    """Make policy updates until `run.steps` are made or a stop is asked for. The caller saves the end."""
+    progress, prompts_per_step = run.progress, run.config.train.prompts_per_step
+    buffer: GroupBuffer[Finished] = GroupBuffer((run.config.rollout.max_staleness + 1) * prompts_per_step)
+    await run.publish()
+    if progress.step == 0:
+        await evaluate(run)
+
+    async with asyncio.TaskGroup() as tasks:  # a failure in any background task surfaces here
+        producer = tasks.create_task(produce(run, buffer, tasks))
+        while progress.step < run.config.run.steps and not run.stop.is_set():
+            started = now()
+            finished = await run.unless_stopped(buffer.take(prompts_per_step, on_drop=run.check_drops))
+            if finished is None:
+                break
+            taken = now()
+            generated = min(taken, max(started, *(f.generated_at for f in finished)))
+            metrics = await update(run, [f.group for f in finished])
+            progress.step += 1
+            progress.next_prompt = finished[-1].group.prompt.index + 1
+            with run.observer.span("publish"):
+                await run.publish()
+            buffer.release(prompts_per_step)  # only now may generation run ahead again
+            metrics |= {"time/generate_s": generated - started, "time/reward_s": taken - generated}
+            run.log_step(metrics, seconds=now() - started)
+            await housekeeping(run)
+        producer.cancel()
+        buffer.cancel()
+
+
+async def produce(run: PolicyRun, buffer: GroupBuffer[Finished], tasks: asyncio.TaskGroup) -> None:
+    """Start one task per prompt, as fast as permits allow, in the order of the data."""
+    for prompt in run.prompts.starting_at(run.progress.next_prompt):
+        await buffer.reserve()
+        buffer.add(tasks.create_task(generate_and_score(run, prompt)))
+
+
+async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
+    """Sample a group and score it. None: nothing to learn here, the permit goes back."""
+    config = run.config
+    request = Request(prompt, config.rollout.group_size, run.sampling, config.seed, "train")
+    async with asyncio.timeout(config.rollout.timeout_s):
+        samples = await run.engine.generate(request)
+    generated_at = now()
+    group = await run.rewards.score(Group(prompt, samples))
+    return Finished(group, generated_at) if run.keeps(group) else None
+
+
+async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
+    """One policy update, possibly of several optimizer steps, on `prompts_per_step` groups."""
+    version, dropped = run.progress.step, run.take_dropped()
+    metrics = summarize(groups, version=version, dropped=len(dropped), threshold=run.config.eval.threshold)
+    metrics |= component_metrics(groups)
+    with run.observer.span("train"):
+        batch = collate(groups)
+        if not run.gate_passed:
+            metrics |= await run.in_compute_thread(check_first_step, run, groups, batch)
+            run.gate_passed = True
+        if "ref_logprobs" in run.algorithm.needs:
+            reference = await run.in_compute_thread(lambda: run.trainer.logprobs(batch, reference=True))
+            batch = batch.with_column("ref_logprobs_T", reference)
+        batch, credit_metrics = run.algorithm.assign(batch)
+        metrics |= credit_metrics | await run.in_compute_thread(run.trainer.update, batch, run.algorithm)
+    run.record(groups, dropped, batch)
+    return metrics
+
+
+async def housekeeping(run: PolicyRun) -> None:
+    """Evaluate and checkpoint when due. Never changes what the next update computes."""
+    step = run.progress.step
+    if due(step, run.config.eval.every) or step == run.config.run.steps:
+        await evaluate(run)
+    if due(step, run.config.checkpoint.every):
+        await run.save()
+
+
+async def evaluate(run: PolicyRun) -> None:
+    """Log the held-out metrics of the live policy."""
+    if run.evaluate is None:
+        return
+    with run.observer.span("evaluate"):
+        metrics = await run.unless_stopped(run.evaluate())
+    if metrics is not None:
+        run.observer.log("rl", run.progress.step, metrics)

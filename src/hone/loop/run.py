@@ -1,0 +1,168 @@
+"""What a running stage holds, and the small answers that the loops ask of it. No loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hone.algo.algorithm import Algorithm
+from hone.config.run import RunConfig
+from hone.data.prompts import PromptStream
+from hone.errors import RewardError
+from hone.observe.observer import Observer
+from hone.reward.base import Rewards
+from hone.rollout.engine import Engine, Sampling
+from hone.train.checkpoint import Checkpoints
+from hone.train.trainer import Trainer
+from hone.types import Batch, Group, Progress
+
+T = TypeVar("T")
+
+
+@dataclass
+class Stage:
+    """What every stage has: settings, a trainer, where it is, and its doors to the outside."""
+
+    config: RunConfig
+    progress: Progress
+    trainer: Trainer
+    observer: Observer
+    checkpoints: Checkpoints
+    compute: Executor
+    """One thread for arithmetic, so that the event loop stays free for rewards, signals and deadlines."""
+    stop: asyncio.Event
+    """Set by the first SIGINT or SIGTERM."""
+
+    async def in_compute_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.compute, work, *args)
+
+    async def unless_stopped(self, work: Awaitable[T]) -> T | None:
+        """The result of `work`; or None, with `work` cancelled, when a stop is asked for first."""
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            stopping.cancel()
+            working.cancel()
+
+    async def save(self) -> None:
+        """Write a checkpoint of this very moment."""
+        with self.observer.span("checkpoint"):
+            self.progress.metrics_bytes = self.observer.position()
+            tensors, rest = self.trainer.state()
+            await self.in_compute_thread(self.checkpoints.save, self.progress, tensors, rest)
+
+
+@dataclass
+class PolicyRun(Stage):
+    """An RL stage."""
+
+    prompts: PromptStream
+    engine: Engine
+    rewards: Rewards
+    algorithm: Algorithm
+    sampling: Sampling
+    eos_ids: frozenset[int]
+    weights_are_shared: bool
+    """The engine samples from the trainer's own tensors, so publishing moves no bytes."""
+    evaluate: Callable[[], Awaitable[dict[str, float]]] | None
+    gate_passed: bool
+    """False until sampler and trainer were seen to agree in this process."""
+    dropped: list[Group] = field(default_factory=list)
+    """Groups of the step in flight that will not be trained on; recorded for people with the others."""
+
+    async def publish(self) -> None:
+        """Make the trainer's weights live in the engine, as version `progress.step`."""
+        weights = None if self.weights_are_shared else self.trainer.weights()
+        await self.engine.load(weights, self.progress.step)
+
+    def keeps(self, group: Group) -> bool:
+        """Whether a scored group is worth a place in the update; a dropped one is remembered for the record."""
+        rewards = [reward for reward in group.rewards if reward is not None]
+        scored_enough = len(rewards) >= self.config.reward.min_valid_per_group
+        informative = not self.config.algorithm.drop_uninformative or (rewards and max(rewards) > min(rewards))
+        if scored_enough and informative:
+            return True
+        self.dropped.append(group)
+        return False
+
+    def take_dropped(self) -> list[Group]:
+        """The groups dropped since the last update."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
+
+    def record(self, kept: Sequence[Group], dropped: Sequence[Group], batch: Batch) -> None:
+        """Keep the samples of a step for people: trained groups with their advantages, then dropped ones."""
+        advantages = iter(sample_advantages(batch))
+        per_group = [[next(advantages) for _ in group.samples] for group in kept]
+        self.observer.record("rl", self.progress.step, kept, per_group)
+        if dropped:
+            self.observer.record("rl", self.progress.step, dropped, None)
+
+    def log_step(self, metrics: dict[str, float], *, seconds: float) -> None:
+        """Log one finished update with its throughput."""
+        samples = self.config.train.prompts_per_step * self.config.rollout.group_size
+        tokens = metrics["rollout/response_tokens_mean"] * samples
+        metrics |= {
+            "time/step_s": seconds,
+            "rollout/samples_per_s": samples / seconds,
+            "rollout/tokens_per_s": tokens / seconds,
+        }
+        self.observer.log("rl", self.progress.step, metrics)
+
+    def check_drops(self, dropped: int) -> None:
+        """Raises RewardError when a step burns more prompts than `max_dropped_per_kept` allows."""
+        bound = self.config.algorithm.max_dropped_per_kept * self.config.train.prompts_per_step
+        if dropped > bound:
+            raise RewardError(
+                f"step {self.progress.step}: {dropped} groups were dropped for "
+                f"{self.config.train.prompts_per_step} needed (bound: {bound:g}). Rewards that are equal within almost "
+                "every group, or samples that cannot be scored, leave nothing to learn from: check the reward and the "
+                "difficulty of the prompts, or raise algorithm.max_dropped_per_kept."
+            )
+
+
+def sample_advantages(batch: Batch) -> list[float]:
+    """Mean advantage of each sample's tokens; 0 for a sample without tokens."""
+    lengths = batch.length_S
+    sums = lengths.new_zeros(len(lengths), dtype=batch.columns["advantages_T"].dtype)
+    sums.index_add_(0, lengths.new_tensor(range(len(lengths))).repeat_interleave(lengths), batch.columns["advantages_T"])
+    return (sums / lengths.clamp(min=1)).tolist()
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def summarize(groups: Sequence[Group], *, version: int, dropped: int, threshold: float) -> dict[str, float]:
+    """Metrics of what was sampled: rewards, lengths, staleness when training began at `version`."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = np.array([np.nan if r is None else r for group in groups for r in group.rewards])
+    scored = rewards[~np.isnan(rewards)]
+    lengths = np.array([len(sample.token_ids) for sample in samples])
+    staleness = np.array([version - sample.versions[0] for sample in samples if sample.versions] or [0])
+    spreads = [max(r) - min(r) for group in groups if (r := [x for x in group.rewards if x is not None])]
+    return {
+        "rollout/reward_mean": float(scored.mean()),
+        "rollout/reward_std": float(scored.std(ddof=1)) if len(scored) > 1 else 0.0,
+        "rollout/accuracy": float((scored >= threshold).mean()),
+        "rollout/unscored_frac": float(np.isnan(rewards).mean()),
+        "rollout/zero_std_group_frac": sum(spread == 0 for spread in spreads) / max(1, len(spreads)),
+        "rollout/groups_dropped": float(dropped),
+        "rollout/response_tokens_mean": float(lengths.mean()),
+        "rollout/response_tokens_max": float(lengths.max()),
+        "rollout/truncated_frac": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "rollout/staleness_mean": float(staleness.mean()),
+        "rollout/staleness_max": float(staleness.max()),
+    }
+
+
+def now() -> float:
+    return time.perf_counter()
