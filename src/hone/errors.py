@@ -62,3 +62,9 @@ class Stopped(HoneError):
     """The user stopped the run; a clean checkpoint was written."""
 
     exit_code = 130
+
+
+class EngineError(HoneError):
+    """The engine cannot serve a request: it is asleep, closed, stuck, or its worker failed. Names the cause."""
+
+    exit_code = 1

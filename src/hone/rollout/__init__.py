@@ -1,0 +1,1 @@
+"""Sampling from the policy: the engine protocol and the engines that implement it."""

@@ -1,0 +1,109 @@
+"""What an engine is: prompts in, samples out, weights in between. No engine is implemented here.
+
+Token in, token out: an engine never tokenises text. It may decode, to find stop strings and to give each sample
+a text that people and rewards can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from hone.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Stream = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw one response. Temperature first, then top-k, then top-p, then min-p, each renormalised."""
+
+    max_tokens: int
+    """The response is cut here (tokens), and where the model's positions end."""
+    temperature: float
+    """0 is greedy: the likeliest token, with its logprob under the untempered softmax."""
+    top_k: int
+    """0 is off."""
+    top_p: float
+    """1 is off."""
+    min_p: float
+    """0 is off."""
+    stop: tuple[str, ...]
+    """The response ends with the token that completes one of these strings."""
+    stop_token_ids: tuple[int, ...]
+    """The response ends with one of these tokens; EOS always ends it."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
+            raise ValueError(
+                f"need top_k >= 0, 0 < top_p <= 1 and 0 <= min_p < 1, "
+                f"got top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p}"
+            )
+        if "" in self.stop:
+            raise ValueError("an empty stop string would end every response at its first token")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how many samples to draw for it: the work of one `generate` call.
+
+    The randomness of a token is a function of (seed, stream, prompt.index, sample index, token position) alone:
+    never of when the request arrived or of what else was in the batch.
+    """
+
+    prompt: Prompt
+    num_samples: int
+    sampling: Sampling
+    seed: int
+    stream: Stream
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {self.num_samples} (prompt {self.prompt.id})")
+        if not self.prompt.token_ids:
+            raise ValueError(f"prompt {self.prompt.id} has no tokens; there is nothing to predict from")
+
+
+class Engine(Protocol):
+    """A program that holds the policy and samples from it."""
+
+    version: int
+    """Policy version (number of updates made) of the weights that the next token is sampled with."""
+
+    async def generate(self, request: Request) -> tuple[Sample, ...]:
+        """Draw `num_samples` samples, in the order of their index; the prompt is computed once for all.
+
+        Cancelling the call frees its rows. Raises EngineError when asleep, closed or broken.
+        """
+        ...
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """Take new weights between two tokens; sequences in flight go on, their next tokens carry `version`.
+
+        None: the weights are shared with the trainer and have changed already; only the version is new.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Give the cache's memory back. Nothing may be in flight."""
+        ...
+
+    async def wake(self) -> None:
+        """Be ready to generate again."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; calls in flight fail. May be called twice."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Content hash of the weights, equal to the trainer's when every byte is."""
+        ...
