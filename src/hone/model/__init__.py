@@ -1,0 +1,1 @@
+"""Models: weights from disk to modules, one decoder for training and sampling, logprobs without full logits."""

@@ -1,0 +1,52 @@
+"""What the rest of Hone knows of a policy: token ids in, final hidden states and named weights out.
+
+There are two implementations: `Decoder` (decoder.py), ours, for the Llama family, and `TransformersModel` (hf.py)
+for everything else. Logits are not here: `logprobs.py` makes them from `hidden` and `output_weight`, a chunk at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from hone.model.layout import Layout
+
+
+class CausalModel(nn.Module, ABC):
+    """A decoder-only language model in one place; trainer and engine may share the very same object."""
+
+    hf_config: PreTrainedConfig
+    """Enough for Transformers to build the same architecture; written by `save_hf`."""
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    """Longest prompt + response, in tokens."""
+    checkpoint_layers: bool = False
+    """Recompute each layer's activations in the backward pass instead of storing them."""
+
+    @property
+    @abstractmethod
+    def output_weight(self) -> Tensor:
+        """(V, h) rows that score each next token; the embedding itself where the model ties them."""
+
+    @abstractmethod
+    def hidden(self, layout: Layout) -> Tensor:
+        """(U, h): the final, normed hidden states that predict `layout.target_U`, in that order."""
+
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight once, detached, under its Hugging Face name and shape; views, not copies."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies weights in place, converting the dtype. Every name must come, once, in its own shape.
+
+        Raises:
+            DataError: a name is missing, unknown or repeated, or a shape differs.
+        """

@@ -1,0 +1,238 @@
+"""One compact decoder for the Llama family: Llama, Mistral, Qwen2 and Qwen3, dense, with grouped-query attention.
+
+It differs from Transformers' classes in two ways that make Hone fast: tokens are a flat list in any packing (no batch
+or padding dimension), and attention is a strategy that the caller hands in, so that prefill, decode and shared-prompt
+training are one forward. q, k and v are one matrix product, and so are gate and up. Weights are read and written under
+their Hugging Face names; logits equal Transformers' to float rounding.
+
+Not here: sliding windows, mixtures of experts, long-context rope variants whose frequencies depend on the length.
+`unsupported` says whether a config needs one of them; such a model goes through hf.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hone.errors import DataError
+from hone.model.attention import shared_prompt_attention
+from hone.model.base import CausalModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from hone.model.layout import Layout
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q (X, Hq, D), k (X, Hkv, D), v (X, Hkv, D)), positions already applied -> (X, Hq, D).
+
+The scores are scaled by D ** -0.5; which token sees which is the strategy's own business."""
+
+FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def unsupported(config: PreTrainedConfig) -> str | None:
+    """Why this decoder cannot run the architecture, or None if it can."""
+    if config.model_type not in FAMILY:
+        return f"model_type {config.model_type} is not one of {', '.join(FAMILY)}"
+    if config.hidden_act != "silu":
+        return f"hidden_act {config.hidden_act} is not silu"
+    if config.rope_parameters["rope_type"] not in ROPE_TYPES:
+        return f"rope_type {config.rope_parameters['rope_type']} is not one of {', '.join(ROPE_TYPES)}"
+    window = getattr(config, "sliding_window", None)
+    slides = config.model_type == "mistral" or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if slides and window is not None and window < config.max_position_embeddings:
+        return f"sliding_window {window} is shorter than the context of {config.max_position_embeddings}"
+    return None
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward block, both pre-normed, both added to the residual stream."""
+
+    def __init__(self, config: PreTrainedConfig, index: int, head_dim: int) -> None:
+        super().__init__()
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        self.index = index
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim,
+        )
+        bias = getattr(config, "attention_bias", False)
+        mlp_bias = getattr(config, "mlp_bias", False)
+        qkv_size = (self.num_heads + 2 * self.num_kv_heads) * head_dim
+        self.input_norm = RMSNorm(hidden, eps)
+        self.qkv_proj = nn.Linear(hidden, qkv_size, bias=bias or config.model_type == "qwen2")
+        self.qk_normed = config.model_type == "qwen3"
+        if self.qk_normed:
+            self.q_norm = RMSNorm(head_dim, eps)
+            self.k_norm = RMSNorm(head_dim, eps)
+        self.o_proj = nn.Linear(self.num_heads * head_dim, hidden, bias=bias and config.model_type != "qwen2")
+        self.post_norm = RMSNorm(hidden, eps)
+        self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=mlp_bias)
+
+    def forward(self, x: Tensor, cos_sin_XD: Tensor, attend: Attend, needed_W: Tensor | None) -> Tensor:
+        q, k, v = self.queries_keys_values(self.input_norm(x), cos_sin_XD)
+        mixed = attend(self.index, q, k, v).flatten(1)
+        if needed_W is not None:
+            x, mixed = x[needed_W], mixed[needed_W]
+        x = x + self.o_proj(mixed)
+        gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, dim=-1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+    def queries_keys_values(self, x: Tensor, cos_sin_XD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self.head_dim)
+        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        if self.qk_normed:
+            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
+        cos, sin = cos_sin_XD[:, None].chunk(2, dim=-1)
+        left, right = qk.chunk(2, dim=-1)
+        qk = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+        return qk[:, :heads], qk[:, heads:], v
+
+
+class Decoder(CausalModel):
+    """The Llama family. Constructed without real weights: `load_weights` or `load.init_model` fills them."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        why = unsupported(config)
+        if why:
+            raise DataError(f"model: {why}. Set model.implementation to auto or transformers.")
+        self.hf_config = config
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.max_positions: int = config.max_position_embeddings
+        self.num_layers: int = config.num_hidden_layers
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // self.num_heads
+        self.tied: bool = config.tie_word_embeddings
+        self.embed = nn.Embedding(self.vocab_size, self.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i, self.head_dim) for i in range(self.num_layers))
+        self.norm = RMSNorm(self.hidden_size, config.rms_norm_eps)
+        if not self.tied:
+            self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
+        self.register_buffer("rope_table", rope_table(config, self.head_dim), persistent=False)
+        self.rope_table: Tensor
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.embed.weight if self.tied else self.lm_head.weight
+
+    def forward(
+        self, token_ids_X: Tensor, position_X: Tensor, attend: Attend, needed_W: Tensor | None = None
+    ) -> Tensor:
+        """Final normed hidden states of a flat list of tokens, (X, h).
+
+        Args:
+            token_ids_X, position_X: (X,) int64; positions count from 0 within each sequence.
+            attend: who sees whom; called once per layer with all X tokens.
+            needed_W: (W,) indices into X; the last layer then skips everything else and the result is (W, h).
+        """
+        x = F.embedding(token_ids_X, self.embed.weight)
+        cos_sin_XD = self.rope_table.index_select(0, position_X)
+        recompute = self.checkpoint_layers and torch.is_grad_enabled()
+        for layer in self.layers:
+            needed = needed_W if layer.index == self.num_layers - 1 else None
+            if recompute:
+                x = checkpoint(layer, x, cos_sin_XD, attend, needed, use_reentrant=False)
+            else:
+                x = layer(x, cos_sin_XD, attend, needed)
+        return self.norm(x)
+
+    def hidden(self, layout: Layout) -> Tensor:
+        attend = shared_prompt_attention(layout)
+        hidden_W = self(layout.token_ids_X, layout.position_X, attend, layout.needed_W)
+        return hidden_W.index_select(0, layout.needed_U)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self._weights():
+            yield name, weight.detach()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self.named_weights())
+        copy_by_name(own, weights, ignored=("lm_head.weight",) if self.tied else ())
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield "model.embed_tokens.weight", self.embed.weight
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            for name, weight in layer_weights(layer):
+                yield f"model.layers.{layer.index}.{name}", weight
+        yield "model.norm.weight", self.norm.weight
+        if not self.tied:
+            yield "lm_head.weight", self.lm_head.weight
+
+
+def layer_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    """One layer's weights under their Hugging Face names, the fused ones split into views."""
+    yield "input_layernorm.weight", layer.input_norm.weight
+    q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    for kind, fused in layer.qkv_proj.named_parameters():
+        for letter, part in zip("qkv", fused.split((q_size, kv_size, kv_size)), strict=True):
+            yield f"self_attn.{letter}_proj.{kind}", part
+    if layer.qk_normed:
+        yield "self_attn.q_norm.weight", layer.q_norm.weight
+        yield "self_attn.k_norm.weight", layer.k_norm.weight
+    for kind, weight in layer.o_proj.named_parameters():
+        yield f"self_attn.o_proj.{kind}", weight
+    yield "post_attention_layernorm.weight", layer.post_norm.weight
+    for kind, fused in layer.gate_up_proj.named_parameters():
+        for name, part in zip(("gate", "up"), fused.chunk(2), strict=True):
+            yield f"mlp.{name}_proj.{kind}", part
+    for kind, weight in layer.down_proj.named_parameters():
+        yield f"mlp.down_proj.{kind}", weight
+
+
+def rope_table(config: PreTrainedConfig, head_dim: int) -> Tensor:
+    """(max_positions, D) float32: the cosines of D/2 angles, then their sines, with the rope type's scaling applied."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        inv_freq = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        scaling = 1.0
+    else:
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    angles = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * inv_freq.float()
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
+
+
+@torch.no_grad()
+def copy_by_name(own: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]], ignored: tuple[str, ...]) -> None:
+    """Copies each weight onto its namesake; every name of `own` must come exactly once (see `load_weights`)."""
+    missing = set(own)
+    for name, weight in weights:
+        if name in ignored or name.endswith("rotary_emb.inv_freq"):
+            continue
+        if name not in missing:
+            state = "twice" if name in own else "which the architecture does not have"
+            raise DataError(f"weights: got {name} {state}. Check that config.json belongs to these weights.")
+        if weight.shape != own[name].shape:
+            raise DataError(
+                f"weights: {name} has shape {tuple(weight.shape)}, the architecture wants {tuple(own[name].shape)}. "
+                "Check that config.json belongs to these weights."
+            )
+        own[name].copy_(weight)
+        missing.remove(name)
+    if missing:
+        some = ", ".join(sorted(missing)[:3])
+        raise DataError(f"weights: {len(missing)} of {len(own)} are missing ({some} ...). Is a shard absent?")

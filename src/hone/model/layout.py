@@ -1,0 +1,277 @@
+"""Shared-prompt layout: how the samples of a microbatch become one flat list of tokens, each computed once.
+
+All samples of a prompt read the same prompt, so it is computed once and they attend to it; identical responses to one
+prompt are one sequence; and the last token of a response is never an input, for nothing is predicted from it. Tokens
+of one prompt and its responses are adjacent. With prompt "ab" and the samples "cd$", "ce" and "cd$":
+
+    token_ids_X  = a b  c d  c        rows of X: prompt, first unique response, second
+    position_X   = 0 1  2 3  2
+    predict_U    = 1 2 3  1 4         unique response tokens c d $, c e: where in X each is predicted
+    target_U     = c d $  c e
+    expand_T     = 0 1 2  3 4  0 1 2  the three samples' eight tokens
+
+Attention over such a list is ragged. `blocks` cuts it into padded rectangles of queries against keys, of bounded size
+and of similar shape within a block, which is all that attention.py needs to know. Pure index arithmetic in numpy;
+nothing here loops over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+WHOLE_GROUP_TOKENS = 64
+"""A prompt with its responses up to this size is attended to as one square: fewer, larger products."""
+QUERY_ROWS = 256
+"""Longer sequences are cut into tiles of so many queries, so that a tile sees only the keys before its end."""
+BLOCK_SCORES = 1 << 20
+"""Most scores per head in a block (one tile may have more)."""
+FREE_PADDING_SCORES = 1 << 13
+"""Padding that is cheaper than another block would be."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """B tiles of Q queries against K keys each, padded: indices into X, and which pairs may look."""
+
+    query_BQ: Tensor
+    key_BK: Tensor
+    hidden_BQK: Tensor
+    """(B, Q, K) bool: the query does not see the key. Padded queries repeat a real one."""
+    padded_BQ: Tensor
+    """(B, Q) bool: not a query at all."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One microbatch in shared-prompt layout: X tokens computed, U unique response tokens, T of all samples."""
+
+    token_ids_X: Tensor
+    position_X: Tensor
+    predict_U: Tensor
+    """(U,) index into X of the hidden state that predicts each unique response token."""
+    target_U: Tensor
+    """(U,) the response tokens themselves."""
+    expand_T: Tensor | None
+    """(T,) index into U for every token of every sample, in sample order. None: U == T."""
+    needed_W: Tensor
+    """(W,) the distinct values of predict_U, ascending: the only final hidden states anyone reads."""
+    needed_U: Tensor
+    """(U,) index into W: needed_W[needed_U] == predict_U."""
+    blocks: tuple[Block, ...]
+    query_row_X: Tensor
+    """(X,) where each token's query stands among the flattened, concatenated (B, Q) of all blocks."""
+
+    @classmethod
+    def build(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        prompt_S: Sequence[int] | Tensor,
+        responses: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+    ) -> Layout:
+        """The layout of S samples: `responses[s]` (may be empty) answers `prompts[prompt_S[s]]` (never empty).
+
+        Samples may come in any order; prompts that none of them answers are left out.
+        """
+        length_S = np.fromiter(map(len, responses), np.int64, len(responses))
+        token_ids_T = np.fromiter(chain.from_iterable(responses), np.int64, int(length_S.sum()))
+        return cls.from_flat(prompts, np.asarray(prompt_S, np.int64), length_S, token_ids_T, device)
+
+    @classmethod
+    def from_flat(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        prompt_S: Ints | Tensor,
+        length_S: Ints | Tensor,
+        token_ids_T: Ints | Tensor,
+        device: torch.device | str = "cpu",
+    ) -> Layout:
+        """As `build`, from flat arrays: the (S,) response lengths and their (T,) tokens in sample order."""
+        prompt_S, length_S, token_ids_T = (np.asarray(a, np.int64) for a in (prompt_S, length_S, token_ids_T))
+        samples = _merge_identical(prompt_S, length_S, token_ids_T)
+        used_N, prompt_R = np.unique(samples.prompt_R, return_inverse=True)
+        prompt_length_N = np.fromiter((len(prompts[i]) for i in used_N), np.int64, len(used_N))
+        if not prompt_length_N.all():
+            raise ValueError(f"prompt {used_N[prompt_length_N.argmin()]} has no tokens; a layout needs at least one")
+        prompt_tokens = np.fromiter(
+            chain.from_iterable(prompts[i] for i in used_N), np.int64, int(prompt_length_N.sum())
+        )
+        places = _place(prompt_length_N, prompt_R, samples.length_R)
+        token_ids_X = np.empty(places.size, np.int64)
+        token_ids_X[_ranges(places.prompt_start_N, prompt_length_N)] = prompt_tokens
+        unique_tokens = token_ids_T[_ranges(samples.start_R, samples.length_R)]
+        start_U = _starts(samples.length_R)
+        token_ids_X[_ranges(places.start_R, places.inputs_R)] = unique_tokens[_ranges(start_U, places.inputs_R)]
+        predict_U = _ranges(places.start_R - 1, samples.length_R)
+        predict_U[start_U[samples.length_R > 0]] = places.prompt_end_R[samples.length_R > 0] - 1
+        needed_W, needed_U = np.unique(predict_U, return_inverse=True)
+        expand_T = _ranges(start_U[samples.row_S], length_S) if len(samples.length_R) < len(length_S) else None
+        blocks, query_row_X = _blocks(places, prompt_length_N, prompt_R)
+
+        def put(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        return cls(
+            token_ids_X=put(token_ids_X),
+            position_X=put(places.position_X),
+            predict_U=put(predict_U),
+            target_U=put(unique_tokens),
+            expand_T=None if expand_T is None else put(expand_T),
+            needed_W=put(needed_W),
+            needed_U=put(needed_U),
+            blocks=tuple(Block(*map(put, arrays)) for arrays in blocks),
+            query_row_X=put(query_row_X),
+        )
+
+
+@dataclass(frozen=True)
+class _Unique:
+    """R distinct responses, ordered by prompt, and which of them each sample is."""
+
+    prompt_R: Ints
+    start_R: Ints
+    length_R: Ints
+    row_S: Ints
+
+
+def _merge_identical(prompt_S: Ints, length_S: Ints, token_ids_T: Ints) -> _Unique:
+    start_S = _starts(length_S)
+    raw, width = token_ids_T.tobytes(), token_ids_T.itemsize
+    first: dict[tuple[int, bytes], int] = {}
+    rows = [
+        first.setdefault((prompt, raw[start * width : (start + length) * width]), len(first))
+        for prompt, start, length in zip(prompt_S.tolist(), start_S.tolist(), length_S.tolist(), strict=True)
+    ]
+    found_S = np.asarray(rows, np.int64)
+    sample_R = np.unique(found_S, return_index=True)[1]
+    order_R = np.argsort(prompt_S[sample_R], kind="stable")
+    rank = np.empty_like(order_R)
+    rank[order_R] = np.arange(len(order_R))
+    sample_R = sample_R[order_R]
+    return _Unique(prompt_S[sample_R], start_S[sample_R], length_S[sample_R], rank[found_S])
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where everything stands in X: each prompt, then the inputs (all tokens but the last) of its responses."""
+
+    size: int
+    prompt_start_N: Ints
+    group_size_N: Ints
+    start_R: Ints
+    inputs_R: Ints
+    prompt_end_R: Ints
+    position_X: Ints
+    response_X: Ints
+    """(X,) index into R, or -1 for a prompt token."""
+
+
+def _place(prompt_length_N: Ints, prompt_R: Ints, length_R: Ints) -> _Places:
+    inputs_R = np.maximum(length_R - 1, 0)
+    inputs_N = np.bincount(prompt_R, weights=inputs_R, minlength=len(prompt_length_N)).astype(np.int64)
+    group_size_N = prompt_length_N + inputs_N
+    prompt_start_N = _starts(group_size_N)
+    # Responses are ordered by prompt, so those before this one fill X up to it, together with the prompts so far.
+    start_R = _starts(inputs_R) + np.cumsum(prompt_length_N)[prompt_R]
+    size = int(group_size_N.sum())
+    position_X = np.empty(size, np.int64)
+    response_X = np.full(size, -1, np.int64)
+    position_X[_ranges(prompt_start_N, prompt_length_N)] = _ranges(np.zeros_like(prompt_length_N), prompt_length_N)
+    inputs_at = _ranges(start_R, inputs_R)
+    position_X[inputs_at] = _ranges(prompt_length_N[prompt_R], inputs_R)
+    response_X[inputs_at] = np.repeat(np.arange(len(inputs_R)), inputs_R)
+    prompt_end_R = (prompt_start_N + prompt_length_N)[prompt_R]
+    return _Places(size, prompt_start_N, group_size_N, start_R, inputs_R, prompt_end_R, position_X, response_X)
+
+
+def _blocks(
+    places: _Places, prompt_length_N: Ints, prompt_R: Ints
+) -> tuple[list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]], Ints]:
+    """Tiles (query range; shared key range, own key range) of all tokens, gathered into blocks of similar shape."""
+    tiles = _tiles(places, prompt_length_N, prompt_R)
+    num_queries, num_keys = tiles[:, 1], tiles[:, 3] + tiles[:, 5]
+    order = np.lexsort((num_queries, num_keys))
+    query_row_X = np.empty(places.size, np.int64)
+    blocks, rows = [], 0
+    for members in _split(order, num_queries, num_keys):
+        block, real = _pad(tiles[members], places.response_X)
+        query_row_X[block[0][real]] = rows + np.flatnonzero(real)
+        rows += real.size
+        blocks.append(block)
+    return blocks, query_row_X
+
+
+def _tiles(places: _Places, prompt_length_N: Ints, prompt_R: Ints) -> Ints:
+    """(tiles, 6): start and length of the queries, of the shared keys, and of the own keys, in X."""
+    whole_N = places.group_size_N <= WHOLE_GROUP_TOKENS
+    start, size = places.prompt_start_N[whole_N], places.group_size_N[whole_N]
+    zero = np.zeros_like(start)
+    groups = np.stack((start, size, start, size, zero, zero), axis=1)
+
+    start, length = places.prompt_start_N[~whole_N], prompt_length_N[~whole_N]
+    row, first, count = _cut(length)
+    zero = np.zeros_like(first)
+    prompts = np.stack((start[row] + first, count, start[row], first + count, zero, zero), axis=1)
+
+    apart_R = np.flatnonzero(~whole_N[prompt_R])
+    row, first, count = _cut(places.inputs_R[apart_R])
+    at = apart_R[row]
+    shared = places.prompt_start_N[prompt_R[at]], prompt_length_N[prompt_R[at]]
+    own = places.start_R[at]
+    responses = np.stack((own + first, count, *shared, own, first + count), axis=1)
+    return np.concatenate((groups, prompts, responses))
+
+
+def _cut(lengths: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cuts sequences into pieces of at most QUERY_ROWS: (which sequence, first token, length) of each piece."""
+    pieces = -(-lengths // QUERY_ROWS)
+    row = np.repeat(np.arange(len(lengths)), pieces)
+    first = _ranges(np.zeros_like(pieces), pieces) * QUERY_ROWS
+    return row, first, np.minimum(QUERY_ROWS, lengths[row] - first)
+
+
+def _split(order: Ints, num_queries: Ints, num_keys: Ints) -> list[Ints]:
+    """Cuts tiles, sorted by size, where padding a further one to the common shape would waste too much."""
+    parts, begin, real, queries = [], 0, 0, 0
+    sizes = zip(num_queries[order].tolist(), num_keys[order].tolist(), strict=True)
+    for i, (tile_queries, tile_keys) in enumerate(sizes):
+        queries, real = max(queries, tile_queries), real + tile_queries * tile_keys
+        padded = (i + 1 - begin) * queries * tile_keys
+        if i > begin and (padded > BLOCK_SCORES or padded - real > real / 2 + FREE_PADDING_SCORES):
+            parts.append(order[begin:i])
+            begin, queries, real = i, tile_queries, tile_queries * tile_keys
+    return [*parts, order[begin:]] if len(order) else []
+
+
+def _pad(tiles: Ints, response_X: Ints) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    query_start, num_queries, shared_start, num_shared, own_start, num_own = (tiles[:, i, None] for i in range(6))
+    query = np.arange(num_queries.max())
+    real_BQ = query < num_queries
+    query_BQ = query_start + np.minimum(query, num_queries - 1)
+    num_keys = num_shared + num_own
+    key = np.minimum(np.arange(num_keys.max()), num_keys - 1)
+    real_BK = np.arange(num_keys.max()) < num_keys
+    key_BK = np.where(key < num_shared, shared_start + key, own_start + key - num_shared)
+    query_response, key_response = response_X[query_BQ][:, :, None], response_X[key_BK][:, None]
+    # Within a group X is in causal order: prompt first, then each response. So "earlier in X, and of the prompt or of
+    # the same response" is exactly the causal prefix.
+    seen_BQK = (key_BK[:, None] <= query_BQ[:, :, None]) & ((key_response < 0) | (key_response == query_response))
+    return (query_BQ, key_BK, ~(seen_BQK & real_BK[:, None]), ~real_BQ), real_BQ
+
+
+def _starts(lengths: Ints) -> Ints:
+    return np.cumsum(lengths) - lengths
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """Concatenates arange(start, start + length) of every pair."""
+    return np.arange(lengths.sum()) + np.repeat(starts - _starts(lengths), lengths)
