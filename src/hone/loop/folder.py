@@ -1,0 +1,262 @@
+"""The folder of a run: where everything in it lies, who may write there, and whether it is this run's at all.
+
+    run.yaml         the resolved configuration, for people       .identity.json   the same, for comparing
+    metrics.jsonl    samples/    logs/    tensorboard/            trace.json       report.html
+    checkpoints/     hf/                                          .lock            held while a run is going
+
+Opening answers one question: new, resumed, or refused? A folder with other people's files is refused in any case,
+and nothing is ever deleted: `fresh` moves the old run aside. What is in the files is the business of others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from hone.errors import RunFolderError
+
+SAME_NUMBERS = (
+    "run.dir",
+    "run.steps",
+    "run.threads",
+    "rollout.timeout_s",
+    "train.tokens_per_microbatch",
+    "train.logprob_chunk_tokens",
+    "train.activation_checkpointing",
+    "reward.workers",
+    "checkpoint",
+    "eval",
+    "gate",
+    "observe",
+)
+"""Keys and sections that may change between a run and its resumption: they decide how long it goes on, what is
+seen of it, or how much memory it takes, never what an update computes (beyond the rounding of float sums)."""
+
+_IDENTITY, _LOCK = ".identity.json", ".lock"
+_ASIDE = ".new"
+
+
+class RunFolder:
+    """A run's folder, held by this process until `close` (or the end of the process, however it ends).
+
+    Make one with `open`, for a run, or with `read`, for a look at a run that may be going on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.resumed = False
+        """Whether this run goes on from an earlier one; its checkpoints may still be none."""
+        self.moved_aside: Path | None = None
+        """Where `fresh` put the run that was here."""
+        self._lock: int | None = None
+
+    @property
+    def run_yaml(self) -> Path:
+        return self.path / "run.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> Path:
+        return self.path / "hf"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    @classmethod
+    def open(
+        cls, path: Path, *, run_yaml: str, config: Mapping[str, Any], resume: bool = False, fresh: bool = False
+    ) -> RunFolder:
+        """Take the folder for a run of `config` (a nested mapping of JSON values) and write who the run is.
+
+        Args:
+            run_yaml: the same configuration as text for people, written as run.yaml.
+            resume: go on with the run that is there; an absent or empty folder starts a new one, so that a job
+                that is restarted by a scheduler can always say it.
+            fresh: move the run that is there to `<path>.old-1` (or -2, ...) and start a new one.
+
+        Raises RunFolderError when the folder is in use, holds something else than a run, holds a run and neither
+        way on was chosen, or holds a run of a configuration whose updates compute other numbers.
+        """
+        if resume and fresh:
+            raise RunFolderError(f"{path}: --resume and --fresh exclude each other; choose one.")
+        folder = cls(path)
+        folder._acquire()
+        try:
+            found = _contents(path)
+            if found and not (path / _IDENTITY).exists():
+                raise RunFolderError(
+                    f"{path} is not the folder of a Hone run: it holds {_some(found)}. Nothing was touched; "
+                    "give the run a folder of its own with run.dir=..."
+                )
+            if found and fresh:
+                folder._move_aside()
+            elif found and not resume:
+                raise RunFolderError(
+                    f"{path} holds a run already. Three ways on: --resume goes on with it, --fresh moves it to "
+                    f"{_free_name(path)} and starts anew, run.dir=... leaves it alone."
+                )
+            elif found:
+                _refuse_changed(path, folder.identity(), _plain(config))
+                folder.resumed = True
+            # The identity comes first: a folder with any other file in it always has one.
+            _write_aside(path / _IDENTITY, json.dumps(config, indent=1))
+            _write_aside(folder.run_yaml, run_yaml)
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    @classmethod
+    def read(cls, path: Path) -> RunFolder:
+        """The folder of an existing run, unlocked, to look at. Raises RunFolderError when there is none."""
+        if not (path / _IDENTITY).is_file():
+            raise RunFolderError(f"{path}: there is no run here. Name the run.dir that `hone train` printed.")
+        return cls(path)
+
+    def identity(self) -> dict[str, Any]:
+        """The resolved configuration that the run was last started with."""
+        try:
+            return json.loads((self.path / _IDENTITY).read_text())
+        except (OSError, ValueError) as error:
+            raise RunFolderError(
+                f"{self.path / _IDENTITY} cannot be read: {error}. Restore it, or start again with --fresh."
+            ) from error
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _acquire(self) -> None:
+        """Lock the folder, making it if need be. Never waits: the other run may take days."""
+        lock = self.path / _LOCK
+        while self._lock is None:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise RunFolderError(
+                    f"{self.path}: cannot make a run's folder here: {error.strerror}. Set run.dir=... to another place."
+                ) from error
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+                raise RunFolderError(
+                    f"{self.path} is in use by {lock.read_text() or 'another process'}. Wait for it, stop it, or "
+                    "give this run a folder of its own with run.dir=..."
+                ) from None
+            if _is_same_file(handle, lock):
+                self._lock = handle
+            else:  # a run with `fresh` moved the folder away between our two calls
+                os.close(handle)
+        os.truncate(self._lock, 0)
+        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def _move_aside(self) -> None:
+        self.moved_aside = _free_name(self.path)
+        self.path.rename(self.moved_aside)
+        self.close()
+        self._acquire()
+
+
+def _contents(path: Path) -> list[str]:
+    """What lies in the folder besides what an interrupted `open` may leave."""
+    return sorted(child.name for child in path.iterdir() if child.name not in (_LOCK, _IDENTITY + _ASIDE))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    return candidate
+
+
+def _is_same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _write_aside(path: Path, text: str) -> None:
+    """Replace a file in one step, so that a kill leaves the old one or the new one."""
+    aside = path.with_name(path.name + _ASIDE)
+    aside.write_text(text)
+    aside.replace(path)
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As it will be read back: tuples become lists, so that both sides compare."""
+    return json.loads(json.dumps(config))
+
+
+def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    old_keys, new_keys = _flat(old), _flat(new)
+    changed = [
+        f"  {key}: {_shown(old_keys, key)} -> {_shown(new_keys, key)}"
+        for key in sorted(old_keys.keys() | new_keys.keys())
+        if not _same_numbers(key) and _shown(old_keys, key) != _shown(new_keys, key)
+    ]
+    if changed:
+        raise RunFolderError(
+            "\n".join([f"{path}: the run there was made with other settings, so it cannot be resumed:", *changed])
+            + "\nSet them back, or start a new run with --fresh or run.dir=..."
+        )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}. Lists stay whole."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
+    return flat
+
+
+def _shown(keys: Mapping[str, Any], key: str) -> str:
+    return json.dumps(keys[key], sort_keys=True) if key in keys else "(not set)"
+
+
+def _same_numbers(key: str) -> bool:
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in SAME_NUMBERS)

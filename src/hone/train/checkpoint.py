@@ -1,0 +1,294 @@
+"""Checkpoints on disk: written aside, hashed, synced, renamed into place; the newest valid one is read back.
+
+A checkpoint is a folder, `step-000100` in stage rl and `sft-step-000100` in stage sft, with three files:
+
+    tensors.safetensors   what `Trainer.state()` gave as tensors, in their own dtypes
+    state.json            the run's `Progress`, and what `Trainer.state()` gave as plain values
+    manifest.json         format, stage and step; size and BLAKE2b hash of the two files, and a hash of itself
+
+A folder under that name is whole by construction: it is written as `.tmp-<name>` and renamed when every byte has
+reached the disk. Hashes are for what the disk or a person does to it later. Nothing here is pickled, so reading a
+checkpoint runs no code of it.
+
+Not for weights that other programs read (`model.load.save_hf` writes those), and not a lock: one process saves
+at a time, the one that holds the run folder's lock. Reading needs no lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hone.errors import CheckpointError
+from hone.types import Progress
+
+FORMAT = 1
+STAGE_ORDER = ("sft", "rl")
+"""A checkpoint of a later stage is newer than any of an earlier one."""
+
+TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+_NAME = re.compile(r"(?:(?P<stage>[a-z]+)-)?step-(?P<step>\d{6,})")
+_ASIDE, _REPLACED, _REMOVED = ".tmp-", ".replaced-", ".removed-"
+_CHUNK_BYTES = 1 << 24
+
+# The names that the safetensors format gives to dtypes.
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One checkpoint, read back and verified."""
+
+    progress: Progress
+    tensors: dict[str, Tensor]
+    """On the CPU, in the dtypes they were saved in."""
+    rest: dict[str, Any]
+    path: Path
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints that were not whole: one line each, saying which file and why. For the user to see."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`; the newest `keep` of them stay on disk."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def save(self, progress: Progress, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Path:
+        """Write a checkpoint, then remove the ones older than the newest `keep`. Returns its folder.
+
+        `tensors` may live on any device and share memory; one tensor at a time is copied to the CPU. `rest` holds
+        plain JSON values. A checkpoint of the same stage and step is replaced; at every moment, also after a
+        kill, one of the two is found by `newest`.
+
+        Raises CheckpointError when the disk is full or refuses; what was there before is untouched then.
+        """
+        name = _name(progress)
+        state = json.dumps({"progress": asdict(progress), "rest": rest}, indent=1).encode()
+        final, aside = self.folder / name, self.folder / (_ASIDE + name)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            aside.mkdir()
+            files = {
+                TENSORS: _write(aside / TENSORS, lambda file: _write_tensors(file, tensors)),
+                STATE: _write(aside / STATE, lambda file: file.write(state)),
+            }
+            manifest = {"format": FORMAT, "stage": progress.stage, "step": progress.step, "files": files}
+            _write(aside / MANIFEST, lambda file: file.write(_sealed(manifest)))
+            _sync_folder(aside)
+            if final.exists():
+                final.rename(self.folder / (_REPLACED + name))
+            aside.rename(final)
+            _sync_folder(self.folder)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(self._refused(final, error, tensors)) from error
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        self._remove_older_than(final)
+        return final
+
+    def newest(self) -> Loaded | None:
+        """The newest checkpoint that is whole, or None when there is none at all.
+
+        Raises CheckpointError when there are checkpoints but every one of them is torn: to start from nothing
+        is then the user's decision.
+        """
+        skipped: list[str] = []
+        candidates = self.paths()
+        for path in reversed(candidates):
+            try:
+                loaded = self.load(path)
+            except CheckpointError as error:
+                if not path.exists():  # a run that is still going removed it: there is a newer one
+                    return self.newest()
+                skipped.append(str(error))
+            else:
+                return Loaded(loaded.progress, loaded.tensors, loaded.rest, path, tuple(skipped))
+        if skipped:
+            raise CheckpointError(
+                "\n".join([f"{self.folder}: none of {len(skipped)} checkpoints is whole:", *skipped])
+                + "\nRestore one from a copy, or start again with --fresh."
+            )
+        return None
+
+    def load(self, path: Path) -> Loaded:
+        """Read one checkpoint. Raises CheckpointError naming the file that is missing, truncated or altered."""
+        try:
+            manifest = _unsealed((path / MANIFEST).read_bytes())
+            for file_name in (TENSORS, STATE):
+                _verify(path / file_name, **manifest["files"][file_name])
+            state = json.loads((path / STATE).read_bytes())
+            progress = Progress(**state["progress"])
+            name = path.name.removeprefix(_REPLACED)
+            if _NAME.fullmatch(name) and name != _name(progress):
+                raise _Torn(f"it holds {_name(progress)}")
+            return Loaded(progress, load_file(path / TENSORS), state["rest"], path)
+        except (_Torn, OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise CheckpointError(f"{path} is not whole: {_reason(error)}") from error
+
+    def paths(self) -> list[Path]:
+        """Every checkpoint's folder, whole or not, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = []
+        for path in self.folder.iterdir():
+            match = _NAME.fullmatch(path.name.removeprefix(_REPLACED))
+            stage = (match["stage"] or "rl") if match else None
+            if match and stage in STAGE_ORDER:
+                # A replaced one counts until it is removed: a kill between the two renames leaves nothing else.
+                found.append((STAGE_ORDER.index(stage), int(match["step"]), not path.name.startswith("."), path))
+        return [path for *_, path in sorted(found)]
+
+    def _remove_older_than(self, newest: Path) -> None:
+        """Keep `newest` and the `keep - 1` before it. Later ones are torn (else the run would be past them)."""
+        self._sweep()
+        paths = self.paths()
+        older = paths[: paths.index(newest)]
+        for path in older[: max(0, len(older) - (self.keep - 1))]:
+            path.rename(path.with_name(_REMOVED + path.name))  # first: a kill must not leave half a checkpoint
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what a save, this one or one that was killed, has put aside."""
+        for path in self.folder.glob(".*"):
+            replaced = path.name.startswith(_REPLACED)
+            arrived = replaced and (self.folder / path.name.removeprefix(_REPLACED)).exists()
+            if arrived or path.name.startswith((_ASIDE, _REMOVED)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _refused(self, path: Path, error: OSError, tensors: Mapping[str, Tensor]) -> str:
+        needed_mib = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 2**20
+        existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
+        free_mib = shutil.disk_usage(existing).free / 2**20
+        kept = [path.name for path in self.paths()]
+        return (
+            f"{path}: cannot be written: {error.strerror or error}. It needs {needed_mib:,.1f} MiB; "
+            f"{free_mib:,.1f} MiB are free there. Make room, or move the run's folder to a larger disk. "
+            + (f"{kept[-1]} is untouched: go on with --resume." if kept else "There is no older checkpoint.")
+        )
+
+
+class _Torn(Exception):
+    """Why a checkpoint is not whole."""
+
+
+def _name(progress: Progress) -> str:
+    if progress.stage not in STAGE_ORDER:
+        raise ValueError(f"a checkpoint's stage must be one of {STAGE_ORDER}, got {progress.stage!r}")
+    return ("" if progress.stage == "rl" else f"{progress.stage}-") + f"step-{progress.step:06d}"
+
+
+class _HashingFile:
+    """Hashes and counts what passes through, so that a checkpoint is not read again to be hashed."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.hash = hashlib.blake2b()
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        for start in range(0, len(data), _CHUNK_BYTES):
+            chunk = data[start : start + _CHUNK_BYTES]
+            self.hash.update(chunk)
+            self.file.write(chunk)
+        self.size += len(data)
+
+
+def _write(path: Path, content: Any) -> dict[str, Any]:
+    """Write a file to the disk itself. Returns what the manifest says of it."""
+    with path.open("xb") as file:
+        hashing = _HashingFile(file)
+        content(hashing)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size_bytes": hashing.size, "blake2b": hashing.hash.hexdigest()}
+
+
+def _write_tensors(file: _HashingFile, tensors: Mapping[str, Tensor]) -> None:
+    """The safetensors format: header length, JSON header, raw little-endian data.
+
+    Written here because the library copies every tensor before it writes the first: that doubles the memory.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        file.write(raw.numpy().data)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sealed(manifest: dict[str, Any]) -> bytes:
+    return json.dumps({**manifest, "seal": _seal(manifest)}, indent=1).encode()
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _unsealed(data: bytes) -> dict[str, Any]:
+    manifest = json.loads(data)
+    seal = manifest.pop("seal", None)
+    if manifest.get("format") != FORMAT:
+        raise _Torn(f"{MANIFEST} has format {manifest.get('format')!r}; this version of Hone reads {FORMAT}")
+    if seal != _seal(manifest):
+        raise _Torn(f"{MANIFEST} was altered")
+    return manifest
+
+
+def _verify(path: Path, *, size_bytes: int, blake2b: str) -> None:
+    found_bytes = path.stat().st_size
+    if found_bytes != size_bytes:
+        raise _Torn(f"{path.name} has {found_bytes:,} bytes instead of {size_bytes:,}")
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "blake2b").hexdigest() != blake2b:
+            raise _Torn(f"{path.name} was altered")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{Path(error.filename).name} is missing"
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return f"{MANIFEST} or {STATE} is not JSON: {error}"
+    return str(error) or type(error).__name__

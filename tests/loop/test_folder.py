@@ -1,0 +1,170 @@
+"""Who may write into a run's folder, and what resuming and starting afresh do to it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hone.errors import RunFolderError
+from hone.loop.folder import RunFolder
+
+CONFIG = {
+    "seed": 0,
+    "stages": ("sft", "rl"),
+    "run": {"dir": "runs/x", "steps": 100, "threads": 0},
+    "train": {"optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "tokens_per_microbatch": 4096},
+    "reward": {"components": [{"use": "exact", "args": {}}]},
+    "eval": {"every": 10},
+}
+
+
+def start(path: Path, config=CONFIG, **how) -> RunFolder:
+    return RunFolder.open(path, run_yaml="seed: 0  # default\n", config=config, **how)
+
+
+def changed(**sections) -> dict:
+    return {**CONFIG, **{name: {**CONFIG[name], **value} for name, value in sections.items()}}
+
+
+def test_a_new_folder_is_made_and_says_whose_it_is(tmp_path):
+    with start(tmp_path / "runs" / "x") as folder:
+        assert folder.run_yaml.read_text() == "seed: 0  # default\n"
+        assert folder.identity()["run"]["steps"] == 100
+        assert not folder.resumed and folder.moved_aside is None
+        assert folder.checkpoints == tmp_path / "runs" / "x" / "checkpoints"
+
+
+def test_an_empty_folder_is_as_good_as_none(tmp_path):
+    start(tmp_path).close()
+    assert (tmp_path / "run.yaml").exists()
+
+
+def test_a_folder_with_a_run_needs_a_decision(tmp_path):
+    start(tmp_path / "x").close()
+    with pytest.raises(RunFolderError) as caught:
+        start(tmp_path / "x")
+    for way_on in ("--resume", "--fresh", "x.old-1", "run.dir="):
+        assert way_on in str(caught.value)
+
+
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"fresh": True}])
+def test_other_peoples_files_are_never_touched(tmp_path, how):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunFolderError, match=r"not the folder of a Hone run: it holds thesis\.tex"):
+        start(tmp_path, **how)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    assert not (tmp_path / "run.yaml").exists()
+
+
+def test_fresh_moves_the_old_run_aside_and_loses_nothing(tmp_path):
+    for number in (1, 2):
+        start(tmp_path / "x", fresh=True).close()
+        (tmp_path / "x" / "metrics.jsonl").write_text(f"run {number}")
+    with start(tmp_path / "x", fresh=True) as folder:
+        assert folder.moved_aside == tmp_path / "x.old-2"
+        assert not folder.metrics.exists() and folder.run_yaml.exists()
+    assert (tmp_path / "x.old-1" / "metrics.jsonl").read_text() == "run 1"
+    assert (tmp_path / "x.old-2" / "metrics.jsonl").read_text() == "run 2"
+
+
+def test_resume_goes_on_where_there_is_a_run_and_starts_where_there_is_none(tmp_path):
+    with start(tmp_path / "x", resume=True) as folder:
+        assert not folder.resumed
+    with start(tmp_path / "x", resume=True) as folder:
+        assert folder.resumed
+
+
+def test_resume_and_fresh_exclude_each_other(tmp_path):
+    with pytest.raises(RunFolderError, match="exclude each other"):
+        start(tmp_path, resume=True, fresh=True)
+
+
+def test_resume_with_other_numbers_is_refused_and_names_every_changed_key(tmp_path):
+    start(tmp_path).close()
+    other = changed(train={"optimizer": {"lr": 3e-4, "betas": (0.9, 0.95)}}) | {"seed": 1}
+    del other["reward"]
+    with pytest.raises(RunFolderError) as caught:
+        start(tmp_path, other, resume=True)
+    message = str(caught.value)
+    assert "  seed: 0 -> 1\n" in message
+    assert "  train.optimizer.lr: 1e-06 -> 0.0003\n" in message
+    assert '  reward.components: [{"args": {}, "use": "exact"}] -> (not set)' in message
+    assert "betas" not in message and "tokens_per_microbatch" not in message
+    assert RunFolder.read(tmp_path).identity()["seed"] == 0, "a refused resume changes nothing"
+
+
+def test_resume_may_go_on_longer_and_show_more(tmp_path):
+    start(tmp_path).close()
+    other = changed(run={"steps": 200, "threads": 1}, eval={"every": 5}, train={"tokens_per_microbatch": 1024})
+    with start(tmp_path, other, resume=True) as folder:
+        assert folder.resumed and folder.identity()["run"]["steps"] == 200
+
+
+def test_a_second_run_in_the_folder_is_told_who_holds_it(tmp_path):
+    script = (
+        "import sys, time; from pathlib import Path; from hone.loop.folder import RunFolder\n"
+        "folder = RunFolder.open(Path(sys.argv[1]), run_yaml='', config={})\n"
+        "print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        for how in ({}, {"resume": True}, {"fresh": True}):
+            with pytest.raises(RunFolderError, match=f"in use by process {holder.pid} on "):
+                start(tmp_path / "x", **how)
+        assert not (tmp_path / "x.old-1").exists()
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    with start(tmp_path / "x", {}, resume=True) as folder:  # a killed run holds nothing
+        assert folder.resumed
+
+
+def test_a_closed_folder_can_be_taken_again_by_the_same_process(tmp_path):
+    start(tmp_path).close()
+    start(tmp_path, resume=True).close()
+
+
+def test_a_refused_open_lets_the_folder_go(tmp_path):
+    start(tmp_path).close()
+    for _ in range(2):
+        with pytest.raises(RunFolderError, match="holds a run already"):
+            start(tmp_path)
+
+
+def test_a_start_that_was_killed_half_way_is_not_in_the_way(tmp_path):
+    (tmp_path / ".lock").write_text("process 1 on gone")
+    (tmp_path / ".identity.json.new").write_text('{"se')
+    start(tmp_path).close()
+
+
+def test_a_broken_identity_is_named(tmp_path):
+    start(tmp_path).close()
+    (tmp_path / ".identity.json").write_text("{")
+    with pytest.raises(RunFolderError, match=r"\.identity\.json cannot be read.*--fresh"):
+        start(tmp_path, resume=True)
+
+
+def test_reading_needs_no_lock_but_a_run(tmp_path):
+    with start(tmp_path):
+        assert RunFolder.read(tmp_path).identity() == json.loads(json.dumps(CONFIG))
+    with pytest.raises(RunFolderError, match="there is no run here"):
+        RunFolder.read(tmp_path / "absent")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_place_without_permission_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(RunFolderError, match="Permission denied"):
+        start(tmp_path / "x")
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(RunFolderError, match=r"cannot make a run's folder here.*run\.dir"):
+        start(tmp_path / "x")
