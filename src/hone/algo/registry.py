@@ -1,0 +1,24 @@
+"""One entry per function that a run file may name: the function, what it computes, who published it, what it needs.
+
+The tables themselves stand beside their functions (`CREDIT`, `RATIO`, `CLIP`, `AGGREGATE`, `KL`); a test proves that
+they and the names allowed by `config/run.py` agree. Adding one is a function, an entry and a name there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Entry(Generic[Function]):
+    """A named choice. Shown to people as `formula` and `paper`; refused by `check` where `needs` cannot be met."""
+
+    function: Function
+    formula: str
+    paper: str = ""
+    needs: frozenset[str] = frozenset()
+    """Of: `siblings` (group_size >= 2), `old_logprobs`, `ref_logprobs`, `values`, `greedy_reward`."""

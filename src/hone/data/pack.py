@@ -1,0 +1,188 @@
+"""From scored groups to a batch, and from a batch to the sample sets of its optimizer steps and microbatches.
+
+Everything here picks whole samples by index and never reorders a batch, so nothing can be misaligned. How a
+microbatch is laid out for the model (prompt computed once for its samples) is `model.layout`'s business; what is
+counted here is the tokens that layout computes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hone.errors import DataError
+from hone.types import Batch, Group, Sample, Totals
+
+Indices = NDArray[np.int64]
+
+
+def collate(groups: Sequence[Group]) -> Batch:
+    """Flat CPU tensors of all samples of `groups`, in order. An unscored sample has reward NaN and loss mask 0."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [reward for group in groups for reward in group.rewards or (None,) * len(group.samples)]
+    lengths = np.fromiter((len(s.token_ids) for s in samples), np.int64, len(samples))
+    num_tokens = int(lengths.sum())
+
+    def flat(columns: Iterator[Sequence[float]], dtype: type) -> NDArray:
+        return np.fromiter(chain.from_iterable(columns), dtype, num_tokens)
+
+    reward_S = np.array([math.nan if reward is None else reward for reward in rewards], np.float32)
+    mask_T = np.repeat((~np.isnan(reward_S)).astype(np.float32), lengths)
+    if any(s.loss_mask is not None for s in samples):
+        mask_T *= flat((_mask(s) for s in samples), np.float32)
+    # A token nobody sampled may carry any logprob, even NaN; 0 x NaN would reach the loss.
+    sampler_logprobs_T = np.where(mask_T > 0, flat((s.sampler_logprobs for s in samples), np.float32), 0)
+    group_sizes = [len(group.samples) for group in groups]
+    return Batch(
+        prompts=tuple(group.prompt.token_ids for group in groups),
+        prompt_S=torch.from_numpy(np.repeat(np.arange(len(groups)), group_sizes)),
+        length_S=torch.from_numpy(lengths),
+        token_ids_T=torch.from_numpy(flat((s.token_ids for s in samples), np.int64)),
+        loss_mask_T=torch.from_numpy(mask_T),
+        sampler_logprobs_T=torch.from_numpy(sampler_logprobs_T),
+        reward_S=torch.from_numpy(reward_S),
+    )
+
+
+def _mask(sample: Sample) -> tuple[bool, ...]:
+    return sample.loss_mask or (True,) * len(sample.token_ids)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What packing needs to know of a batch, as numpy arrays; read from it once per update."""
+
+    prompt_S: Indices
+    """Which prompt each sample answers, non-decreasing."""
+    length_S: Indices
+    """Response tokens."""
+    start_S: Indices
+    """Where each sample's tokens begin in the batch's per-token columns."""
+    prompt_tokens_N: Indices
+    """Tokens of each prompt."""
+    loss_tokens_S: NDArray[np.float64]
+    """Tokens with loss; 0 for an unscored sample."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> Shape:
+        length_S = batch.length_S.cpu().numpy()
+        end_S = np.cumsum(length_S)
+        mask_sum_T = np.concatenate([[0.0], np.cumsum(batch.loss_mask_T.cpu().numpy(), dtype=np.float64)])
+        return cls(
+            prompt_S=batch.prompt_S.cpu().numpy(),
+            length_S=length_S,
+            start_S=end_S - length_S,
+            prompt_tokens_N=np.fromiter(map(len, batch.prompts), np.int64, len(batch.prompts)),
+            loss_tokens_S=mask_sum_T[end_S] - mask_sum_T[end_S - length_S],
+        )
+
+    def tokens_of(self, samples: Indices) -> Indices:
+        """Index into the per-token columns of every token of `samples`, sample by sample."""
+        length = self.length_S[samples]
+        end = np.cumsum(length)
+        return np.arange(end[-1] if len(end) else 0) + np.repeat(self.start_S[samples] - (end - length), length)
+
+    def totals(self, samples: Indices) -> Totals:
+        """Counts over one optimizer step. A sample without any loss token is none that a mean could be taken of."""
+        loss_tokens = self.loss_tokens_S[samples]
+        return Totals(loss_tokens=float(loss_tokens.sum()), samples=float((loss_tokens > 0).sum()))
+
+
+def optimizer_steps(
+    num_samples: int, *, samples_per_step: int | None, passes: int, seed: int, update: int
+) -> Iterator[Indices]:
+    """The samples of each optimizer step of one update, in ascending order within a step.
+
+    Each pass goes over all samples once. Where a pass is more than one step its samples (not whole groups) are
+    shuffled by (seed, update, pass), so that steps are alike and every run is the same. Steps of a pass differ in
+    size by at most one sample.
+    """
+    steps_per_pass = math.ceil(num_samples / samples_per_step) if samples_per_step else 1
+    for number in range(passes):
+        if steps_per_pass <= 1:
+            yield np.arange(num_samples)
+            continue
+        order = np.random.default_rng([seed, update, number]).permutation(num_samples)
+        yield from (np.sort(part) for part in np.array_split(order, steps_per_pass))
+
+
+def plan_microbatches(shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
+    """Divide `samples` (ascending) into microbatches of at most `tokens_per_microbatch` computed tokens each.
+
+    A prompt counts once in each microbatch that has samples of it, and a response without its last token, from which
+    nothing is predicted. Samples of a prompt stay together unless they alone exceed the budget. Few microbatches,
+    of nearly equal size: units are placed largest first, each where there is least. A plan changes time and memory,
+    never the result.
+
+    Raises:
+        DataError: one sample alone exceeds the budget.
+    """
+    if not len(samples):
+        return []
+    units = _units(shape, samples, tokens_per_microbatch)
+    cost_U = np.array([cost for cost, _ in units])
+    order = np.argsort(-cost_U, kind="stable")
+    count = math.ceil(cost_U.sum() / tokens_per_microbatch)
+    while True:  # ends at the latest with one unit each, for every unit fits
+        bins = _place(cost_U[order].tolist(), count, tokens_per_microbatch)
+        if bins is not None:
+            break
+        count += 1
+    members: list[list[Indices]] = [[] for _ in range(count)]
+    for unit, place in zip(order.tolist(), bins, strict=True):
+        members[place].append(units[unit][1])
+    plan = [np.sort(np.concatenate(parts)) for parts in members if parts]
+    return sorted(plan, key=lambda part: int(part[0]))
+
+
+def _units(shape: Shape, samples: Indices, budget: int) -> list[tuple[int, Indices]]:
+    """(computed tokens, samples) of what stays together: the samples of a prompt, or as many as fit."""
+    prompt = shape.prompt_S[samples]
+    response_tokens = np.maximum(shape.length_S[samples] - 1, 0)
+    largest = int((shape.prompt_tokens_N[prompt] + response_tokens).max())
+    if largest > budget:
+        raise DataError(
+            f"a sample of {largest} tokens (prompt and response) does not fit into train.tokens_per_microbatch = "
+            f"{budget}. Raise it to at least {largest}, or lower data.max_prompt_tokens or rollout.max_response_tokens."
+        )
+    starts = np.flatnonzero(np.diff(prompt, prepend=-1))
+    sums = np.add.reduceat(response_tokens, starts) + shape.prompt_tokens_N[prompt[starts]]
+    units: list[tuple[int, Indices]] = []
+    for start, stop, cost in zip(starts.tolist(), [*starts[1:].tolist(), len(samples)], sums.tolist(), strict=True):
+        if cost <= budget:
+            units.append((cost, samples[start:stop]))
+        else:
+            prompt_tokens = int(shape.prompt_tokens_N[prompt[start]])
+            units += _split(prompt_tokens, response_tokens[start:stop], samples[start:stop], budget)
+    return units
+
+
+def _split(prompt_tokens: int, response_tokens: Indices, samples: Indices, budget: int) -> list[tuple[int, Indices]]:
+    """A group too large for one microbatch, in runs of consecutive samples that each fit with the prompt."""
+    units, first, cost = [], 0, prompt_tokens
+    for i, tokens in enumerate(response_tokens.tolist()):
+        if cost + tokens > budget:
+            units.append((cost, samples[first:i]))
+            first, cost = i, prompt_tokens
+        cost += tokens
+    return [*units, (cost, samples[first:])]
+
+
+def _place(costs: list[int], count: int, budget: int) -> list[int] | None:
+    """Which of `count` microbatches each unit goes to, the emptiest first; None if one does not fit anywhere."""
+    heap = [(0, i) for i in range(count)]  # (tokens so far, microbatch)
+    places = []
+    for cost in costs:
+        load, i = heap[0]
+        if load + cost > budget:
+            return None
+        heapq.heapreplace(heap, (load + cost, i))
+        places.append(i)
+    return places
