@@ -178,11 +178,13 @@ class Checkpoints:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove what a save, this one or one that was killed, has put aside."""
-        for path in self.folder.glob(".*"):
-            replaced = path.name.startswith(_REPLACED)
-            arrived = replaced and (self.folder / path.name.removeprefix(_REPLACED)).exists()
-            if arrived or path.name.startswith((_ASIDE, _REMOVED)):
+        """Tidy up after saves, this one and ones that were killed."""
+        for path in self.folder.glob(f"{_REPLACED}*"):
+            name = self.folder / path.name.removeprefix(_REPLACED)
+            if not name.exists():  # killed between two renames: its successor never arrived
+                path.rename(name)
+        for prefix in (_ASIDE, _REPLACED, _REMOVED):
+            for path in self.folder.glob(f"{prefix}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _refused(self, path: Path, error: OSError, tensors: Mapping[str, Tensor]) -> str:
