@@ -67,21 +67,21 @@ class Shape:
     """Where each sample's tokens begin in the batch's per-token columns."""
     prompt_tokens_N: Indices
     """Tokens of each prompt."""
-    loss_tokens_S: NDArray[np.float64]
-    """Tokens with loss; 0 for an unscored sample."""
 
     @classmethod
     def of(cls, batch: Batch) -> Shape:
         length_S = batch.length_S.cpu().numpy()
-        end_S = np.cumsum(length_S)
-        mask_sum_T = np.concatenate([[0.0], np.cumsum(batch.loss_mask_T.cpu().numpy(), dtype=np.float64)])
         return cls(
             prompt_S=batch.prompt_S.cpu().numpy(),
             length_S=length_S,
-            start_S=end_S - length_S,
+            start_S=np.cumsum(length_S) - length_S,
             prompt_tokens_N=np.fromiter(map(len, batch.prompts), np.int64, len(batch.prompts)),
-            loss_tokens_S=mask_sum_T[end_S] - mask_sum_T[end_S - length_S],
         )
+
+    def count(self, chosen_T: NDArray[np.bool_]) -> Indices:
+        """(S,) how many of each sample's tokens are chosen."""
+        before = np.concatenate([[0], np.cumsum(chosen_T)])
+        return before[self.start_S + self.length_S] - before[self.start_S]
 
     def tokens_of(self, samples: Indices) -> Indices:
         """Index into the per-token columns of every token of `samples`, sample by sample."""
@@ -89,10 +89,13 @@ class Shape:
         end = np.cumsum(length)
         return np.arange(end[-1] if len(end) else 0) + np.repeat(self.start_S[samples] - (end - length), length)
 
-    def totals(self, samples: Indices) -> Totals:
-        """Counts over one optimizer step. A sample without any loss token is none that a mean could be taken of."""
-        loss_tokens = self.loss_tokens_S[samples]
-        return Totals(loss_tokens=float(loss_tokens.sum()), samples=float((loss_tokens > 0).sum()))
+
+def count_totals(loss_tokens_S: Indices) -> Totals:
+    """Denominators of one optimizer step, from the loss tokens of all its samples.
+
+    A sample without any loss token (unscored, empty, or written by tools alone) is none to take a mean over.
+    """
+    return Totals(loss_tokens=float(loss_tokens_S.sum()), samples=float((loss_tokens_S > 0).sum()))
 
 
 def optimizer_steps(

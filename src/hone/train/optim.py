@@ -8,6 +8,7 @@ step is a handful of operations whatever the number of parameters, and a checkpo
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,6 +65,17 @@ def learning_rate(settings: OptimizerSection, step: int, total_steps: int) -> fl
     return settings.lr * (settings.final_lr_frac + (1 - settings.final_lr_frac) * left)
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    applied: bool
+    """False: the gradient was not finite."""
+
+
 class FlatAdamW:
     """AdamW (arXiv:1711.05101) on a `FlatWeights`, with clipping by the global gradient norm.
 
@@ -77,25 +89,21 @@ class FlatAdamW:
         """Optimizer steps taken or skipped: the position in the schedule."""
         self.skipped_count = 0
         self.moments = {name: torch.zeros_like(weights.master) for name in ("exp_avg", "exp_avg_sq")}
-        self._adam_step = torch.zeros((), dtype=torch.float32, device=weights.master.device)
-        """Steps really applied, for the bias correction; shared by both segments."""
-        n = weights.num_decayed
-        groups = [(slice(0, n), settings.weight_decay), (slice(n, None), 0.0)]
-        parameters: list[dict[str, Any]] = []
-        for segment, weight_decay in groups:
+        decayed, rest = slice(0, weights.num_decayed), slice(weights.num_decayed, None)
+        groups = []
+        moments_of: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for segment, weight_decay in ((decayed, settings.weight_decay), (rest, 0.0)):
             parameter = nn.Parameter(weights.master[segment])
             parameter.grad = weights.grad[segment]
-            if parameter.numel():
-                parameters.append({"params": [parameter], "weight_decay": weight_decay, "segment": segment})
-        self._adam = torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
-        for group in self._adam.param_groups:
-            self._adam.state[group["params"][0]] = {
-                "step": self._adam_step.clone(),
-                **{name: moment[group["segment"]] for name, moment in self.moments.items()},
-            }
+            moments_of[parameter] = {name: moment[segment] for name, moment in self.moments.items()}
+            groups.append({"params": [parameter], "weight_decay": weight_decay})
+        self._adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+        for parameter, moments in moments_of.items():
+            applied = torch.zeros((), dtype=torch.float32, device=parameter.device)  # for the bias correction
+            self._adam.state[parameter] = {"step": applied, **moments}
 
-    def step(self) -> tuple[float, float, bool]:
-        """Apply the accumulated gradient and clear it. Returns gradient norm before clipping, learning rate, applied."""
+    def step(self) -> StepResult:
+        """Apply the accumulated gradient and clear it."""
         grad, lr = self.weights.grad, learning_rate(self.settings, self.step_count, self.total_steps)
         norm = float(torch.linalg.vector_norm(grad))
         applied = math.isfinite(norm)
@@ -109,7 +117,7 @@ class FlatAdamW:
         self.step_count += 1
         self.skipped_count += not applied
         grad.zero_()
-        return norm, lr, applied
+        return StepResult(norm, lr, applied)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors (the live buffers, not copies) and plain values that `restore` needs."""

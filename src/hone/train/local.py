@@ -1,0 +1,171 @@
+"""The trainer for one process and one device: flat float32 master weights, microbatches in turn, fused AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hone.algo.algorithm import Algorithm, summarize
+from hone.config.run import OptimizerSection
+from hone.data.pack import Indices, count_totals, optimizer_steps, plan_microbatches
+from hone.model.base import CausalModel
+from hone.train.optim import FlatAdamW, FlatWeights, StepResult
+from hone.train.trainer import PreparedBatch, forward_samples, train_microbatch
+from hone.types import Batch
+
+
+class LocalTrainer:
+    """Trains `model` in place.
+
+    Args:
+        model: the policy; its parameters become views of a flat buffer in `precision`.
+        optimizer: learning rate, schedule, clipping.
+        total_optimizer_steps: of the whole stage; where the schedule ends.
+        temperature: of the sampler; logprobs are of the same distribution.
+        tokens_per_microbatch, logprob_chunk_tokens: memory, never the result.
+        precision: arithmetic of forward and backward; the rest is float32.
+        reference: a frozen model of its own, where the algorithm needs one.
+        samples_per_optimizer_step: None makes an update one optimizer step per pass.
+        passes_per_batch: times that an update goes over its batch.
+        seed: of the shuffling of samples over optimizer steps.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        optimizer: OptimizerSection,
+        total_optimizer_steps: int,
+        temperature: float,
+        tokens_per_microbatch: int,
+        logprob_chunk_tokens: int,
+        precision: Literal["float32", "bfloat16", "float64"],
+        reference: CausalModel | None = None,
+        samples_per_optimizer_step: int | None = None,
+        passes_per_batch: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.reference = reference.requires_grad_(False) if reference is not None else None
+        self.flat = FlatWeights(model, getattr(torch, precision))
+        self.optimizer = FlatAdamW(self.flat, optimizer, total_steps=total_optimizer_steps)
+        self.temperature = temperature
+        self.tokens_per_microbatch = tokens_per_microbatch
+        self.logprob_chunk_tokens = logprob_chunk_tokens
+        self.samples_per_optimizer_step = samples_per_optimizer_step
+        self.passes_per_batch = passes_per_batch
+        self.seed = seed
+        self.update_count = 0
+        """Policy updates made; part of the key of the shuffling."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat.master.device
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
+        """(T,) float32 logprobs of the batch's tokens; see `Trainer.logprobs`."""
+        model = self.reference if reference else self.model
+        if model is None:
+            raise ValueError("this trainer was made without a reference: the algorithm did not say that it needs one")
+        prepared = PreparedBatch.of(batch, (), self.flat.master.dtype, self.device)
+        every = torch.arange(len(batch.length_S)).numpy()
+        logprobs_T = torch.zeros(len(batch.token_ids_T), dtype=self.flat.master.dtype, device=self.device)
+        for samples in plan_microbatches(prepared.shape, every, self.tokens_per_microbatch):
+            values, _, index = forward_samples(
+                model,
+                prepared,
+                samples,
+                temperature=self.temperature if temperature is None else temperature,
+                chunk_tokens=self.logprob_chunk_tokens,
+            )
+            logprobs_T[index] = values
+        return logprobs_T.to(batch.loss_mask_T.device)
+
+    def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
+        """One policy update, of one or several optimizer steps; see `Trainer.update`.
+
+        `old_logprobs_T` is computed only where the policy moves within the update and the batch does not bring it.
+        """
+        steps = list(
+            optimizer_steps(
+                len(batch.length_S),
+                samples_per_step=self.samples_per_optimizer_step,
+                passes=self.passes_per_batch,
+                seed=self.seed,
+                update=self.update_count,
+            )
+        )
+        if len(steps) > 1 and "old_logprobs" in algorithm.needs and "old_logprobs_T" not in batch.columns:
+            batch = batch.with_column("old_logprobs_T", self.logprobs(batch))
+        prepared = self._prepare(batch, algorithm)
+        has_loss_T = batch.loss_mask_T.cpu().numpy() > 0
+        loss_tokens_S = prepared.shape.count(has_loss_T)
+        if algorithm.only_advantage_has_gradient:
+            has_loss_T &= batch.columns["advantages_T"].cpu().numpy() != 0
+        trained_S = prepared.shape.count(has_loss_T) > 0
+        measured: list[Tensor] = []
+        results: list[StepResult] = []
+        for samples in steps:
+            measured += self.accumulate(prepared, samples[trained_S[samples]], algorithm, loss_tokens_S[samples])
+            results.append(self.optimizer.step())
+        self.update_count += 1
+        metrics = dict(summarize(torch.stack(measured).tolist() if measured else [], len(steps)))
+        trained = sum(int(trained_S[samples].sum()) for samples in steps)
+        return metrics | {
+            "train/grad_norm": sum(r.grad_norm for r in results) / len(results),
+            "train/lr": results[-1].lr,
+            "train/optimizer_steps": len(results),
+            "train/skipped_steps": sum(not r.applied for r in results),
+            "train/microbatches": len(measured),
+            "train/samples_trained_frac": trained / max(sum(map(len, steps)), 1),
+        }
+
+    def accumulate(
+        self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, loss_tokens_S: Indices
+    ) -> list[Tensor]:
+        """Add the gradient of one optimizer step to `flat.grad`.
+
+        Args:
+            samples: those that have a gradient.
+            loss_tokens_S: loss tokens of all samples of the step, with gradient or not: they set the denominators.
+        Returns:
+            What each microbatch measured.
+        """
+        totals = count_totals(loss_tokens_S)
+        return [
+            train_microbatch(
+                self.model,
+                batch,
+                part,
+                algorithm,
+                totals,
+                temperature=self.temperature,
+                chunk_tokens=self.logprob_chunk_tokens,
+            )
+            for part in plan_microbatches(batch.shape, samples, self.tokens_per_microbatch)
+        ]
+
+    def _prepare(self, batch: Batch, algorithm: Algorithm) -> PreparedBatch:
+        names = ["loss_mask_T", "sampler_logprobs_T", "advantages_T"]
+        names += ["old_logprobs_T"] if "old_logprobs_T" in batch.columns else []
+        names += ["ref_logprobs_T"] if "ref_logprobs" in algorithm.needs else []
+        return PreparedBatch.of(batch, names, self.flat.master.dtype, self.device)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights under their Hugging Face names; views, valid until the next update."""
+        return self.model.named_weights()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything needed to continue bit for bit; see `Trainer.state`."""
+        tensors, rest = self.optimizer.state()
+        return tensors, {**rest, "updates": self.update_count}
+
+    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+        """Continue where `state` was taken; CheckpointError if that was another model."""
+        self.optimizer.restore(tensors, rest)
+        self.update_count = int(rest["updates"])

@@ -1,0 +1,150 @@
+"""What a trainer is, and the one microbatch routine that every trainer and every kind of training goes through.
+
+A microbatch is some samples of a batch: laid out with each prompt once, run through the model, expanded back to the
+samples' own tokens. With a gradient it is training, in RL and supervised alike; without, it is measuring logprobs.
+Not here: which samples (`data.pack`), what is optimised (`algo`), how weights move (`optim.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.algo.algorithm import Algorithm
+from hone.algo.loss import Tokens
+from hone.data.pack import Indices, Shape
+from hone.model.base import CausalModel
+from hone.model.layout import Layout
+from hone.model.logprobs import token_logprobs
+from hone.types import Batch, Totals
+
+
+class Trainer(Protocol):
+    """Holds the policy and learns. One process or many look the same to the loop."""
+
+    model: CausalModel
+    """The copy that computes; an engine in the same process may share it."""
+    device: torch.device
+
+    def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
+        """(T,) float32 logprobs of the batch's tokens under the policy, or under the frozen reference.
+
+        `temperature` other than the run's own is for diagnosis.
+        """
+        ...
+
+    def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
+        """One policy update on a batch that has `advantages_T` and what the algorithm needs. Returns metrics."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights under their Hugging Face names; views, valid until the next update."""
+        ...
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything needed to continue bit for bit: tensors (live, not copies), and the rest, fit for JSON."""
+        ...
+
+    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        ...
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """A batch as the microbatch routine reads it: indices in numpy on the host, columns in one tensor on the device."""
+
+    prompts: Sequence[Sequence[int]]
+    shape: Shape
+    token_ids_T: Indices
+    names: tuple[str, ...]
+    """Names of the per-token columns, in the order of the rows of `columns_CT`."""
+    columns_CT: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> PreparedBatch:
+        """Keeps the named per-token columns, which are fields of `Batch` or added to it (KeyError if neither)."""
+        own = {"loss_mask_T": batch.loss_mask_T, "sampler_logprobs_T": batch.sampler_logprobs_T}
+        columns = [(own[name] if name in own else batch.columns[name]).to(device, dtype) for name in names]
+        columns_CT = torch.stack(columns) if columns else torch.empty((0, len(batch.token_ids_T)), device=device)
+        return cls(batch.prompts, Shape.of(batch), batch.token_ids_T.cpu().numpy(), tuple(names), columns_CT)
+
+
+def forward_samples(
+    model: CausalModel,
+    batch: PreparedBatch,
+    samples: Indices,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    entropy_has_gradient: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs and entropies of every token of `samples`, sample by sample.
+
+    Returns:
+        (t,) float32 logprobs, (t,) float32 entropies, and (t,) index of these tokens into the batch's columns.
+    """
+    index = batch.shape.tokens_of(samples)
+    device = batch.columns_CT.device
+    layout = Layout.from_flat(
+        batch.prompts, batch.shape.prompt_S[samples], batch.shape.length_S[samples], batch.token_ids_T[index], device
+    )
+    logprobs, entropy = token_logprobs(
+        model.hidden(layout),
+        model.output_weight,
+        layout.target_U,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        entropy_grad=entropy_has_gradient,
+    )
+    if layout.expand_T is not None:
+        logprobs, entropy = logprobs[layout.expand_T], entropy[layout.expand_T]
+    return logprobs, entropy, torch.from_numpy(index).to(device, non_blocking=True)
+
+
+def train_microbatch(
+    model: CausalModel,
+    batch: PreparedBatch,
+    samples: Indices,
+    algorithm: Algorithm,
+    totals: Totals,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+) -> Tensor:
+    """Forward, loss and backward of some samples; gradients add up in the parameters.
+
+    Without a column `old_logprobs_T` the policy has not moved since the update began, and old is now.
+
+    Returns:
+        What the algorithm measured (see `algorithm.MEASURES`), on the device.
+    """
+    logprobs_T, entropy_T, index_T = forward_samples(
+        model,
+        batch,
+        samples,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        entropy_has_gradient=algorithm.entropy_has_gradient,
+    )
+    columns = dict(zip(batch.names, batch.columns_CT.index_select(1, index_T).unbind(), strict=True))
+    sample_T = torch.from_numpy(np.repeat(np.arange(len(samples)), batch.shape.length_S[samples])).to(index_T.device)
+    tokens = Tokens(
+        logprobs_T=logprobs_T,
+        entropy_T=entropy_T,
+        old_logprobs_T=columns.get("old_logprobs_T", logprobs_T.detach()),
+        sampler_logprobs_T=columns["sampler_logprobs_T"],
+        advantages_T=columns["advantages_T"],
+        loss_mask_T=columns["loss_mask_T"],
+        sample_T=sample_T,
+        num_samples=len(samples),
+        ref_logprobs_T=columns.get("ref_logprobs_T"),
+    )
+    loss, measured = algorithm.loss(tokens, totals)
+    loss.backward()
+    return measured
