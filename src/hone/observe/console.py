@@ -1,0 +1,334 @@
+"""What a person sees while a run goes on: a live view on a terminal, plain lines elsewhere, or only warnings.
+
+Only shows; nothing here is kept. The live view draws on its own thread from a snapshot, so logging never waits for
+a terminal; plain output never contains control characters.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group as Stack
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from hone.observe.metrics import PHASES
+
+REFRESHES_PER_S = 2
+PLAIN_INTERVAL_S = 2.0
+CHART_POINTS = 240
+BARS = "▁▂▃▄▅▆▇█"
+MAX_WIDTH = 110
+PHASE_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_black")
+"""One per phase of the time split, then one for the rest."""
+
+HEADLINE = {
+    "rollout/reward_mean": "reward",
+    "rollout/accuracy": "accuracy",
+    "eval/accuracy": "eval accuracy",
+    "sft/loss": "loss",
+    "rollout/response_tokens_mean": "tokens per response",
+    "train/kl_ref": "KL to reference",
+    "train/entropy": "entropy",
+    "train/clip_frac": "clipped",
+    "train/grad_norm": "gradient norm",
+    "rollout/zero_std_group_frac": "groups without signal",
+    "rollout/tokens_per_s": "tokens/s",
+    "sft/tokens_per_s": "tokens/s",
+    "memory/rss_gib": "memory, GiB",
+}
+"""Metric -> its label, in the order shown. `train/clip_frac` is the sum of both sides."""
+
+PLAIN_LABELS = {
+    "rollout/reward_mean": "reward",
+    "rollout/accuracy": "acc",
+    "eval/accuracy": "eval",
+    "sft/loss": "loss",
+    "rollout/response_tokens_mean": "len",
+    "train/kl_ref": "kl",
+    "train/entropy": "ent",
+    "train/clip_frac": "clip",
+    "rollout/tokens_per_s": "tok/s",
+    "sft/tokens_per_s": "tok/s",
+}
+
+
+class View(Protocol):
+    """What the observer shows a run through."""
+
+    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None: ...
+    def begin(self, stage: str, total_steps: int) -> None: ...
+    def say(self, message: str) -> None: ...
+    def warn(self, message: str) -> None: ...
+    def close(self, message: str) -> None: ...
+
+
+class State:
+    """The current figures of a run: latest value of each metric, history for charts, pace."""
+
+    def __init__(self, title: str, total_steps: int) -> None:
+        self.title, self.total_steps = title, total_steps
+        self.stage, self.step = "", 0
+        self.values: dict[str, float] = {}
+        self.history: dict[str, deque[float]] = {}
+        self.began_s = time.perf_counter()
+        self._paces: deque[tuple[float, int]] = deque(maxlen=50)
+
+    def begin(self, stage: str, total_steps: int) -> None:
+        self.stage, self.total_steps, self.step = stage, total_steps, 0
+        self.values.clear()
+        self.history.clear()
+        self._paces.clear()
+
+    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        if stage != self.stage:
+            self.begin(stage, self.total_steps)
+        self.step = step
+        if "time/step_s" in values:  # an evaluation's line has times of its own
+            self.values = {name: value for name, value in self.values.items() if not name.startswith("time/")}
+        self.values.update(values)
+        if "train/clip_low_frac" in values:
+            self.values["train/clip_frac"] = values["train/clip_low_frac"] + values.get("train/clip_high_frac", 0.0)
+        for name in ("rollout/reward_mean", "rollout/accuracy", "eval/accuracy", "sft/loss"):
+            if name in values and math.isfinite(values[name]):
+                self.history.setdefault(name, deque(maxlen=CHART_POINTS)).append(values[name])
+        self._paces.append((time.perf_counter(), step))
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.began_s
+
+    @property
+    def remaining_s(self) -> float | None:
+        """By the pace of the last steps; None before there is one."""
+        if len(self._paces) < 2 or self._paces[-1][1] == self._paces[0][1]:
+            return None
+        (then, first), (now, last) = self._paces[0], self._paces[-1]
+        return max(0, self.total_steps - last) * (now - then) / (last - first)
+
+
+class QuietView:
+    """Only warnings, on stderr."""
+
+    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def begin(self, stage: str, total_steps: int) -> None:
+        pass
+
+    def say(self, message: str) -> None:
+        pass
+
+    def warn(self, message: str) -> None:
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    def close(self, message: str) -> None:
+        pass
+
+
+class PlainView:
+    """One line of text at most every `PLAIN_INTERVAL_S`; the first and the last figures always show."""
+
+    def __init__(self, title: str, total_steps: int, stream: TextIO) -> None:
+        self._state, self._stream = State(title, total_steps), stream
+        self._lock = threading.Lock()
+        self._shown_at = -math.inf
+        self._pending = False
+
+    def begin(self, stage: str, total_steps: int) -> None:
+        with self._lock:
+            self._flush()
+            self._state.begin(stage, total_steps)
+            self._shown_at = -math.inf
+
+    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        with self._lock:
+            self._state.update(stage, step, values)
+            self._pending = True
+            if time.perf_counter() - self._shown_at >= PLAIN_INTERVAL_S:
+                self._flush()
+
+    def say(self, message: str) -> None:
+        with self._lock:
+            for line in message.splitlines():
+                self._print(line)
+
+    def warn(self, message: str) -> None:
+        self.say(f"warning: {message}")
+
+    def close(self, message: str) -> None:
+        with self._lock:
+            self._flush()
+        self.say(message)
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._pending, self._shown_at = False, time.perf_counter()
+            self._print(plain_line(self._state))
+
+    def _print(self, text: str) -> None:
+        print("".join(c if c.isprintable() else " " for c in text), file=self._stream, flush=True)
+
+
+class LiveView:
+    """The full view, redrawn at most `REFRESHES_PER_S` times a second by rich's own thread."""
+
+    def __init__(self, title: str, total_steps: int, console: RichConsole) -> None:
+        self._state = State(title, total_steps)
+        self._lock = threading.Lock()
+        self._messages: deque[Text] = deque(maxlen=5)
+        self._live = Live(console=console, refresh_per_second=REFRESHES_PER_S, get_renderable=self._render)
+        self._live.start()
+
+    def begin(self, stage: str, total_steps: int) -> None:
+        with self._lock:
+            self._state.begin(stage, total_steps)
+
+    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        with self._lock:
+            self._state.update(stage, step, values)
+
+    def say(self, message: str) -> None:
+        with self._lock:
+            self._messages.append(Text(message))
+
+    def warn(self, message: str) -> None:
+        with self._lock:
+            self._messages.append(Text(f"warning: {message}", style="yellow"))
+
+    def close(self, message: str) -> None:
+        self._live.stop()  # leaves the last view on the screen
+        self._live.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def _render(self) -> Panel:
+        with self._lock:
+            return render(self._state, list(self._messages), width=self._live.console.width)
+
+
+def open_view(kind: str, title: str, total_steps: int) -> View:
+    """The view that `observe.console` names; auto is live on a terminal and plain elsewhere."""
+    console = RichConsole()
+    if kind == "quiet":
+        return QuietView()
+    if kind == "live" or (kind == "auto" and console.is_terminal and not console.is_dumb_terminal):
+        return LiveView(title, total_steps, console)
+    return PlainView(title, total_steps, sys.stdout)
+
+
+def plain_line(state: State) -> str:
+    """`rl 120/300  reward 0.412  acc 0.398  len 3.5  kl 0.012  tok/s 12.4k  ETA 0:41`, present metrics only."""
+    shown = [f"{label} {number(state.values[name])}" for name, label in PLAIN_LABELS.items() if name in state.values]
+    if state.remaining_s:
+        shown.append(f"ETA {duration(state.remaining_s)}")
+    return "  ".join([f"{state.stage} {state.step}/{state.total_steps}", *shown])
+
+
+def render(state: State, messages: list[Text], *, width: int) -> Panel:
+    """The live view as one renderable, of the height its content needs."""
+    inner = min(width, MAX_WIDTH) - 4
+    parts = [_progress(state, inner), Text(), _charts(state, inner), Text(), _figures(state)]
+    if split := _time_split(state, inner):
+        parts += [Text(), *split]
+    if messages:
+        parts += [Text(), *messages]
+    title = Text.assemble((" hone ", "bold reverse"), " ", (state.title, "bold"), " ")
+    return Panel(Stack(*parts), title=title, title_align="left", border_style="dim", padding=(0, 1), width=inner + 4)
+
+
+def _progress(state: State, width: int) -> Table:
+    done = state.step / max(1, state.total_steps)
+    left = "" if state.remaining_s is None else f"{duration(state.remaining_s)} left"
+    bar_width = max(10, width - 46)
+    full = round(bar_width * min(1.0, done))
+    row = Table.grid(padding=(0, 2))
+    row.add_row(
+        Text(f"{state.stage} {state.step}/{state.total_steps}", style="bold"),
+        Text.assemble(("━" * full, "green"), ("━" * (bar_width - full), "bright_black")),
+        Text(f"{duration(state.elapsed_s)} elapsed"),
+        Text(left, style="cyan"),
+    )
+    return row
+
+
+def _charts(state: State, width: int) -> Table:
+    """A line of bars per headline series, scaled to its own range."""
+    grid = Table.grid(padding=(0, 2))
+    for name, series in state.history.items():
+        low, high = min(series), max(series)
+        grid.add_row(
+            Text(HEADLINE[name], style="dim"),
+            Text(bars(list(series), width - 44), style="green"),
+            Text(number(state.values[name]), style="bold"),
+            Text(f"{number(low)} … {number(high)}", style="dim"),
+        )
+    return grid
+
+
+def _figures(state: State) -> Table:
+    """The other current values, three to a row."""
+    shown = [name for name in HEADLINE if name in state.values and name not in state.history]
+    grid = Table.grid(padding=(0, 2))
+    for start in range(0, len(shown), 3):
+        cells: list[Text] = []
+        for name in shown[start : start + 3]:
+            cells += [
+                Text(HEADLINE[name], style="dim"),
+                Text(number(state.values[name]), style="bold", justify="right"),
+            ]
+        grid.add_row(*cells)
+    return grid
+
+
+def _time_split(state: State, width: int) -> list[Text]:
+    """One bar of the last step's seconds by phase, and its legend."""
+    seconds = {phase: state.values.get(f"time/{phase}_s", 0.0) for phase in PHASES}
+    total = max(sum(seconds.values()), state.values.get("time/step_s", 0.0))
+    if total == 0:
+        return []
+    seconds["other"] = total - sum(seconds.values())
+    bar, legend = Text(), Text()
+    for (phase, spent), color in zip(seconds.items(), PHASE_COLORS, strict=True):
+        if spent > 0:
+            bar.append("█" * round(width * spent / total), style=color)
+        if spent >= 0.005 * total:
+            legend.append("■ ", style=color)
+            legend.append(f"{phase} {spent / total:.0%}   ")
+    bar.truncate(width)
+    return [bar, legend]
+
+
+def bars(values: Sequence[float], width: int) -> str:
+    """The series as block characters from its minimum to its maximum, at most `width` of them: means of equal bins."""
+    size = max(1, math.ceil(len(values) / max(1, width)))
+    means = [sum(part) / len(part) for i in range(0, len(values), size) if (part := values[i : i + size])]
+    low, high = min(means), max(means)
+    spread = (high - low) or 1.0
+    return "".join(BARS[round((mean - low) / spread * (len(BARS) - 1))] for mean in means)
+
+
+def number(value: float) -> str:
+    """Three significant digits, as people write them: 0.412, 12.4k, 3.1e-06."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.3g}k"
+    return f"{value:.0f}" if size >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """m:ss, or h:mm:ss from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

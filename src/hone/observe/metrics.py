@@ -1,0 +1,118 @@
+"""The registry of metrics: every name that a run may log, with unit, meaning and, where known, healthy range.
+
+Names are `area/name[_unit]`; `<word>` in a name stands for any text without a slash. A name that is not here
+cannot be logged: one place says what a number means, and `docs/metrics.md` is generated from it. What this file
+does not do: compute anything.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What one number is. `healthy` is (low, high) with None for an open end; None where nothing is known."""
+
+    unit: str
+    meaning: str
+    healthy: tuple[float | None, float | None] | None = None
+
+
+_FRACTION = (0.0, 1.0)
+
+METRICS: dict[str, Metric] = {
+    "rollout/reward_mean": Metric("reward", "Mean reward of the scored samples of the step."),
+    "rollout/reward_std": Metric("reward", "Standard deviation of those rewards; 0 leaves nothing to learn from."),
+    "rollout/accuracy": Metric("fraction", "Scored samples whose reward reaches eval.threshold.", _FRACTION),
+    "rollout/response_tokens_mean": Metric("tokens", "Mean response length, stop token included."),
+    "rollout/response_tokens_max": Metric("tokens", "Longest response of the step."),
+    "rollout/truncated_frac": Metric("fraction", "Samples cut at rollout.max_response_tokens.", (0.0, 0.2)),
+    "rollout/groups_dropped": Metric("groups", "Groups replaced: too few scores, or uninformative when asked for."),
+    "rollout/unscored_frac": Metric(
+        "fraction", "Samples without a reward through data or infrastructure.", (0.0, 0.05)
+    ),
+    "rollout/zero_std_group_frac": Metric("fraction", "Groups whose rewards are all equal: no gradient.", (0.0, 0.8)),
+    "rollout/staleness_mean": Metric("policy updates", "Mean age of the trained tokens' policy version."),
+    "rollout/staleness_max": Metric("policy updates", "Largest such age; never above rollout.max_staleness."),
+    "rollout/tokens_per_s": Metric("tokens/s", "Response tokens sampled per second of generation."),
+    "rollout/samples_per_s": Metric("samples/s", "Samples per second of the whole step."),
+    "reward/<component>_mean": Metric("score", "Mean score of one reward component, before its weight."),
+    "reward/<component>_std": Metric("score", "Standard deviation of that component's scores."),
+    "reward/<component>_min": Metric("score", "Smallest score of that component."),
+    "reward/<component>_max": Metric("score", "Largest score of that component."),
+    "reward/<component>_zero_std_group_frac": Metric(
+        "fraction", "Groups in which that component gives one score to all."
+    ),
+    "reward/<component>_fault_frac": Metric("fraction", "Samples for which that component had a fault.", (0.0, 0.05)),
+    "train/loss": Metric("loss", "The quantity optimised, over the whole update.", (-0.5, 0.5)),
+    "train/grad_norm": Metric("norm", "Global gradient norm before clipping."),
+    "train/lr": Metric("learning rate", "Learning rate of the update's last optimizer step."),
+    "train/entropy": Metric(
+        "nats", "Mean entropy of the policy at the trained tokens; near 0 it no longer explores.", (0.01, None)
+    ),
+    "train/kl_ref": Metric("nats per token", "KL to the frozen reference, by algorithm.kl_estimator.", (0.0, 0.5)),
+    "train/clip_low_frac": Metric("fraction", "Tokens whose ratio was clipped from below.", (0.0, 0.3)),
+    "train/clip_high_frac": Metric("fraction", "Tokens whose ratio was clipped from above.", (0.0, 0.3)),
+    "train/ratio_mean": Metric("ratio", "Mean policy ratio, unclipped; 1 on the first optimizer step.", (0.9, 1.1)),
+    "train/ratio_max": Metric("ratio", "Largest policy ratio, unclipped."),
+    "train/mismatch_gap": Metric("nats", "Mean |trainer - sampler| logprob of the trained tokens.", (0.0, 0.03)),
+    "train/mismatch_ratio_mean": Metric(
+        "ratio", "Mean trainer / sampler probability ratio; 1 when all is well.", (0.98, 1.02)
+    ),
+    "train/mismatch_kl": Metric("nats per token", "KL of the sampler to the trainer, k3 estimate.", (0.0, 0.01)),
+    "train/tokens": Metric("tokens", "Response tokens that the update trained on."),
+    "train/samples_trained_frac": Metric(
+        "fraction", "Samples that had a gradient; the rest cost no backward pass.", _FRACTION
+    ),
+    "train/microbatches": Metric("microbatches", "Forward and backward passes of the update."),
+    "train/optimizer_steps": Metric("optimizer steps", "Optimizer steps of the update."),
+    "train/skipped_steps": Metric("optimizer steps", "Optimizer steps skipped for a non-finite gradient.", (0.0, 0.0)),
+    "sft/loss": Metric("nats per token", "Mean negative logprob of the tokens to imitate."),
+    "sft/lr": Metric("learning rate", "Learning rate of the step."),
+    "sft/grad_norm": Metric("norm", "Global gradient norm before clipping."),
+    "sft/tokens_per_s": Metric("tokens/s", "Tokens to imitate per second of the step."),
+    "eval/accuracy": Metric("fraction", "Evaluation samples whose reward reaches eval.threshold.", _FRACTION),
+    "eval/accuracy[<column>=<value>]": Metric(
+        "fraction", "The same over the rows with that value (eval.by).", _FRACTION
+    ),
+    "eval/unscored_frac": Metric("fraction", "Evaluation samples without a reward.", (0.0, 0.05)),
+    "eval/pass@<k>": Metric("fraction", "Unbiased chance that one of k samples is correct.", _FRACTION),
+    "eval/reward_mean": Metric("reward", "Mean reward of the scored evaluation samples."),
+    "eval/response_tokens_mean": Metric("tokens", "Mean response length in evaluation."),
+    "eval/truncated_frac": Metric("fraction", "Evaluation samples cut at the length limit.", (0.0, 0.2)),
+    "time/step_s": Metric("s", "The whole step, by the clock."),
+    "time/<span>_s": Metric("s", "Time since the previous line in which at least one such span was open."),
+    "memory/rss_gib": Metric("GiB", "Resident memory of this process."),
+    "memory/peak_rss_gib": Metric("GiB", "Largest resident memory of this process so far."),
+    "memory/cuda_peak_gib": Metric("GiB", "Largest GPU memory that tensors held during the step."),
+    "memory/samples_mib": Metric("MiB", "Size of samples/ on disk; stops at observe.samples_max_mib."),
+}
+
+
+PHASES = ("generate", "reward", "train", "publish", "evaluate", "checkpoint")
+"""Spans that divide a step among them, in order: the time split of console and report. Others are seen in the trace."""
+
+
+@lru_cache(maxsize=4096)
+def find_metric(name: str) -> Metric:
+    """The registry's entry for a logged name; an exact entry wins over a pattern.
+
+    Raises:
+        ValueError: the name is not registered. That is a mistake in Hone, never in a run file.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    for pattern, regex in _patterns():
+        if regex.fullmatch(name):
+            return METRICS[pattern]
+    raise ValueError(f"metric {name!r} is not registered: add one line for it to METRICS in hone/observe/metrics.py")
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """Registry names with a `<word>`, longest first so that `<component>_zero_std_group_frac` wins."""
+    names = sorted((name for name in METRICS if "<" in name), key=len, reverse=True)
+    return tuple((name, re.compile(re.sub(r"<\w+>", "[^/]+", re.escape(name)))) for name in names)

@@ -1,0 +1,220 @@
+"""The loop's only door to the outside: metrics, samples, spans and messages go in; files, charts and a report come out.
+
+`log` writes metrics.jsonl at once; everything slower is left to the background thread. Observing changes nothing
+that is computed: a full disk under samples/ or TensorBoard ends that record with a warning, not the run.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from hone.errors import HoneError
+from hone.observe.background import Background
+from hone.observe.console import View, open_view
+from hone.observe.metrics import find_metric
+from hone.observe.recorder import Recorder
+from hone.observe.report import Summary, write_report
+from hone.observe.sinks import MetricsFile, TensorBoard, Wandb
+from hone.observe.trace import Event, Spans, TraceFile
+from hone.types import Group
+
+
+class ObserveSettings(Protocol):
+    """The keys of the run file's `observe` section (config.run.ObserveSection)."""
+
+    @property
+    def console(self) -> str: ...
+    @property
+    def tensorboard(self) -> bool: ...
+    @property
+    def wandb(self) -> str | None: ...
+    @property
+    def samples_max_mib(self) -> float: ...
+    @property
+    def trace(self) -> bool: ...
+
+
+class Observer:
+    """Shows and keeps what one run does. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: ObserveSettings,
+        *,
+        title: str,
+        total_steps: int,
+        resume_bytes: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """Open the run's records in `folder`.
+
+        Args:
+            total_steps: of the stage that runs first; `begin` announces the next one.
+            resume_bytes: `position()` at the checkpoint that the run continues from; metrics.jsonl is cut there and
+                samples beyond it go. None starts new records and removes old ones.
+            decode: token ids to text, for the report's view of single tokens.
+        Raises:
+            ConfigError: Weights & Biases is asked for and its package or key is missing.
+            RunFolderError: metrics.jsonl is not the one that `resume_bytes` was taken from.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        resume = bool(resume_bytes)
+        self._folder, self._decode = folder, decode
+        self._lock = threading.Lock()
+        self._metrics = MetricsFile(folder / "metrics.jsonl", resume_bytes)
+        self._wandb = Wandb(folder / "wandb", settings.wandb, title) if settings.wandb else None
+        self._tensorboard = TensorBoard(folder / "tensorboard", resume=resume) if settings.tensorboard else None
+        self._trace = TraceFile(folder / "trace.json", title=title, resume=resume) if settings.trace else None
+        self._spans = Spans()
+        self._background = Background()
+        self._recorder = Recorder(
+            folder / "samples",
+            max_bytes=int(settings.samples_max_mib * 2**20),
+            background=self._background,
+            warn=self.warn,
+            last_step=self._metrics.last_step,
+        )
+        (folder / "logs").mkdir(exist_ok=True)
+        self._messages = (folder / "logs" / "training.log").open("a" if resume else "w", encoding="utf-8")
+        self._summary = Summary.begin(folder, title=title, versions=versions(), resume=resume)
+        self._process = psutil.Process()
+        self._view: View = open_view(settings.console, title, total_steps)
+
+    def begin(self, stage: str, total_steps: int) -> None:
+        """A stage of so many steps begins; for the views' progress and remaining time."""
+        self._view.begin(stage, total_steps)
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Time what happens inside: `time/<name>_s` of the next line, and an event with `args` in trace.json."""
+        return self._spans.span(name, **args)
+
+    def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        """Log one line of metrics; times of spans and memory are added unless given.
+
+        Raises:
+            ValueError: a name is not in the registry (metrics.py).
+        """
+        line: dict[str, float] = {f"time/{name}_s": seconds for name, seconds in self._spans.take_seconds().items()}
+        line |= self._memory()
+        line |= {name: value if type(value) is int else float(value) for name, value in values.items()}
+        for name in line:
+            find_metric(name)
+        with self._lock:
+            self._metrics.write(stage, step, line)
+        self._view.update(stage, step, line)
+        unix_s, events = time.time(), self._spans.take_events()
+        self._background.submit(lambda: self._write_slow(stage, step, line, unix_s, events))
+
+    def record(
+        self, stage: str, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None
+    ) -> None:
+        """Keep every sample of these groups, with one advantage per sample of each group, or None: not trained on.
+
+        May be called several times for one step; the samples are kept together.
+        """
+        self._recorder.record(stage, step, groups, advantages)
+
+    def say(self, message: str) -> None:
+        """One plain line for people, on the console and in logs/training.log."""
+        self._keep_message(message)
+        self._view.say(message)
+
+    def warn(self, message: str) -> None:
+        """As `say`, and shown even on a quiet console."""
+        self._keep_message(f"warning: {message}")
+        self._view.warn(message)
+
+    def position(self) -> int:
+        """Length of metrics.jsonl in bytes, once it and all samples recorded so far are on the disk."""
+        self._background.drain()
+        with self._lock:
+            return self._metrics.position()
+
+    def close(self, outcome: str) -> None:
+        """Finish every record and write report.html. `outcome` is one line: how the run ended."""
+        events = self._spans.take_events()
+        self._background.submit(lambda: self._close_slow(events))
+        try:
+            self._background.close()
+        except HoneError as stuck:
+            self.warn(str(stuck))
+        self._metrics.close()
+        self._summary.end(self._folder, outcome)
+        report = write_report(self._folder, decode=self._decode)
+        self._keep_message(f"{outcome}. Report: {report}")
+        self._view.close(f"{outcome}. Report: {report}")
+        self._messages.close()
+
+    def _memory(self) -> dict[str, float]:
+        rss_gib = self._process.memory_info().rss / 2**30
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {
+            "memory/rss_gib": rss_gib,
+            "memory/peak_rss_gib": max(rss_gib, peak / (2**30 if sys.platform == "darwin" else 2**20)),
+            "memory/samples_mib": self._recorder.total_bytes / 2**20,
+        }
+
+    def _write_slow(
+        self, stage: str, step: int, line: Mapping[str, float], unix_s: float, events: Sequence[Event]
+    ) -> None:
+        if self._tensorboard is not None:
+            try:
+                self._tensorboard.write(stage, step, line, unix_s)
+            except OSError as error:
+                self._tensorboard = None
+                self.warn(f"tensorboard/ cannot be written ({error.strerror}): TensorBoard ends at {stage} step {step}")
+        if self._wandb is not None:
+            self._wandb.write(stage, step, line)
+        self._write_trace(events)
+
+    def _close_slow(self, events: Sequence[Event]) -> None:
+        self._write_trace(events)
+        if self._trace is not None:
+            self._trace.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.close()
+
+    def _write_trace(self, events: Sequence[Event]) -> None:
+        if self._trace is None or self._trace.full:
+            return
+        try:
+            self._trace.write(events)
+        except OSError as error:
+            self._trace = None
+            self.warn(f"trace.json cannot be written ({error.strerror}): the trace ends here")
+            return
+        if self._trace.full:
+            self.warn("trace.json has reached its largest size: the trace ends here")
+
+    def _keep_message(self, message: str) -> None:
+        with self._lock:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._messages.write("".join(f"{stamp} {line}\n" for line in message.splitlines()))
+            self._messages.flush()
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """What the run ran on, without importing any of it."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("hone-rl", "torch", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,216 @@
+"""Every sample of a run, for people: samples/<stage>/step-000012.jsonl.gz, one line per group, and its reader.
+
+Written by the background thread, aside and then renamed, so a file is whole or absent. The lines hold columns
+(one list per field over the group's samples) because that is several times cheaper to write than an object per
+sample; `read_samples` gives the samples one by one. Nothing in a run reads them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.observe.background import Background
+from hone.types import Group, Sample
+
+FULL_MARK = "full.json"
+"""Beside the stages' folders once the size limit was reached: where recording stopped."""
+
+
+class Recorder:
+    """Writes samples until they fill `max_bytes`; then stops, says so once, and stays stopped in a resumed run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        background: Background,
+        warn: Callable[[str], None],
+        last_step: Mapping[str, int],
+    ) -> None:
+        """Files beyond `last_step` (stage -> step that the run resumes after) are removed; empty removes all."""
+        self._folder, self._max_bytes, self._background, self._warn = folder, max_bytes, background, warn
+        self._sizes: dict[Path, int] = {}
+        self._full = max_bytes == 0
+        for path in sorted(folder.glob("*/step-*.jsonl.gz*")):
+            if path.suffix == ".gz" and _step_of(path) <= _limit(last_step, path.parent.name):
+                self._sizes[path] = path.stat().st_size
+            else:
+                path.unlink()
+        self._restore_full_mark(last_step)
+        self._fresh = set(self._sizes)
+        """Files of an earlier process: the first record for one replaces it, later ones add to it."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._sizes.copy().values())
+
+    def record(
+        self, stage: str, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None
+    ) -> None:
+        """Queue the samples of some groups; may be called several times for one step."""
+        if not self._full:
+            self._background.submit(lambda: self._write(stage, step, groups, advantages))
+
+    def _write(
+        self, stage: str, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None
+    ) -> None:
+        if self._full:
+            return
+        path = samples_file(self._folder, stage, step)
+        before = b"" if path in self._fresh or path not in self._sizes else path.read_bytes()
+        lines = (
+            _encode(group, None if advantages is None else advantages[index]) for index, group in enumerate(groups)
+        )
+        packed = before + gzip.compress("".join(lines).encode(), compresslevel=1, mtime=0)
+        if self.total_bytes - self._sizes.get(path, 0) + len(packed) > self._max_bytes:
+            self._stop(stage, step, f"samples/ has reached observe.samples_max_mib ({self._max_bytes / 2**20:g} MiB)")
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_suffix(".gz.tmp")
+            aside.write_bytes(packed)
+            aside.replace(path)
+        except OSError as error:  # a full disk costs the record, not the run
+            self._stop(stage, step, f"samples/ cannot be written ({error.strerror})")
+            return
+        self._fresh.discard(path)
+        self._sizes[path] = len(packed)
+
+    def _stop(self, stage: str, step: int, reason: str) -> None:
+        self._full = True
+        self._warn(f"{reason}: samples are not recorded from {stage} step {step} on")
+        with contextlib.suppress(OSError):  # the disk may be what failed; then a resumed run finds out again
+            (self._folder / FULL_MARK).write_text(json.dumps({"stage": stage, "step": step}))
+
+    def _restore_full_mark(self, last_step: Mapping[str, int]) -> None:
+        mark = self._folder / FULL_MARK
+        if not mark.exists():
+            return
+        where = json.loads(mark.read_text())
+        if where["step"] <= _limit(last_step, where["stage"]):
+            self._full = True
+        else:
+            mark.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSample:
+    """One sample as recorded: `types.Sample` with its prompt, its verdicts and its advantage."""
+
+    stage: str
+    step: int
+    prompt_id: str
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    answer: Any
+    sample: Sample
+    scores: Mapping[str, float | None]
+    """Reward component -> score; None with a data or infrastructure fault."""
+    faults: Mapping[str, str]
+    """Reward component -> "infra: detail", for the components that had one."""
+    reward: float | None
+    advantage: float | None
+    """Mean over the sample's tokens; None where the group was not trained on."""
+
+
+def read_samples(run_folder: Path, step: int, stage: str = "rl") -> list[RecordedSample]:
+    """The samples recorded at one step, in the order they were trained on; empty when none were."""
+    path = samples_file(run_folder / "samples", stage, step)
+    if not path.exists():
+        return []
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [sample for line in lines for sample in _decode(json.loads(line), stage, step)]
+
+
+def recorded_steps(run_folder: Path) -> dict[str, list[int]]:
+    """Stage -> the steps that samples were recorded at, ascending."""
+    steps: dict[str, list[int]] = {}
+    for path in sorted((run_folder / "samples").glob("*/step-*.jsonl.gz")):
+        steps.setdefault(path.parent.name, []).append(_step_of(path))
+    return {stage: sorted(found) for stage, found in steps.items()}
+
+
+def samples_file(samples_folder: Path, stage: str, step: int) -> Path:
+    return samples_folder / stage / f"step-{step:06d}.jsonl.gz"
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-").partition(".")[0])
+
+
+def _limit(last_step: Mapping[str, int], stage: str) -> int:
+    """A stage without lines of its own in metrics.jsonl (eval, say) counts the steps of the stage it serves."""
+    return last_step.get(stage, max(last_step.values(), default=-1))
+
+
+def _encode(group: Group, advantages: Sequence[float] | None) -> str:
+    samples, prompt = group.samples, group.prompt
+    columns: dict[str, Any] = {
+        "prompt_id": prompt.id,
+        "prompt": prompt.text,
+        "prompt_token_ids": prompt.token_ids,
+        "answer": prompt.answer,
+        "index": [s.index for s in samples],
+        "response": [s.text for s in samples],
+        "token_ids": [s.token_ids for s in samples],
+        "sampler_logprobs": [s.sampler_logprobs for s in samples],
+        "versions": [s.versions[0] if len(set(s.versions)) == 1 else s.versions for s in samples],
+        "finish_reason": [s.finish_reason for s in samples],
+        "rewards": group.rewards,
+        "advantages": advantages,
+        "scores": {name: [score.value for score in scores] for name, scores in group.scores.items()},
+    }
+    masks = [s.loss_mask for s in samples]
+    if any(mask is not None for mask in masks):
+        columns["loss_mask"] = masks
+    faults = {
+        name: {index: f"{score.fault}: {score.detail}" for index, score in enumerate(scores) if score.fault}
+        for name, scores in group.scores.items()
+    }
+    if any(faults.values()):
+        columns["faults"] = faults
+    return json.dumps(columns, separators=(",", ":"), default=str) + "\n"
+
+
+def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSample]:
+    def at(name: str, position: int) -> Any:
+        column = line.get(name)
+        return column[position] if column else None
+
+    samples = []
+    for i, token_ids in enumerate(line["token_ids"]):
+        versions, mask = line["versions"][i], at("loss_mask", i)
+        sample = Sample(
+            prompt_id=line["prompt_id"],
+            index=line["index"][i],
+            token_ids=tuple(token_ids),
+            sampler_logprobs=tuple(line["sampler_logprobs"][i]),
+            versions=tuple(versions) if isinstance(versions, list) else (versions,) * len(token_ids),
+            finish_reason=line["finish_reason"][i],
+            text=line["response"][i],
+            loss_mask=None if mask is None else tuple(mask),
+        )
+        faults = {name: by_index[str(i)] for name, by_index in line.get("faults", {}).items() if str(i) in by_index}
+        samples.append(
+            RecordedSample(
+                stage=stage,
+                step=step,
+                prompt_id=line["prompt_id"],
+                prompt=line["prompt"],
+                prompt_token_ids=tuple(line["prompt_token_ids"]),
+                answer=line["answer"],
+                sample=sample,
+                scores={name: values[i] for name, values in line["scores"].items()},
+                faults=faults,
+                reward=at("rewards", i),
+                advantage=at("advantages", i),
+            )
+        )
+    return samples

@@ -1,0 +1,165 @@
+"""Where metrics go: metrics.jsonl (the run's own record, exact across resumes), TensorBoard, Weights & Biases.
+
+metrics.jsonl is written by the caller's thread, so that its length at a checkpoint is exact; the other two by the
+observer's background thread. Console and report are elsewhere. TensorBoard's file format is written through
+tensorboard's own protocol buffers: torch is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hone.errors import ConfigError, HoneError, RunFolderError
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object per line: `stage`, `step`, `time_s` (since the run began) and values, sorted.
+
+    A value that is not finite is written as null: JSON has no word for it.
+    """
+
+    def __init__(self, path: Path, resume_bytes: int | None) -> None:
+        """Open for appending after the first `resume_bytes`; None begins a new file.
+
+        Raises:
+            RunFolderError: the file is shorter than that, or the position is not the end of a line.
+        """
+        self._path = path
+        kept = _first_lines(path, resume_bytes) if resume_bytes else b""
+        lines = [json.loads(line) for line in kept.splitlines()]
+        self.last_step: dict[str, int] = {line["stage"]: line["step"] for line in lines}
+        """Stage -> last step in the file when it was opened."""
+        self._began_s = time.perf_counter() - (lines[-1]["time_s"] if lines else 0.0)
+        self._file = path.open("r+b" if kept else "wb")
+        self._file.truncate(len(kept))
+        self._file.seek(len(kept))
+
+    def write(self, stage: str, step: int, values: Mapping[str, float]) -> float:
+        """Append one line and hand it to the operating system. Returns its `time_s`."""
+        time_s = round(time.perf_counter() - self._began_s, 3)
+        line: dict[str, Any] = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line |= {"stage": stage, "step": step, "time_s": time_s}
+        try:
+            self._file.write(json.dumps(line, sort_keys=True).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise HoneError(
+                f"{self._path}: step {step} could not be written: {error.strerror}. Free space there and resume."
+            ) from error
+        return time_s
+
+    def position(self) -> int:
+        """Length in bytes, once all of it is on the disk."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _first_lines(path: Path, num_bytes: int) -> bytes:
+    found = path.read_bytes() if path.exists() else b""
+    if len(found) < num_bytes:
+        raise RunFolderError(
+            f"{path}: has {len(found)} bytes, the checkpoint was written at {num_bytes}: metrics are missing. "
+            "Restore the file, resume from an older checkpoint, or start over with --fresh."
+        )
+    if not found[:num_bytes].endswith(b"\n"):
+        raise RunFolderError(f"{path}: byte {num_bytes} is not the end of a line: the file is not the checkpoint's.")
+    return found[:num_bytes]
+
+
+class TensorBoard:
+    """Event files in tensorboard/<stage>/, one run per stage since each counts its own steps."""
+
+    def __init__(self, folder: Path, *, resume: bool) -> None:
+        self._folder, self._resume = folder, resume
+        self._files: dict[str, BinaryIO] = {}
+
+    def write(self, stage: str, step: int, values: Mapping[str, float], unix_s: float) -> None:
+        event_pb2, summary_pb2 = _protocol_buffers()
+        if stage not in self._files:
+            self._open(stage, step, unix_s)
+        points = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        summary = summary_pb2.Summary(value=points)
+        self._put(stage, event_pb2.Event(wall_time=unix_s, step=step, summary=summary))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _open(self, stage: str, step: int, unix_s: float) -> None:
+        event_pb2, _ = _protocol_buffers()
+        folder = self._folder / stage
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files[stage] = (folder / f"events.out.tfevents.{int(unix_s):010d}.hone.{os.getpid()}").open("wb")
+        self._put(stage, event_pb2.Event(wall_time=unix_s, file_version="brain.Event:2"))
+        if self._resume:  # purges what an interrupted process wrote from this step on
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._put(stage, event_pb2.Event(wall_time=unix_s, step=step, session_log=start))
+
+    def _put(self, stage: str, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        RecordWriter(self._files[stage]).write(event.SerializeToString())
+        self._files[stage].flush()
+
+
+def _protocol_buffers() -> tuple[Any, Any]:
+    """tensorboard's event and summary modules; their classes are made at import, so no type checker sees them."""
+    from tensorboard.compat.proto import event_pb2, summary_pb2
+
+    return event_pb2, summary_pb2
+
+
+class Wandb:
+    """One Weights & Biases run per run folder; a resumed run continues it. WANDB_MODE=offline needs no key."""
+
+    def __init__(self, folder: Path, project: str, title: str) -> None:
+        """Raises ConfigError when the package or the key is missing, HoneError when the service does not answer."""
+        if find_spec("wandb") is None:
+            raise ConfigError(
+                [f"observe.wandb = {project!r} needs a package that is not installed: pip install 'hone-rl[wandb]'"]
+            )
+        offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+        if not offline and not os.environ.get("WANDB_API_KEY"):
+            raise ConfigError(
+                [
+                    f"observe.wandb = {project!r} needs a key: set the environment variable WANDB_API_KEY, "
+                    "or WANDB_MODE=offline to log into the run's folder and upload later with `wandb sync`"
+                ]
+            )
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = wandb.Settings(
+            init_timeout=30, silent=True, console="off", disable_git=True, disable_code=True, save_code=False
+        )
+        try:
+            self._run = wandb.init(
+                project=project, name=title, dir=str(folder), id=_wandb_id(folder), resume="allow", settings=settings
+            )
+        except wandb.Error as error:
+            raise HoneError(f"observe.wandb = {project!r}: Weights & Biases cannot be reached: {error}") from error
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "stage": stage, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_id(folder: Path) -> str:
+    """The run's id at the service: made once, kept in the folder, so that a resumed run finds it."""
+    path = folder / "id"
+    if not path.exists():
+        path.write_text(os.urandom(6).hex())
+    return path.read_text()

@@ -1,0 +1,186 @@
+"""Spans of wall-clock time: what each step's seconds went into, and trace.json for Perfetto (ui.perfetto.dev).
+
+A span belongs to the thread and the asyncio task that opened it. The outermost span of a task takes a lane of its
+own for as long as it is open, so spans in one lane always nest, however many tasks run at once. Not a profiler:
+nothing is measured that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+MAX_TRACE_BYTES = 32 * 2**20
+"""Perfetto stays quick up to about this; a run that is longer keeps the trace of its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One closed span. Times are seconds of `time.perf_counter`."""
+
+    name: str
+    lane: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any]
+
+
+class Spans:
+    """Open and closed spans of this process. Thread-safe; opening and closing one costs microseconds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lanes: dict[tuple[int, int], tuple[str, int, int]] = {}
+        """(thread, task) -> its lane's family and number, and how many spans it has open."""
+        self._taken: dict[str, set[int]] = {}
+        """Lane family -> numbers in use."""
+        self._open: dict[str, tuple[int, float]] = {}
+        """Span name -> how many are open, and since when time is counted."""
+        self._busy_s: dict[str, float] = {}
+        self._events: list[Event] = []
+
+    def span(self, name: str, **args: Any) -> Span:
+        return Span(self, name, args)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds since the last call in which at least one span of each name was open; a name per such span.
+
+        Two that overlap count once, so that no span takes longer than the clock.
+        """
+        now = time.perf_counter()
+        with self._lock:
+            for name, (count, since) in self._open.items():
+                self._busy_s[name] = self._busy_s.get(name, 0.0) + now - since
+                self._open[name] = (count, now)
+            seconds, self._busy_s = self._busy_s, {}
+        return seconds
+
+    def take_events(self) -> list[Event]:
+        """The spans closed since the last call."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def opened(self, name: str, owner: tuple[int, int], now: float) -> str:
+        with self._lock:
+            count, since = self._open.get(name, (0, now))
+            self._open[name] = (count + 1, since)
+            family, number, depth = self._lanes.get(owner, (name, 0, 0))
+            if depth == 0:
+                taken = self._taken.setdefault(name, set())
+                number = next(n for n in range(1, len(taken) + 2) if n not in taken)
+                taken.add(number)
+            self._lanes[owner] = (family, number, depth + 1)
+            return family if number == 1 else f"{family} {number}"
+
+    def closed(self, event: Event, owner: tuple[int, int]) -> None:
+        with self._lock:
+            self._events.append(event)
+            count, since = self._open.pop(event.name)
+            if count > 1:
+                self._open[event.name] = (count - 1, since)
+            else:
+                self._busy_s[event.name] = self._busy_s.get(event.name, 0.0) + event.end_s - since
+            family, number, depth = self._lanes.pop(owner)
+            if depth > 1:
+                self._lanes[owner] = (family, number, depth - 1)
+            else:
+                self._taken[family].remove(number)
+
+
+class Span:
+    """A context manager, used once."""
+
+    __slots__ = ("_args", "_lane", "_name", "_owner", "_spans", "_start_s")
+
+    def __init__(self, spans: Spans, name: str, args: Mapping[str, Any]) -> None:
+        self._spans, self._name, self._args = spans, name, args
+
+    def __enter__(self) -> None:
+        self._owner = _owner()
+        self._start_s = time.perf_counter()
+        self._lane = self._spans.opened(self._name, self._owner, self._start_s)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        event = Event(self._name, self._lane, self._start_s, time.perf_counter(), self._args)
+        self._spans.closed(event, self._owner)
+
+
+def _owner() -> tuple[int, int]:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        task = None
+    return threading.get_ident(), id(task)
+
+
+class TraceFile:
+    """trace.json in Chrome's trace event format, appended to as the run goes; closed or torn, viewers read it.
+
+    A resumed run continues the file on the same clock, after whatever the interrupted process wrote last.
+    """
+
+    def __init__(self, path: Path, *, title: str, resume: bool) -> None:
+        started_unix_s, size = _resume_point(path) if resume else (time.time(), 0)
+        self._zero_s = time.perf_counter() - (time.time() - started_unix_s)
+        self._file = path.open("r+b" if size else "wb")
+        self._file.truncate(size)
+        self._file.seek(size)
+        self._size = size
+        self._lanes: set[str] = set()
+        self.full = False
+        if size == 0:
+            self._put("[\n" + _metadata("process_name", 0, name=f"hone {title}", started_unix_s=started_unix_s))
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Append closed spans; beyond MAX_TRACE_BYTES they are let go and `full` is true."""
+        if self.full:
+            return
+        for event in events:
+            lane = zlib.crc32(event.lane.encode()) >> 1  # the same lane in a resumed process, without a table
+            if event.lane not in self._lanes:
+                self._lanes.add(event.lane)
+                self._put(",\n" + _metadata("thread_name", lane, name=event.lane))
+            start_us, length_us = (event.start_s - self._zero_s) * 1e6, (event.end_s - event.start_s) * 1e6
+            args = f', "args": {json.dumps(event.args, default=str)}' if event.args else ""
+            self._put(
+                f',\n{{"name": {json.dumps(event.name)}, "ph": "X", "pid": 1, "tid": {lane}, '
+                f'"ts": {start_us:.1f}, "dur": {length_us:.1f}{args}}}'
+            )
+        self._file.flush()
+        self.full = self._size > MAX_TRACE_BYTES
+
+    def close(self) -> None:
+        self._put("\n]\n")
+        self._file.close()
+
+    def _put(self, text: str) -> None:
+        self._size += self._file.write(text.encode())
+
+
+def _metadata(kind: str, lane: int, **args: Any) -> str:
+    return json.dumps({"name": kind, "ph": "M", "pid": 1, "tid": lane, "args": args})
+
+
+def _resume_point(path: Path) -> tuple[float, int]:
+    """When the trace began (Unix seconds) and how many bytes of it are whole; a new one where there is none."""
+    try:
+        lines = path.read_bytes().removesuffix(b"\n]\n").split(b",\n")
+        started_unix_s = json.loads(lines[0].removeprefix(b"[\n"))["args"]["started_unix_s"]
+    except (OSError, ValueError, KeyError):
+        return time.time(), 0
+    try:
+        json.loads(lines[-1].removeprefix(b"[\n"))
+    except ValueError:
+        lines.pop()
+    return started_unix_s, len(b",\n".join(lines))
