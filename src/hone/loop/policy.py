@@ -99,7 +99,7 @@ async def housekeeping(run: PolicyRun) -> None:
     step = run.progress.step
     if due(step, run.config.eval.every) or step == run.config.run.steps:
         await evaluate(run)
-    if due(step, run.config.checkpoint.every):
+    if due(step, run.config.checkpoint.every) and step < run.config.run.steps:  # the end of a stage is always saved
         await run.save()
 
 

@@ -1,0 +1,322 @@
+"""From a resolved run file to a running job: the only file that names concrete backends.
+
+Each stage is assembled from the same parts: folder, observer, tokenizer, data, model, trainer, and for RL an engine
+and rewards. A stage starts from weights on disk (the model of the run file, or what the stage before it exported),
+so that a run that is resumed goes on from the same bytes as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hone.algo.algorithm import Algorithm
+from hone.config.derived import optimizer_steps_total
+from hone.config.load import Loaded
+from hone.config.run import OptimizerSection, RunConfig
+from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
+from hone.data.prompts import load_prompts, load_sft_rows
+from hone.errors import DataError, HoneError, Stopped
+from hone.loop.evaluate import evaluate
+from hone.loop.folder import RunFolder
+from hone.loop.policy import train_policy
+from hone.loop.run import PolicyRun
+from hone.loop.sft import SftRun, total_steps, train_sft
+from hone.model.base import CausalModel
+from hone.model.load import init_model, load_model, save_hf
+from hone.observe.observer import Observer
+from hone.reward.base import Rewards
+from hone.rollout.engine import Sampling
+from hone.rollout.local import LocalEngine
+from hone.train.checkpoint import Checkpoints
+from hone.train.checkpoint import Loaded as Saved
+from hone.train.local import LocalTrainer
+from hone.types import Progress
+
+
+@dataclass
+class Job:
+    """What all stages of a run share."""
+
+    loaded: Loaded
+    folder: RunFolder
+    observer: Observer
+    tokenizer: Tokenizer
+    checkpoints: Checkpoints
+    compute: ThreadPoolExecutor
+    stop: asyncio.Event
+    device: torch.device
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+    @property
+    def base_dir(self) -> Path:
+        """Where relative paths of the run file start."""
+        return self.loaded.run_file.parent
+
+
+def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
+    """Run every stage of a run file, or go on with it. Returns the run's folder.
+
+    Raises:
+        HoneError: what went wrong; its `exit_code` is the process's. The newest checkpoint is then still there.
+    """
+    config = loaded.config
+    device = set_up_arithmetic(config)
+    tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
+    identity = config.model_dump(mode="json")
+    with RunFolder.open(
+        loaded.run_dir, run_yaml=loaded.as_yaml(), config=identity, resume=resume, fresh=fresh
+    ) as folder:
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+        saved = checkpoints.newest() if folder.resumed else None
+        observer = Observer(
+            folder.path,
+            config.observe,
+            title=loaded.name,
+            total_steps=config.run.steps,
+            resume_bytes=saved.progress.metrics_bytes if saved else None,
+            decode=tokenizer.decode,
+        )
+        outcome = "failed"
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="compute") as compute:
+                job = Job(loaded, folder, observer, tokenizer, checkpoints, compute, asyncio.Event(), device)
+                asyncio.run(run_stages(job, saved))
+            outcome = "finished"
+        except Stopped:
+            outcome = "stopped by the user; --resume goes on"
+            raise
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        finally:
+            observer.close(outcome)
+        return folder.path
+
+
+def set_up_arithmetic(config: RunConfig) -> torch.device:
+    """Threads, determinism, and the device that `run` asks for."""
+    torch.set_num_threads(config.run.threads or len(os.sched_getaffinity(0)))
+    wanted = config.run.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise DataError("run.device = cuda, but torch sees no GPU. Set run.device=cpu, or check the driver.")
+    return torch.device(wanted)
+
+
+async def run_stages(job: Job, saved: Saved | None) -> None:
+    """The stages in order, beginning with the one that `saved` was in."""
+    tell_where_it_starts(job, saved)
+    with signals_ask_to_stop(job.stop, job.observer):
+        stages = job.config.stages
+        first = stages.index(saved.progress.stage) if saved else 0  # type: ignore[arg-type]
+        for number, stage in enumerate(stages[first:], first):
+            runner = {"sft": run_sft, "rl": run_rl}[stage]
+            await runner(job, saved if saved and saved.progress.stage == stage else None)
+            if job.stop.is_set():
+                raise Stopped(f"stopped; `hone train {job.loaded.run_file} --resume` goes on from the checkpoint")
+            if number + 1 == len(stages):
+                job.observer.say(f"final weights: {job.folder.hf}")
+
+
+async def run_sft(job: Job, saved: Saved | None) -> None:
+    """Supervised fine-tuning from the run file's model; leaves its weights in `stage_weights(job, "sft")`."""
+    rows, report = load_sft_rows(job.config.data, job.config.sft, job.tokenizer, job.base_dir)
+    job.observer.say(f"imitating {report}")
+    steps = total_steps(job.config.sft, len(rows))
+    trainer = make_trainer(job, starting_model(job, "sft"), job.config.sft.optimizer, steps)
+    progress = restored(trainer, saved) or Progress(stage="sft")
+    job.observer.begin("sft", steps)
+    run = SftRun(job.config, progress, trainer, job.observer, job.checkpoints, job.compute, job.stop, rows=rows)
+    await train_sft(run)
+    await finish_stage(job, run)
+
+
+async def run_rl(job: Job, saved: Saved | None) -> None:
+    """The policy loop, from the run file's model or from what the SFT stage left."""
+    config = job.config
+    prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed)
+    job.observer.say(f"training on {prompts.report}")
+    algorithm = Algorithm(config.algorithm, max_response_tokens=config.rollout.max_response_tokens)
+    model = starting_model(job, "rl")
+    reference = copy.deepcopy(model) if "ref_logprobs" in algorithm.needs else None
+    trainer = make_trainer(job, model, config.train.optimizer, optimizer_steps_total(config))
+    trainer.reference = reference
+    progress = restored(trainer, saved) or Progress(stage="rl")
+    shared = config.rollout.max_staleness == 0
+    engine = make_engine(job, trainer.model if shared else copy.deepcopy(trainer.model))
+    rewards = Rewards(config.reward, job.base_dir)
+    evaluation = held_out_evaluation(job, engine, rewards)
+    job.observer.begin("rl", config.run.steps)
+    run = PolicyRun(
+        config,
+        progress,
+        trainer,
+        job.observer,
+        job.checkpoints,
+        job.compute,
+        job.stop,
+        prompts=prompts,
+        engine=engine,
+        rewards=rewards,
+        algorithm=algorithm,
+        sampling=sampling_of(config),
+        eos_ids=frozenset(job.tokenizer.eos_ids),
+        weights_are_shared=shared,
+        evaluate=evaluation,
+        gate_passed=False,
+    )
+    try:
+        await train_policy(run)
+        await finish_stage(job, run)
+    finally:
+        await engine.close()
+        await rewards.close()
+
+
+async def finish_stage(job: Job, run: SftRun | PolicyRun) -> None:
+    """Save where the stage ended; when it was not stopped, also its weights as a Hugging Face directory."""
+    await run.save()
+    if not job.stop.is_set():
+        folder = stage_weights(job, run.progress.stage)
+        model = run.trainer.model
+        save_hf(folder, model.hf_config, run.trainer.master_weights(), job.tokenizer.hf)
+
+
+def starting_model(job: Job, stage: str) -> CausalModel:
+    """The float32 model that a stage begins with: what the stage before it left, else the run file's."""
+    config, device = job.config, job.device
+    stages: tuple[str, ...] = config.stages
+    before = stages[: stages.index(stage)]
+    options = {"dtype": torch.float32, "device": device, "implementation": config.model.implementation}
+    if before:
+        return load_model(stage_weights(job, before[-1]), **options)
+    if config.model.init is not None:
+        return init_model(config.model.init, vocab_size=job.tokenizer.vocab_size, seed=config.seed, **options)
+    path = resolve_model(config.model.path or "", job.base_dir)
+    return load_model(path, trust_remote_code=config.model.trust_remote_code, **options)
+
+
+def stage_weights(job: Job, stage: str) -> Path:
+    """Where a stage leaves its final weights: hf/ for the last one, hf-<stage>/ for one before it."""
+    return job.folder.hf if stage == job.config.stages[-1] else job.folder.path / f"hf-{stage}"
+
+
+def make_trainer(job: Job, model: CausalModel, optimizer: OptimizerSection, steps: int) -> LocalTrainer:
+    """The trainer of one stage; what is only of RL is neutral for imitation."""
+    config, train = job.config, job.config.train
+    model.checkpoint_layers = train.activation_checkpointing
+    return LocalTrainer(
+        model,
+        optimizer=optimizer,
+        total_optimizer_steps=steps,
+        temperature=config.rollout.temperature,
+        tokens_per_microbatch=train.tokens_per_microbatch,
+        logprob_chunk_tokens=train.logprob_chunk_tokens,
+        precision=config.run.precision,
+        samples_per_optimizer_step=train.samples_per_optimizer_step,
+        passes_per_batch=train.passes_per_batch,
+        seed=config.seed,
+    )
+
+
+def restored(trainer: LocalTrainer, saved: Saved | None) -> Progress | None:
+    """Put a checkpoint into the trainer; where it was taken, or None without one."""
+    if saved is None:
+        return None
+    trainer.restore(saved.tensors, saved.rest)
+    return saved.progress
+
+
+def make_engine(job: Job, model: CausalModel) -> LocalEngine:
+    """The embedded engine."""
+    tokenizer = job.tokenizer
+    return LocalEngine(
+        model, tokenizer.decode, tokenizer.eos_ids, max_concurrent=job.config.rollout.max_concurrent_samples
+    )
+
+
+def sampling_of(config: RunConfig, *, temperature: float | None = None) -> Sampling:
+    """How the run file samples, at another temperature if one is given."""
+    rollout = config.rollout
+    return Sampling(
+        max_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature if temperature is None else temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+    )
+
+
+def held_out_evaluation(job: Job, engine: LocalEngine, rewards: Rewards) -> Callable[[], Awaitable[dict[str, float]]] | None:
+    """A function that evaluates the live policy, or None when the run file names no data for it."""
+    config = job.config
+    if config.data.eval is None:
+        return None
+    prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, part="eval")
+    job.observer.say(f"evaluating on {prompts.report}")
+    sampling = sampling_of(config, temperature=config.eval.temperature)
+
+    async def run() -> dict[str, float]:
+        found = await evaluate(engine, rewards, prompts.rows(), sampling, config.eval, seed=config.seed)
+        return dict(found.metrics)
+
+    return run
+
+
+def tell_where_it_starts(job: Job, saved: Saved | None) -> None:
+    """What a person wants to know of a start: moved folders, skipped checkpoints, where it goes on."""
+    if job.folder.moved_aside is not None:
+        job.observer.say(f"the run that was here is now in {job.folder.moved_aside}")
+    if saved is not None:
+        for torn in saved.skipped:
+            job.observer.warn(f"checkpoint skipped: {torn}")
+        job.observer.say(f"resuming from {saved.path} ({saved.progress.stage} step {saved.progress.step})")
+    elif job.folder.resumed:
+        job.observer.say("no checkpoint yet: starting from the beginning")
+
+
+@contextlib.contextmanager
+def signals_ask_to_stop(stop: asyncio.Event, observer: Observer) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks for a clean end, a second one ends the process at once."""
+
+    def handle() -> None:
+        if stop.is_set():
+            os._exit(Stopped.exit_code)
+        observer.say("stopping: the step in flight is finished or dropped, then a checkpoint; again to exit at once")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def first_cause(group: BaseExceptionGroup) -> BaseException:
+    """The failure to show of several that happened together: one of ours if there is any."""
+    pending, leaves = [group], []
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return next((error for error in leaves if isinstance(error, HoneError)), leaves[0])

@@ -1,0 +1,172 @@
+"""A whole policy run against fakes, on a virtual clock: latencies are random, time is free, nothing is patched."""
+
+import asyncio
+import random
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+
+from hone.config.run import RunConfig
+from hone.loop.run import PolicyRun
+from hone.rollout.engine import Sampling
+from hone.types import Group, Progress, Prompt, Sample, Score
+
+
+class VirtualClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self):
+        super().__init__()
+        self._virtual_now = 0.0
+        select = self._selector.select
+
+        def jump(timeout):
+            if timeout:
+                self._virtual_now += timeout
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self):
+        return self._virtual_now
+
+
+def run_virtually(coroutine):
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(asyncio.wait_for(coroutine, 1e9))
+
+
+class InlineExecutor(Executor):
+    def submit(self, fn, /, *args, **kwargs):
+        future = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Prompts:
+    def __init__(self, explode_at=None):
+        self.explode_at = explode_at
+
+    def starting_at(self, index):
+        while True:
+            if index == self.explode_at:
+                raise RuntimeError("data set exploded")
+            yield Prompt(f"p{index}", index, "1+1=", (1, 2))
+            index += 1
+
+
+class Engine:
+    """Samples one token per response after a random latency; remembers which version sampled it."""
+
+    def __init__(self, clock, explode_at=None):
+        self.version, self.clock, self.active, self.explode_at = -1, clock, 0, explode_at
+
+    async def generate(self, request):
+        if request.prompt.index == self.explode_at:
+            raise ValueError("engine exploded")
+        version, self.active = self.version, self.active + 1
+        await asyncio.sleep(self.clock.choice([0, 0, 0.2, 1, 7]))
+        self.active -= 1
+        return tuple(
+            Sample(request.prompt.id, i, (1 + i % 2,), (-0.5,), (version,), "stop", "2")
+            for i in range(request.num_samples)
+        )
+
+    async def load(self, weights, version):
+        await asyncio.sleep(0.2)
+        self.version = version
+
+    def fingerprint(self):
+        return "same"
+
+
+class RandomRewards:
+    def __init__(self, clock, equal_frac):
+        self.clock, self.equal_frac = clock, equal_frac
+
+    async def score(self, group: Group) -> Group:
+        await asyncio.sleep(self.clock.choice([0, 0.1, 2]))
+        equal = self.clock.random() < self.equal_frac
+        rewards = tuple(0.0 if equal else float(i % 2) for i in range(len(group.samples)))
+        return group.scored({"fake": tuple(Score(r) for r in rewards)}, rewards)
+
+
+class Trainer:
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.prompts_seen = []
+
+    def update(self, batch, algorithm):
+        self.prompts_seen.append([prompt for prompt in batch.prompts])
+        return {"train/loss": 0.0}
+
+    def logprobs(self, batch, *, reference=False, temperature=None):
+        return batch.sampler_logprobs_T
+
+    def weights(self):
+        return iter(())
+
+    def state(self):
+        return {}, {}
+
+
+class Observer:
+    def __init__(self):
+        self.rows, self.records = [], []
+
+    @contextmanager
+    def span(self, name, **args):
+        yield
+
+    def log(self, stage, step, values):
+        self.rows.append((stage, step, dict(values)))
+
+    def record(self, stage, step, groups, advantages):
+        self.records.append((step, [g.prompt.index for g in groups], advantages is not None))
+
+    def position(self):
+        return 0
+
+
+def fake_run(max_staleness=0, *, seed=0, steps=30, prompts=4, group=2, equal_frac=0.3, engine_fails=None, data_fails=None):
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "unused"},
+            "data": {"train": "unused"},
+            "run": {"steps": steps},
+            "rollout": {"group_size": group, "max_staleness": max_staleness},
+            "train": {"prompts_per_step": prompts},
+            "algorithm": {"drop_uninformative": True, "max_dropped_per_kept": 1000},
+            "gate": {"enabled": False},
+            "checkpoint": {"every": 0},
+        }
+    )
+    clock = random.Random(seed)
+    algorithm = SimpleNamespace(
+        needs=frozenset(),
+        assign=lambda batch: (batch.with_column("advantages_T", torch.ones_like(batch.sampler_logprobs_T)), {}),
+    )
+    return PolicyRun(
+        config=config,
+        progress=Progress(),
+        trainer=Trainer(),
+        observer=Observer(),
+        checkpoints=SimpleNamespace(save=lambda *args: None),
+        compute=InlineExecutor(),
+        stop=asyncio.Event(),
+        prompts=Prompts(data_fails),
+        engine=Engine(clock, engine_fails),
+        rewards=RandomRewards(clock, equal_frac),
+        algorithm=algorithm,
+        sampling=Sampling(max_tokens=4, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop=(), stop_token_ids=()),
+        eos_ids=frozenset({2}),
+        weights_are_shared=True,
+        evaluate=None,
+        gate_passed=True,
+    )
