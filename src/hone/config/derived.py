@@ -1,0 +1,146 @@
+"""Quantities that follow from the run file, each a named function of it: for `hone explain` and whoever needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hone.config.run import RunConfig
+
+
+def samples_per_update(config: RunConfig) -> int:
+    """P x G, samples that one policy update trains on."""
+    return config.train.prompts_per_step * config.rollout.group_size
+
+
+def optimizer_steps_per_update(config: RunConfig) -> int:
+    """Optimizer steps of one policy update, over all its passes."""
+    total = samples_per_update(config)
+    return config.train.passes_per_batch * (total // (config.train.samples_per_optimizer_step or total))
+
+
+def optimizer_steps_total(config: RunConfig) -> int:
+    """Optimizer steps of the whole RL stage: the length of the learning rate's schedule."""
+    return config.run.steps * optimizer_steps_per_update(config)
+
+
+def samples_total(config: RunConfig) -> int:
+    """Samples that the RL stage trains on."""
+    return config.run.steps * samples_per_update(config)
+
+
+def groups_in_flight(config: RunConfig) -> int:
+    """Permits: groups between the start of their generation and the publishing of what was learned from them."""
+    return (config.rollout.max_staleness + 1) * config.train.prompts_per_step
+
+
+def longest_tokens(config: RunConfig) -> int:
+    """Most tokens of one prompt and its response."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def kv_cache_tokens(config: RunConfig) -> int:
+    """Most tokens that an engine's KV cache holds, each prompt counted for every sample."""
+    return config.rollout.max_concurrent_samples * longest_tokens(config)
+
+
+def response_tokens_per_update(config: RunConfig) -> int:
+    """Most response tokens of one policy update."""
+    return samples_per_update(config) * config.rollout.max_response_tokens
+
+
+def penalty_starts_at_tokens(config: RunConfig) -> int | None:
+    """Response length from which the overlong penalty applies; None when it is off."""
+    buffer = config.algorithm.overlong_buffer_tokens
+    return config.rollout.max_response_tokens - buffer if buffer else None
+
+
+def ratio_range(config: RunConfig) -> str | None:
+    """Where the policy ratio is kept; None when it is not bounded."""
+    algorithm = config.algorithm
+    return f"{1 - algorithm.clip_low:g} to {1 + algorithm.clip_high:g}" if algorithm.clip == "ppo" else None
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a frozen copy of the policy is kept for the KL term."""
+    return "rl" in config.stages and config.algorithm.kl_loss_coef > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A quantity for people: its name, unit and formula in keys, and the function that computes it."""
+
+    name: str
+    unit: str
+    formula: str
+    keys: tuple[str, ...]
+    compute: Callable[[RunConfig], int | bool | str | None]
+
+
+_P, _G, _PASSES = "train.prompts_per_step", "rollout.group_size", "train.passes_per_batch"
+_M, _STEPS, _R = "train.samples_per_optimizer_step", "run.steps", "rollout.max_response_tokens"
+_PROMPT, _CONCURRENT = "data.max_prompt_tokens", "rollout.max_concurrent_samples"
+
+DERIVED: tuple[Derived, ...] = (
+    Derived("samples per update", "samples", "prompts_per_step x group_size", (_P, _G), samples_per_update),
+    Derived(
+        "optimizer steps per update",
+        "optimizer steps",
+        "passes_per_batch x prompts_per_step x group_size / samples_per_optimizer_step",
+        (_P, _G, _PASSES, _M),
+        optimizer_steps_per_update,
+    ),
+    Derived(
+        "optimizer steps in all",
+        "optimizer steps",
+        "steps x optimizer steps per update",
+        (_STEPS, _P, _G, _PASSES, _M),
+        optimizer_steps_total,
+    ),
+    Derived("samples in all", "samples", "steps x prompts_per_step x group_size", (_STEPS, _P, _G), samples_total),
+    Derived(
+        "groups in flight",
+        "groups",
+        "(max_staleness + 1) x prompts_per_step",
+        ("rollout.max_staleness", _P),
+        groups_in_flight,
+    ),
+    Derived("longest sample", "tokens", "max_prompt_tokens + max_response_tokens", (_PROMPT, _R), longest_tokens),
+    Derived(
+        "KV cache",
+        "tokens at most",
+        "max_concurrent_samples x longest sample",
+        (_CONCURRENT, _PROMPT, _R),
+        kv_cache_tokens,
+    ),
+    Derived(
+        "response tokens per update",
+        "tokens at most",
+        "prompts_per_step x group_size x max_response_tokens",
+        (_P, _G, _R),
+        response_tokens_per_update,
+    ),
+    Derived(
+        "length penalty starts at",
+        "tokens",
+        "max_response_tokens - overlong_buffer_tokens",
+        (_R, "algorithm.overlong_buffer_tokens"),
+        penalty_starts_at_tokens,
+    ),
+    Derived(
+        "policy ratio kept in",
+        "",
+        "1 - clip_low to 1 + clip_high",
+        ("algorithm.clip", "algorithm.clip_low", "algorithm.clip_high"),
+        ratio_range,
+    ),
+    Derived(
+        "frozen reference", "", "kl_loss_coef > 0 in stage rl", ("algorithm.kl_loss_coef", "stages"), needs_reference
+    ),
+)
+"""A few lines each, so that `hone explain` can say what a key changes."""
+
+
+def derived_from(path: str) -> list[Derived]:
+    """What derives from a key."""
+    return [derived for derived in DERIVED if path in derived.keys]

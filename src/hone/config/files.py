@@ -1,0 +1,250 @@
+"""Rules that look outside the run file: data files and their columns, rewards, model directories.
+
+Looks, and runs nothing: a reward's file is parsed and not imported, of a data file only its first row is read, and
+hub names are believed. What a whole data set or model is worth is told by the rest of `hone check`.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from hone.config.breach import Breach
+from hone.config.run import RunConfig
+from hone.config.wording import nearest
+
+BUILT_IN_REWARDS = ("exact", "gsm8k")
+"""Must equal `hone.reward`'s registry, which cannot be imported from here; a test compares them."""
+FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
+"""Must equal those that `hone.data` reads; a test compares them."""
+
+_LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|\.(json|jsonl|gz|csv|tsv|txt|parquet|arrow|zst)$")
+_PLACEHOLDER = re.compile(r"\{\{\w+\}\}|\{(\w+)\}")
+_FIRST_LINE_BYTES = 4 << 20
+
+
+def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
+    """Data that looks like a file is one of a kind we read, and has the columns that the run file names."""
+    for key, source, columns in _sources(config):
+        path = _file(source, folder)
+        if path is None:
+            continue
+        if not path.name.endswith(FILE_KINDS):
+            yield Breach((key,), f"must end in {', '.join(FILE_KINDS)} (got {source!r})")
+        elif not path.is_file():
+            yield Breach((key,), f"{source!r} does not exist, looked for at {path}{_beside(path)}")
+        else:
+            yield from _columns_exist(key, path, columns)
+
+
+Columns = list[tuple[str, str]]
+"""The key that names a column, and the column."""
+
+
+def _sources(config: RunConfig) -> Iterator[tuple[str, str, Columns]]:
+    """Key, source and needed columns of every data source that the stages read."""
+    data, sft = config.data, config.sft
+    imitated = [("sft.response_column", sft.response_column)] if sft.response_column is not None else []
+    does_sft = "sft" in config.stages
+    sft_reads_train = does_sft and sft.data is None
+    if "rl" in config.stages or sft_reads_train:
+        yield "data.train", data.train, _columns(config) + (imitated if sft_reads_train else [])
+    if data.eval is not None:
+        yield "data.eval", data.eval, _columns(config)
+    if does_sft and sft.data is not None:
+        yield "sft.data", sft.data, _columns(config) + imitated
+
+
+def _columns(config: RunConfig) -> Columns:
+    data = config.data
+    named = template_columns(data.template) if data.template is not None else {"prompt"}
+    columns = [("data.template", name) for name in sorted(named - {"prompt"})]
+    if "prompt" in named:
+        columns.append(("data.prompt_column", data.prompt_column))
+    optional = (("data.answer_column", data.answer_column), ("data.id_column", data.id_column))
+    return columns + [(key, column) for key, column in optional if column is not None]
+
+
+def template_columns(template: str) -> set[str]:
+    """Columns that a plain template names in braces; `{{name}}` is not one."""
+    return {name for name in _PLACEHOLDER.findall(template) if name}
+
+
+def _columns_exist(source_key: str, path: Path, columns: Columns) -> Iterator[Breach]:
+    try:
+        present = _column_names(path)
+    except (OSError, EOFError, ValueError) as error:
+        yield Breach((source_key,), f"{path.name} cannot be read: {error}")
+        return
+    for key, column in columns:
+        if present is not None and column not in present:
+            close = nearest(column, present, cutoff=60)
+            hint = f"Did you mean {close}?" if close else f"It has: {', '.join(sorted(present)[:12])}"
+            yield Breach((key, source_key), f"{path.name} has no column {column!r}. {hint}")
+
+
+def _column_names(path: Path) -> set[str] | None:
+    """Column names of a Parquet file, or of a JSONL file's first row; None when that row is malformed.
+
+    A malformed first row is left to the reader of rows, which knows `data.on_bad_row`.
+    """
+    if path.name.endswith(".parquet"):
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            return set(pyarrow.parquet.read_schema(path).names)
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"not Parquet ({error})") from error
+    open_file: Any = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rb") as lines:
+        line = next((line for line in iter(lambda: lines.readline(_FIRST_LINE_BYTES), b"") if line.strip()), None)
+    if line is None:
+        raise ValueError("it is empty")
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+    return set(row) if isinstance(row, dict) else None
+
+
+def _file(source: str, folder: Path) -> Path | None:
+    """The path of a source that is a file or was meant as one; None for a data set of the hub."""
+    path = folder / Path(source).expanduser()
+    return path if _LOOKS_LIKE_A_FILE.search(source) or _is_file(path) else None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name too long or with a NUL is no file
+        return False
+
+
+def _beside(path: Path) -> str:
+    names = (
+        [p.name for p in sorted(path.parent.glob("*")) if p.name.endswith(FILE_KINDS)] if path.parent.is_dir() else []
+    )
+    close = nearest(path.name, names, cutoff=60)
+    if close:
+        return f". Did you mean {close}?"
+    return f". There: {', '.join(names[:8])}" if names else ""
+
+
+def rewards_can_be_had(config: RunConfig, folder: Path) -> Iterator[Breach]:
+    for number, component in enumerate(config.reward.components):
+        problem = _reward_problem(component.use, folder)
+        if problem:
+            yield Breach((f"reward.components.{number}.use",), problem)
+
+
+def _reward_problem(use: str, folder: Path) -> str | None:
+    target, colon, name = use.rpartition(":")
+    if not colon:
+        if use in BUILT_IN_REWARDS:
+            return None
+        close = nearest(use, BUILT_IN_REWARDS, cutoff=60)
+        hint = f"Did you mean {close}?" if close else f"Built in: {', '.join(BUILT_IN_REWARDS)}."
+        return f"no built-in reward is called {use!r}. {hint} Your own: package.module:function or file.py:function"
+    if not name.isidentifier():
+        return f"must end in the name of a function after the colon (got {use!r})"
+    if target.endswith(".py"):
+        path = folder / Path(target).expanduser()
+        if not _is_file(path):
+            return f"{target} does not exist, looked for at {path}"
+        return _defines(path, name, target)
+    return _module_problem(target, name)
+
+
+def _module_problem(module: str, name: str) -> str | None:
+    """Finds a module's file without importing anything, not even its parent packages."""
+    if not all(part.isidentifier() for part in module.split(".")):
+        return f"must be package.module:function or file.py:function (got {module}:{name})"
+    first, *rest = module.split(".")
+    spec = importlib.util.find_spec(first)
+    for part in rest:
+        spec = spec and PathFinder.find_spec(part, spec.submodule_search_locations or [])
+        if spec is None:
+            break
+    if spec is None:
+        return f"there is no module {module!r} to import here. Is its package installed?"
+    origin = spec.origin
+    return _defines(Path(origin), name, module) if origin and origin.endswith(".py") else None
+
+
+def _defines(path: Path, name: str, shown: str) -> str | None:
+    """Whether a Python file binds a name at its top level, without running it."""
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        return f"{shown} is not valid Python: {getattr(error, 'msg', error)}{f' on line {line}' if line else ''}"
+    names, has_star = _bound_names(tree)
+    if name in names or has_star:
+        return None
+    close = nearest(name, names)
+    return f"{shown} defines no {name!r}.{f' Did you mean {close}?' if close else ''}"
+
+
+def _bound_names(tree: ast.Module) -> tuple[list[str], bool]:
+    """Names bound at the top level, `if` and `try` blocks included; and whether a star import may bind more."""
+    names: list[str] = []
+    has_star = False
+    blocks: list[ast.AST] = list(tree.body)
+    for node in blocks:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.append(node.name)
+            case ast.Import() | ast.ImportFrom():
+                has_star |= any(alias.name == "*" for alias in node.names)
+                names += [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+            case ast.Assign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names += [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            case ast.If() | ast.Try() | ast.With() | ast.ExceptHandler():
+                blocks += list(ast.iter_child_nodes(node))
+    return names, has_star
+
+
+def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Breach]:
+    """A path that is, or was meant as, a local directory must hold what its key needs. Hub names are believed."""
+    for key, text, needed in (
+        ("model.path", config.model.path, "config.json"),
+        ("model.tokenizer", config.model.tokenizer, "tokenizer_config.json"),
+    ):
+        if text is None:
+            continue
+        path = folder / Path(text).expanduser()
+        if not text.strip():
+            yield Breach((key,), "must not be empty; null takes the default")
+        elif path.is_dir():
+            if not (path / needed).is_file():
+                yield Breach((key,), f"{text!r} is a directory without {needed}, so not a Hugging Face one")
+        elif text.startswith(("/", ".", "~")) or text.count("/") > 1:
+            yield Breach((key,), f"{text!r} does not exist, looked for at {path}")
+        elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
+            yield Breach((key,), f"{text!r} is neither a directory nor a hub name such as Qwen/Qwen3-0.6B")
+
+
+def context_limit(config: RunConfig, folder: Path) -> int | None:
+    """The model's context in tokens (`max_position_embeddings`), where it can be known without the hub."""
+    architecture: Any = config.model.init
+    if config.model.path is not None:
+        file = folder / Path(config.model.path).expanduser() / "config.json"
+        try:
+            architecture = json.loads(file.read_text("utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+    limit = architecture.get("max_position_embeddings") if isinstance(architecture, dict) else None
+    return limit if isinstance(limit, int) and not isinstance(limit, bool) else None
+
+
+FileRule = Callable[[RunConfig, Path], Iterator[Breach]]
+FILE_RULES: tuple[FileRule, ...] = (data_files_exist, rewards_can_be_had, local_directories_are_models)

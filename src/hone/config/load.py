@@ -1,0 +1,235 @@
+"""Layers of YAML into one RunConfig, remembering where every value was written and reporting all problems at once.
+
+Layers, weakest first: the files that `extends:` names (presets such as `algorithm/dapo`, or paths relative to the
+file that names them), each before the file that extends it; the run file; `section.key=value` from the command
+line. Mappings merge, everything else replaces. What a key means is `run.py`; what must hold between keys `rules.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from hone.config import schema
+from hone.config.breach import Breach
+from hone.config.layers import Stack, override
+from hone.config.rules import breaches
+from hone.config.run import RunConfig
+from hone.config.source import COMMAND_LINE, Node, Problem, Where
+from hone.config.wording import is_secret_key, is_secret_value, unknown_key, wrong_value
+from hone.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One layer gave one path a value."""
+
+    path: str
+    value: Any
+    where: Where
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A resolved run file: the configuration, and where everything in it came from."""
+
+    config: RunConfig
+    run_file: Path
+    tree: Node
+    """All layers merged; keys that no layer set are not in it."""
+    settings: tuple[Setting, ...]
+    """Every value that any layer set, weakest layer first."""
+
+    @property
+    def name(self) -> str:
+        """The run file's own name, or its folder's for `run.yaml`."""
+        path = self.run_file.absolute()
+        return path.parent.name if path.stem == "run" else path.stem
+
+    @property
+    def run_dir(self) -> Path:
+        """`run.dir` with `{name}` filled in, relative to the current directory."""
+        return Path(self.config.run.dir.replace("{name}", self.name))
+
+    def path(self, text: str) -> Path:
+        """A path written in the run file: relative ones start at the run file's folder."""
+        return self.run_file.parent / Path(text).expanduser()
+
+    @cached_property
+    def origins(self) -> Mapping[str, tuple[Setting, ...]]:
+        """Dotted path of every value that is set -> the layers that set it; the last one won."""
+        return {path: self.history(path) for path, _ in self.tree.leaves() if path}
+
+    def history(self, path: str) -> tuple[Setting, ...]:
+        """Every setting of a path, of what holds it or of what it holds, weakest layer first."""
+        return tuple(
+            setting
+            for setting in self.settings
+            if setting.path == path or path.startswith(f"{setting.path}.") or setting.path.startswith(f"{path}.")
+        )
+
+    def where(self, path: str) -> Where | None:
+        """Where the value that won was written; None if it is the default."""
+        node = self.tree.find(path)
+        return node.where if node else None
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Resolve a run file.
+
+    Args:
+        path: the run file.
+        overrides: `section.key=value`, values in YAML; list entries by number (`reward.components.0.weight=2`).
+    Raises:
+        ConfigError: with every problem of every layer.
+    """
+    run_file, stack = Path(path), Stack()
+    tree = stack.read(run_file, str(path), asked_by=None)
+    if tree is None:
+        raise _error(stack.problems)
+    problems = list(stack.problems)
+    settings = [setting for layer in stack.layers for setting in _settings(layer)]
+    for text in overrides:
+        changed = override(tree, text)
+        if isinstance(changed, Problem):
+            problems.append(changed)
+            continue
+        tree, path_set = changed
+        settings += _settings(tree.find(path_set) or Node(None, COMMAND_LINE), path_set)
+    problems += _secrets(settings)
+    for layer in stack.layers:
+        problems += [_problem(layer, error) for error in _value_errors(layer) if error.kind != "missing"]
+    errors = _value_errors(tree)
+    is_whole = not stack.problems  # what a broken layer would have set is not missing
+    problems += [_problem(tree, error) for error in errors if is_whole or error.kind != "missing"]
+    config = _validated(tree, errors)
+    if config is not None and is_whole:
+        bad_paths = [error.path for error in errors]
+        found = (breach for breach in breaches(config, run_file.parent) if not _touches(breach, bad_paths))
+        problems += [_breach_problem(tree, breach) for breach in found]
+    if problems or config is None:
+        raise _error(problems)
+    return Loaded(config=config, run_file=run_file, tree=tree, settings=tuple(settings))
+
+
+def _settings(layer: Node, path: str = "") -> list[Setting]:
+    return [Setting(leaf_path, leaf.plain(), leaf.where) for leaf_path, leaf in layer.leaves(path) if leaf_path]
+
+
+def _secrets(settings: Iterable[Setting]) -> list[Problem]:
+    """Keys and values that look like secrets: run files are shared and logged, the environment is not."""
+    message = "looks like a secret. Secrets come from the environment only (WANDB_API_KEY, HF_TOKEN, ...)"
+    return [
+        Problem(setting.where, setting.path, message)
+        for setting in settings
+        if any(is_secret_key(part) for part in setting.path.split(".")) or is_secret_value(setting.value)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _ValueError:
+    """A value that its key refuses."""
+
+    path: str
+    kind: Literal["missing", "unknown", "wrong"]
+
+
+def _value_errors(tree: Node) -> list[_ValueError]:
+    try:
+        _parse(tree.plain())
+    except ValidationError as error:
+        return list(dict.fromkeys(_value_error(details) for details in error.errors(include_url=False)))
+    return []
+
+
+def _value_error(details: Any) -> _ValueError:
+    path = ".".join(str(part) for part in details["loc"])
+    if details["type"] == "extra_forbidden":
+        return _ValueError(path, "unknown")
+    key = schema.find_key(path)
+    if key and key.path != schema.generic(path):  # an entry of a list that is one key
+        return _ValueError(".".join(path.split(".")[: key.path.count(".") + 1]), "wrong")
+    return _ValueError(path, "missing" if details["type"] == "missing" else "wrong")
+
+
+def _parse(plain: dict[str, Any]) -> RunConfig:
+    """Strict about types (no "8" for 8) but not about lists, which is what pydantic's JSON mode does."""
+    required = {name: {} for name, info in RunConfig.model_fields.items() if info.is_required()}
+    return RunConfig.model_validate_json(json.dumps(required | plain), strict=True)
+
+
+def _validated(tree: Node, errors: Iterable[_ValueError]) -> RunConfig | None:
+    """The configuration with what is wrong left out, so that rules can look at the rest."""
+    plain = tree.plain()
+    for error in errors:
+        _repair(plain, error)
+    try:
+        return _parse(plain)
+    except ValidationError:
+        return None
+
+
+def _repair(plain: Any, error: _ValueError) -> None:
+    """Take a bad value out, or put text where text is required."""
+    *parents, name = error.path.split(".")
+    here = plain
+    for part in parents:
+        if isinstance(here, list):
+            here = here[int(part)] if int(part) < len(here) else {}
+        else:
+            here = here.setdefault(part, {})
+        if not isinstance(here, dict | list):
+            return
+    if isinstance(here, list):
+        here[int(name)] = {"use": "exact"}
+        return
+    here.pop(name, None)
+    key = schema.find_key(error.path)
+    if key and key.required:
+        here[name] = "?"
+
+
+def _problem(tree: Node, error: _ValueError) -> Problem:
+    where = _nearest_where(tree, error.path)
+    if error.kind == "unknown":
+        return Problem(where, error.path, unknown_key(error.path))
+    if error.kind == "missing":
+        key = schema.find_key(error.path)
+        return Problem(where, error.path, f"is required. {key.meaning if key else ''}".rstrip())
+    node = tree.find(error.path)
+    return Problem(where, error.path, wrong_value(error.path, node.plain() if node else None))
+
+
+def _nearest_where(tree: Node, path: str) -> Where:
+    """Where a key was written, or else the section that should hold it."""
+    while path:
+        if node := tree.find(path):
+            return node.where
+        path = path.rpartition(".")[0]
+    return tree.where
+
+
+def _breach_problem(tree: Node, breach: Breach) -> Problem:
+    """Point at the first of the rule's keys that somebody wrote."""
+    written = next((key for key in breach.keys if tree.find(key)), breach.keys[0])
+    return Problem(_nearest_where(tree, written), breach.keys[0], breach.message)
+
+
+def _touches(breach: Breach, bad_paths: Iterable[str]) -> bool:
+    return any(
+        key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for key in breach.keys for bad in bad_paths
+    )
+
+
+def _error(problems: Iterable[Problem]) -> ConfigError:
+    unique = list(dict.fromkeys(problems))
+    order = {source: number for number, source in enumerate(dict.fromkeys(p.where.source for p in unique))}
+    unique.sort(key=lambda p: (p.where == COMMAND_LINE, order[p.where.source], p.where.line or 0))
+    width = max(len(str(problem.where)) for problem in unique)
+    return ConfigError([f"{problem.where!s:<{width}}{str(problem)[len(str(problem.where)) :]}" for problem in unique])

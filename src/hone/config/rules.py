@@ -1,0 +1,308 @@
+"""What must hold between keys: one small function per rule, all of them asked, all answers reported together.
+
+A rule sees a valid `RunConfig` and yields breaches. Rules that look at the world outside the run file (data files,
+rewards, model directories) are in `files.py`. Bounds of one key alone are in `run.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hone.config.breach import Breach
+from hone.config.derived import longest_tokens, samples_per_update
+from hone.config.files import FILE_RULES, context_limit, template_columns
+from hone.config.run import RunConfig
+
+Rule = Callable[[RunConfig], Iterator[Breach]]
+
+_ROWS = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
+
+
+def breaches(config: RunConfig, folder: Path) -> list[Breach]:
+    """Every rule that the configuration breaks; `folder` is the run file's, where relative paths start."""
+    found = [breach for rule in RULES for breach in rule(config)]
+    found += [breach for file_rule in FILE_RULES for breach in file_rule(config, folder)]
+    return [*found, *length_fits_context(config, folder)]
+
+
+def one_model_source(config: RunConfig) -> Iterator[Breach]:
+    model = config.model
+    if model.path is None and model.init is None:
+        keys = ("model.path", "model.init")
+        yield Breach(keys, "is required: a model directory or hub name here, or an architecture in model.init")
+    if model.path is not None and model.init is not None:
+        yield Breach(
+            ("model.path", "model.init"),
+            f"contradicts model.init: weights come from {model.path} or from chance. Set the other to null",
+        )
+
+
+def init_is_an_architecture(config: RunConfig) -> Iterator[Breach]:
+    init = config.model.init
+    if init is not None and not isinstance(init.get("model_type"), str):
+        yield Breach(("model.init.model_type", "model.init"), "is required, such as qwen3, as in a model's config.json")
+
+
+def one_tokenizer(config: RunConfig) -> Iterator[Breach]:
+    model = config.model
+    if model.characters is not None and model.tokenizer is not None:
+        yield Breach(("model.characters", "model.tokenizer"), "contradicts model.tokenizer: set one of them to null")
+    if model.characters is not None and model.path is not None:
+        yield Breach(
+            ("model.characters", "model.path"),
+            "is for model.init only: the model in model.path was trained with its own tokenizer",
+        )
+    if model.init is not None and model.characters is None and model.tokenizer is None:
+        keys = ("model.tokenizer", "model.init", "model.characters")
+        yield Breach(keys, "is required with model.init: a tokenizer directory here, or text in model.characters")
+    if model.characters == "":
+        yield Breach(("model.characters",), "must hold at least one character, or be null")
+
+
+def template_or_chat(config: RunConfig) -> Iterator[Breach]:
+    data = config.data
+    if data.chat and data.template is not None:
+        yield Breach(
+            ("data.template", "data.chat"), "contradicts data.chat = true: set one of them off (null, or false)"
+        )
+    if data.system is not None and not data.chat:
+        yield Breach(("data.system", "data.chat"), "is only used by a chat template: set data.chat to true, or drop it")
+    if data.template is not None and not template_columns(data.template):
+        yield Breach(("data.template",), "names no column in braces, so every prompt would be the same. Add {prompt}")
+
+
+def rows_are_ranges(config: RunConfig) -> Iterator[Breach]:
+    rows = {
+        "data.train_rows": config.data.train_rows,
+        "data.eval_rows": config.data.eval_rows,
+        "sft.rows": config.sft.rows,
+    }
+    for key, value in rows.items():
+        if value is not None and not _ROWS.fullmatch(value):
+            yield Breach((key,), f"must be start:stop as in Python, such as 0:1000, 1000: or :-100 (got {value!r})")
+
+
+def stages_run_once(config: RunConfig) -> Iterator[Breach]:
+    if len(set(config.stages)) < len(config.stages):
+        yield Breach(("stages",), f"must name each stage once (got {', '.join(config.stages)})")
+
+
+def stages_have_what_they_train_on(config: RunConfig) -> Iterator[Breach]:
+    if "rl" in config.stages and not config.reward.components:
+        yield Breach(("reward.components", "stages"), "is required for stage rl: at least one, such as `- use: exact`")
+    weights = [component.weight for component in config.reward.components]
+    if "rl" in config.stages and weights and not any(weights):
+        yield Breach(("reward.components",), "every weight is 0, so there is nothing to learn. Give one a weight")
+    if "sft" in config.stages and config.sft.response_column is None and config.data.answer_column is None:
+        keys = ("sft.response_column", "data.answer_column", "stages")
+        yield Breach(keys, "is required for stage sft (or data.answer_column): the column with the text to imitate")
+
+
+def rewards_have_distinct_names(config: RunConfig) -> Iterator[Breach]:
+    names: dict[str, int] = {}
+    for number, component in enumerate(config.reward.components):
+        name = component.name or component.use.rpartition(":")[2].rpartition(".")[2]
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            keys = (f"reward.components.{number}.name", f"reward.components.{number}.use")
+            yield Breach(keys, f"must be letters, digits and _, for names of metrics (got {name!r})")
+        if name in names:
+            keys = (f"reward.components.{number}.name", f"reward.components.{number}.use", "reward.components")
+            yield Breach(keys, f"{name!r} is also entry {names[name]}'s name; give one of them another `name`")
+        names.setdefault(name, number)
+
+
+def optimizer_steps_divide_the_update(config: RunConfig) -> Iterator[Breach]:
+    wanted, total = config.train.samples_per_optimizer_step, samples_per_update(config)
+    if "rl" in config.stages and wanted is not None and total % wanted:
+        legal = [n for n in range(1, total + 1) if total % n == 0]
+        below = max((n for n in legal if n < wanted), default=None)
+        above = min((n for n in legal if n > wanted), default=None)
+        near = " and ".join(str(n) for n in (below, above) if n is not None)
+        keys = ("train.samples_per_optimizer_step", "train.prompts_per_step", "rollout.group_size")
+        yield Breach(
+            keys,
+            f"must divide prompts_per_step x group_size = {config.train.prompts_per_step} x "
+            f"{config.rollout.group_size} = {total} (got {wanted}). Nearest: {near}",
+        )
+
+
+def several_optimizer_steps_need_a_ratio(config: RunConfig) -> Iterator[Breach]:
+    if "rl" not in config.stages or config.algorithm.ratio != "none":
+        return
+    cure = "needs algorithm.ratio = token: after the first optimizer step the samples are no longer the policy's own"
+    if config.train.passes_per_batch > 1:
+        yield Breach(("train.passes_per_batch", "algorithm.ratio"), f"= {config.train.passes_per_batch} {cure}")
+    wanted, total = config.train.samples_per_optimizer_step, samples_per_update(config)
+    if wanted is not None and wanted < total:
+        yield Breach(
+            ("train.samples_per_optimizer_step", "algorithm.ratio", "train.prompts_per_step", "rollout.group_size"),
+            f"= {wanted} of {total} makes {total // wanted} optimizer steps of an update, which {cure}",
+        )
+
+
+def clip_has_a_ratio(config: RunConfig) -> Iterator[Breach]:
+    if config.algorithm.ratio == "none" and config.algorithm.clip != "none":
+        yield Breach(
+            ("algorithm.clip", "algorithm.ratio"),
+            f"= {config.algorithm.clip} bounds a ratio, but algorithm.ratio = none. Set this to none too, or ratio to "
+            "token",
+        )
+
+
+def group_credit_has_a_group(config: RunConfig) -> Iterator[Breach]:
+    size = config.rollout.group_size
+    if "rl" in config.stages and size < 2:
+        yield Breach(
+            ("rollout.group_size", "algorithm.credit"),
+            f"must be at least 2 for algorithm.credit = {config.algorithm.credit} (got {size}): a sample is judged "
+            "against its siblings",
+        )
+    if config.reward.min_valid_per_group > size >= 2:
+        yield Breach(
+            ("reward.min_valid_per_group", "rollout.group_size"),
+            f"must be at most rollout.group_size = {size} (got {config.reward.min_valid_per_group}), "
+            "or every group is dropped",
+        )
+
+
+def truncated_sampling_is_correctable(config: RunConfig) -> Iterator[Breach]:
+    """The trainer's logprobs are of the full softmax, so those of a truncated sampler can never agree with them."""
+    rollout = config.rollout
+    truncations = {
+        "top_k": (rollout.top_k, rollout.top_k > 0, "0"),
+        "top_p": (rollout.top_p, rollout.top_p < 1, "1"),
+        "min_p": (rollout.min_p, rollout.min_p > 0, "0"),
+    }
+    if "rl" not in config.stages or (config.algorithm.ratio == "none" and not config.gate.enabled):
+        return
+    for name, (value, truncates, off) in truncations.items():
+        if truncates:
+            yield Breach(
+                (f"rollout.{name}", "algorithm.ratio", "gate.enabled"),
+                f"= {value} samples from a truncated distribution, while the trainer's logprobs are of the whole one: "
+                f"ratios would be biased. Set it to {off} (off); or accept the bias with algorithm.ratio = none and "
+                "gate.enabled = false",
+            )
+
+
+def stops_are_usable(config: RunConfig) -> Iterator[Breach]:
+    if "" in config.rollout.stop:
+        yield Breach(("rollout.stop",), "holds an empty text, which would end every response at once")
+    negative = [number for number in config.rollout.stop_token_ids if number < 0]
+    if negative:
+        yield Breach(("rollout.stop_token_ids",), f"must be at least 0 each (got {negative[0]})")
+    vocab_size = (config.model.init or {}).get("vocab_size")
+    if isinstance(vocab_size, int):
+        for number in config.rollout.stop_token_ids:
+            if number >= vocab_size:
+                keys = ("rollout.stop_token_ids", "model.init.vocab_size")
+                yield Breach(keys, f"must be below the vocabulary's size, {vocab_size} (got {number})")
+
+
+def a_sample_fits_a_microbatch(config: RunConfig) -> Iterator[Breach]:
+    longest, got = longest_tokens(config), config.train.tokens_per_microbatch
+    if got < longest:
+        yield Breach(
+            ("train.tokens_per_microbatch", "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"must hold the longest sample, {_longest(config)} (got {got}). Nearest: {longest}",
+        )
+
+
+def length_fits_context(config: RunConfig, folder: Path) -> Iterator[Breach]:
+    limit = context_limit(config, folder)
+    if limit is None or longest_tokens(config) <= limit:
+        return
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    cures = {"rollout.max_response_tokens": limit - prompt, "data.max_prompt_tokens": limit - response}
+    nearest = " or ".join(f"{key} = {room}" for key, room in cures.items() if room > 0)
+    yield Breach(
+        (*cures, "model.path", "model.init"),
+        f"the longest sample, {_longest(config)}, is longer than the model's context (max_position_embeddings), {limit}. "
+        + (f"Nearest: {nearest}" if nearest else "Lower both"),
+    )
+
+
+def _longest(config: RunConfig) -> str:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    return f"max_prompt_tokens + max_response_tokens = {prompt} + {response} = {prompt + response}"
+
+
+def overlong_buffer_fits(config: RunConfig) -> Iterator[Breach]:
+    buffer, limit = config.algorithm.overlong_buffer_tokens, config.rollout.max_response_tokens
+    if buffer > limit:
+        yield Breach(
+            ("algorithm.overlong_buffer_tokens", "rollout.max_response_tokens"),
+            f"must be at most rollout.max_response_tokens = {limit} (got {buffer}). Nearest: {limit}",
+        )
+
+
+def reward_clip_is_a_range(config: RunConfig) -> Iterator[Breach]:
+    clip = config.algorithm.reward_clip
+    if clip is not None and clip[0] >= clip[1]:
+        yield Breach(("algorithm.reward_clip",), f"must be [low, high] with low below high (got {list(clip)})")
+
+
+def betas_are_decay_rates(config: RunConfig) -> Iterator[Breach]:
+    for path, optimizer in (("train", config.train.optimizer), ("sft", config.sft.optimizer)):
+        if not all(0 <= beta < 1 for beta in optimizer.betas):
+            yield Breach(
+                (f"{path}.optimizer.betas",), f"must be at least 0 and below 1 each (got {list(optimizer.betas)})"
+            )
+
+
+def evaluation_is_possible(config: RunConfig) -> Iterator[Breach]:
+    settings = config.eval
+    for k in settings.pass_k:
+        if not 1 <= k <= settings.samples:
+            yield Breach(
+                ("eval.pass_k", "eval.samples"),
+                f"must be between 1 and eval.samples = {settings.samples} each (got {k}): pass@k needs k samples",
+            )
+    if settings.temperature == 0 and settings.samples > 1:
+        yield Breach(
+            ("eval.samples", "eval.temperature"),
+            f"must be 1 with eval.temperature = 0 (got {settings.samples}): greedy samples are all the same",
+        )
+    if settings.every > 0 and config.data.eval is None:
+        yield Breach(
+            ("eval.every", "data.eval"), f"= {settings.every} needs data.eval: there is nothing to evaluate on"
+        )
+
+
+def run_folder_is_its_own(config: RunConfig) -> Iterator[Breach]:
+    text = config.run.dir
+    leftover = re.search(r"[{}\0\n]", text.replace("{name}", ""))
+    if leftover:
+        yield Breach(("run.dir",), f"may hold {{name}} and no other brace or control character (got {text!r})")
+        return
+    path = Path(text.replace("{name}", "name")).expanduser()
+    if path.resolve() in (Path.cwd(), Path.home(), Path(path.anchor or "/")):
+        yield Breach(("run.dir",), f"must be a folder of the run's own, such as runs/{{name}} (got {text!r})")
+    elif "{name}" not in text and path.exists() and not path.is_dir():
+        yield Breach(("run.dir",), f"is a file; the run needs a folder (got {text!r})")
+
+
+RULES: tuple[Rule, ...] = (
+    one_model_source,
+    init_is_an_architecture,
+    one_tokenizer,
+    template_or_chat,
+    rows_are_ranges,
+    stages_run_once,
+    stages_have_what_they_train_on,
+    rewards_have_distinct_names,
+    optimizer_steps_divide_the_update,
+    several_optimizer_steps_need_a_ratio,
+    clip_has_a_ratio,
+    group_credit_has_a_group,
+    truncated_sampling_is_correctable,
+    stops_are_usable,
+    a_sample_fits_a_microbatch,
+    overlong_buffer_fits,
+    reward_clip_is_a_range,
+    betas_are_decay_rates,
+    evaluation_is_possible,
+    run_folder_is_its_own,
+)

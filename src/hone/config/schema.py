@@ -1,0 +1,182 @@
+"""Every key of the run file as data: path, type in words, unit, default, bounds, meaning. Read off `run.py`.
+
+For messages, `hone explain` and the generated documentation. Paths are dotted; `*` stands for a list entry's
+number, as in `reward.components.*.weight`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from hone.config.run import RunConfig, Section
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the run file."""
+
+    path: str
+    kind: str
+    """Type in words, such as "a whole number"."""
+    bounds: str
+    """Such as "at least 1"; "" when there are none."""
+    lowest: float | None
+    """Smallest legal value, if there is one (`above 0` has none)."""
+    highest: float | None
+    choices: tuple[str, ...]
+    unit: str
+    default: Any
+    required: bool
+    meaning: str
+    is_text: bool
+    """Text or null and nothing else, so that a value on the command line needs no quotes."""
+
+    @property
+    def section(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def rule(self) -> str:
+        """Type and bounds: "a whole number, at least 1"."""
+        return f"{self.kind}, {self.bounds}" if self.bounds else self.kind
+
+
+@cache
+def all_keys() -> Mapping[str, Key]:
+    """Every key by path, in the order of `run.py`; sections and lists of sections are not keys themselves."""
+    return {key.path: key for key in _walk(RunConfig, "")}
+
+
+@cache
+def all_sections() -> Mapping[str, type[Section]]:
+    """Every section by path: `run`, `train.optimizer`, `reward.components.*`; the root is ""."""
+    return dict(_sections(RunConfig, ""))
+
+
+def generic(path: str) -> str:
+    """A concrete path with list numbers replaced: `reward.components.0.use` -> `reward.components.*.use`."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+def find_key(path: str) -> Key | None:
+    """The key that a concrete path belongs to, itself or the free-form mapping or list that holds it."""
+    parts = generic(path).split(".")
+    for length in range(len(parts), 0, -1):
+        if key := all_keys().get(".".join(parts[:length])):
+            return key
+    return None
+
+
+def is_section(path: str) -> bool:
+    return generic(path) in all_sections()
+
+
+def is_section_list(path: str) -> bool:
+    return f"{generic(path)}.*" in all_sections()
+
+
+def _sections(section: type[Section], path: str) -> Iterator[tuple[str, type[Section]]]:
+    yield path, section
+    for name, field in section.model_fields.items():
+        inner, is_list = _inner_section(field.annotation)
+        if inner:
+            yield from _sections(inner, _join(path, f"{name}.*" if is_list else name))
+
+
+def _walk(section: type[Section], path: str) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        here = _join(path, name)
+        inner, is_list = _inner_section(field.annotation)
+        if inner:
+            yield from _walk(inner, f"{here}.*" if is_list else here)
+        else:
+            yield _key(here, field)
+
+
+def _key(path: str, field: FieldInfo) -> Key:
+    bounds, lowest, highest = _bounds(field.metadata)
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    return Key(
+        path=path,
+        kind=_words(field.annotation),
+        bounds=bounds,
+        lowest=lowest,
+        highest=highest,
+        choices=_choices(field.annotation),
+        unit=str(extra.get("unit", "")),
+        default=None if field.default is PydanticUndefined else field.default,
+        required=field.is_required(),
+        meaning=field.description or "",
+        is_text=field.annotation is str or (_is_union(field.annotation) and str in get_args(field.annotation)),
+    )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _inner_section(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """The section class behind an annotation, and whether it is a list of them."""
+    is_list = get_origin(annotation) is tuple
+    inner = get_args(annotation)[0] if is_list else annotation
+    return (inner, is_list) if isinstance(inner, type) and issubclass(inner, Section) else (None, False)
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(choice for part in get_args(annotation) for choice in _choices(part))
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def _words(annotation: Any) -> str:
+    if annotation in _KINDS:
+        return _KINDS[annotation]
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(get_args(annotation))}"
+    if _is_union(annotation):
+        return " or ".join(_words(part) for part in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        first, *rest = get_args(annotation)
+        each = _PLURALS.get(first) or f"entries, each {_words(first)}"
+        return f"a list of {each}" if rest == [...] else f"a list of {1 + len(rest)} {each}"
+    return "a mapping"
+
+
+def _bounds(metadata: list[Any]) -> tuple[str, float | None, float | None]:
+    words: list[str] = []
+    lowest = highest = None
+    for bound in metadata:
+        match bound:
+            case Ge(ge=limit):
+                words.append(f"at least {limit}")
+                lowest = limit
+            case Gt(gt=limit):
+                words.append(f"above {limit}")
+            case Le(le=limit):
+                words.append(f"at most {limit}")
+                highest = limit
+            case Lt(lt=limit):
+                words.append(f"below {limit}")
+            case MinLen(min_length=limit) if limit:
+                words.append("not empty")
+    return " and ".join(words), lowest, highest  # type: ignore[return-value]

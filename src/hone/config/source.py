@@ -1,0 +1,265 @@
+"""YAML text to a tree of values that each know the line they came from. Knows nothing of what the keys mean.
+
+A run file uses the plain part of YAML 1.2: mappings, lists, scalars, anchors and aliases. Scalars follow the 1.2
+core schema, so `1e-6`, `1E5` and `.5` are numbers and `yes`, `no`, `on`, `off` are text. Tags, several documents,
+keys that are not text and keys written twice are refused, because each of them hides a mistake.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+
+MAX_DEPTH = 24
+MAX_NODES = 20_000
+"""Aliases counted at full size: a few lines of nested aliases can otherwise stand for billions of values."""
+MAX_DIGITS = 400
+
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+")
+_BASED_INT = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INFINITE = re.compile(r"([-+]?)\.(inf|Inf|INF)")
+_NAN = re.compile(r"\.(nan|NaN|NAN)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a value was written: a file (or preset) and a line, or the command line."""
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+COMMAND_LINE = Where("command line")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: where it was written, the key it concerns ("" for a whole file), what to do."""
+
+    where: Where
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}  {self.key}: {self.message}" if self.key else f"{self.where}  {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value and where it was written. `value` is a scalar, a `list[Node]` or a `dict[str, Node]`."""
+
+    value: Any
+    where: Where
+
+    def plain(self) -> Any:
+        """The value as ordinary Python data."""
+        if isinstance(self.value, dict):
+            return {name: child.plain() for name, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.plain() for child in self.value]
+        return self.value
+
+    def leaves(self, path: str = "") -> Iterator[tuple[str, Node]]:
+        """Every scalar, and every empty mapping or list, with its dotted path (list entries by number)."""
+        if isinstance(self.value, dict | list) and self.value:
+            named = self.value.items() if isinstance(self.value, dict) else enumerate(self.value)
+            for name, child in named:
+                yield from child.leaves(f"{path}.{name}" if path else str(name))
+        else:
+            yield path, self
+
+    def find(self, path: str) -> Node | None:
+        """The node at a dotted path, or None."""
+        node: Node | None = self
+        for part in path.split(".") if path else ():
+            children = node.value if node else None
+            if isinstance(children, dict):
+                node = children.get(part)
+            elif isinstance(children, list):
+                node = children[int(part)] if part.isdecimal() and int(part) < len(children) else None
+            else:
+                return None
+        return node
+
+
+class _Refused(Exception):
+    """The text stops making sense at a line; nothing after it can be trusted."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line, self.message = line, message
+
+
+def read_yaml(text: str, source: str, first_line: int | None = 1) -> tuple[Node | None, list[Problem]]:
+    """Parse one YAML document.
+
+    Args:
+        source: how problems name the text.
+        first_line: number of the text's first line; None where lines mean nothing (the command line).
+    Returns:
+        The tree (None for an empty document or one that cannot be parsed) and every problem found.
+    """
+    builder = _Builder(source, first_line)
+    try:
+        return builder.document(YAML(typ="safe", pure=True).parse(text)), builder.problems
+    except _Refused as refused:
+        line, message = refused.line, refused.message
+    except MarkedYAMLError as error:
+        line, message = _yaml_error(error, text)
+    except YAMLError:
+        line, message = _first_unprintable(text), "holds a character that text files do not have"
+    except (ValueError, IndexError, RecursionError):  # the YAML parser's own bugs on garbage such as "%YAML 1"
+        line, message = 0, "is not valid YAML"
+    return None, [*builder.problems, Problem(builder.where(line), "", message)]
+
+
+def scalar(text: str) -> Any:
+    """The value of an unquoted scalar by the YAML 1.2 core schema."""
+    if _NULL.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text.lower() == "true"
+    if len(text) <= MAX_DIGITS:
+        if _INT.fullmatch(text):
+            return int(text)
+        if _BASED_INT.fullmatch(text):
+            return int(text, 0)
+        if _FLOAT.fullmatch(text):
+            return float(text)
+    if infinite := _INFINITE.fullmatch(text):
+        return float(f"{infinite[1]}inf")
+    return float("nan") if _NAN.fullmatch(text) else text
+
+
+class _Builder:
+    """Turns parser events into nodes; collects the problems that parsing can go on after."""
+
+    def __init__(self, source: str, first_line: int | None) -> None:
+        self.source, self.first_line = source, first_line
+        self.problems: list[Problem] = []
+        self._anchors: dict[str, tuple[Node, int]] = {}
+        self._num_nodes = 0
+
+    def where(self, line: int) -> Where:
+        return Where(self.source, None if self.first_line is None else self.first_line + line)
+
+    def document(self, events: Iterator[Event]) -> Node | None:
+        root, num_documents = None, 0
+        for event in events:
+            if isinstance(event, DocumentStartEvent):
+                num_documents += 1
+                if num_documents > 1:
+                    raise _Refused(_line(event), "holds a second document (`---`); a run file is one")
+            elif isinstance(event, ScalarEvent | AliasEvent | MappingStartEvent | SequenceStartEvent):
+                root = self._node(event, events, depth=0)
+        return root
+
+    def _node(self, event: Any, events: Iterator[Event], depth: int) -> Node:
+        line = _line(event)
+        if isinstance(event, AliasEvent):
+            return self._alias(event, line)
+        if depth > MAX_DEPTH:
+            raise _Refused(line, f"is nested more than {MAX_DEPTH} deep")
+        size_before = self._num_nodes
+        self._count(1, line)
+        if isinstance(event, ScalarEvent):
+            node = self._scalar(event, line)
+        elif isinstance(event, SequenceStartEvent):
+            node = Node(self._items(events, depth), self.where(line))
+        else:
+            node = Node(self._entries(events, depth), self.where(line))
+        self._refuse_tag(event, line)
+        if event.anchor:
+            self._anchors[event.anchor] = (node, self._num_nodes - size_before)
+        return node
+
+    def _items(self, events: Iterator[Event], depth: int) -> list[Node]:
+        items = []
+        while not isinstance(event := next(events), SequenceEndEvent):
+            items.append(self._node(event, events, depth + 1))
+        return items
+
+    def _entries(self, events: Iterator[Event], depth: int) -> dict[str, Node]:
+        entries: dict[str, Node] = {}
+        while not isinstance(event := next(events), MappingEndEvent):
+            line = _line(event)
+            name = self._node(event, events, depth + 1).plain()
+            value = self._node(next(events), events, depth + 1)
+            if not isinstance(name, str):
+                self._problem(line, f"a key must be text (got {name!r})")
+            elif name in entries:
+                self._problem(line, f"{name} is written twice (first on line {entries[name].where.line}); keep one")
+            else:
+                entries[name] = Node(value.value, self.where(line))
+        return entries
+
+    def _scalar(self, event: ScalarEvent, line: int) -> Node:
+        if _SURROGATE.search(event.value):
+            raise _Refused(line, "holds half a character (a lone surrogate such as \\ud800)")
+        plain = event.implicit[0]
+        return Node(scalar(event.value) if plain else event.value, self.where(line))
+
+    def _alias(self, event: AliasEvent, line: int) -> Node:
+        if event.anchor not in self._anchors:
+            raise _Refused(line, f"*{event.anchor} names an anchor that is not defined above it")
+        node, size = self._anchors[event.anchor]
+        self._count(size, line)
+        return node
+
+    def _count(self, num_nodes: int, line: int) -> None:
+        self._num_nodes += num_nodes
+        if self._num_nodes > MAX_NODES:
+            raise _Refused(line, f"holds more than {MAX_NODES} values")
+
+    def _refuse_tag(self, event: Any, line: int) -> None:
+        if event.tag is not None and str(event.tag):
+            self._problem(line, f"YAML tags are not used in run files (got {event.tag})")
+
+    def _problem(self, line: int, message: str) -> None:
+        self.problems.append(Problem(self.where(line), "", message))
+
+
+def _line(event: Any) -> int:
+    return event.start_mark.line
+
+
+def _yaml_error(error: MarkedYAMLError, text: str) -> tuple[int, str]:
+    """Line (from 0) and words for a syntax error, with the two commonest mistakes named as such."""
+    mark = error.problem_mark or error.context_mark
+    line: int = mark.line if mark else 0
+    lines = text.splitlines()
+    here = lines[line] if line < len(lines) else ""
+    if "\t" in here[: len(here) - len(here.lstrip())]:
+        return line, "is indented with a tab; YAML indents with spaces"
+    if error.problem and "mapping values are not allowed" in error.problem:
+        return line, "is not valid YAML: a second `:` on the line, or wrong indentation; quote text that holds `: `"
+    context = f" {error.context}" if error.context else ""
+    return line, f"is not valid YAML: {error.problem or 'cannot be read'}{context}"
+
+
+def _first_unprintable(text: str) -> int:
+    allowed = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+    found = allowed.search(text)
+    return text.count("\n", 0, found.start()) if found else 0
