@@ -1,0 +1,260 @@
+"""The loss by hand, against autograd of the plain formula on padded tensors, and its invariances in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hone.algo.algorithm import MEASURES, Algorithm, summarize
+from hone.algo.loss import Bounds, Tokens, log_ratio, ppo_clip
+from hone.config.run import AlgorithmSection
+from hone.types import Totals
+
+MAX_TOKENS = 8
+ROWS = {
+    "grpo": AlgorithmSection(kl_loss_coef=0.04),
+    "dr_grpo": AlgorithmSection(credit="group_mean", aggregate="fixed_length"),
+    "dapo": AlgorithmSection(aggregate="token_mean", clip_high=0.28),
+    "reinforce": AlgorithmSection(credit="group_mean", ratio="none", clip="none", aggregate="token_mean"),
+    "everything": AlgorithmSection(
+        ratio="token", clip="none", aggregate="sample_mean", kl_loss_coef=0.3, kl_estimator="k2", entropy_coef=0.1
+    ),
+    "absolute kl": AlgorithmSection(aggregate="token_mean", kl_loss_coef=0.3, kl_estimator="abs"),
+}
+
+
+def tokens_of(logprobs, advantages, *, old=None, mask=None, sample=None, **columns) -> Tokens:
+    logprobs_T = torch.as_tensor(logprobs, dtype=torch.float64)
+    sample_T = torch.zeros(len(logprobs_T), dtype=torch.int64) if sample is None else torch.as_tensor(sample)
+    defaults = dict.fromkeys(("entropy_T", "sampler_logprobs_T", "ref_logprobs_T"), torch.zeros_like(logprobs_T))
+    return Tokens(
+        logprobs_T=logprobs_T,
+        old_logprobs_T=torch.zeros_like(logprobs_T) if old is None else torch.as_tensor(old, dtype=torch.float64),
+        advantages_T=torch.as_tensor(advantages, dtype=torch.float64),
+        loss_mask_T=torch.ones_like(logprobs_T) if mask is None else torch.as_tensor(mask, dtype=torch.float64),
+        sample_T=sample_T,
+        num_samples=int(sample_T.max()) + 1,
+        **(defaults | columns),
+    )
+
+
+def measured_of(algorithm, tokens, totals) -> dict[str, float]:
+    return dict(zip(MEASURES, algorithm.loss(tokens, totals)[1].tolist(), strict=True))
+
+
+# ---- by hand ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "low", "high"),
+    [
+        (1.0, 2.0, 2.0, False, False),
+        (1.5, 2.0, 2.4, False, True),  # no more reward beyond 1 + 0.2
+        (1.5, -2.0, -3.0, False, False),  # a ratio that moved the wrong way is pulled back in full
+        (0.5, 2.0, 1.0, False, False),
+        (0.5, -2.0, -1.6, True, False),  # no more reward below 1 - 0.2
+    ],
+)
+def test_ppo_clip_by_hand(ratio, advantage, expected, low, high):
+    tokens = tokens_of([0.0], [advantage])
+    objective = ppo_clip(torch.tensor([ratio], dtype=torch.float64), tokens, Bounds(0.2, 0.2))
+    assert float(objective.value_T) == pytest.approx(expected, rel=1e-12)
+    assert (bool(objective.clipped_low_T), bool(objective.clipped_high_T)) == (low, high)
+
+
+def test_the_log_ratio_is_kept_within_20():
+    assert log_ratio(torch.tensor([100.0, -100.0, 1.0]), torch.zeros(3)).tolist() == [20, -20, 1]
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "expected"),
+    [
+        ("token_mean", (1 + 1 + 1 + 4) / 4),
+        ("sample_mean", (1 + 4) / 2),
+        ("fixed_length", (1 + 1 + 1 + 4) / (2 * MAX_TOKENS)),
+    ],
+)
+def test_aggregation_by_hand(aggregate, expected):
+    """Two samples of 3 and 1 tokens, token losses 1, 1, 1 and 4."""
+    algorithm = Algorithm(AlgorithmSection(aggregate=aggregate, clip="none"), max_response_tokens=MAX_TOKENS)
+    tokens = tokens_of([0.0] * 4, [-1.0, -1.0, -1.0, -4.0], sample=[0, 0, 0, 1])
+    loss, _ = algorithm.loss(tokens, Totals(loss_tokens=4, samples=2))
+    assert float(loss) == pytest.approx(expected, rel=1e-12)
+
+
+def test_kl_and_entropy_terms_by_hand():
+    """No advantage: what is left is 0.5 * k3(0.5) - 0.1 * 2."""
+    algorithm = Algorithm(AlgorithmSection(kl_loss_coef=0.5, entropy_coef=0.1))
+    tokens = tokens_of([-1.0], [0.0], old=[-1.0], ref_logprobs_T=torch.tensor([-1.5]), entropy_T=torch.tensor([2.0]))
+    loss, _ = algorithm.loss(tokens, Totals(1, 1))
+    assert float(loss) == pytest.approx(0.5 * 0.10653066 - 0.2, abs=1e-8)
+
+
+def test_reinforce_is_the_weighted_log_likelihood():
+    loss, _ = Algorithm(ROWS["reinforce"]).loss(tokens_of([-0.5, -2.0], [1.0, 1.0]), Totals(2, 1))
+    assert float(loss) == 1.25
+
+
+def test_measures_by_hand():
+    algorithm = Algorithm(AlgorithmSection(aggregate="token_mean", kl_loss_coef=1.0, kl_estimator="k2"))
+    tokens = tokens_of(
+        [math.log(0.5), math.log(2.0), math.log(3.0), 7.0],
+        [-1.0, 1.0, -1.0, 5.0],
+        mask=[1, 1, 1, 0],
+        sampler_logprobs_T=torch.tensor([0.0, 0.5, -0.5, 9.0], dtype=torch.float64),
+        ref_logprobs_T=torch.tensor([math.log(0.5), math.log(2.0) - 3, math.log(3.0), 0.0], dtype=torch.float64),
+        entropy_T=torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64),
+    )
+    loss, measured = algorithm.loss(tokens, Totals(3, 1))
+    metrics = summarize([measured.tolist()], optimizer_steps=1)
+    assert float(loss) == pytest.approx((0.8 - 1.2 + 3.0 + 4.5) / 3)
+    expected = {
+        "loss": float(loss),
+        "kl_ref": 4.5 / 3,
+        "tokens": 3,
+        "entropy": 2,
+        "clip_low_frac": 1 / 3,
+        "clip_high_frac": 1 / 3,
+        "ratio_mean": (0.5 + 2 + 3) / 3,  # raw: the clip does not hide that the policy has moved
+        "ratio_max": 3,
+        "mismatch_gap": 1 / 3,
+        "mismatch_ratio_mean": (1 + math.exp(-0.5) + math.exp(0.5)) / 3,
+        "mismatch_kl": (math.exp(-0.5) - 0.5 + math.exp(0.5) - 1.5) / 3,
+    }
+    assert metrics == pytest.approx({f"train/{name}": value for name, value in expected.items()}, rel=1e-9)
+
+
+def test_nothing_is_said_of_tokens_where_none_was_trained():
+    tokens = tokens_of([-1.0], [1.0], mask=[0])
+    loss, measured = Algorithm(ROWS["dapo"]).loss(tokens, Totals(0, 0))
+    assert float(loss) == 0
+    assert summarize([measured.tolist()], 1) == {"train/loss": 0, "train/kl_ref": 0, "train/tokens": 0}
+    assert summarize([], 1) == {"train/loss": 0, "train/kl_ref": 0, "train/tokens": 0}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_fully_masked_microbatch_has_loss_and_gradient_zero(row):
+    logprobs_T = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
+    tokens = tokens_of(logprobs_T, [1.0, 2.0, 3.0], mask=[0, 0, 0])
+    loss, _ = Algorithm(row, max_response_tokens=MAX_TOKENS).loss(tokens, Totals(0, 0))
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert logprobs_T.grad is not None
+    assert logprobs_T.grad.tolist() == [0, 0, 0]
+
+
+# ---- against autograd of the plain formula on padded tensors ------------------------------------------------------
+
+
+def random_case(seed: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Logits (T, V) in float64 and token columns of 6 samples of 0 to 5 tokens; some masked, one sample entirely."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([3, 5, 0, 1, 4, 2])
+    num_tokens = int(lengths.sum())
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    logits = normal(num_tokens, 5)
+    token_T = torch.randint(0, 5, (num_tokens,), generator=generator)
+    now = logits.log_softmax(-1).gather(1, token_T[:, None])[:, 0]
+    mask_T = (torch.rand(num_tokens, generator=generator) > 0.2).double()
+    mask_T[-2:] = 0
+    columns = {
+        "token_T": token_T,
+        "old_logprobs_T": now + 0.3 * normal(num_tokens),
+        "sampler_logprobs_T": now + 0.1 * normal(num_tokens),
+        "ref_logprobs_T": now + 0.5 * normal(num_tokens),
+        "advantages_T": normal(num_tokens),
+        "loss_mask_T": mask_T,
+    }
+    return logits, columns, lengths
+
+
+def ours(logits: Tensor, columns: dict[str, Tensor], lengths: Tensor, algorithm: Algorithm, parts: list[list[int]]):
+    """Loss and gradient of all samples, summed over microbatches `parts` of sample numbers in any order."""
+    start = lengths.cumsum(0) - lengths
+    sample_T = torch.arange(len(lengths)).repeat_interleave(lengths)
+    mask_T = columns["loss_mask_T"]
+    with_loss = sum(bool(mask_T[sample_T == s].any()) for s in range(len(lengths)))
+    totals = Totals(float(mask_T.sum()), with_loss)
+    logits = logits.clone().requires_grad_()
+    total = 0.0
+    for part in parts:
+        index = torch.cat([torch.arange(int(start[s]), int(start[s] + lengths[s])) for s in part])
+        local_T = torch.arange(len(part)).repeat_interleave(lengths[torch.tensor(part)])
+        log_probs = logits[index].log_softmax(-1)
+        picked = {name: column[index] for name, column in columns.items()}
+        tokens = Tokens(
+            logprobs_T=log_probs.gather(1, picked.pop("token_T")[:, None])[:, 0],
+            entropy_T=-(log_probs.exp() * log_probs).sum(-1),
+            sample_T=local_T,
+            num_samples=len(part),
+            **picked,
+        )
+        loss, _ = algorithm.loss(tokens, totals)
+        loss.backward()
+        total += float(loss.detach())
+    return total, logits.grad
+
+
+def plain(logits: Tensor, columns: dict[str, Tensor], lengths: Tensor, row: AlgorithmSection):
+    """The same, written naively: padded (S, L) tensors, loops over samples, no shared code."""
+    logits = logits.clone().requires_grad_()
+    num_samples, longest = len(lengths), int(lengths.max())
+
+    def pad(flat: Tensor) -> Tensor:
+        rows = torch.zeros(num_samples, longest, *flat.shape[1:], dtype=flat.dtype)
+        start = 0
+        for s, length in enumerate(lengths.tolist()):
+            rows[s, :length] = flat[start : start + length]
+            start += length
+        return rows
+
+    log_probs = pad(logits).log_softmax(-1)
+    now = log_probs.gather(2, pad(columns["token_T"])[..., None])[..., 0]
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    advantage, mask = pad(columns["advantages_T"]), pad(columns["loss_mask_T"])
+    ratio = torch.exp(now - pad(columns["old_logprobs_T"]))
+    difference = now - pad(columns["ref_logprobs_T"])
+    weighted = (now if row.ratio == "none" else ratio) * advantage
+    if row.clip == "ppo":
+        weighted = torch.min(weighted, torch.clamp(ratio, 1 - row.clip_low, 1 + row.clip_high) * advantage)
+    kl = {
+        "k2": difference**2 / 2,
+        "k3": torch.exp(-difference) - 1 + difference,
+        "abs": difference.abs(),
+    }[row.kl_estimator]
+    token_loss = (-weighted + row.kl_loss_coef * kl - row.entropy_coef * entropy) * mask
+    counts = mask.sum(1)
+    if row.aggregate == "token_mean":
+        loss = token_loss.sum() / mask.sum()
+    elif row.aggregate == "sample_mean":
+        loss = torch.stack([token_loss[s].sum() / counts[s] for s in range(num_samples) if counts[s] > 0]).mean()
+    else:
+        loss = token_loss.sum() / (int((counts > 0).sum()) * MAX_TOKENS)
+    loss.backward()
+    return float(loss.detach()), logits.grad
+
+
+def assert_same(a, b):
+    assert a[0] == pytest.approx(b[0], rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(a[1], b[1], rtol=1e-6, atol=1e-12)
+    assert a[1].abs().max() > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_loss_and_gradient_equal_the_plain_formula(row, seed):
+    algorithm = Algorithm(row, max_response_tokens=MAX_TOKENS)
+    case = random_case(seed)
+    assert_same(ours(*case, algorithm, [[0, 1, 2, 3, 4, 5]]), plain(*case, row))
+
+
+@pytest.mark.parametrize("parts", [[[0], [1], [2], [3], [4], [5]], [[5, 0, 3], [2, 4, 1]], [[1, 4], [2, 3, 0, 5]]])
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_loss_and_gradient_ignore_microbatch_split_and_order(row, parts):
+    algorithm = Algorithm(row, max_response_tokens=MAX_TOKENS)
+    case = random_case(7)
+    assert_same(ours(*case, algorithm, parts), ours(*case, algorithm, [[0, 1, 2, 3, 4, 5]]))
