@@ -1,0 +1,1 @@
+"""From rows to prompts: sources, templates, tokens, and packing samples for training."""

@@ -1,0 +1,196 @@
+"""The only place that turns text into tokens and back. After it: token in, token out.
+
+A `Tokenizer` is a Hugging Face fast tokenizer with the few answers that Hone needs of one: prompt to ids, response to
+ids with its end, ids to text, what ends a response. A character-level one can be built on the spot for experiments
+with models initialised at random; it saves and loads like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hone.config.run import ModelSection
+from hone.errors import DataError
+
+Message = dict[str, Any]
+"""{"role": ..., "content": ...}"""
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+class Tokenizer:
+    """A Hugging Face fast tokenizer, and the ids that end a response.
+
+    Attributes:
+        hf: the tokenizer itself, for saving beside weights.
+        eos_id: what `encode_response` appends.
+        eos_ids: every id that ends a response: `eos_id` and those of the model's generation_config.json.
+        pad_id: fills unused places; EOS where the tokenizer has no pad token. Never carries loss.
+        vocab_size: smallest vocabulary a model needs, added tokens included.
+    """
+
+    def __init__(self, hf: PreTrainedTokenizerFast, *, eos_ids: Sequence[int] = (), name: str = "tokenizer") -> None:
+        """Raises DataError when nothing says how a response ends."""
+        own_end, pad = _token_id(hf.eos_token_id), _token_id(hf.pad_token_id)
+        ends = [own_end] if own_end is not None else []
+        ends += [end for end in eos_ids if end not in ends]
+        if not ends:
+            raise DataError(
+                f"{name}: has no EOS token, so no response could end. Set `eos_token` in its tokenizer_config.json, or "
+                "`eos_token_id` in generation_config.json beside the model."
+            )
+        self.hf = hf
+        self.eos_id: int = ends[0]
+        self.eos_ids: tuple[int, ...] = tuple(ends)
+        self.pad_id: int = pad if pad is not None else self.eos_id
+        self.vocab_size: int = max(hf.get_vocab().values()) + 1
+        self._alphabet = _alphabet(hf)
+
+    def encode_prompts(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]:
+        """Token ids of whole prompts, in one batch.
+
+        Args:
+            rendered: the texts come from a chat template, which wrote its own special tokens; otherwise the
+                tokenizer adds what it adds at the start (a BOS, say), and an EOS at the end is taken away.
+        Raises:
+            UnknownCharacter: for character-level tokenizers only.
+        """
+        for text in texts:
+            self.check_characters(text)
+        if not texts:
+            return []
+        ids = self.hf(
+            list(texts), add_special_tokens=not rendered, return_attention_mask=False, return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]  # fmt: skip
+        if rendered:
+            return ids
+        return [_without_end(prompt, self.eos_id) for prompt in ids]
+
+    def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of what follows a prompt, EOS appended, in one batch; nothing is added in front."""
+        return [[*ids, self.eos_id] for ids in self.encode_prompts(texts, rendered=True)]
+
+    def encode_response(self, text: str) -> list[int]:
+        """Token ids of one response, EOS appended."""
+        return self.encode_responses([text])[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens, exactly as the tokens spell it."""
+        return self.hf.backend_tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Messages through the chat template, with the opening of the answer. Raises DataError without a template."""
+        if self.hf.chat_template is None:
+            raise DataError(
+                f"data.chat: the tokenizer of {self.hf.name_or_path or 'this model'} has no chat template. Use a plain "
+                "data.template, or a model whose tokenizer has one."
+            )
+        text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        assert isinstance(text, str)
+        return text
+
+    def check_characters(self, text: str) -> None:
+        """Raises UnknownCharacter when a character-level tokenizer cannot spell `text`."""
+        if self._alphabet is not None and not self._alphabet.issuperset(text):
+            character = next(c for c in text if c not in self._alphabet)
+            raise UnknownCharacter(f"character {character!r} (U+{ord(character):04X}) is not in model.characters")
+
+
+class UnknownCharacter(DataError):
+    """A character-level tokenizer met a character that it does not have."""
+
+
+def load_tokenizer(model: ModelSection, folder: Path) -> Tokenizer:
+    """The tokenizer that a run file asks for.
+
+    Args:
+        model: `characters` builds one; else `tokenizer`, else the one beside `path`.
+        folder: the run file's, for relative paths.
+    Raises:
+        DataError: there is none, it cannot be loaded, it is not a fast tokenizer, or it has no EOS.
+    """
+    if model.characters is not None:
+        return Tokenizer(character_tokenizer(model.characters), name="model.characters")
+    source = model.tokenizer or model.path
+    if source is None:
+        raise DataError("model: no tokenizer. Set model.characters or model.tokenizer; model.init brings none.")
+    place = resolve_model(source, folder)
+    try:
+        hf = AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
+        raise DataError(f"tokenizer {source}: cannot be loaded: {_first_line(error)}") from error
+    if not isinstance(hf, PreTrainedTokenizerFast):
+        raise DataError(f"tokenizer {source}: {type(hf).__name__} is not a fast tokenizer (tokenizer.json), as needed")
+    beside = resolve_model(model.path, folder) if model.path is not None else place
+    return Tokenizer(hf, eos_ids=_generation_eos(Path(beside)), name=f"tokenizer {source}")
+
+
+def resolve_model(name: str, folder: Path) -> str:
+    """A model's or tokenizer's directory where it exists, relative to the run file; else the hub name unchanged.
+
+    Raises DataError for something that can only be a path and is not there.
+    """
+    path = folder / Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists():
+        raise DataError(f"model {name}: no directory at {path}. Give a Hugging Face model directory or hub name.")
+    return name
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """One token per character, `<pad>` = 0 and `<eos>` = 1 before them; no unknown token, so nothing is lost silently.
+
+    Saves and loads as an ordinary tokenizer directory. Raises DataError when a character is given twice or none is.
+    """
+    repeated = sorted({c for c in characters if characters.count(c) > 1})
+    if repeated or not characters:
+        what = f"given twice: {''.join(repeated)!r}" if repeated else "none given"
+        raise DataError(f"model.characters: {what}. List each character of prompts and responses once.")
+    vocabulary = {token: number for number, token in enumerate([PAD, EOS, *characters])}
+    backend = Backend(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def _alphabet(hf: PreTrainedTokenizerFast) -> frozenset[str] | None:
+    """The characters of a character-level tokenizer; None for every other kind."""
+    words = set(hf.get_vocab()) - set(hf.all_special_tokens)
+    is_word_level = isinstance(hf.backend_tokenizer.model, models.WordLevel) and hf.unk_token is None
+    return frozenset(words) if is_word_level and all(len(word) == 1 for word in words) else None
+
+
+def _generation_eos(folder: Path) -> list[int]:
+    """`eos_token_id` of generation_config.json, which may be one id or a list; chat models often end in several."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise DataError(f"{path}: malformed JSON: {error}") from error
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+
+
+def _token_id(found: Any) -> int | None:
+    """A special token's id; Transformers' typing allows for more than it ever gives."""
+    return found if isinstance(found, int) else None
+
+
+def _without_end(ids: list[int], eos_id: int) -> list[int]:
+    return ids[:-1] if ids and ids[-1] == eos_id else ids
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

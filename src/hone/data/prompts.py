@@ -1,0 +1,243 @@
+"""Rows to prompts: stable ids, tokens once, and a shuffled endless stream that one integer resumes.
+
+What a malformed row is gets decided here, row by row; `data.on_bad_row` says what follows. Not here: reading files
+(`sources.py`), turning text into tokens (`chat.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from hone.config.run import DataSection, SftSection
+from hone.data.chat import Tokenizer, UnknownCharacter
+from hone.data.render import Malformed, Renderer, as_text, column
+from hone.data.sources import BadRow, Row, read_rows
+from hone.errors import DataError
+from hone.types import Prompt
+
+SftRow = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids of a prompt, and of the response to imitate, its EOS included."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What became of the rows of one source; `str()` is a line for people."""
+
+    source: str
+    read: int
+    kept: int
+    too_long: int
+    """Rows dropped because their prompt has more than `max_prompt_tokens` tokens."""
+    longest_tokens: int
+    """Length of the longest prompt seen, dropped ones included."""
+    max_prompt_tokens: int
+    bad: int
+    """Malformed rows skipped."""
+    first_bad: tuple[str, ...]
+    """The first few of them, with the reason."""
+
+    def __str__(self) -> str:
+        text = f"{self.source}: {self.kept:,} of {self.read:,} rows"
+        if self.too_long:
+            text += f"; {self.too_long:,} dropped, longer than {self.max_prompt_tokens} tokens"
+            text += f" (longest: {self.longest_tokens})"
+        if self.bad:
+            text += f"; {self.bad:,} malformed rows skipped (first: {self.first_bad[0]})"
+        return text
+
+
+class PromptStream:
+    """Prompts in an endless stream of epochs; position `index` is a function of (seed, index) alone.
+
+    Attributes:
+        report: what was read, dropped and skipped.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], report: LoadReport, *, seed: int, shuffle: bool) -> None:
+        if not prompts:
+            raise DataError(_nothing_left(report))
+        self.report = report
+        self._prompts = tuple(prompts)
+        self._seed, self._shuffle = seed, shuffle
+
+    def __len__(self) -> int:
+        """Prompts per epoch."""
+        return len(self._prompts)
+
+    def rows(self) -> tuple[Prompt, ...]:
+        """Every prompt once, in the order of the source, which is also its `index` here."""
+        return self._prompts
+
+    def starting_at(self, index: int) -> Iterator[Prompt]:
+        """The endless stream from position `index` on; epoch `index // len(self)`, and so on."""
+        first_epoch, position = divmod(index, len(self))
+        for epoch in itertools.count(first_epoch):
+            order = epoch_order(len(self), seed=self._seed, epoch=epoch) if self._shuffle else range(len(self))
+            for place in range(position, len(self)):
+                yield replace(self._prompts[order[place]], index=epoch * len(self) + place)
+            position = 0
+
+
+def load_prompts(
+    data: DataSection, tokenizer: Tokenizer, folder: Path, *, seed: int, part: Literal["train", "eval"] = "train"
+) -> PromptStream:
+    """Read, render and tokenise one part of the data.
+
+    Args:
+        folder: the run file's, for relative paths.
+        part: `train` is shuffled when `data.shuffle` says so, `eval` never.
+    Raises:
+        DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
+    """
+    if part == "train":
+        source, split, rows = data.train, data.train_split, data.train_rows
+    elif data.eval is not None:
+        source, split, rows = data.eval, data.eval_split, data.eval_rows
+    else:
+        raise DataError("data.eval: not set, so there is nothing to evaluate on")
+    loading = _Loading(data, tokenizer, source)
+    prompts = loading.prompts(read_rows(source, folder, split=split, rows=rows))
+    return PromptStream(prompts, loading.report(), seed=seed, shuffle=data.shuffle and part == "train")
+
+
+def load_sft_rows(
+    data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path
+) -> tuple[list[SftRow], LoadReport]:
+    """Rows to imitate, in the order of the source: prompts as `load_prompts` makes them, and responses with EOS.
+
+    Raises DataError as `load_prompts` does, and when no column is named for the response.
+    """
+    response_column = sft.response_column or data.answer_column
+    if response_column is None:
+        raise DataError("sft.response_column: not set, and neither is data.answer_column; what should be imitated?")
+    source = sft.data or data.train
+    loading = _Loading(data, tokenizer, source, response_column=response_column)
+    prompts = loading.prompts(read_rows(source, folder, split=data.train_split, rows=sft.rows))
+    if not prompts:
+        raise DataError(_nothing_left(loading.report()))
+    responses = tokenizer.encode_responses([loading.responses[prompt.id] for prompt in prompts])
+    pairs = [(prompt.token_ids, tuple(response)) for prompt, response in zip(prompts, responses, strict=True)]
+    return pairs, loading.report()
+
+
+def epoch_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
+    """A permutation of range(num_rows) that is a function of (seed, epoch), on every machine and library version.
+
+    Rows are sorted by a hash of their number (splitmix64, Steele et al., 2014), keyed by seed and epoch.
+    """
+    key = int.from_bytes(hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest(), "little")
+    x = np.uint64(key) + np.arange(1, num_rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(x ^ (x >> np.uint64(31)), kind="stable").tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A row that is well-formed and rendered, not yet tokenised."""
+
+    where: str
+    id: str
+    text: str
+    answer: Any
+    columns: dict[str, Any]
+
+
+class _Loading:
+    """One pass over one source: what it makes of each row, and the counts of its report."""
+
+    def __init__(
+        self, data: DataSection, tokenizer: Tokenizer, source: str, *, response_column: str | None = None
+    ) -> None:
+        self.data, self.tokenizer, self.source = data, tokenizer, source
+        self.renderer = Renderer(data, tokenizer)
+        self.response_column = response_column
+        self.responses: dict[str, str] = {}
+        """Prompt id -> text to imitate, when `response_column` is given."""
+        self.used_ids: dict[str, int] = {}
+        self.read = self.kept = self.too_long = self.longest = 0
+        self.bad: list[str] = []
+
+    def prompts(self, rows: Iterable[Row | BadRow]) -> list[Prompt]:
+        drafts = [draft for row in rows if (draft := self.draft(row)) is not None]
+        token_ids = self.tokenizer.encode_prompts([draft.text for draft in drafts], rendered=self.data.chat)
+        prompts: list[Prompt] = []
+        for draft, ids in zip(drafts, token_ids, strict=True):
+            self.longest = max(self.longest, len(ids))
+            if len(ids) > self.data.max_prompt_tokens:
+                self.too_long += 1
+            elif not ids:
+                self.reject(f"{draft.where} {self.data.prompt_column}: the prompt is empty")
+            else:
+                prompts.append(
+                    Prompt(draft.id, len(prompts), draft.text, tuple(ids), answer=draft.answer, columns=draft.columns)
+                )
+        self.kept = len(prompts)
+        return prompts
+
+    def draft(self, row: Row | BadRow) -> _Draft | None:
+        self.read += 1
+        if isinstance(row, BadRow):
+            return self.reject(f"{row.where}: {row.problem}")
+        data, values = self.data, row.values
+        try:
+            text = self.spelled(self.renderer.render(values), data.prompt_column)
+            answer = column(values, data.answer_column) if data.answer_column is not None else None
+            row_id = self.row_id(values, answer)
+            if self.response_column is not None:
+                response = as_text(column(values, self.response_column), self.response_column)
+                self.responses[row_id] = self.spelled(response, self.response_column)
+        except Malformed as error:
+            return self.reject(f"{row.where} {error.field}: {error}")
+        others = {k: v for k, v in values.items() if k not in (data.prompt_column, data.answer_column)}
+        return _Draft(row.where, row_id, text, answer, others)
+
+    def spelled(self, text: str, field: str) -> str:
+        """`text`, once it is certain that the tokenizer has all its characters."""
+        try:
+            self.tokenizer.check_characters(text)
+        except UnknownCharacter as error:
+            raise Malformed(field, str(error)) from error
+        return text
+
+    def row_id(self, values: Any, answer: Any) -> str:
+        """Stable: the id column, else a hash of what the row asks and answers; a repeated one gets `#2`, `#3`, ..."""
+        if self.data.id_column is not None:
+            base = as_text(column(values, self.data.id_column), self.data.id_column)
+        else:
+            content = json.dumps([values[self.data.prompt_column], answer], sort_keys=True, default=str)
+            base = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        number = self.used_ids[base] = self.used_ids.get(base, 0) + 1
+        return base if number == 1 else f"{base}#{number}"
+
+    def reject(self, what: str) -> None:
+        """Count a malformed row. Raises DataError when the run file does not allow (so many of) them."""
+        self.bad.append(what)
+        if self.data.on_bad_row == "error":
+            raise DataError(f"{what}. Mend the row, or set data.on_bad_row=skip.")
+        if len(self.bad) > self.data.max_bad_rows:
+            first = "\n  ".join(self.bad[:5])
+            raise DataError(
+                f"{self.source}: {len(self.bad)} malformed rows after {self.read} read, more than data.max_bad_rows "
+                f"({self.data.max_bad_rows}). The first:\n  {first}"
+            )
+
+    def report(self) -> LoadReport:
+        return LoadReport(
+            source=self.source, read=self.read, kept=self.kept, too_long=self.too_long, longest_tokens=self.longest,
+            max_prompt_tokens=self.data.max_prompt_tokens, bad=len(self.bad), first_bad=tuple(self.bad[:5]),
+        )  # fmt: skip
+
+
+def _nothing_left(report: LoadReport) -> str:
+    if report.read == 0:
+        return f"{report.source}: holds no rows (or `rows` selects none of them)"
+    return f"{report}. No prompt is left: raise data.max_prompt_tokens, or mend the rows."

@@ -1,0 +1,114 @@
+"""One row to the text of its prompt: columns, plain templates, chat templates. Pure text, no tokens.
+
+Substitution is one pass over the template, so braces and placeholders inside the data are only text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from hone.config.run import DataSection
+from hone.data.chat import Message, Tokenizer
+from hone.errors import DataError
+
+_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+
+
+class Malformed(Exception):
+    """A row does not have what the run file says; `field` is the column at fault."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        super().__init__(problem)
+
+
+def column(values: Mapping[str, Any], name: str) -> Any:
+    """A column's value. Raises Malformed when it is missing or null."""
+    if name not in values:
+        close = difflib.get_close_matches(name, list(values), n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise Malformed(name, f"no such column; the row has {', '.join(map(str, values)) or 'none'}.{hint}".rstrip("."))
+    value = values[name]
+    if value is None:
+        raise Malformed(name, "got null")
+    return value
+
+
+def as_text(value: Any, field: str) -> str:
+    """Text as it is, numbers as Python writes them. Raises Malformed for anything else."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return str(value)
+    raise Malformed(field, f"got {type(value).__name__}; must be text or a number")
+
+
+class Template:
+    """`Q: {question}`: a name in single braces is a column; `{{name}}` stands for `{name}`; other braces are text."""
+
+    def __init__(self, text: str) -> None:
+        self.parts: list[tuple[str, str | None]] = []
+        """Literal text, then the column that follows it."""
+        literal, end = "", 0
+        for match in _PLACEHOLDER.finditer(text):
+            literal += text[end : match.start()]
+            end = match.end()
+            if match[1] is not None:
+                literal += "{" + match[1] + "}"
+            else:
+                self.parts.append((literal, match[2]))
+                literal = ""
+        if not self.parts:
+            raise DataError(f"data.template: {text!r} names no column, so every prompt would be the same")
+        self.parts.append((literal + text[end:], None))
+
+    def fill(self, values: Mapping[str, Any], *, prompt_column: str) -> str:
+        """`{prompt}` is the prompt column, unless the row has a column of that very name."""
+        pieces: list[str] = []
+        for literal, name in self.parts:
+            pieces.append(literal)
+            if name is not None:
+                source = prompt_column if name == "prompt" and name not in values else name
+                pieces.append(as_text(column(values, source), source))
+        return "".join(pieces)
+
+
+class Renderer:
+    """A row to the text of its prompt, as `data` says."""
+
+    def __init__(self, data: DataSection, tokenizer: Tokenizer) -> None:
+        self.data, self.tokenizer = data, tokenizer
+        self.template = Template(data.template) if data.template is not None else None
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """Raises Malformed, naming the column."""
+        name = self.data.prompt_column
+        if self.template is not None:
+            return self.template.fill(values, prompt_column=name)
+        value = column(values, name)
+        if not self.data.chat:
+            if not isinstance(value, str):
+                raise Malformed(name, f"got {type(value).__name__}; must be text (messages need data.chat=true)")
+            return value
+        try:
+            return self.tokenizer.render(self.messages(value))
+        except jinja2.TemplateError as error:
+            raise Malformed(name, f"the chat template refuses it: {error}") from error
+
+    def messages(self, value: Any) -> list[Message]:
+        """Text as one user message, or the row's own messages; the system message first unless they bring one."""
+        name = self.data.prompt_column
+        messages: Any = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        if not isinstance(messages, list) or not messages:
+            raise Malformed(name, f"got {type(value).__name__}; must be text or a list of {{role, content}} messages")
+        for number, message in enumerate(messages, start=1):
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise Malformed(name, f"message {number} is no {{role, content}} object")
+        if self.data.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.data.system}, *messages]
+        return messages

@@ -1,0 +1,241 @@
+"""Rewards of a run: components scored, weighted, summed, with every failure kept as a fault and bounded.
+
+A reward is the weighted sum of its components' scores. A sample lacks a reward when any weighted component could not
+score it: a partial sum would be another reward, and a made-up number for a failed scorer teaches the policy that our
+failure was its mistake. How a component comes to its scores is behind `Scorer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from hone.config.run import RewardComponent, RewardSection
+from hone.errors import ConfigError, RewardError
+from hone.reward.pool import WorkerPool
+from hone.reward.resolve import Unusable, load, resolve
+from hone.reward.signature import RewardFunction, check_scores, declared_range
+from hone.reward.worker import Job
+from hone.types import Group, Score
+
+
+class Scorer(Protocol):
+    """Where one component's scores come from. A failure of the world is a fault in the scores, never an exception."""
+
+    async def score(self, group: Group) -> tuple[Score, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """A built-in function, called right here: it is pure, fast and our own."""
+
+    function: RewardFunction
+    args: Mapping[str, Any]
+
+    async def score(self, group: Group) -> tuple[Score, ...]:
+        return check_scores(self.function(group, **self.args), group, declared_range(self.function))
+
+
+@dataclass(frozen=True, slots=True)
+class InPool:
+    """A user's function, called in a process that can be killed."""
+
+    pool: WorkerPool
+    job: int
+    timeout_s: float
+
+    async def score(self, group: Group) -> tuple[Score, ...]:
+        return await self.pool.score(self.job, group, timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One term of the weighted sum."""
+
+    name: str
+    weight: float
+    scorer: Scorer
+
+
+class Rewards:
+    """Scores groups. `async with` starts and closes the processes that user functions need."""
+
+    def __init__(
+        self, components: Sequence[Component], settings: RewardSection, *, window_samples: int, pool: WorkerPool
+    ) -> None:
+        self.components = tuple(components)
+        self._min_valid_per_group = settings.min_valid_per_group
+        self._bound = UnscoredBound(settings.max_unscored_frac, window_samples)
+        self._pool = pool
+        self._pool_keys = [
+            f"reward.components[{i}].use" for i, c in enumerate(components) if isinstance(c.scorer, InPool)
+        ]
+
+    @classmethod
+    def from_config(cls, settings: RewardSection, folder: Path, *, window_samples: int) -> Self:
+        """The rewards of a run file.
+
+        Args:
+            folder: the run file's; `file.py:function` is relative to it, and modules beside it can be imported.
+            window_samples: samples of 20 steps, the window of `reward.max_unscored_frac`.
+        Raises:
+            ConfigError: every component that names no reward, or a name used twice.
+        """
+        pool = WorkerPool(num_workers=settings.workers, folder=folder)
+        components: list[Component] = []
+        problems: list[str] = []
+        for number, component in enumerate(settings.components):
+            name, key = component_name(component), f"reward.components[{number}]"
+            if name in (other.name for other in components):
+                problems.append(f"{key}.name: {name!r} is taken by another component; give this one a name of its own.")
+            try:
+                components.append(Component(name, component.weight, _scorer(component, folder, pool, f"{key}.use")))
+            except Unusable as error:
+                problems.append(f"{key}.use: {error}")
+        if problems:
+            raise ConfigError(problems)
+        return cls(components, settings, window_samples=window_samples, pool=pool)
+
+    async def start(self) -> None:
+        """Start the processes of user functions. Raises ConfigError for each that cannot be imported or called."""
+        problems = await self._pool.start()
+        if problems:
+            await self._pool.close()
+            raise ConfigError(problems)
+
+    async def score(self, group: Group) -> Group:
+        """The group with its scores and rewards.
+
+        Raises RewardError when more samples than `reward.max_unscored_frac` allows could not be scored lately.
+        """
+        if len(self.components) == 1:
+            results = [await self.components[0].scorer.score(group)]
+        else:
+            results = await asyncio.gather(*(component.scorer.score(group) for component in self.components))
+        scores = {component.name: result for component, result in zip(self.components, results, strict=True)}
+        weighted = [(c.weight, result) for c, result in zip(self.components, results, strict=True) if c.weight]
+        rewards = tuple(_weighted_sum(weighted, sample) for sample in range(len(group.samples)))
+        scored = group.scored(scores, rewards)
+        self._bound.observe(scored)
+        return scored
+
+    def enough(self, group: Group) -> bool:
+        """Whether a scored group keeps its quorum, `reward.min_valid_per_group` (or all of a smaller group)."""
+        num_scored = sum(reward is not None for reward in group.rewards)
+        return num_scored >= min(self._min_valid_per_group, len(group.samples))
+
+    async def close(self) -> None:
+        """End the processes, within seconds."""
+        await self._pool.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class UnscoredBound:
+    """Ends a run whose samples stay unscored too often: a broken reward must not look like a slow day."""
+
+    def __init__(self, max_frac: float, window_samples: int) -> None:
+        self._window_samples = window_samples
+        self._allowed = max_frac * window_samples
+        self._groups: deque[tuple[int, int, str]] = deque()
+        """Samples, unscored samples and first cause of each group in the window."""
+        self._samples = self._unscored = 0
+
+    def observe(self, group: Group) -> None:
+        """Count a scored group; samples still to come in the first window count as scored.
+
+        Raises RewardError when the window holds more unscored samples than allowed.
+        """
+        unscored = sum(reward is None for reward in group.rewards)
+        self._groups.append((len(group.samples), unscored, first_fault(group) if unscored else ""))
+        self._samples += len(group.samples)
+        self._unscored += unscored
+        while self._samples > self._window_samples and len(self._groups) > 1:
+            left_samples, left_unscored, _ = self._groups.popleft()
+            self._samples -= left_samples
+            self._unscored -= left_unscored
+        if unscored and self._unscored > self._allowed:
+            raise RewardError(self._message(group))
+
+    def _message(self, group: Group) -> str:
+        causes = Counter[str]()
+        for _, unscored, cause in self._groups:
+            if unscored:
+                causes[cause] += unscored
+        most, count = causes.most_common(1)[0]
+        return (
+            f"{self._unscored} of the last {self._samples} samples could not be scored; reward.max_unscored_frac "
+            f"allows {self._allowed:g} in a window of {self._window_samples}. Most frequent cause, {count} samples: "
+            f"{most} (last seen with prompt {group.prompt.id}). Nothing was trained on these samples. Mend the reward."
+        )
+
+
+def _scorer(component: RewardComponent, folder: Path, pool: WorkerPool, key: str) -> Scorer:
+    target = resolve(component.use, folder)
+    if target.is_builtin:
+        return InProcess(load(target, component.args), component.args)
+    return InPool(pool, pool.add(Job(target, component.args, key)), component.timeout_s)
+
+
+def component_name(component: RewardComponent) -> str:
+    """What metrics call a component: its `name`, else the last part of `use`."""
+    return component.name or component.use.rpartition(":")[2]
+
+
+def first_fault(group: Group) -> str:
+    """The first data or infrastructure fault of a group, as `component: kind fault: cause`; empty without one."""
+    for name, scores in group.scores.items():
+        for score in scores:
+            if score.value is None:
+                return f"{name}: {score.fault} fault: {score.detail}"
+    return ""
+
+
+def component_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """`reward/<component>_*` of the scored groups of a step; statistics without a single value are left out.
+
+    `_zero_std_group_frac` is over groups with two scores or more: those in which the component tells nothing apart.
+    """
+    metrics: dict[str, float] = {}
+    for name in groups[0].scores if groups else ():
+        per_group = [group.scores[name] for group in groups]
+        metrics |= {f"reward/{name}_{key}": value for key, value in _statistics(per_group).items()}
+    return metrics
+
+
+def _statistics(per_group: Sequence[Sequence[Score]]) -> dict[str, float]:
+    values = [[score.value for score in scores if score.value is not None] for scores in per_group]
+    flat = [value for group in values for value in group]
+    num_faults = sum(score.fault is not None for scores in per_group for score in scores)
+    found = {"fault_frac": num_faults / max(1, sum(len(scores) for scores in per_group))}
+    if flat:
+        mean = math.fsum(flat) / len(flat)
+        variance = math.fsum((value - mean) ** 2 for value in flat) / len(flat)
+        found |= {"mean": mean, "std": math.sqrt(variance), "min": min(flat), "max": max(flat)}
+    comparable = [group for group in values if len(group) > 1]
+    if comparable:
+        found["zero_std_group_frac"] = sum(min(group) == max(group) for group in comparable) / len(comparable)
+    return found
+
+
+def _weighted_sum(weighted: Sequence[tuple[float, tuple[Score, ...]]], sample: int) -> float | None:
+    total = 0.0
+    for weight, scores in weighted:
+        value = scores[sample].value
+        if value is None:
+            return None
+        total += weight * value
+    return total

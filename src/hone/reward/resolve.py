@@ -1,0 +1,118 @@
+"""From `use: ...` in a run file to a reward function: a built-in name, `package.module:function`, `file.py:function`.
+
+Finding a function and importing it are two things: the first needs no foreign code to run and happens anywhere, the
+second happens in the process that will call it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hone.reward.builtin import BUILTIN
+from hone.reward.signature import RewardFunction, describe
+
+_PATH = re.compile(r"(?P<place>.+):(?P<function>[A-Za-z_]\w*)")
+
+
+class Unusable(Exception):
+    """A reward that cannot be had, and why; a problem of the run file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a reward function is."""
+
+    place: str
+    """A .py file's absolute path, a module's name, or empty for a built-in."""
+    function: str
+
+    @property
+    def is_builtin(self) -> bool:
+        return not self.place
+
+
+def resolve(use: str, folder: Path) -> Target:
+    """Find what `use` names, without importing anything of the user's.
+
+    Args:
+        folder: the run file's; a .py file is relative to it.
+    Raises:
+        Unusable: an unknown name or a missing file, with the nearest one that exists.
+    """
+    match = _PATH.fullmatch(use)
+    if match is None:
+        if use in BUILTIN:
+            return Target("", use)
+        forms = f"Built in: {', '.join(BUILTIN)}; your own: package.module:function or file.py:function."
+        raise Unusable(f"no reward {use!r}.{nearest(use, BUILTIN)} {forms}")
+    place, function = match["place"], match["function"]
+    if not place.endswith(".py"):
+        return Target(place, function)
+    path = (folder / Path(place).expanduser()).resolve()
+    if not path.is_file():
+        others = [other.name for other in path.parent.glob("*.py")]
+        raise Unusable(f"no file {path}.{nearest(path.name, others)}")
+    return Target(str(path), function)
+
+
+def load(target: Target, args: Mapping[str, Any]) -> RewardFunction:
+    """Import a reward function and check that it takes `args`.
+
+    Raises:
+        Unusable: the import fails, the function is not there, or its signature does not fit.
+    """
+    function = BUILTIN[target.function] if target.is_builtin else _function(_import(target.place), target)
+    _check_arguments(function, target.function, args)
+    return function
+
+
+def _function(module: ModuleType, target: Target) -> Any:
+    found = getattr(module, target.function, None)
+    if found is None:
+        own = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise Unusable(f"{target.place} has no function {target.function!r}.{nearest(target.function, own)}")
+    if not callable(found):
+        raise Unusable(f"{target.place}:{target.function} is {type(found).__name__}, not a function")
+    return found
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """` Did you mean x?`, or nothing."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _import(place: str) -> ModuleType:
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        name = f"hone_reward_{Path(place).stem}"
+        spec = importlib.util.spec_from_file_location(name, place)
+        assert spec is not None and spec.loader is not None  # always so for an existing .py file
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pickle look a class's module up
+        spec.loader.exec_module(module)
+        return module
+    except Exception as error:  # boundary: the user's module may raise anything while it is imported
+        raise Unusable(f"{place} cannot be imported: {describe(error)}") from error
+
+
+def _check_arguments(function: RewardFunction, name: str, args: Mapping[str, Any]) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, **args)
+    except TypeError as error:
+        names = [p for p in list(signature.parameters)[1:] if p not in args]
+        unknown = [arg for arg in args if arg not in signature.parameters]
+        hint = nearest(unknown[0], names) if unknown else ""
+        raise Unusable(f"{name}{signature} does not fit args {dict(args)}: {error}.{hint}") from error

@@ -1,0 +1,108 @@
+"""What a reward function is: a group in, one score per sample out. The declaration, and the check of what comes back.
+
+    def f(group: Group, **args) -> Sequence[float | Score | None]        (or async)
+
+`None` says that a sample could not be scored through no fault of its own. A `Score` can say more: a fault of the data,
+or a fault of the model, which earns the declared minimum whatever value it carries. Anything that is not a finite
+number in the declared range is a fault of ours, never a number: group-relative credit would read a made-up 0 as a
+verdict. Used on both sides of the process boundary, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Real
+from typing import Any
+
+from hone.types import Fault, Group, Score
+
+Scores = Sequence[float | Score | None]
+RewardFunction = Callable[..., Scores | Awaitable[Scores]]
+
+DETAIL_CHARACTERS = 200
+"""Longest cause that a fault carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a reward function promises of its values. The minimum is what a fault of the model earns."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def problem(self, value: float) -> str | None:
+        """Why `value` is no score, or None."""
+        if not math.isfinite(value):
+            return f"gave {value}, not a finite number"
+        if self.minimum is not None and value < self.minimum:
+            return f"gave {value:g}, below its declared minimum {self.minimum:g}"
+        if self.maximum is not None and value > self.maximum:
+            return f"gave {value:g}, above its declared maximum {self.maximum:g}"
+        return None
+
+
+def reward(*, minimum: float | None = None, maximum: float | None = None) -> Callable[[RewardFunction], RewardFunction]:
+    """Declare the range of a reward function's values; what lies outside is then a fault, not a score."""
+
+    def declare(function: RewardFunction) -> RewardFunction:
+        function.hone_range = Range(minimum, maximum)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def declared_range(function: RewardFunction) -> Range:
+    return getattr(function, "hone_range", Range())
+
+
+def check_scores(returned: Any, group: Group, declared: Range) -> tuple[Score, ...]:
+    """One valid Score per sample, from whatever a reward function returned."""
+    num_samples = len(group.samples)
+    if isinstance(returned, str | bytes | dict) or not (hasattr(returned, "__len__") and hasattr(returned, "__iter__")):
+        return all_faulty(num_samples, f"returned {type(returned).__name__}, not one score per sample")
+    if len(returned) != num_samples:
+        return all_faulty(num_samples, f"returned {len(returned)} scores for {num_samples} samples")
+    return tuple([_check_score(value, declared) for value in returned])
+
+
+def all_faulty(num_samples: int, detail: str, fault: Fault = Fault.INFRA) -> tuple[Score, ...]:
+    """The same fault for every sample of a group."""
+    return (Score(None, fault, detail[:DETAIL_CHARACTERS]),) * num_samples
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError: message`, on one line, bounded."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:DETAIL_CHARACTERS]
+
+
+def _check_score(value: Any, declared: Range) -> Score:
+    if type(value) is float:
+        return _plain(value, declared)
+    if isinstance(value, Score):
+        return _check_typed(value, declared)
+    if value is None:
+        return Score(None, Fault.INFRA, "returned None")
+    if isinstance(value, Real):
+        return _plain(float(value), declared)
+    return Score(None, Fault.INFRA, f"gave {type(value).__name__}, not a number")
+
+
+def _check_typed(score: Score, declared: Range) -> Score:
+    value = score.value
+    if score.fault is Fault.MODEL and declared.minimum is not None:
+        value = declared.minimum
+    if value is not None and (problem := declared.problem(value)) is not None:
+        return Score(None, Fault.INFRA, problem)
+    # Rebuilt of plain values: a user's own number type would not cross to a process that cannot import it.
+    metrics = {str(name): float(number) for name, number in score.metrics.items()}
+    return Score(None if value is None else float(value), score.fault, str(score.detail)[:DETAIL_CHARACTERS], metrics)
+
+
+@lru_cache(maxsize=4096)
+def _plain(value: float, declared: Range) -> Score:
+    """Scores are immutable and few values repeat, so one object serves for all equal ones."""
+    problem = declared.problem(value)
+    return Score(value) if problem is None else Score(None, Fault.INFRA, problem)

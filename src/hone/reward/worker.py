@@ -1,0 +1,127 @@
+"""The inside of a scorer process: load the user's functions once, then score one group at a time until told to stop.
+
+Started by `pool.py` only, with a socket to it. Everything a user's function does wrong is answered as a fault; what
+cannot be answered (a hang, a crash of the interpreter) is the pool's to notice. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hone.reward.resolve import Target, Unusable, load
+from hone.reward.signature import RewardFunction, all_faulty, check_scores, declared_range, describe
+from hone.types import Group, Score
+
+HEADER = struct.Struct("!Q")
+"""Length of the pickled message that follows. Pickle crosses only between this project's own processes."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A reward function and its keyword arguments, as the run file gives them."""
+
+    target: Target
+    args: Mapping[str, Any]
+    key: str
+    """The run file's key that named it, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message to a worker; it answers with a list of problems, empty when all is well."""
+
+    jobs: tuple[Job, ...]
+    python_path: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Score `group` by job number `job`; the worker answers with one Score per sample."""
+
+    job: int
+    group: Group
+
+
+def main(channel_fd: int, parent_pid: int) -> None:
+    """Serve until the pool closes the channel."""
+    _die_with_parent(parent_pid)
+    os.dup2(2, 1)  # what a reward prints belongs among the messages, not into the output of the run
+    with socket.socket(fileno=channel_fd) as channel:
+        hello = _receive(channel)
+        if hello is None:
+            return
+        sys.path[:] = hello.python_path
+        functions, problems = _load_all(hello.jobs)
+        _send(channel, problems)
+        with asyncio.Runner() as runner:  # one event loop for all tasks: async rewards may keep their connections
+            while (task := _receive(channel)) is not None:
+                job = hello.jobs[task.job]
+                _send(channel, _score(runner, functions[task.job], job.args, task.group))
+
+
+def _load_all(jobs: tuple[Job, ...]) -> tuple[list[RewardFunction], list[str]]:
+    functions: list[RewardFunction] = []
+    problems: list[str] = []
+    for job in jobs:
+        try:
+            functions.append(load(job.target, job.args))
+        except Unusable as error:
+            problems.append(f"{job.key}: {error}")
+    return functions, problems
+
+
+def _score(
+    runner: asyncio.Runner, function: RewardFunction, args: Mapping[str, Any], group: Group
+) -> tuple[Score, ...]:
+    try:
+        returned: Any = function(group, **args)
+        if inspect.isawaitable(returned):
+            returned = runner.run(_awaited(returned))
+        return check_scores(returned, group, declared_range(function))
+    except BaseException as error:  # boundary: a user's function may raise anything, SystemExit included
+        return all_faulty(len(group.samples), f"raised {describe(error)}")
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _receive(channel: socket.socket) -> Any:
+    """The next message; None when the pool is gone."""
+    header = _read(channel, HEADER.size)
+    return pickle.loads(_read(channel, HEADER.unpack(header)[0])) if header else None
+
+
+def _read(channel: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        part = channel.recv(num_bytes - len(data))
+        if not part:
+            return b""
+        data += part
+    return bytes(data)
+
+
+def _send(channel: socket.socket, message: Any) -> None:
+    body = pickle.dumps(message)
+    channel.sendall(HEADER.pack(len(body)) + body)
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Linux kills this process when its parent dies, however hard; elsewhere the closed channel ends it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # it died before the line above
+            os._exit(1)
