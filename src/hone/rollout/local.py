@@ -1,0 +1,155 @@
+"""The embedded engine: samples in this process, from a model that it may share with the trainer.
+
+The event loop's thread takes requests and hands results over; a worker thread owns the scheduler and does all
+arithmetic, so that rewards are scored while other groups are still being sampled. Requests made in one pass of the
+event loop reach the worker together and in order: a synchronous run repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from hone.errors import DataError, EngineError
+from hone.model.base import CausalModel
+from hone.model.decoder import Decoder
+from hone.model.hf import TransformersModel
+from hone.model.load import weights_fingerprint
+from hone.rollout.decoding import DecoderStepper
+from hone.rollout.engine import Request
+from hone.rollout.rows import Job
+from hone.rollout.scheduler import Decode, Scheduler
+from hone.rollout.stepper import Stepper
+from hone.rollout.transformers_decoding import TransformersStepper
+from hone.rollout.worker import Action, Worker
+from hone.types import Sample
+
+
+class LocalEngine:
+    """`engine.Engine` for one process and one device.
+
+    Args:
+        model: sampled from as it is: shared with the trainer, or the engine's own copy that `load` writes to.
+        decode: token ids to text without special tokens.
+        eos_ids: tokens that end every response.
+        max_concurrent: rows decoded together, at most.
+        timeout_s: an engine that makes no step for so long is given up (EngineError).
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        decode: Decode,
+        eos_ids: tuple[int, ...],
+        max_concurrent: int,
+        timeout_s: float,
+        version: int = 0,
+    ) -> None:
+        self.version = version
+        self._model = model
+        self._eos_ids = eos_ids
+        self._scheduler = Scheduler(make_stepper(model, max_concurrent), decode, max_concurrent)
+        self._promises: dict[Job, Future[tuple[Sample, ...]]] = {}  # the worker's; a job is in it while it runs
+        self._worker = Worker(lambda: not self._scheduler.idle, self._step, name="hone-engine", timeout_s=timeout_s)
+        self._unsent: list[Action] = []
+        self._awake = True
+
+    async def generate(self, request: Request) -> tuple[Sample, ...]:
+        """See `Engine.generate`. Raises DataError when the prompt leaves no position for a response."""
+        if not self._awake:
+            raise EngineError(f"prompt {request.prompt.id}: the engine is asleep; wake it before generating.")
+        job, promise = self._job(request), self._worker.promise()
+        self._unsent.append(lambda: self._start(job, promise))
+        if len(self._unsent) == 1:
+            asyncio.get_running_loop().call_soon(self._send_when_quiet, 1)
+        try:
+            return await self._worker.wait_for(promise, f"prompt {request.prompt.id}")
+        except asyncio.CancelledError:
+            self._worker.forget(promise)
+            self._send(lambda: self._cancel(job))
+            raise
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """See `Engine.load`. Weights that do not fit end the engine: it would hold half of them."""
+
+        def load() -> None:
+            if weights is not None:
+                self._model.load_weights(weights)
+            self.version = version
+
+        self._send()
+        await self._worker.run(load, f"loading the weights of version {version}")
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+
+        def clear_if_idle() -> bool:
+            if idle := self._scheduler.idle:
+                self._scheduler.clear()
+            return idle
+
+        self._send()
+        if not await self._worker.run(clear_if_idle, "sleep"):
+            raise EngineError("the engine cannot sleep while samples are in flight; await or cancel them first.")
+        self._awake = False
+
+    async def wake(self) -> None:
+        """See `Engine.wake`. The first request makes the cache anew."""
+        self._awake = True
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        await self._worker.close()
+
+    def fingerprint(self) -> str:
+        """See `Engine.fingerprint`."""
+        return weights_fingerprint(self._model.named_weights())
+
+    def _job(self, request: Request) -> Job:
+        prompt, sampling = request.prompt, request.sampling
+        room = self._model.max_positions - len(prompt.token_ids)
+        if room < 1:
+            raise DataError(
+                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, which leaves no room for a response in the "
+                f"model's {self._model.max_positions} positions. Lower data.max_prompt_tokens."
+            )
+        return Job(request, min(sampling.max_tokens, room), (*self._eos_ids, *sampling.stop_token_ids))
+
+    def _send_when_quiet(self, seen: int) -> None:
+        """Send new requests all at once, after a pass of the event loop that brought no more of them."""
+        if len(self._unsent) in (0, seen):
+            self._send()
+        else:
+            asyncio.get_running_loop().call_soon(self._send_when_quiet, len(self._unsent))
+
+    def _send(self, *more: Action) -> None:
+        actions, self._unsent = [*self._unsent, *more], []
+        if actions:
+            self._worker.post(actions)
+
+    # ---- on the worker
+
+    def _step(self) -> None:
+        for job in self._scheduler.step(self.version):
+            self._worker.keep(self._promises.pop(job), tuple(job.samples))
+
+    def _start(self, job: Job, promise: Future[tuple[Sample, ...]]) -> None:
+        self._promises[job] = promise
+        self._scheduler.add(job)
+
+    def _cancel(self, job: Job) -> None:
+        if self._promises.pop(job, None) is not None:
+            self._scheduler.cancel(job)
+
+
+def make_stepper(model: CausalModel, max_rows: int) -> Stepper:
+    """The fastest way to decode with this model."""
+    if isinstance(model, Decoder):
+        return DecoderStepper(model, max_rows)
+    if isinstance(model, TransformersModel):
+        return TransformersStepper(model, max_rows)
+    raise TypeError(f"no way to decode with a {type(model).__name__}")

@@ -1,0 +1,123 @@
+"""The live rows of an engine as arrays: what each has sampled so far, how it samples, and when it must end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hone.rollout.engine import Request
+from hone.rollout.sampling import Controls, request_key, row_keys, uniforms
+from hone.types import Sample
+
+
+@dataclass(eq=False)
+class Job:
+    """One request on its way through the engine."""
+
+    request: Request
+    limit_tokens: int
+    """Tokens per sample, at most."""
+    stop_ids: tuple[int, ...]
+    started: int = 0
+    """Samples that have been given a row."""
+    prompt_id: int | None = None
+    """The stepper's id of the prompt, once computed."""
+    samples: list[Sample] = field(default_factory=list)
+    """Finished ones, in order of finishing."""
+
+
+class Rows:
+    """Struct of arrays over at most `max_rows` rows; rows 0 .. count - 1 are live."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.count = 0
+        self.jobs: list[Job] = []
+        self.sample_index = np.zeros(max_rows, np.int64)
+        self.length = np.zeros(max_rows, np.int64)
+        self._limit = np.zeros(max_rows, np.int64)
+        self._key = np.zeros(max_rows, np.uint64)
+        self._temperature = np.zeros(max_rows)
+        self._top_k = np.zeros(max_rows, np.int64)
+        self._top_p = np.zeros(max_rows)
+        self._min_p = np.zeros(max_rows)
+        self._stop_ids = np.full((max_rows, 1), -1, np.int64)
+        self.stop_window = np.zeros(max_rows, np.int64)
+        """Last tokens that may hold a stop string just completed; 0: the row has no stop strings."""
+        self.tokens = np.zeros((max_rows, 0), np.int32)
+        self.logprobs = np.zeros((max_rows, 0), np.float32)
+        self.versions = np.zeros((max_rows, 0), np.int32)
+
+    def add(self, job: Job, count: int) -> None:
+        """Give the job's next `count` samples a row each."""
+        new = slice(self.count, self.count + count)
+        sampling, request = job.request.sampling, job.request
+        self.sample_index[new] = np.arange(job.started, job.started + count)
+        self.length[new] = 0
+        self._limit[new] = job.limit_tokens
+        self._key[new] = row_keys(
+            request_key(request.seed, request.stream, request.prompt.index), self.sample_index[new]
+        )
+        self._temperature[new] = sampling.temperature
+        self._top_k[new], self._top_p[new], self._min_p[new] = sampling.top_k, sampling.top_p, sampling.min_p
+        if len(job.stop_ids) > self._stop_ids.shape[1]:
+            self._stop_ids = _widened(self._stop_ids, len(job.stop_ids), fill=-1)
+        self.stop_window[new] = stop_window(sampling.stop)
+        self._stop_ids[new] = -1
+        self._stop_ids[new, : len(job.stop_ids)] = job.stop_ids
+        self.jobs += [job] * count
+        self.count += count
+        job.started += count
+
+    def controls(self) -> Controls:
+        live = slice(self.count)
+        return Controls(self._temperature[live], self._top_k[live], self._top_p[live], self._min_p[live])
+
+    def uniforms(self) -> np.ndarray:
+        """(count,) the randomness of each row's next token."""
+        return uniforms(self._key[: self.count], self.length[: self.count])
+
+    def append(self, token_B: np.ndarray, logprob_B: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray]:
+        """Record one token per live row; returns (stopped_B, full_B): a stop token came, the limit is reached."""
+        live = np.arange(self.count)
+        length_B = self.length[: self.count]
+        longest = int(length_B.max()) + 1
+        if longest > self.tokens.shape[1]:
+            self.tokens, self.logprobs, self.versions = (
+                _widened(array, max(64, 2 * longest), fill=0) for array in (self.tokens, self.logprobs, self.versions)
+            )
+        self.tokens[live, length_B] = token_B
+        self.logprobs[live, length_B] = logprob_B
+        self.versions[live, length_B] = version
+        length_B += 1
+        stopped_B = (token_B[:, None] == self._stop_ids[: self.count]).any(1)
+        return stopped_B, length_B >= self._limit[: self.count]
+
+    def move(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
+        """Row `target[i]` becomes row `source[i]`; afterwards `count` rows are live."""
+        for array in (self.sample_index, self.length, self._limit, self._key, self._temperature, self._top_k):
+            array[target] = array[source]
+        for array in (self._top_p, self._min_p, self._stop_ids, self.stop_window):
+            array[target] = array[source]
+        if len(source):
+            used = int(self.length[target].max())
+            for array in (self.tokens, self.logprobs, self.versions):
+                array[target, :used] = array[source, :used]
+        for to, origin in zip(target.tolist(), source.tolist(), strict=True):
+            self.jobs[to] = self.jobs[origin]
+        del self.jobs[count:]
+        self.count = count
+
+
+def _widened(array: np.ndarray, width: int, fill: int) -> np.ndarray:
+    wider = np.full((array.shape[0], width), fill, array.dtype)
+    wider[:, : array.shape[1]] = array
+    return wider
+
+
+def stop_window(stop: tuple[str, ...]) -> int:
+    """How many last tokens to decode to see a stop string that the newest one completes.
+
+    A token is at least one byte of text; a few more stand at the left, where decoding may differ from the whole.
+    """
+    return max(len(string.encode()) for string in stop) + 8 if stop else 0

@@ -1,0 +1,158 @@
+"""Continuous batching: which rows exist, one token for each of them per step, finished ones replaced at once.
+
+Synchronous and without threads. Jobs start in the order of their arrival, sample by sample, whenever a row is free;
+what happens is a function of the jobs and of the steps at which they came, never of time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.rollout.rows import Job, Rows
+from hone.rollout.sampling import sample
+from hone.rollout.stepper import Stepper, closing_moves
+from hone.types import Sample
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Scheduler:
+    """Drives a stepper. `step()` until `idle`; finished jobs are what it returns."""
+
+    def __init__(self, stepper: Stepper, decode: Decode, max_rows: int) -> None:
+        self._stepper = stepper
+        self._decode = decode
+        self._max_rows = max_rows
+        self._rows = Rows(max_rows)
+        self._waiting: deque[Job] = deque()
+        self._logits_BV: Tensor | None = None  # of the live rows' next token
+        self.num_tokens = 0
+        """Tokens sampled since the start."""
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and self._rows.count == 0
+
+    def add(self, job: Job) -> None:
+        self._waiting.append(job)
+
+    def cancel(self, job: Job) -> None:
+        """Drop the job and free its rows. A job that is unknown or finished is none of our business."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+            if job.prompt_id is not None:
+                self._stepper.release_prompt(job.prompt_id)
+        dead_B = np.fromiter((other is job for other in self._rows.jobs), bool, self._rows.count)
+        if dead_B.any():
+            logits_BV = self._logits_BV
+            assert logits_BV is not None  # a step that leaves rows also leaves their next logits
+            self._logits_BV = logits_BV[self._remove(dead_B).to(logits_BV.device)] if not dead_B.all() else None
+
+    def step(self, version: int) -> list[Job]:
+        """Admit what fits, sample one token per live row; returns the jobs whose last sample this finished."""
+        self._admit()
+        if self._logits_BV is None:
+            return []
+        rows = self._rows
+        token_B, logprob_B = sample(self._logits_BV, rows.controls(), rows.uniforms())
+        self._logits_BV = None
+        stopped_B, full_B = rows.append(token_B.cpu().numpy(), logprob_B.cpu().numpy(), version)
+        self.num_tokens += rows.count
+        cut_texts = self._completed_stop_strings()
+        stopped_B[list(cut_texts)] = True
+        done_B = stopped_B | full_B
+        finished: list[Job] = []
+        if done_B.any():
+            finished = self._collect(np.flatnonzero(done_B), stopped_B, cut_texts)
+            token_B = token_B.index_select(0, self._remove(done_B).to(token_B.device))
+        if rows.count:
+            self._logits_BV = self._stepper.advance(token_B)
+        return finished
+
+    def clear(self) -> None:
+        """Forget all jobs and free the cache."""
+        self._waiting.clear()
+        self._rows = Rows(self._max_rows)
+        self._logits_BV = None
+        self._stepper.clear()
+
+    def _admit(self) -> None:
+        free = self._max_rows - self._rows.count
+        if not self._waiting or free == 0 or not self._stepper.can_add_rows(self._rows.count):
+            return
+        starting: list[tuple[Job, int]] = []
+        for job in self._waiting:
+            if free == 0:
+                break
+            count = min(free, job.request.num_samples - job.started)
+            starting.append((job, count))
+            free -= count
+        new = [job for job, _ in starting if job.prompt_id is None]
+        if new:
+            ids = self._stepper.add_prompts([job.request.prompt.token_ids for job in new])
+            for job, prompt_id in zip(new, ids, strict=True):
+                job.prompt_id = prompt_id
+        row_prompts: list[int] = []
+        for job, count in starting:
+            assert job.prompt_id is not None
+            row_prompts += [job.prompt_id] * count
+            self._rows.add(job, count)
+        logits_BV = self._stepper.add_rows(row_prompts)
+        self._logits_BV = logits_BV if self._logits_BV is None else torch.cat([self._logits_BV, logits_BV])
+        while self._waiting and self._waiting[0].started == self._waiting[0].request.num_samples:
+            job = self._waiting.popleft()
+            assert job.prompt_id is not None
+            self._stepper.release_prompt(job.prompt_id)
+
+    def _remove(self, dead_B: np.ndarray) -> Tensor:
+        """Close over dead rows; returns the old row of each remaining one."""
+        target, source, count = closing_moves(dead_B)
+        self._rows.move(target, source, count)
+        self._stepper.move_rows(target, source, count)
+        order = np.arange(count)
+        order[target] = source
+        return torch.from_numpy(order)
+
+    def _completed_stop_strings(self) -> dict[int, str]:
+        """Rows whose text now contains one of their stop strings, and the text up to the end of the first one.
+
+        Only the tail that the new token can have changed is decoded at each step; a hit there is confirmed, and cut,
+        in the whole text, because a tail may decode differently at its first character.
+        """
+        rows, hits = self._rows, {}
+        for row in np.flatnonzero(rows.stop_window[: rows.count]).tolist():
+            stop, length = rows.jobs[row].request.sampling.stop, int(rows.length[row])
+            tail = self._decode(rows.tokens[row, max(0, length - int(rows.stop_window[row])) : length].tolist())
+            if any(string in tail for string in stop):
+                text = self._decode(rows.tokens[row, :length].tolist())
+                ends = [text.index(string) + len(string) for string in stop if string in text]
+                if ends:
+                    hits[row] = text[: min(ends)]
+        return hits
+
+    def _collect(self, done: np.ndarray, stopped_B: np.ndarray, cut_texts: dict[int, str]) -> list[Job]:
+        """Make samples of finished rows; returns the jobs that are complete."""
+        rows, complete = self._rows, []
+        for row in done.tolist():
+            job, length = rows.jobs[row], int(rows.length[row])
+            token_ids = rows.tokens[row, :length].tolist()
+            job.samples.append(
+                Sample(
+                    prompt_id=job.request.prompt.id,
+                    index=int(rows.sample_index[row]),
+                    token_ids=tuple(token_ids),
+                    sampler_logprobs=tuple(rows.logprobs[row, :length].tolist()),
+                    versions=tuple(rows.versions[row, :length].tolist()),
+                    finish_reason="stop" if stopped_B[row] else "length",
+                    text=cut_texts[row] if row in cut_texts else self._decode(token_ids),
+                )
+            )
+            if len(job.samples) == job.request.num_samples:
+                job.samples.sort(key=lambda s: s.index)
+                complete.append(job)
+        return complete

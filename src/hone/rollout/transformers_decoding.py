@@ -1,0 +1,85 @@
+"""Stepper for any Transformers model: its own forward and its own cache, left-padded rows, in waves.
+
+Correct rather than fast: rows start together, and the next wave starts when the last row of one has finished.
+A prompt is still computed once per wave; its keys and values are then copied to its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+
+from hone.model.hf import TransformersModel
+
+
+class TransformersStepper:
+    """See `stepper.Stepper`."""
+
+    def __init__(self, model: TransformersModel, max_rows: int) -> None:
+        self._model = model
+        self._max_rows = max_rows
+        self.clear()
+
+    def clear(self) -> None:
+        self._prompts: dict[int, tuple[int, ...]] = {}
+        self._next_prompt_id = 0
+        self._forget_rows()
+
+    def can_add_rows(self, count: int) -> bool:
+        return count == 0
+
+    def add_prompts(self, prompts: Sequence[tuple[int, ...]]) -> list[int]:
+        ids = list(range(self._next_prompt_id, self._next_prompt_id + len(prompts)))
+        self._next_prompt_id += len(prompts)
+        self._prompts.update(zip(ids, prompts, strict=True))
+        return ids
+
+    def release_prompt(self, prompt_id: int) -> None:
+        del self._prompts[prompt_id]
+
+    def add_rows(self, prompt_ids: Sequence[int]) -> Tensor:
+        self._model.hf.eval()  # the trainer may have left it in training mode, to recompute activations
+        device = self._model.output_weight.device
+        used, which_B = np.unique(np.array(prompt_ids), return_inverse=True)
+        prompts = [self._prompts[prompt_id] for prompt_id in used.tolist()]
+        width = max(map(len, prompts))
+        real_NP = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        token_NP = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+        row_B = torch.from_numpy(which_B).to(device)
+        self._cache = DynamicCache(config=self._model.hf.config)
+        logits_NV = self._forward(token_NP, real_NP, (real_NP.cumsum(1) - 1).clamp_min(0))
+        self._cache.batch_select_indices(row_B)
+        self._real_BW = real_NP[row_B]
+        return logits_NV[row_B]
+
+    def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
+        if count == 0:
+            return self._forget_rows()
+        order = np.arange(count)
+        order[target] = source
+        row_B = torch.from_numpy(order).to(self._real_BW.device)
+        self._cache.batch_select_indices(row_B)
+        self._real_BW = self._real_BW[row_B]
+
+    def advance(self, token_ids_B: Tensor) -> Tensor:
+        self._real_BW = F.pad(self._real_BW, (0, 1), value=1)
+        return self._forward(token_ids_B[:, None], self._real_BW, self._real_BW.sum(1, keepdim=True) - 1)
+
+    def _forward(self, token_ids_BX: Tensor, real_BW: Tensor, position_BX: Tensor) -> Tensor:
+        out = self._model.hf.base_model(
+            input_ids=token_ids_BX,
+            attention_mask=real_BW,
+            position_ids=position_BX,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return F.linear(out.last_hidden_state[:, -1], self._model.output_weight)
+
+    def _forget_rows(self) -> None:
+        self._cache = DynamicCache()
+        self._real_BW = torch.zeros(0, 0, dtype=torch.int64)
