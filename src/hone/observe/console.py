@@ -25,7 +25,6 @@ from hone.observe.metrics import PHASES
 
 REFRESHES_PER_S = 2
 PLAIN_INTERVAL_S = 2.0
-CHART_POINTS = 240
 BARS = "▁▂▃▄▅▆▇█"
 MAX_WIDTH = 110
 PHASE_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_black")
@@ -47,6 +46,9 @@ HEADLINE = {
     "memory/rss_gib": "memory, GiB",
 }
 """Metric -> its label, in the order shown. `train/clip_frac` is the sum of both sides."""
+
+CHARTED = ("sft/loss", "rollout/reward_mean", "rollout/accuracy", "eval/accuracy")
+"""Drawn as a line of bars over the whole stage."""
 
 PLAIN_LABELS = {
     "rollout/reward_mean": "reward",
@@ -79,13 +81,17 @@ class State:
         self.title, self.total_steps = title, total_steps
         self.stage, self.step = "", 0
         self.values: dict[str, float] = {}
-        self.history: dict[str, deque[float]] = {}
+        self.step_times: dict[str, float] = {}
+        """`time/` values of the last line of a step; an evaluation's line has times of its own."""
+        self.history: dict[str, list[float]] = {}
+        """Headline metric -> all its finite values in this stage."""
         self.began_s = time.perf_counter()
         self._paces: deque[tuple[float, int]] = deque(maxlen=50)
 
     def begin(self, stage: str, total_steps: int) -> None:
         self.stage, self.total_steps, self.step = stage, total_steps, 0
         self.values.clear()
+        self.step_times.clear()
         self.history.clear()
         self._paces.clear()
 
@@ -93,14 +99,14 @@ class State:
         if stage != self.stage:
             self.begin(stage, self.total_steps)
         self.step = step
-        if "time/step_s" in values:  # an evaluation's line has times of its own
-            self.values = {name: value for name, value in self.values.items() if not name.startswith("time/")}
+        if "time/step_s" in values:
+            self.step_times = {name: value for name, value in values.items() if name.startswith("time/")}
         self.values.update(values)
         if "train/clip_low_frac" in values:
             self.values["train/clip_frac"] = values["train/clip_low_frac"] + values.get("train/clip_high_frac", 0.0)
-        for name in ("rollout/reward_mean", "rollout/accuracy", "eval/accuracy", "sft/loss"):
+        for name in CHARTED:
             if name in values and math.isfinite(values[name]):
-                self.history.setdefault(name, deque(maxlen=CHART_POINTS)).append(values[name])
+                self.history.setdefault(name, []).append(values[name])
         self._paces.append((time.perf_counter(), step))
 
     @property
@@ -186,6 +192,7 @@ class LiveView:
         self._state = State(title, total_steps)
         self._lock = threading.Lock()
         self._messages: deque[Text] = deque(maxlen=5)
+        self._console = console
         self._live = Live(console=console, refresh_per_second=REFRESHES_PER_S, get_renderable=self._render)
         self._live.start()
 
@@ -207,11 +214,11 @@ class LiveView:
 
     def close(self, message: str) -> None:
         self._live.stop()  # leaves the last view on the screen
-        self._live.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> Panel:
         with self._lock:
-            return render(self._state, list(self._messages), width=self._live.console.width)
+            return render(self._state, list(self._messages), width=self._console.width)
 
 
 def open_view(kind: str, title: str, total_steps: int) -> View:
@@ -262,11 +269,13 @@ def _progress(state: State, width: int) -> Table:
 def _charts(state: State, width: int) -> Table:
     """A line of bars per headline series, scaled to its own range."""
     grid = Table.grid(padding=(0, 2))
-    for name, series in state.history.items():
+    for name in CHARTED:
+        if not (series := state.history.get(name)):
+            continue
         low, high = min(series), max(series)
         grid.add_row(
             Text(HEADLINE[name], style="dim"),
-            Text(bars(list(series), width - 44), style="green"),
+            Text(bars(series, width - 44), style="green"),
             Text(number(state.values[name]), style="bold"),
             Text(f"{number(low)} … {number(high)}", style="dim"),
         )
@@ -290,8 +299,8 @@ def _figures(state: State) -> Table:
 
 def _time_split(state: State, width: int) -> list[Text]:
     """One bar of the last step's seconds by phase, and its legend."""
-    seconds = {phase: state.values.get(f"time/{phase}_s", 0.0) for phase in PHASES}
-    total = max(sum(seconds.values()), state.values.get("time/step_s", 0.0))
+    seconds = {phase: state.step_times.get(f"time/{phase}_s", 0.0) for phase in PHASES}
+    total = max(sum(seconds.values()), state.step_times.get("time/step_s", 0.0))
     if total == 0:
         return []
     seconds["other"] = total - sum(seconds.values())

@@ -6,13 +6,33 @@ as JSON, into the page `report.html` beside this file. What the model wrote is d
 
 from __future__ import annotations
 
+import html
 import json
+import math
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+from hone.observe.metrics import PHASES, find_metric
+from hone.observe.recorder import RecordedSample, read_samples, recorded_steps
 
 SUMMARY = Path("logs") / "summary.json"
+TEMPLATE = Path(__file__).with_name("report.html")
+
+MAX_POINTS = 1000
+"""Per curve; longer ones show means of equal bins."""
+MAX_SAMPLES = 320
+"""In the page, over all steps shown."""
+STEPS_SHOWN = 5
+"""Steps per stage whose samples are in the page: first, last, and evenly between."""
+MAX_TOKENS = 150_000
+"""Tokens with logprobs in the page; samples beyond it show their text only."""
+MAX_TEXT = 20_000
+"""Characters of one prompt or response in the page."""
 
 
 @dataclass
@@ -23,7 +43,7 @@ class Summary:
     began_unix_s: float
     versions: Mapping[str, str] = field(default_factory=dict)
     ended_unix_s: float | None = None
-    outcome: str = "running, or ended without a word"
+    outcome: str = "not finished"
 
     @classmethod
     def begin(cls, folder: Path, *, title: str, versions: Mapping[str, str], resume: bool) -> Summary:
@@ -40,11 +60,178 @@ class Summary:
 
     @classmethod
     def read(cls, folder: Path) -> Summary:
-        return cls(**json.loads((folder / SUMMARY).read_text()))
+        path = folder / SUMMARY
+        return cls(**json.loads(path.read_text())) if path.exists() else cls(title=folder.name, began_unix_s=0.0)
 
     def _write(self, folder: Path) -> None:
         (folder / SUMMARY).write_text(json.dumps(asdict(self), indent=1))
 
 
 def write_report(run_folder: Path, *, decode: Callable[[Sequence[int]], str] | None = None) -> Path:
-    return run_folder / "report.html"
+    """Write report.html from what the run's folder holds, finished or not. Returns its path.
+
+    Args:
+        decode: token ids to text, for the view of single tokens; kept in samples/tokens.json, so that a report
+            made again from the folder has it too.
+    """
+    samples = choose_samples(run_folder)
+    data = {
+        "summary": asdict(Summary.read(run_folder)),
+        "config": _text(run_folder / "run.yaml"),
+        "stages": _stages(_lines(run_folder / "metrics.jsonl")),
+        "phases": PHASES,
+        "samples": _sample_rows(samples),
+        "pieces": _pieces(run_folder, samples, decode),
+        "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},
+    }
+    data["metrics"] = {
+        name: asdict(metric)
+        for stage in data["stages"]
+        for part in ("steps", "evals")
+        for name in stage[part]["values"]
+        if (metric := _known(name))
+    }
+    parts = {"{{title}}": html.escape(data["summary"]["title"]), "{{data}}": script_json(data)}
+    page = re.sub("{{title}}|{{data}}", lambda mark: parts[mark[0]], TEMPLATE.read_text(encoding="utf-8"))
+    path = run_folder / "report.html"
+    aside = path.with_suffix(".html.tmp")
+    aside.write_text(page, encoding="utf-8")
+    aside.replace(path)
+    return path
+
+
+def script_json(data: Any) -> str:
+    """JSON that is safe inside <script>: no character in it can end the element or begin a comment."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII only, so U+2028 is escaped already
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def thin(points: Sequence[float | None], most: int) -> list[float | None]:
+    """At most `most` points: means of the finite values in equal bins; None for a bin without any."""
+    if len(points) <= most:
+        return list(points)
+    edges = [round(i * len(points) / most) for i in range(most + 1)]
+    means: list[float | None] = []
+    for start, stop in pairwise(edges):
+        found = [value for value in points[start:stop] if value is not None]
+        means.append(sum(found) / len(found) if found else None)
+    return means
+
+
+def choose_samples(run_folder: Path) -> list[RecordedSample]:
+    """Whole groups from a few steps of each stage, `MAX_SAMPLES` in all."""
+    steps = recorded_steps(run_folder)
+    places = [(stage, step) for stage, found in steps.items() for step in _spread(found, STEPS_SHOWN)]
+    chosen: list[RecordedSample] = []
+    for stage, step in places:
+        groups: dict[str, list[RecordedSample]] = {}
+        for sample in read_samples(run_folder, step, stage):
+            groups.setdefault(sample.prompt_id, []).append(sample)
+        quota = MAX_SAMPLES // len(places)
+        largest = max(map(len, groups.values()), default=1)
+        for prompt_id in _spread(list(groups), max(1, quota // largest)):
+            chosen += groups[prompt_id][:quota]
+    return chosen
+
+
+def _spread(items: Sequence[Any], most: int) -> list[Any]:
+    """`most` of the items, evenly: the first and the last among them when there is room for two."""
+    if len(items) <= most:
+        return list(items)
+    if most == 1:
+        return [items[0]]
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl; a killed run may have torn the last one."""
+    whole, _, _ = _text(path).rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _stages(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Per stage, in the order run: columns of its steps and of its evaluations, and how long it took."""
+    by_stage: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        by_stage.setdefault(line["stage"], []).append(line)
+    stages, began_s = [], 0.0
+    for name, found in by_stage.items():
+        evals = [line for line in found if any(key.startswith("eval/") for key in line)]
+        steps = [line for line in found if not any(key.startswith("eval/") for key in line)]
+        ended_s = found[-1]["time_s"]
+        stages.append(
+            {
+                "name": name,
+                "last_step": max(line["step"] for line in found),
+                "seconds": round(ended_s - began_s, 3),
+                "steps": _columns(steps),
+                "evals": _columns(evals),
+            }
+        )
+        began_s = ended_s
+    return stages
+
+
+def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    names = sorted({name for line in lines for name in line if "/" in name})
+    return {
+        "count": len(lines),
+        "step": thin([line["step"] for line in lines], MAX_POINTS),
+        "values": {name: [_short(v) for v in thin([line.get(name) for line in lines], MAX_POINTS)] for name in names},
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _known(name: str) -> Any:
+    """The registry's entry, or None for a run folder of another version of Hone."""
+    try:
+        return find_metric(name)
+    except ValueError:
+        return None
+
+
+def _sample_rows(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
+    rows, tokens_left = [], MAX_TOKENS
+    for recorded in samples:
+        sample = recorded.sample
+        row = {
+            "stage": recorded.stage,
+            "step": recorded.step,
+            "prompt": recorded.prompt[:MAX_TEXT],
+            "answer": None if recorded.answer is None else str(recorded.answer)[:MAX_TEXT],
+            "response": sample.text[:MAX_TEXT],
+            "index": sample.index,
+            "num_tokens": len(sample.token_ids),
+            "finish_reason": sample.finish_reason,
+            "versions": sorted(set(sample.versions)),
+            "reward": _short(recorded.reward),
+            "advantage": _short(recorded.advantage),
+            "scores": {name: _short(value) for name, value in recorded.scores.items()},
+            "faults": recorded.faults,
+        }
+        if len(sample.token_ids) <= tokens_left:
+            tokens_left -= len(sample.token_ids)
+            row["token_ids"] = sample.token_ids
+            row["logprobs"] = [None if not math.isfinite(p) else round(p, 3) for p in sample.sampler_logprobs]
+        rows.append(row)
+    return rows
+
+
+def _pieces(
+    run_folder: Path, samples: Sequence[RecordedSample], decode: Callable[[Sequence[int]], str] | None
+) -> dict[str, str]:
+    """Token id -> its text, for the tokens in the page; empty when nobody can tell."""
+    kept = run_folder / "samples" / "tokens.json"
+    if decode is None:
+        return json.loads(kept.read_text()) if kept.exists() else {}
+    pieces = {str(token): decode([token]) for token in sorted({t for s in samples for t in s.sample.token_ids})}
+    if pieces:
+        kept.write_text(json.dumps(pieces))
+    return pieces
