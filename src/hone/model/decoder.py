@@ -23,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hone.errors import DataError
 from hone.model.attention import shared_prompt_attention
 from hone.model.base import CausalModel
+from hone.model.weights import copy_by_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -111,9 +112,15 @@ class Layer(nn.Module):
 
 
 class Decoder(CausalModel):
-    """The Llama family. Constructed without real weights: `load_weights` or `load.init_model` fills them."""
+    """The Llama family. Memory is allocated but not set: `load_weights` must follow."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__()
         why = unsupported(config)
         if why:
@@ -127,13 +134,15 @@ class Decoder(CausalModel):
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // self.num_heads
         self.tied: bool = config.tie_word_embeddings
-        self.embed = nn.Embedding(self.vocab_size, self.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i, self.head_dim) for i in range(self.num_layers))
-        self.norm = RMSNorm(self.hidden_size, config.rms_norm_eps)
-        if not self.tied:
-            self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
-        self.register_buffer("rope_table", rope_table(config, self.head_dim), persistent=False)
+        with torch.device("meta"):  # neither initialised nor in float32 first
+            self.embed = nn.Embedding(self.vocab_size, self.hidden_size)
+            self.layers = nn.ModuleList(Layer(config, i, self.head_dim) for i in range(self.num_layers))
+            self.norm = RMSNorm(self.hidden_size, config.rms_norm_eps)
+            if not self.tied:
+                self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
+        self.to(dtype).to_empty(device=device)
         self.rope_table: Tensor
+        self.register_buffer("rope_table", rope_table(config, self.head_dim).to(device, dtype), persistent=False)
 
     @property
     def output_weight(self) -> Tensor:
@@ -214,25 +223,3 @@ def rope_table(config: PreTrainedConfig, head_dim: int) -> Tensor:
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
     angles = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * inv_freq.float()
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
-
-
-@torch.no_grad()
-def copy_by_name(own: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]], ignored: tuple[str, ...]) -> None:
-    """Copies each weight onto its namesake; every name of `own` must come exactly once (see `load_weights`)."""
-    missing = set(own)
-    for name, weight in weights:
-        if name in ignored or name.endswith("rotary_emb.inv_freq"):
-            continue
-        if name not in missing:
-            state = "twice" if name in own else "which the architecture does not have"
-            raise DataError(f"weights: got {name} {state}. Check that config.json belongs to these weights.")
-        if weight.shape != own[name].shape:
-            raise DataError(
-                f"weights: {name} has shape {tuple(weight.shape)}, the architecture wants {tuple(own[name].shape)}. "
-                "Check that config.json belongs to these weights."
-            )
-        own[name].copy_(weight)
-        missing.remove(name)
-    if missing:
-        some = ", ".join(sorted(missing)[:3])
-        raise DataError(f"weights: {len(missing)} of {len(own)} are missing ({some} ...). Is a shard absent?")

@@ -51,6 +51,18 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The same tokens as plain sequences: one right-padded row per distinct sample, its prompt in front."""
+
+    index_RL: Tensor
+    """(R, L) index into X; padding repeats the last token."""
+    real_RL: Tensor
+    """(R, L) bool."""
+    predict_U: Tensor
+    """(U,) index into the flattened (R, L) of the position that predicts each unique response token."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """One microbatch in shared-prompt layout: X tokens computed, U unique response tokens, T of all samples."""
 
@@ -69,6 +81,20 @@ class Layout:
     blocks: tuple[Block, ...]
     query_row_X: Tensor
     """(X,) where each token's query stands among the flattened, concatenated (B, Q) of all blocks."""
+    spans_R: Ints
+    """(R, 4) of each distinct sample: start and length of its prompt in X, start of its response, response tokens."""
+
+    def rows(self) -> Rows:
+        """For models that know no layouts."""
+        prompt_start, num_prompt, own_start, num_response = (self.spans_R[:, i, None] for i in range(4))
+        length = num_prompt + np.maximum(num_response - 1, 0)
+        column = np.arange(length.max(initial=0))
+        at = np.minimum(column, length - 1)
+        index_RL = np.where(at < num_prompt, prompt_start + at, own_start + at - num_prompt)
+        row_starts = np.arange(len(length)) * len(column)
+        predict_U = _ranges(row_starts + num_prompt[:, 0] - 1, num_response[:, 0])
+        device = self.token_ids_X.device
+        return Rows(*(torch.from_numpy(a).to(device) for a in (index_RL, column < length, predict_U)))
 
     @classmethod
     def build(
@@ -130,6 +156,9 @@ class Layout:
             needed_U=put(needed_U),
             blocks=tuple(Block(*map(put, arrays)) for arrays in blocks),
             query_row_X=put(query_row_X),
+            spans_R=np.stack(
+                (places.prompt_start_N[prompt_R], prompt_length_N[prompt_R], places.start_R, samples.length_R), axis=1
+            ),
         )
 
 

@@ -1,0 +1,89 @@
+"""Every other decoder-only architecture, through Transformers' own class: correct everywhere, and slower.
+
+Samples become right-padded rows of prompt + response, so a prompt is computed once per distinct sample of it instead of
+once; identical samples are still one row. The model runs without dropout.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hone.errors import DataError
+from hone.model.base import CausalModel
+from hone.model.layout import Layout
+from hone.model.weights import copy_by_name
+
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Config keys of architectures whose logits are more than hidden @ weight.T."""
+
+
+class TransformersModel(CausalModel):
+    """Wraps an `AutoModelForCausalLM`; `.hf` is the module itself, for the engine's generic decoding."""
+
+    def __init__(self, hf: PreTrainedModel, hf_config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.hf = hf.eval()
+        self.hf_config = hf_config
+        self.vocab_size = self.output_weight.shape[0]
+        self.hidden_size = self.output_weight.shape[1]
+        self.max_positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
+        self._check_logits()
+
+    @property
+    def output_weight(self) -> Tensor:
+        head = self.hf.get_output_embeddings()
+        assert head is not None, "AutoModelForCausalLM always has an output layer"
+        return head.weight
+
+    def hidden(self, layout: Layout) -> Tensor:
+        recompute = self.checkpoint_layers and torch.is_grad_enabled()
+        if recompute and not self.hf.is_gradient_checkpointing:
+            self.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        self.hf.train(recompute)  # Transformers recomputes only in training mode; dropout is 0 in either
+        rows = layout.rows()
+        out = self.hf.base_model(
+            input_ids=layout.token_ids_X[rows.index_RL], attention_mask=rows.real_RL.long(), use_cache=False
+        )
+        return out.last_hidden_state.flatten(0, 1).index_select(0, rows.predict_U)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        seen: set[int] = set()
+        for name, weight in self.hf.state_dict().items():
+            if weight.data_ptr() not in seen:
+                seen.add(weight.data_ptr())
+                yield name, weight
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self.named_weights())
+        aliases = tuple(name for name in self.hf.state_dict() if name not in own)
+        copy_by_name(own, weights, ignored=aliases)
+
+    @torch.no_grad()
+    def _check_logits(self) -> None:
+        """Refuses architectures that do something to their logits that `logprobs.py` would not do."""
+        changed = [key for key in LOGIT_CHANGES if getattr(self.hf_config, key, None) not in (None, 1.0)]
+        bias = getattr(self.hf.get_output_embeddings(), "bias", None) is not None
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.output_weight.device)
+        hidden = self.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = self.hf(input_ids=ids, use_cache=False).logits.float()
+        differs = (logits - (hidden @ self.output_weight.T).float()).norm() > 0.02 * logits.norm()
+        if changed or bias or differs:
+            what = ", ".join(changed) or ("a bias of the output layer" if bias else "a change of its logits")
+            raise DataError(
+                f"model: {self.hf_config.model_type} has {what}, which Hone cannot train yet. Take another."
+            )
+
+
+def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy whose dropout rates are 0: the trainer must see the very distribution that was sampled from."""
+    config = copy.deepcopy(config)
+    for key, value in config.to_dict().items():
+        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+            setattr(config, key, 0.0)
+    return config

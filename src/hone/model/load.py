@@ -1,0 +1,222 @@
+"""Models from disk and to disk: Hugging Face directories in, Hugging Face directories out.
+
+Weights are read from safetensors only: a pickle can run code. Nothing is downloaded unless the path is a hub name, and
+then through huggingface_hub, which honours HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from hone.errors import DataError
+from hone.model.base import CausalModel
+from hone.model.decoder import Decoder, unsupported
+from hone.model.hf import TransformersModel, without_dropout
+from hone.model.weights import weights_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["init_model", "load_model", "model_folder", "save_hf", "weights_fingerprint"]
+
+Implementation = Literal["auto", "hone", "transformers"]
+
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    implementation: Implementation = "auto",
+    trust_remote_code: bool = False,
+) -> CausalModel:
+    """The model in a local directory, or under a hub name.
+
+    Raises:
+        DataError: no such model, no safetensors, a shard is missing or corrupt, or names and shapes do not fit.
+    """
+    folder = model_folder(path, trust_remote_code=trust_remote_code)
+    config = _read_config(folder, trust_remote_code)
+    shards = _shards(folder)
+    if _is_ours(config, implementation):
+        model = Decoder(config, dtype=dtype, device=device)
+        model.load_weights(_read_weights(shards))
+        return model
+    return _load_transformers(folder, config, dtype, device, trust_remote_code)
+
+
+def init_model(
+    architecture: Mapping[str, Any],
+    *,
+    vocab_size: int | None,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    implementation: Implementation = "auto",
+) -> CausalModel:
+    """A randomly initialised model, a function of its arguments alone (not of torch's global random state).
+
+    Args:
+        architecture: the keys of a config.json, `model_type` among them.
+        vocab_size: tokens of the tokenizer in use; replaces the architecture's own. None leaves it.
+    """
+    keys = dict(architecture)
+    model_type = keys.pop("model_type", None)
+    if model_type is None:
+        raise DataError("model.init: no model_type. Name the architecture, for example model_type: qwen3.")
+    if vocab_size is not None:
+        keys["vocab_size"] = vocab_size
+    try:
+        config = AutoConfig.for_model(model_type, **keys)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"model.init: {error}") from error
+    if _is_ours(config, implementation):
+        model = Decoder(config, dtype=dtype, device=device)
+        model.load_weights(_random_weights(model, seed, config.initializer_range))
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        hf = AutoModelForCausalLM.from_config(without_dropout(config), dtype=dtype)
+    return TransformersModel(hf.to(device), config)
+
+
+def save_hf(
+    folder: Path,
+    hf_config: PreTrainedConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Writes config.json, model.safetensors and the tokenizer; an existing `folder` is replaced when all is written."""
+    tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        config = type(hf_config).from_dict(hf_config.to_dict())
+        config.dtype = next(iter(tensors.values())).dtype
+        config.save_pretrained(aside)
+        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        aside.chmod(0o755)  # mkdtemp makes it private
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def model_folder(path: str | Path, *, trust_remote_code: bool = False) -> Path:
+    """The local directory of a model: the path itself, or the hub's snapshot of that name."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1:
+        raise DataError(f"model.path: {path} is not a directory. Give a model directory or a hub name.")
+    patterns = [*HUB_FILES, *(("*.py",) if trust_remote_code else ())]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise DataError(
+            f"model.path: {path} is neither a directory here nor to be had from the hub ({type(error).__name__}: "
+            f"{error}). Check the spelling and the network, or give a local directory."
+        ) from error
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise DataError(f"{folder}: no config.json. Is this a Hugging Face model directory?")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise DataError(f"{file}: {error}") from error
+
+
+def _is_ours(config: PreTrainedConfig, implementation: Implementation) -> bool:
+    return implementation == "hone" or (implementation == "auto" and unsupported(config) is None)
+
+
+def _load_transformers(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool
+) -> TransformersModel:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=without_dropout(config),
+        dtype=dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    hf, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:  # Transformers would leave these random
+        raise DataError(
+            f"{folder}: {len(missing)} weights are missing, {missing[0]} among them. Fetch the model again."
+        )
+    return TransformersModel(hf.to(device), config)
+
+
+def _random_weights(model: Decoder, seed: int, std: float) -> Iterator[tuple[str, Tensor]]:
+    """Normal matrices, zero biases, unit norms; drawn in float32 on the CPU, so every dtype and device starts alike."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_weights():
+        if name.endswith("bias"):
+            yield name, torch.zeros(weight.shape)
+        elif weight.ndim == 1:
+            yield name, torch.ones(weight.shape)
+        else:
+            yield name, torch.empty(weight.shape).normal_(0.0, std, generator=generator)
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The folder's weight files, each present and whole (the header of a safetensors file tells its length)."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError) as error:
+            raise DataError(f"{index}: not a safetensors index ({error!r}). Fetch the model again.") from error
+    else:
+        names = ["model.safetensors"]
+    files = [folder / name for name in names]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent and index.is_file():
+        raise DataError(
+            f"{folder}: {len(absent)} of {len(files)} shards are missing ({', '.join(absent[:3])}), though "
+            f"{index.name} names them. Fetch the model again."
+        )
+    if absent:
+        pickles = sorted(file.name for file in folder.glob("*.bin"))
+        hint = f"; it has {pickles[0]}, a pickle, which could run code. Convert it to safetensors" if pickles else ""
+        raise DataError(f"{folder}: no model.safetensors and no {index.name}{hint}.")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{file}: corrupt or cut short ({error}). Fetch the model again.") from error
+    return files
+
+
+def _read_weights(shards: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    for file in shards:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                yield name, tensors.get_tensor(name)
