@@ -30,7 +30,9 @@ def shape_of(prompt_tokens, group_of, lengths):
 def cost(shape, samples):
     """Tokens computed for a microbatch, the slow way."""
     prompts = {int(shape.prompt_S[s]) for s in samples}
-    return sum(int(shape.prompt_tokens_N[p]) for p in prompts) + sum(max(int(shape.length_S[s]) - 1, 0) for s in samples)
+    return sum(int(shape.prompt_tokens_N[p]) for p in prompts) + sum(
+        max(int(shape.length_S[s]) - 1, 0) for s in samples
+    )
 
 
 # ---- collate ------------------------------------------------------------------------------------------------------

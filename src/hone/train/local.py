@@ -121,6 +121,7 @@ class LocalTrainer:
             "train/optimizer_steps": len(results),
             "train/skipped_steps": sum(not r.applied for r in results),
             "train/microbatches": len(measured),
+            "train/masked_frac": 1 - int(loss_tokens_S.sum()) / max(len(batch.token_ids_T), 1),
             "train/samples_trained_frac": trained / max(sum(map(len, steps)), 1),
         }
 
@@ -158,6 +159,11 @@ class LocalTrainer:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their Hugging Face names; views, valid until the next update."""
         return self.model.named_weights()
+
+    def master_weights(self) -> list[tuple[str, Tensor]]:
+        """Copies of the float32 master weights, under their Hugging Face names."""
+        with self.flat.showing_master():
+            return [(name, weight.clone()) for name, weight in self.model.named_weights()]
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything needed to continue bit for bit; see `Trainer.state`."""

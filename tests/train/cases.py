@@ -1,0 +1,108 @@
+"""A small model in float64, a ragged batch, and the rows that the trainer's tests run over."""
+
+from pathlib import Path
+
+import torch
+from ruamel.yaml import YAML
+
+import hone.config
+from hone.algo.algorithm import Algorithm
+from hone.config.run import AlgorithmSection, OptimizerSection
+from hone.data.pack import collate
+from hone.model.load import init_model
+from hone.train.local import LocalTrainer
+from hone.types import Batch, Group, Prompt, Sample
+
+VOCAB, MAX_TOKENS = 13, 6
+ARCHITECTURE = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+
+PRESET_FILES = sorted((Path(hone.config.__file__).parent / "presets" / "algorithm").glob("*.yaml"))
+ROWS = {path.stem: AlgorithmSection(**YAML(typ="safe").load(path)["algorithm"]) for path in PRESET_FILES}
+ROWS["kl_and_entropy"] = AlgorithmSection(
+    aggregate="token_mean", kl_loss_coef=0.2, kl_estimator="k2", entropy_coef=0.05
+)
+
+
+def algorithm_of(name: str) -> Algorithm:
+    return Algorithm(ROWS[name], max_response_tokens=MAX_TOKENS)
+
+
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes):
+    model = init_model({**ARCHITECTURE, **changes}, vocab_size=VOCAB, seed=seed, dtype=dtype, device="cpu")
+    with torch.no_grad():
+        for weight in model.parameters():  # at the usual 0.02 every token would be as likely as the next
+            if weight.dim() == 2:
+                weight.mul_(10)
+    return model
+
+
+def make_trainer(model=None, *, precision="float64", steps=10, optimizer=None, reference=None, **changes):
+    options = {"temperature": 1.0, "tokens_per_microbatch": 10_000, "logprob_chunk_tokens": 64} | changes
+    return LocalTrainer(
+        model or make_model(dtype=getattr(torch, precision)),
+        optimizer=optimizer or OptimizerSection(lr=1e-2, weight_decay=0.1),
+        total_optimizer_steps=steps,
+        precision=precision,
+        reference=reference,
+        **options,
+    )
+
+
+def make_groups(seed: int = 0, *, num_groups: int = 5, group_size: int = 4) -> list[Group]:
+    """Prompts of 2 to 6 tokens, responses of 1 to 6; identical samples, an unscored one, a group of equal rewards."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    groups = []
+    for n in range(num_groups):
+        prompt = Prompt(f"p{n}", n, "", tuple(draw(0, VOCAB - 1) for _ in range(draw(2, 6))))
+        samples = []
+        for g in range(group_size):
+            tokens = tuple(draw(0, VOCAB - 1) for _ in range(draw(1, MAX_TOKENS)))
+            if g == group_size - 1:
+                tokens = samples[0].token_ids
+            logprobs = tuple(-0.5 - 0.1 * draw(0, 30) for _ in tokens)
+            mask = None if draw(0, 3) else tuple(i != 1 for i in range(len(tokens)))
+            samples.append(Sample(prompt.id, g, tokens, logprobs, (0,) * len(tokens), "stop", "", mask))
+        rewards = [float(draw(0, 3)) for _ in samples]
+        if n == 1:
+            rewards[1] = None
+        if n == 2:
+            rewards = [1.0] * group_size
+        groups.append(Group(prompt, tuple(samples), {}, tuple(rewards)))
+    return groups
+
+
+def make_batch(groups: list[Group], algorithm: Algorithm, *, moved: bool = True) -> Batch:
+    """Collated, with advantages; where `moved`, old and reference logprobs that differ from the policy's."""
+    batch, _ = algorithm.assign(collate(groups))
+    if moved:
+        # A function of token and mask alone, so that reordered groups bring the same columns.
+        base = -2.0 + 0.1 * batch.token_ids_T.double()
+        batch = batch.with_column("old_logprobs_T", base).with_column("ref_logprobs_T", base - 0.3)
+    return batch
+
+
+def gradient(trainer: LocalTrainer, batch: Batch, algorithm: Algorithm) -> torch.Tensor:
+    """The gradient that one update would apply, caught before it is."""
+    caught = []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (caught.append(trainer.flat.grad.clone()), step())[1]
+    try:
+        trainer.update(batch, algorithm)
+    finally:
+        trainer.optimizer.step = step
+    assert len(caught) == 1
+    return caught[0]
