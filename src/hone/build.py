@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from hone.algo.algorithm import Algorithm
-from hone.config.derived import optimizer_steps_total
+from hone.config.derived import optimizer_steps_total, samples_per_update
 from hone.config.load import Loaded
 from hone.config.run import OptimizerSection, RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
@@ -41,6 +41,8 @@ from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.local import LocalTrainer
 from hone.types import Progress
+
+Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
 
 @dataclass
@@ -157,7 +159,8 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
     progress = restored(trainer, saved) or Progress(stage="rl")
     shared = config.rollout.max_staleness == 0
     engine = make_engine(job, trainer.model if shared else copy.deepcopy(trainer.model))
-    rewards = Rewards(config.reward, job.base_dir)
+    window = 20 * samples_per_update(config)
+    rewards = Rewards.from_config(config.reward, job.base_dir, window_samples=window)
     evaluation = held_out_evaluation(job, engine, rewards)
     job.observer.begin("rl", config.run.steps)
     run = PolicyRun(
@@ -179,11 +182,11 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         gate_passed=False,
     )
     try:
-        await train_policy(run)
+        async with rewards:
+            await train_policy(run)
         await finish_stage(job, run)
     finally:
         await engine.close()
-        await rewards.close()
 
 
 async def finish_stage(job: Job, run: SftRun | PolicyRun) -> None:
@@ -242,9 +245,12 @@ def restored(trainer: LocalTrainer, saved: Saved | None) -> Progress | None:
 
 def make_engine(job: Job, model: CausalModel) -> LocalEngine:
     """The embedded engine."""
-    tokenizer = job.tokenizer
     return LocalEngine(
-        model, tokenizer.decode, tokenizer.eos_ids, max_concurrent=job.config.rollout.max_concurrent_samples
+        model,
+        decode=job.tokenizer.decode,
+        eos_ids=job.tokenizer.eos_ids,
+        max_concurrent=job.config.rollout.max_concurrent_samples,
+        timeout_s=job.config.rollout.timeout_s,
     )
 
 
@@ -262,7 +268,7 @@ def sampling_of(config: RunConfig, *, temperature: float | None = None) -> Sampl
     )
 
 
-def held_out_evaluation(job: Job, engine: LocalEngine, rewards: Rewards) -> Callable[[], Awaitable[dict[str, float]]] | None:
+def held_out_evaluation(job: Job, engine: LocalEngine, rewards: Rewards) -> Evaluate | None:
     """A function that evaluates the live policy, or None when the run file names no data for it."""
     config = job.config
     if config.data.eval is None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from hone.algo.shaping import informative
 from hone.config.run import RunConfig
 from hone.loop.run import PolicyRun
 from hone.rollout.engine import Sampling
@@ -95,6 +96,9 @@ class RandomRewards:
         rewards = tuple(0.0 if equal else float(i % 2) for i in range(len(group.samples)))
         return group.scored({"fake": tuple(Score(r) for r in rewards)}, rewards)
 
+    def enough(self, group: Group) -> bool:
+        return True
+
 
 class Trainer:
     device = torch.device("cpu")
@@ -150,6 +154,7 @@ def fake_run(max_staleness=0, *, seed=0, steps=30, prompts=4, group=2, equal_fra
     clock = random.Random(seed)
     algorithm = SimpleNamespace(
         needs=frozenset(),
+        informative=lambda rewards: informative(rewards, None),
         assign=lambda batch: (batch.with_column("advantages_T", torch.ones_like(batch.sampler_logprobs_T)), {}),
     )
     return PolicyRun(

@@ -41,7 +41,7 @@ async def evaluate(
 
 
 def metrics_of(groups: Sequence[Group], settings: EvalSection) -> dict[str, float]:
-    """`eval/*` metrics; an unscored sample counts as neither right nor wrong, and `eval/unscored_frac` says how many."""
+    """`eval/*` metrics; unscored samples count as neither right nor wrong, and `eval/unscored_frac` says how many."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards]
     scored = [reward for reward in rewards if reward is not None]

@@ -111,7 +111,7 @@ def check_mask(groups: Sequence[Group], batch: Batch) -> None:
 
 
 def likely_cause(run: PolicyRun, batch: Batch, trainer_T: Tensor, gap: float) -> str:
-    """The hypothesis that explains the gap: each is tried on the data, and the best one wins if it closes most of it."""
+    """The hypothesis that explains the gap: each is tried on the data; the best one wins if it closes most of it."""
     explained = {
         "tokens and logprobs are shifted against each other by one (off-by-one)": shifted_gap(trainer_T, batch),
         "prompts are swapped: responses were matched with their neighbour's prompt": swapped_gap(run, batch),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
@@ -85,10 +86,8 @@ class PolicyRun(Stage):
 
     def keeps(self, group: Group) -> bool:
         """Whether a scored group is worth a place in the update; a dropped one is remembered for the record."""
-        rewards = [reward for reward in group.rewards if reward is not None]
-        scored_enough = len(rewards) >= self.config.reward.min_valid_per_group
-        informative = not self.config.algorithm.drop_uninformative or (rewards and max(rewards) > min(rewards))
-        if scored_enough and informative:
+        informative = not self.config.algorithm.drop_uninformative or self.algorithm.informative(group.rewards)
+        if informative and self.rewards.enough(group):
             return True
         self.dropped.append(group)
         return False
@@ -131,10 +130,9 @@ class PolicyRun(Stage):
 
 def sample_advantages(batch: Batch) -> list[float]:
     """Mean advantage of each sample's tokens; 0 for a sample without tokens."""
-    lengths = batch.length_S
-    sums = lengths.new_zeros(len(lengths), dtype=batch.columns["advantages_T"].dtype)
-    sums.index_add_(0, lengths.new_tensor(range(len(lengths))).repeat_interleave(lengths), batch.columns["advantages_T"])
-    return (sums / lengths.clamp(min=1)).tolist()
+    total_T = torch.nn.functional.pad(batch.columns["advantages_T"].double().cumsum(0), (1, 0))
+    end_S = batch.length_S.cumsum(0)
+    return ((total_T[end_S] - total_T[end_S - batch.length_S]) / batch.length_S.clamp(min=1)).tolist()
 
 
 def due(step: int, every: int) -> bool:

@@ -10,25 +10,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import AlgorithmSection, SftSection
+from hone.data.prompts import SftRow, epoch_order
 from hone.loop.run import Stage, due, now
 from hone.types import Batch
 
 IMITATION = Algorithm(AlgorithmSection(ratio="none", clip="none", aggregate="token_mean"))
 
-Row = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a prompt, and of the response to imitate, its EOS included."""
-
-
 @dataclass
 class SftRun(Stage):
     """A supervised stage."""
 
-    rows: Sequence[Row]
+    rows: Sequence[SftRow]
 
 
 def total_steps(settings: SftSection, num_rows: int) -> int:
@@ -70,12 +66,12 @@ def rows_of_step(run: SftRun, step: int) -> list[int]:
     rows: list[int] = []
     while len(rows) < count:
         epoch, start = divmod(step * count + len(rows), num_rows)
-        order = np.random.default_rng([run.config.seed, epoch]).permutation(num_rows)
-        rows += order[start : start + count - len(rows)].tolist()
+        order = epoch_order(num_rows, seed=run.config.seed, epoch=epoch)
+        rows += order[start : start + count - len(rows)]
     return rows
 
 
-def batch_of(rows: Sequence[Row], device: torch.device) -> Batch:
+def batch_of(rows: Sequence[SftRow], device: torch.device) -> Batch:
     """A batch that imitates: every response token has loss and advantage 1."""
     lengths = torch.tensor([len(response) for _, response in rows], device=device)
     tokens = torch.tensor([token for _, response in rows for token in response], device=device)
