@@ -67,9 +67,9 @@ METRICS: dict[str, Metric] = {
     "train/samples_trained_frac": Metric(
         "fraction", "Samples that had a gradient; the rest cost no backward pass.", _FRACTION
     ),
-    "train/masked_frac": Metric("fraction", "Response tokens without loss: not the policy's own, or of an unscored sample."),
-    "train/reward_clipped_frac": Metric("fraction", "Scored samples whose raw reward was outside algorithm.reward_clip."),
-    "train/overlong_penalty_mean": Metric("reward", "Mean length penalty added to the scored samples' rewards; 0 or less."),
+    "train/masked_frac": Metric("fraction", "Response tokens without loss: of tools, or of unscored samples."),
+    "train/reward_clipped_frac": Metric("fraction", "Scored samples with a raw reward outside reward_clip."),
+    "train/overlong_penalty_mean": Metric("reward", "Mean length penalty added to scored rewards; 0 or less."),
     "train/microbatches": Metric("microbatches", "Forward and backward passes of the update."),
     "train/optimizer_steps": Metric("optimizer steps", "Optimizer steps of the update."),
     "train/skipped_steps": Metric("optimizer steps", "Optimizer steps skipped for a non-finite gradient.", (0.0, 0.0)),
