@@ -159,7 +159,7 @@ class Decoder(CausalModel):
             needed_W: (W,) indices into X; the last layer then skips everything else and the result is (W, h).
         """
         x = F.embedding(token_ids_X, self.embed.weight)
-        cos_sin_XD = self.rope_table.index_select(0, position_X)
+        cos_sin_XD = self.rope_table.index_select(0, position_X).to(x.dtype)  # a trainer may turn weights into bfloat16
         recompute = self.checkpoint_layers and torch.is_grad_enabled()
         for layer in self.layers:
             needed = needed_W if layer.index == self.num_layers - 1 else None
