@@ -8,6 +8,7 @@ with models initialised at random; it saves and loads like any other.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ Message = dict[str, Any]
 """{"role": ..., "content": ...}"""
 
 PAD, EOS = "<pad>", "<eos>"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a surrogate pair: JSON can hold one, UTF-8 and so tokenizers cannot."""
 
 
 class Tokenizer:
@@ -60,7 +63,7 @@ class Tokenizer:
             rendered: the texts come from a chat template, which wrote its own special tokens; otherwise the
                 tokenizer adds what it adds at the start (a BOS, say), and an EOS at the end is taken away.
         Raises:
-            UnknownCharacter: for character-level tokenizers only.
+            UnknownCharacter: see `check_characters`.
         """
         for text in texts:
             self.check_characters(text)
@@ -98,14 +101,15 @@ class Tokenizer:
         return text
 
     def check_characters(self, text: str) -> None:
-        """Raises UnknownCharacter when a character-level tokenizer cannot spell `text`."""
-        if self._alphabet is not None and not self._alphabet.issuperset(text):
-            character = next(c for c in text if c not in self._alphabet)
-            raise UnknownCharacter(f"character {character!r} (U+{ord(character):04X}) is not in model.characters")
+        """Raises UnknownCharacter for a half of a surrogate pair, or what a character-level tokenizer does not have."""
+        unknown = set(text) - self._alphabet if self._alphabet is not None else _SURROGATE.findall(text)
+        for character in sorted(unknown):
+            place = "model.characters" if self._alphabet is not None else "Unicode text"
+            raise UnknownCharacter(f"character {character!r} (U+{ord(character):04X}) is not in {place}")
 
 
 class UnknownCharacter(DataError):
-    """A character-level tokenizer met a character that it does not have."""
+    """A text has a character that the tokenizer cannot spell."""
 
 
 def load_tokenizer(model: ModelSection, folder: Path) -> Tokenizer:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,7 +130,8 @@ def load_sft_rows(
     return pairs, loading.report()
 
 
-def epoch_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
+@lru_cache(maxsize=2)
+def epoch_order(num_rows: int, *, seed: int, epoch: int) -> tuple[int, ...]:
     """A permutation of range(num_rows) that is a function of (seed, epoch), on every machine and library version.
 
     Rows are sorted by a hash of their number (splitmix64, Steele et al., 2014), keyed by seed and epoch.
@@ -137,7 +140,7 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
     x = np.uint64(key) + np.arange(1, num_rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(x ^ (x >> np.uint64(31)), kind="stable").tolist()
+    return tuple(np.argsort(x ^ (x >> np.uint64(31)), kind="stable").tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,9 @@ class _Loading:
         self.response_column = response_column
         self.responses: dict[str, str] = {}
         """Prompt id -> text to imitate, when `response_column` is given."""
-        self.used_ids: dict[str, int] = {}
+        self.used_ids: set[str] = set()
+        self.repeats = Counter[str]()
+        """How often an id came up before suffixes made it unique."""
         self.read = self.kept = self.too_long = self.longest = 0
         self.bad: list[str] = []
 
@@ -201,7 +206,7 @@ class _Loading:
         return _Draft(row.where, row_id, text, answer, others)
 
     def spelled(self, text: str, field: str) -> str:
-        """`text`, once it is certain that the tokenizer has all its characters."""
+        """`text`, once it is certain that the tokenizer can spell it."""
         try:
             self.tokenizer.check_characters(text)
         except UnknownCharacter as error:
@@ -215,8 +220,12 @@ class _Loading:
         else:
             content = json.dumps([values[self.data.prompt_column], answer], sort_keys=True, default=str)
             base = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
-        number = self.used_ids[base] = self.used_ids.get(base, 0) + 1
-        return base if number == 1 else f"{base}#{number}"
+        number = self.repeats[base] + 1
+        while (row_id := base if number == 1 else f"{base}#{number}") in self.used_ids:
+            number += 1
+        self.repeats[base] = number
+        self.used_ids.add(row_id)
+        return row_id
 
     def reject(self, what: str) -> None:
         """Count a malformed row. Raises DataError when the run file does not allow (so many of) them."""

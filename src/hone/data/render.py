@@ -107,8 +107,10 @@ class Renderer:
         if not isinstance(messages, list) or not messages:
             raise Malformed(name, f"got {type(value).__name__}; must be text or a list of {{role, content}} messages")
         for number, message in enumerate(messages, start=1):
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise Malformed(name, f"message {number} is no {{role, content}} object")
+            if not isinstance(message.get("content"), str | list):
+                raise Malformed(name, f"message {number} has {type(message.get('content')).__name__} as content")
         if self.data.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.data.system}, *messages]
         return messages

@@ -85,11 +85,13 @@ class Rewards:
             folder: the run file's; `file.py:function` is relative to it, and modules beside it can be imported.
             window_samples: samples of 20 steps, the window of `reward.max_unscored_frac`.
         Raises:
-            ConfigError: every component that names no reward, or a name used twice.
+            ConfigError: every component that names no reward, names used twice, no component with a weight.
         """
         pool = WorkerPool(num_workers=settings.workers, folder=folder)
         components: list[Component] = []
         problems: list[str] = []
+        if not any(component.weight for component in settings.components):
+            problems.append("reward.components: none has a weight, so there is nothing to maximise; add one.")
         for number, component in enumerate(settings.components):
             name, key = component_name(component), f"reward.components[{number}]"
             if name in (other.name for other in components):

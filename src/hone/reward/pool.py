@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class WorkerPool:
     def __init__(self, *, num_workers: int, folder: Path) -> None:
         """`folder`, the run file's, is put on the workers' import path."""
         self._jobs: list[Job] = []
+        self._closed = False
         self._python_path = (str(folder.resolve()), *sys.path)
         self._workers = [_Worker() for _ in range(num_workers)]
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
@@ -80,6 +82,8 @@ class WorkerPool:
         """Scores of a group, or one fault for all its samples when the worker hangs or dies. Cancelling kills it."""
         worker = await self._free.get()
         try:
+            if self._closed:
+                raise RuntimeError("a group came to be scored after the rewards were closed")
             if not worker.alive:
                 await self._start(worker)
             async with asyncio.timeout(timeout_s):
@@ -88,7 +92,6 @@ class WorkerPool:
             await worker.kill()
             return all_faulty(len(group.samples), f"took longer than {timeout_s:g} s; its process was killed")
         except WorkerDied as error:
-            await worker.kill()
             return all_faulty(len(group.samples), f"its process {error}")
         except asyncio.CancelledError:
             await worker.kill()  # busy with a task that nobody waits for any more
@@ -98,12 +101,8 @@ class WorkerPool:
 
     async def close(self) -> None:
         """End all workers, by force after CLOSE_TIMEOUT_S."""
+        self._closed = True
         await asyncio.gather(*(worker.close() for worker in self._workers))
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers that are alive."""
-        return [worker.process.pid for worker in self._workers if worker.process is not None]
 
 
 class _Worker:
@@ -115,7 +114,15 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        """Whether the process still holds its end of the channel. It may have died while it had nothing to do."""
+        if self.channel is None:
+            return False
+        try:
+            return self.channel.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:  # nothing to read is how a waiting worker looks
+            return True
+        except ConnectionError:
+            return False
 
     async def start(self, hello: Hello) -> list[str]:
         """Start the process. Returns its problems with the jobs. Raises WorkerDied."""
@@ -125,6 +132,7 @@ class _Worker:
         command = _MAIN.format(path=list(sys.path), fd=theirs.fileno(), pid=os.getpid())
         with theirs:
             # Its own session: Ctrl-C is for the run to handle, and a kill reaches what the reward itself started.
+            # From this very thread: Linux lets the worker live no longer than the thread that started it.
             self.process = subprocess.Popen(
                 [sys.executable, "-c", command],
                 stdin=subprocess.DEVNULL,
@@ -135,49 +143,46 @@ class _Worker:
         return await self.ask(hello)
 
     async def ask(self, message: Any) -> Any:
-        """Send a message and await the answer. Raises WorkerDied when the process ends first."""
-        assert self.channel is not None
-        loop = asyncio.get_running_loop()
+        """Send a message and await the answer. Raises WorkerDied, saying how, when the process ends first."""
+        channel = self.channel
+        assert channel is not None
         body = pickle.dumps(message)
         try:
-            await loop.sock_sendall(self.channel, HEADER.pack(len(body)) + body)
-            (length,) = HEADER.unpack(await self._read(HEADER.size))
-            return pickle.loads(await self._read(length))
+            await asyncio.get_running_loop().sock_sendall(channel, HEADER.pack(len(body)) + body)
+            (length,) = HEADER.unpack(await self._read(channel, HEADER.size))
+            return pickle.loads(await self._read(channel, length))
         except (ConnectionError, EOFError):
-            raise WorkerDied(await self._cause_of_death()) from None
+            code = await self.kill()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise WorkerDied(how) from None
 
-    async def _read(self, num_bytes: int) -> bytes:
-        assert self.channel is not None
+    @staticmethod
+    async def _read(channel: socket.socket, num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
-            part = await asyncio.get_running_loop().sock_recv(self.channel, num_bytes - len(data))
+            part = await asyncio.get_running_loop().sock_recv(channel, num_bytes - len(data))
             if not part:
                 raise EOFError
             data += part
         return bytes(data)
 
-    async def _cause_of_death(self) -> str:
-        assert self.process is not None
-        try:
-            code = await asyncio.to_thread(self.process.wait, CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-    async def kill(self) -> None:
-        """End the process and what it started, now. Nothing happens when there is none."""
-        if self.channel is not None:
-            self.channel.close()
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself, with all that it had started
-                os.killpg(self.process.pid, signal.SIGKILL)
-            await asyncio.shield(asyncio.to_thread(self.process.wait))
+    async def kill(self) -> int:
+        """End the process and what it started, now. Returns its exit code, negative for a signal; 0 without one."""
+        process, channel = self.process, self.channel
         self.process = self.channel = None
+        if channel is not None:
+            channel.close()
+        if process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # before it is reaped, while the number is surely its own
+        return await asyncio.shield(asyncio.to_thread(process.wait))
 
     async def close(self) -> None:
-        """Ask the process to end by closing its channel; kill it when it does not."""
+        """Let the process end by itself, so that exit handlers run; kill it when it does not."""
         if self.channel is not None and self.process is not None:
-            self.channel.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self.process.wait, CLOSE_TIMEOUT_S)
+            self.channel.shutdown(socket.SHUT_WR)  # it reads the end of its tasks, and can still answer the last one
+            deadline = time.monotonic() + CLOSE_TIMEOUT_S
+            while self.alive and time.monotonic() < deadline:
+                await asyncio.sleep(0.005)
         await self.kill()
