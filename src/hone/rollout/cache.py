@@ -51,5 +51,7 @@ class KeyValueStore:
 
     def move(self, target: np.ndarray, source: np.ndarray, columns: int) -> None:
         """Copy the first columns of the source slots onto the target slots."""
+        if columns == 0:
+            return
         to, origin = (torch.from_numpy(slots).to(self.data.device) for slots in (target, source))
         self.data[:, :, to, :, :columns] = self.data[:, :, origin, :, :columns]
