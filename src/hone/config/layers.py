@@ -79,19 +79,20 @@ class Stack:
         return self.read(path, _shown(path), name.where)
 
     def _text(self, path: Path, source: str, asked_by: Where | None) -> str | None:
-        here = asked_by or Where(source)
+        here, subject = (asked_by, f"{source} ") if asked_by else (Where(source), "")
+        key = "extends" if asked_by else ""
         try:
             if path.is_dir():
-                return self._refuse(here, "", f"{source} is a directory; name the run file in it, such as run.yaml")
+                return self._refuse(here, key, f"{subject}is a directory; name the run file in it, such as run.yaml")
             raw = path.read_bytes()
         except FileNotFoundError:
             close = nearest(path.name, _yaml_files_beside(path))
             hint = f" Did you mean {path.with_name(close)}?" if close else ""
-            return self._refuse(here, "", f"{source} does not exist.{hint}")
+            return self._refuse(here, key, f"{subject}does not exist.{hint}")
         except (OSError, ValueError) as error:
-            return self._refuse(here, "", f"{source} cannot be read: {getattr(error, 'strerror', None) or error}")
+            return self._refuse(here, key, f"{subject}cannot be read: {getattr(error, 'strerror', None) or error}")
         if len(raw) > MAX_FILE_BYTES:
-            return self._refuse(here, "", f"{source} has {len(raw)} bytes; a run file has at most {MAX_FILE_BYTES}")
+            return self._refuse(here, key, f"{subject}has {len(raw)} bytes; a run file has at most {MAX_FILE_BYTES}")
         try:
             return raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:

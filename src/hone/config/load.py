@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from hone.config import schema
 from hone.config.breach import Breach
 from hone.config.layers import Stack, override
+from hone.config.render import resolved_yaml
 from hone.config.rules import breaches
 from hone.config.run import RunConfig
 from hone.config.source import COMMAND_LINE, Node, Problem, Where
@@ -73,6 +74,10 @@ class Loaded:
             for setting in self.settings
             if setting.path == path or path.startswith(f"{setting.path}.") or setting.path.startswith(f"{path}.")
         )
+
+    def as_yaml(self) -> str:
+        """The whole resolved file, defaults included, each value with a comment that says who set it."""
+        return resolved_yaml(self.config, self.where, title=f"Resolved from {self.run_file}")
 
     def where(self, path: str) -> Where | None:
         """Where the value that won was written; None if it is the default."""

@@ -219,7 +219,7 @@ def length_fits_context(config: RunConfig, folder: Path) -> Iterator[Breach]:
     nearest = " or ".join(f"{key} = {room}" for key, room in cures.items() if room > 0)
     yield Breach(
         (*cures, "model.path", "model.init"),
-        f"the longest sample, {_longest(config)}, is longer than the model's context (max_position_embeddings), {limit}. "
+        f"the longest sample, {_longest(config)}, exceeds the model's context (max_position_embeddings), {limit}. "
         + (f"Nearest: {nearest}" if nearest else "Lower both"),
     )
 

@@ -158,6 +158,8 @@ def _words(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         first, *rest = get_args(annotation)
         each = _PLURALS.get(first) or f"entries, each {_words(first)}"
+        if get_origin(first) is Literal:
+            return f"a list, each {_words(first)}"
         return f"a list of {each}" if rest == [...] else f"a list of {1 + len(rest)} {each}"
     return "a mapping"
 

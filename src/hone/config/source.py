@@ -82,13 +82,21 @@ class Node:
         return self.value
 
     def leaves(self, path: str = "") -> Iterator[tuple[str, Node]]:
-        """Every scalar, and every empty mapping or list, with its dotted path (list entries by number)."""
-        if isinstance(self.value, dict | list) and self.value:
+        """Every value that holds no mapping with names in it: scalars, and lists of them as one value.
+
+        With its dotted path, in which entries of lists of mappings go by number.
+        """
+        if not self._is_leaf():
             named = self.value.items() if isinstance(self.value, dict) else enumerate(self.value)
             for name, child in named:
                 yield from child.leaves(f"{path}.{name}" if path else str(name))
         else:
             yield path, self
+
+    def _is_leaf(self) -> bool:
+        if isinstance(self.value, list):
+            return all(item._is_leaf() for item in self.value)
+        return not (isinstance(self.value, dict) and self.value)
 
     def find(self, path: str) -> Node | None:
         """The node at a dotted path, or None."""

@@ -66,6 +66,9 @@ def is_secret_key(path: str) -> bool:
 
 
 def is_secret_value(value: Any) -> bool:
+    """Text that looks like a key or password by its form, alone or in a list."""
+    if isinstance(value, list):
+        return any(is_secret_value(item) for item in value)
     return isinstance(value, str) and _SECRET_VALUE.search(value) is not None
 
 

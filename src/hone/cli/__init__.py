@@ -1,0 +1,1 @@
+"""The command line: arguments only, one thin file per verb. Nothing here imports torch before a verb needs it."""

@@ -1,0 +1,60 @@
+"""`hone check`: is everything there and right, before anything is trained?
+
+First the run file alone, with nothing heavy imported; then, if it is right, data, tokenizer and rewards.
+"""
+
+from __future__ import annotations
+
+import json
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from hone.cli.arguments import AsJson, Overrides, RunFile, examples
+from hone.config.load import Loaded, load_config
+from hone.config.report import CheckReport
+from hone.errors import ConfigError, DataError, HoneError
+
+EXAMPLES = examples(
+    "hone check run.yaml",
+    "hone check run.yaml model.path=models/qwen3-0.6b",
+    "hone check run.yaml --json",
+)
+
+
+def check(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a run file, its data, its tokenizer and its rewards on real rows."""
+    try:
+        loaded = load_config(run_file, overrides or ())
+        from hone import build
+
+        report = build.check_run(loaded)
+    except HoneError as error:
+        if not as_json:
+            raise
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        typer.echo(json.dumps(CheckReport(problems=tuple(problems)).as_dict(), indent=2))
+        raise typer.Exit(error.exit_code) from None
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        show(report, loaded, Console())
+    if not report.is_ok:
+        raise typer.Exit(DataError.exit_code)
+
+
+def show(report: CheckReport, loaded: Loaded, console: Console) -> None:
+    """Print a report for people."""
+    num_set, num_layers = len(loaded.origins), len({setting.where.source for setting in loaded.settings})
+    console.print(f"[green]ok[/]  {escape(str(loaded.run_file))}: {num_set} keys set, {num_layers} layers")
+    for line in report.lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    width = max((len(name) for name in report.figures), default=0)
+    for name, value in report.figures.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        console.print(f"    {name:<{width}}  {shown}", markup=False, highlight=False, soft_wrap=True)
+    for problem in report.problems:
+        console.print(f"[red]problem[/]  {escape(problem)}", highlight=False, soft_wrap=True)
+    if report.is_ok:
+        console.print("[green]ok[/]  ready to train")

@@ -1,0 +1,26 @@
+"""`hone export`: a checkpoint as a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hone.cli.arguments import Overrides, RunFile, examples
+from hone.config.load import load_config
+
+EXAMPLES = examples("hone export run.yaml --to my-model", "hone export run.yaml --to my-model --step 100")
+
+
+def export(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    to: Annotated[Path, typer.Option(help="Folder to write; must not exist.")] = Path("hf"),
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest whole one if left out.")] = None,
+) -> None:
+    """Write a checkpoint as a directory that Transformers loads."""
+    loaded = load_config(run_file, overrides or ())
+    from hone import build
+
+    typer.echo(build.export_run(loaded, to=to, step=step))

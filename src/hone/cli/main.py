@@ -1,0 +1,81 @@
+"""`hone`: the verbs, and the one place that turns an outcome into an exit code.
+
+Exit codes: 0 done, 1 failed, 2 the user's file, data or arguments are wrong, 3 a reward cannot be had, 4 out of
+memory with nothing left to try, 130 stopped by the user.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import hone
+from hone.cli import check, evaluate, explain, export, train
+from hone.errors import HoneError, Stopped
+
+_UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+"""What a wrong option or argument raises: of the click inside Typer or of the installed one, by Typer's version."""
+
+app = typer.Typer(
+    name="hone",
+    help="RL post-training for language models, from one YAML file.",
+    epilog="Start with `hone check RUN.yaml`, then `hone train RUN.yaml`. `hone VERB --help` has examples.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # it prints local variables, and those may hold what must not be logged
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("check", epilog=check.EXAMPLES)(check.check)
+app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
+app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command("export", epilog=export.EXAMPLES)(export.export)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hone {hone.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code.
+
+    Args:
+        arguments: without the program's name; None takes the process's own.
+    """
+    try:
+        outcome = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        return outcome if isinstance(outcome, int) else 0
+    except HoneError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except _UsageError as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return Stopped.exit_code
+    except Exception:  # boundary: whatever else arrives here is a mistake in Hone and is shown whole
+        traceback.print_exc()
+        report = f"This is a bug in Hone {hone.__version__}. Please report it, with the lines above and the run file."
+        print(f"\n{report}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""`hone train`: run a file, or go on with a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hone.cli.arguments import Overrides, RunFile, examples
+from hone.config.load import load_config
+
+EXAMPLES = examples(
+    "hone train run.yaml",
+    "hone train run.yaml train.optimizer.lr=3e-4 seed=1 run.dir=runs/seed-1",
+    "hone train run.yaml --resume",
+)
+
+
+def train(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is moved aside.")] = False,
+) -> None:
+    """Train: every stage of the run file, in order."""
+    if resume and fresh:
+        raise typer.BadParameter("--resume and --fresh exclude each other")
+    loaded = load_config(run_file, overrides or ())
+    from hone import build
+
+    folder = build.train(loaded, resume=resume, fresh=fresh)
+    typer.echo(f"report: {folder / 'report.html'}")

@@ -1,0 +1,74 @@
+"""A resolved configuration as YAML that a person can read and `load_config` reads back to the same values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hone.config import schema
+from hone.config.run import RunConfig
+from hone.config.source import Where, scalar
+
+_COMMENT_COLUMN = 44
+_UNPRINTABLE = re.compile("[^\x20-\x7e\xa1-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+_NEEDS_NO_QUOTES = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
+
+
+def resolved_yaml(
+    config: RunConfig, where: Callable[[str], Where | None], *, title: str = "", section: str = ""
+) -> str:
+    """YAML of the whole configuration, or of one section, with the origin of each value as a comment.
+
+    Args:
+        where: origin of a dotted path, None for a default.
+        title: first line, as a comment.
+        section: dotted path of the only section to show.
+    """
+    data = value_at(config, section) if section else config.model_dump(mode="json")
+    lines = list(_lines(data, section, 0, where))
+    head = [f"# {_UNPRINTABLE.sub('?', title)}"] if title else []
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def value_at(config: RunConfig, path: str) -> Any:
+    """The value of a dotted path as plain data. Raises KeyError if there is none."""
+    value: Any = config.model_dump(mode="json")
+    for part in path.split("."):
+        if isinstance(value, list):
+            if not (part.isdecimal() and int(part) < len(value)):
+                raise KeyError(path)
+            value = value[int(part)]
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
+            raise KeyError(path)
+    return value
+
+
+def inline(value: Any) -> str:
+    """A value on one line, quoted only where YAML needs it."""
+    if isinstance(value, str) and _NEEDS_NO_QUOTES.fullmatch(value) and scalar(value) == value:
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return _UNPRINTABLE.sub(lambda found: f"\\U{ord(found[0]):08x}", text)
+
+
+def _lines(value: dict[str, Any], path: str, depth: int, where: Callable[[str], Where | None]) -> Iterator[str]:
+    for name, child in value.items():
+        child_path = f"{path}.{name}" if path else name
+        label = f"{'  ' * depth}{inline(name)}:"
+        if isinstance(child, dict) and child:
+            yield label
+            yield from _lines(child, child_path, depth + 1, where)
+        elif schema.is_section_list(child_path) and child:
+            yield label
+            for number, entry in enumerate(child):
+                lines = list(_lines(entry, f"{child_path}.{number}", depth + 2, where))
+                dash = "  " * (depth + 1) + "- "
+                yield dash + lines[0][len(dash) :]
+                yield from lines[1:]
+        else:
+            origin = _UNPRINTABLE.sub("?", str(where(child_path) or "default"))
+            yield f"{f'{label} {inline(child)}':<{_COMMENT_COLUMN}}  # {origin}"
