@@ -218,7 +218,7 @@ class _Loading:
         if self.data.id_column is not None:
             base = as_text(column(values, self.data.id_column), self.data.id_column)
         else:
-            content = json.dumps([values[self.data.prompt_column], answer], sort_keys=True, default=str)
+            content = json.dumps([self.renderer.asks(values), answer], sort_keys=True, default=str)
             base = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
         number = self.repeats[base] + 1
         while (row_id := base if number == 1 else f"{base}#{number}") in self.used_ids:

@@ -49,9 +49,12 @@ def as_text(value: Any, field: str) -> str:
 
 
 class Template:
-    """`Q: {question}`: a name in single braces is a column; `{{name}}` stands for `{name}`; other braces are text."""
+    """`Q: {question}`: a name in single braces is a column; `{{name}}` stands for `{name}`; other braces are text.
 
-    def __init__(self, text: str) -> None:
+    `{prompt}` is always the prompt column, whatever that is called.
+    """
+
+    def __init__(self, text: str, *, prompt_column: str) -> None:
         self.parts: list[tuple[str, str | None]] = []
         """Literal text, then the column that follows it."""
         literal, end = "", 0
@@ -61,20 +64,19 @@ class Template:
             if match[1] is not None:
                 literal += "{" + match[1] + "}"
             else:
-                self.parts.append((literal, match[2]))
+                self.parts.append((literal, prompt_column if match[2] == "prompt" else match[2]))
                 literal = ""
         if not self.parts:
             raise DataError(f"data.template: {text!r} names no column, so every prompt would be the same")
         self.parts.append((literal + text[end:], None))
 
-    def fill(self, values: Mapping[str, Any], *, prompt_column: str) -> str:
-        """`{prompt}` is the prompt column, unless the row has a column of that very name."""
+    def fill(self, values: Mapping[str, Any]) -> str:
+        """One pass over the parts. Raises Malformed for a missing column or one that is not text or a number."""
         pieces: list[str] = []
         for literal, name in self.parts:
             pieces.append(literal)
             if name is not None:
-                source = prompt_column if name == "prompt" and name not in values else name
-                pieces.append(as_text(column(values, source), source))
+                pieces.append(as_text(column(values, name), name))
         return "".join(pieces)
 
 
@@ -83,13 +85,14 @@ class Renderer:
 
     def __init__(self, data: DataSection, tokenizer: Tokenizer) -> None:
         self.data, self.tokenizer = data, tokenizer
-        self.template = Template(data.template) if data.template is not None else None
+        self.system = [{"role": "system", "content": data.system}] if data.system is not None else []
+        self.template = Template(data.template, prompt_column=data.prompt_column) if data.template is not None else None
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Raises Malformed, naming the column."""
         name = self.data.prompt_column
         if self.template is not None:
-            return self.template.fill(values, prompt_column=name)
+            return self.template.fill(values)
         value = column(values, name)
         if not self.data.chat:
             if not isinstance(value, str):
@@ -99,6 +102,11 @@ class Renderer:
             return self.tokenizer.render(self.messages(value))
         except jinja2.TemplateError as error:
             raise Malformed(name, f"the chat template refuses it: {error}") from error
+
+    def asks(self, values: Mapping[str, Any]) -> list[Any]:
+        """The values that the prompt is made of, before any template: what makes two rows ask the same."""
+        names = [name for _, name in self.template.parts] if self.template is not None else [self.data.prompt_column]
+        return [values[name] for name in names if name is not None]
 
     def messages(self, value: Any) -> list[Message]:
         """Text as one user message, or the row's own messages; the system message first unless they bring one."""
@@ -111,6 +119,4 @@ class Renderer:
                 raise Malformed(name, f"message {number} is no {{role, content}} object")
             if not isinstance(message.get("content"), str | list):
                 raise Malformed(name, f"message {number} has {type(message.get('content')).__name__} as content")
-        if self.data.system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.data.system}, *messages]
-        return messages
+        return messages if messages[0]["role"] == "system" else [*self.system, *messages]

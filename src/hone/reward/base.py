@@ -93,7 +93,7 @@ class Rewards:
         if not any(component.weight for component in settings.components):
             problems.append("reward.components: none has a weight, so there is nothing to maximise; add one.")
         for number, component in enumerate(settings.components):
-            name, key = component_name(component), f"reward.components[{number}]"
+            name, key = component_name(component), f"reward.components.{number}"
             if name in (other.name for other in components):
                 problems.append(f"{key}.name: {name!r} is taken by another component; give this one a name of its own.")
             try:
