@@ -6,6 +6,7 @@ deadline, so a disk or a network that hangs ends in a message. Who wakes them: t
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -46,7 +47,8 @@ class Background:
         try:
             self.drain()
         finally:
-            self._jobs.put_nowait(None)
+            with contextlib.suppress(queue.Full):  # then the thread hangs in a job; as a daemon it dies with us
+                self._jobs.put_nowait(None)
         self._thread.join(self._deadline_s)
 
     def _run(self) -> None:

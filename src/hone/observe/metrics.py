@@ -86,7 +86,9 @@ METRICS: dict[str, Metric] = {
     "eval/reward_mean": Metric("reward", "Mean reward of the scored evaluation samples."),
     "eval/response_tokens_mean": Metric("tokens", "Mean response length in evaluation."),
     "eval/truncated_frac": Metric("fraction", "Evaluation samples cut at the length limit.", (0.0, 0.2)),
-    "gate/logprob_gap": Metric("nats", "First-step gate: mean |trainer - sampler| logprob before anything was learned."),
+    "gate/logprob_gap": Metric(
+        "nats", "First-step gate: mean |trainer - sampler| logprob before anything was learned."
+    ),
     "gate/ratio_mean": Metric("ratio", "First-step gate: mean trainer / sampler probability ratio.", (0.98, 1.02)),
     "gate/reference_gap": Metric("nats", "First-step gate: mean |policy - reference| logprob at step 0."),
     "time/step_s": Metric("s", "The whole step, by the clock."),

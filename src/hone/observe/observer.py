@@ -6,6 +6,7 @@ that is computed: a full disk under samples/ or TensorBoard ends that record wit
 
 from __future__ import annotations
 
+import math
 import platform
 import resource
 import sys
@@ -91,6 +92,9 @@ class Observer:
         self._messages = (folder / "logs" / "training.log").open("a" if resume else "w", encoding="utf-8")
         self._summary = Summary.begin(folder, title=title, versions=versions(), resume=resume)
         self._process = psutil.Process()
+        self._peak_gib = 0.0
+        self._not_finite: set[str] = set()
+        """Metrics that were warned of."""
         self._view: View = open_view(settings.console, title, total_steps)
 
     def begin(self, stage: str, total_steps: int) -> None:
@@ -114,6 +118,7 @@ class Observer:
             find_metric(name)
         with self._lock:
             self._metrics.write(stage, step, line)
+        self._warn_of_non_finite(stage, step, line)
         self._view.update(stage, step, line)
         unix_s, events = time.time(), self._spans.take_events()
         self._background.submit(lambda: self._write_slow(stage, step, line, unix_s, events))
@@ -161,11 +166,18 @@ class Observer:
     def _memory(self) -> dict[str, float]:
         rss_gib = self._process.memory_info().rss / 2**30
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self._peak_gib = max(self._peak_gib, rss_gib, peak / (2**30 if sys.platform == "darwin" else 2**20))
         return {
             "memory/rss_gib": rss_gib,
-            "memory/peak_rss_gib": max(rss_gib, peak / (2**30 if sys.platform == "darwin" else 2**20)),
+            "memory/peak_rss_gib": self._peak_gib,
             "memory/samples_mib": self._recorder.total_bytes / 2**20,
         }
+
+    def _warn_of_non_finite(self, stage: str, step: int, line: Mapping[str, float]) -> None:
+        for name, value in line.items():
+            if not math.isfinite(value) and name not in self._not_finite:
+                self._not_finite.add(name)
+                self.warn(f"{name} is {value} at {stage} step {step} (said once)")
 
     def _write_slow(
         self, stage: str, step: int, line: Mapping[str, float], unix_s: float, events: Sequence[Event]

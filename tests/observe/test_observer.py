@@ -1,0 +1,146 @@
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+from observed import Settings, decode, make_group
+
+from hone.errors import RunFolderError
+from hone.observe.observer import Observer
+from hone.observe.recorder import read_samples, recorded_steps
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def computed(line):
+    """What a resumed run must repeat: all but the clock and the memory."""
+    return {name: value for name, value in line.items() if not name.startswith(("time", "memory/"))}
+
+
+def steps_of_a_run(observer, first, last):
+    for step in range(first, last + 1):
+        with observer.span("generate"), observer.span("decode"):
+            pass
+        observer.record("rl", step, [make_group(step)], [[0.5, -0.5]])
+        observer.log("rl", step, {"rollout/reward_mean": step / 7, "train/tokens": step})
+
+
+def open_observer(folder, **options):
+    settings = Settings(tensorboard=True, trace=True)
+    return Observer(folder, settings, title="test", total_steps=9, decode=decode, **options)
+
+
+def test_a_run_leaves_every_record(tmp_path):
+    observer = open_observer(tmp_path)
+    observer.say("hello\nworld")
+    steps_of_a_run(observer, 1, 3)
+    observer.close("completed 3 updates")
+    first = lines(tmp_path)[0]
+    assert computed(first) == {"stage": "rl", "step": 1, "rollout/reward_mean": 1 / 7, "train/tokens": 1}
+    assert 0 <= first["time/decode_s"] <= first["time/generate_s"] < 1
+    assert 0 < first["memory/rss_gib"] <= first["memory/peak_rss_gib"]
+    assert recorded_steps(tmp_path) == {"rl": [1, 2, 3]}
+    assert len(list((tmp_path / "tensorboard" / "rl").iterdir())) == 1
+    names = [e["name"] for e in json.loads((tmp_path / "trace.json").read_text()) if e["ph"] == "X"]
+    assert names == ["decode", "generate"] * 3
+    log = (tmp_path / "logs" / "training.log").read_text().splitlines()
+    assert [line[20:] for line in log] == [
+        "hello",
+        "world",
+        f"completed 3 updates. Report: {tmp_path / 'report.html'}",
+    ]
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_resumed_run_has_the_metrics_and_samples_of_the_uninterrupted_one(tmp_path):
+    whole = open_observer(tmp_path / "whole")
+    steps_of_a_run(whole, 1, 9)
+    whole.close("done")
+
+    killed = open_observer(tmp_path / "cut")
+    steps_of_a_run(killed, 1, 4)
+    position = killed.position()
+    assert recorded_steps(tmp_path / "cut") == {"rl": [1, 2, 3, 4]}  # at a checkpoint all samples are there
+    steps_of_a_run(killed, 5, 7)
+    killed.position()  # ... and here the process dies: nothing is closed
+
+    resumed = open_observer(tmp_path / "cut", resume_bytes=position)
+    steps_of_a_run(resumed, 5, 9)
+    resumed.close("done")
+    assert [*map(computed, lines(tmp_path / "cut"))] == [*map(computed, lines(tmp_path / "whole"))]
+    for step in range(1, 10):
+        assert read_samples(tmp_path / "cut", step) == read_samples(tmp_path / "whole", step)
+    killed.close("the process that died")
+
+
+def test_a_folder_that_lost_metrics_is_refused(tmp_path):
+    open_observer(tmp_path).close("done")
+    with pytest.raises(RunFolderError, match="metrics are missing"):
+        open_observer(tmp_path, resume_bytes=100)
+
+
+def test_an_unregistered_metric_is_our_mistake_and_leaves_no_line(tmp_path):
+    observer = open_observer(tmp_path)
+    with pytest.raises(ValueError, match=r"'train/los' is not registered.*metrics\.py"):
+        observer.log("rl", 1, {"train/los": 1.0})
+    observer.close("done")
+    assert lines(tmp_path) == []
+
+
+def test_given_values_win_over_measured_ones(tmp_path):
+    observer = open_observer(tmp_path)
+    with observer.span("generate"):
+        pass
+    observer.log("rl", 1, {"time/generate_s": 5.0})
+    observer.close("done")
+    assert lines(tmp_path)[0]["time/generate_s"] == 5.0
+
+
+def test_any_thread_may_use_it(tmp_path):
+    observer = open_observer(tmp_path)
+
+    def work(worker):
+        for step in range(20):
+            with observer.span(f"work_{worker}"):
+                observer.say(f"{worker} {step}")
+            observer.record("rl", step, [make_group(worker)], None)
+            observer.log("rl", step, {"train/loss": 0.1})
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    observer.close("done")
+    assert len(lines(tmp_path)) == 80
+    assert all(len(read_samples(tmp_path, step)) == 8 for step in range(20))
+    assert len((tmp_path / "logs" / "training.log").read_text().splitlines()) == 81
+
+
+def test_a_metric_that_is_not_finite_is_said_once(tmp_path, capsys):
+    observer = open_observer(tmp_path)
+    for step in (1, 2):
+        observer.log("rl", step, {"train/loss": float("nan")})
+    observer.close("done")
+    assert capsys.readouterr().err == "warning: train/loss is nan at rl step 1 (said once)\n"
+
+
+def test_nothing_heavy_is_imported(tmp_path):
+    script = """
+import sys
+from pathlib import Path
+import hone.observe.observer
+heavy = {"torch", "numpy", "transformers", "tensorboard", "wandb", "tensorflow"} & set(sys.modules)
+assert not heavy, heavy
+sys.path.insert(0, sys.argv[2])
+from observed import Settings
+observer = hone.observe.observer.Observer(Path(sys.argv[1]), Settings(tensorboard=True), title="t", total_steps=1)
+observer.log("rl", 1, {"train/loss": 0.0})
+observer.close("done")
+assert "torch" not in sys.modules
+"""
+    here = __file__.rpartition("/")[0]
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), here], check=True, timeout=60)

@@ -1,0 +1,133 @@
+import json
+
+import pytest
+from observed import make_group
+
+from hone.observe.background import Background
+from hone.observe.recorder import Recorder, read_samples, recorded_steps, samples_file
+
+
+@pytest.fixture
+def background():
+    background = Background()
+    yield background
+    background.close()
+
+
+def recorder(tmp_path, background, *, max_bytes=2**20, last_step=None, said=None):
+    return Recorder(
+        tmp_path / "samples",
+        max_bytes=max_bytes,
+        background=background,
+        warn=(said if said is not None else []).append,
+        last_step=last_step or {},
+    )
+
+
+def test_every_field_comes_back_exactly(tmp_path, background):
+    group = make_group(3, texts=("4", "2é\n"), rewards=(1.0, None), step=7)
+    recorder(tmp_path, background).record("rl", 7, [group], [[0.1 + 0.2, 0.0]])
+    background.drain()
+    first, second = read_samples(tmp_path, 7)
+    assert (first.sample, second.sample) == group.samples
+    assert first.prompt == "2+2=" and first.prompt_token_ids == (50, 43, 50, 61) and first.answer == "4"
+    assert (first.reward, first.advantage, first.scores, first.faults) == (1.0, 0.1 + 0.2, {"exact": 1.0}, {})
+    assert (second.reward, second.scores, second.faults) == (None, {"exact": None}, {"exact": "infra: time-out"})
+
+
+def test_mixed_versions_and_masks_come_back(tmp_path, background):
+    from dataclasses import replace
+
+    group = make_group()
+    sample = replace(group.samples[1], versions=(3, 3, 4), loss_mask=(True, False, True))
+    group = replace(group, samples=(group.samples[0], sample))
+    recorder(tmp_path, background).record("rl", 0, [group], None)
+    background.drain()
+    first, second = read_samples(tmp_path, 0)
+    assert first.sample.loss_mask is None and second.sample == sample
+    assert first.advantage is None
+
+
+def test_several_records_of_one_step_are_kept_together_and_stages_apart(tmp_path, background):
+    r = recorder(tmp_path, background)
+    r.record("rl", 1, [make_group(0), make_group(1)], [[1, -1], [1, -1]])
+    r.record("rl", 1, [make_group(2)], None)
+    r.record("eval", 1, [make_group(3)], None)
+    background.drain()
+    assert [s.prompt_id for s in read_samples(tmp_path, 1)][::2] == ["row-0", "row-1", "row-2"]
+    assert [s.prompt_id for s in read_samples(tmp_path, 1, "eval")][::2] == ["row-3"]
+    assert recorded_steps(tmp_path) == {"eval": [1], "rl": [1]}
+    assert read_samples(tmp_path, 2) == []
+
+
+def test_the_same_samples_give_the_same_bytes(tmp_path, background):
+    for name in ("a", "b"):
+        recorder(tmp_path / name, background).record("rl", 1, [make_group()], [[1.0, -1.0]])
+    background.drain()
+    a, b = (samples_file(tmp_path / name / "samples", "rl", 1).read_bytes() for name in ("a", "b"))
+    assert a == b
+
+
+def test_recording_stops_at_the_limit_says_so_once_and_stays_stopped(tmp_path, background):
+    said: list[str] = []
+    r = recorder(tmp_path, background, said=said)
+    r.record("rl", 0, [make_group()], None)
+    background.drain()
+    size = r.total_bytes
+    r = recorder(tmp_path, background, said=said, max_bytes=2 * size + 5)
+    for step in range(5):
+        r.record("rl", step, [make_group()], None)
+    background.drain()
+    assert recorded_steps(tmp_path) == {"rl": [0, 1]} and r.total_bytes == 2 * size
+    assert said == [
+        f"samples/ has reached observe.samples_max_mib ({(2 * size + 5) / 2**20:g} MiB): "
+        "samples are not recorded from rl step 2 on"
+    ]
+    resumed = recorder(tmp_path, background, last_step={"rl": 3})
+    resumed.record("rl", 4, [make_group()], None)
+    earlier = recorder(tmp_path, background, last_step={"rl": 1})
+    earlier.record("rl", 2, [make_group()], None)
+    background.drain()
+    assert recorded_steps(tmp_path) == {"rl": [0, 1, 2]}
+
+
+def test_zero_records_nothing(tmp_path, background):
+    recorder(tmp_path, background, max_bytes=0).record("rl", 0, [make_group()], None)
+    background.drain()
+    assert recorded_steps(tmp_path) == {}
+
+
+def test_a_resumed_run_drops_later_steps_and_replaces_the_one_it_repeats(tmp_path, background):
+    r = recorder(tmp_path, background)
+    for step in range(4):
+        r.record("rl", step, [make_group(step)], None)
+    background.drain()
+    resumed = recorder(tmp_path, background, last_step={"sft": 9, "rl": 2})
+    assert recorded_steps(tmp_path) == {"rl": [0, 1, 2]}
+    resumed.record("rl", 2, [make_group(8)], None)
+    resumed.record("rl", 2, [make_group(9)], None)
+    background.drain()
+    assert [s.prompt_id for s in read_samples(tmp_path, 2)][::2] == ["row-8", "row-9"]
+    sizes = [p.stat().st_size for p in tmp_path.glob("samples/rl/*")]
+    assert resumed.total_bytes == sum(sizes)
+
+
+def test_a_disk_that_cannot_be_written_costs_the_record_not_the_run(tmp_path, background):
+    said: list[str] = []
+    (tmp_path / "samples").write_text("a file where the folder should be")
+    r = recorder(tmp_path, background, said=said)
+    r.record("rl", 0, [make_group()], None)
+    r.record("rl", 1, [make_group()], None)
+    background.drain()
+    assert len(said) == 1 and "cannot be written" in said[0] and "from rl step 0 on" in said[0]
+
+
+def test_answers_of_any_type_are_recorded(tmp_path, background):
+    from dataclasses import replace
+    from datetime import date
+
+    group = make_group()
+    group = replace(group, prompt=replace(group.prompt, answer=date(2024, 1, 2)))
+    recorder(tmp_path, background).record("rl", 0, [group], None)
+    background.drain()
+    assert json.dumps(read_samples(tmp_path, 0)[0].answer) == '"2024-01-02"'

@@ -1,0 +1,137 @@
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from observed import Settings, decode, make_group
+
+from hone.observe.observer import Observer
+from hone.observe.report import MAX_POINTS, MAX_SAMPLES, script_json, thin, write_report
+
+HOSTILE = (
+    "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\"><!--&amp;\u2028"
+)
+
+
+def make_run(folder, steps=30, title="my run", groups=2):
+    observer = Observer(folder, Settings(trace=True), title=title, total_steps=steps, decode=decode)
+    (folder / "run.yaml").write_text("seed: 7\nstages: [sft, rl]  # <b>& </script>\n")
+    observer.begin("sft", 5)
+    for step in range(1, 6):
+        observer.log("sft", step, {"sft/loss": 2 / step, "sft/lr": 1e-3, "time/step_s": 0.1})
+    observer.begin("rl", steps)
+    observer.log("rl", 0, {"eval/accuracy": 0.25, "eval/accuracy[seen=true]": 0.5})
+    for step in range(1, steps + 1):
+        with observer.span("generate"):
+            pass
+        made = [make_group(i, texts=("4", HOSTILE), rewards=(1.0, None if i else 0.0)) for i in range(groups)]
+        observer.record("rl", step, made, [[0.5, -0.5]] * groups)
+        observer.log("rl", step, {"rollout/reward_mean": step / steps, "train/loss": float("nan"), "time/step_s": 0.1})
+    observer.log("rl", steps, {"eval/accuracy": 0.75})
+    observer.close("completed 30 updates")
+    return folder / "report.html"
+
+
+def page_data(page):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+
+
+def test_the_page_holds_the_run_and_nothing_of_it_as_markup(tmp_path):
+    page = make_run(tmp_path, title="a <b> {{data}} title").read_text()
+    assert "a &lt;b&gt; {{data}} title" in page
+    assert "pwned'</script>" not in page and page.count("</script>") == 2
+    data = page_data(page)
+    assert data["summary"]["outcome"] == "completed 30 updates"
+    assert [(s["name"], s["steps"]["count"], s["evals"]["count"]) for s in data["stages"]] == [
+        ("sft", 5, 0),
+        ("rl", 30, 2),
+    ]
+    rl = data["stages"][1]
+    assert rl["steps"]["step"] == list(range(1, 31))
+    assert rl["steps"]["values"]["rollout/reward_mean"][-1] == 1.0
+    assert rl["steps"]["values"]["train/loss"] == [None] * 30
+    assert rl["evals"]["values"]["eval/accuracy"] == [0.25, 0.75]
+    assert data["metrics"]["rollout/reward_mean"]["unit"] == "reward"
+    assert data["pieces"][str(ord("4"))] == "4"
+    row = data["samples"][1]
+    assert (row["response"], row["reward"], row["advantage"]) == (HOSTILE, 0.0, -0.5)
+    assert sorted({s["step"] for s in data["samples"]}) == [1, 8, 15, 23, 30]  # first, last, evenly between
+
+
+def test_the_page_asks_nothing_of_the_network(tmp_path):
+    page = make_run(tmp_path, steps=2).read_text()
+    without_data = re.sub(r'(id="data">).*?(</script>)', r"\1\2", page, flags=re.S)
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|\bsrc=|<link|fetch\(|XMLHttpRequest|import\(", without_data)
+
+
+def test_a_report_can_be_made_again_from_the_folder_alone(tmp_path):
+    page = make_run(tmp_path)
+    first = page.read_text()
+    page.unlink()
+    assert write_report(tmp_path) == page
+    assert page.read_text() == first
+
+
+def test_a_run_that_was_killed_has_a_report_too(tmp_path):
+    make_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "rl", "st')
+    (tmp_path / "run.yaml").unlink()
+    (tmp_path / "logs" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "samples")
+    data = page_data(write_report(tmp_path).read_text())
+    assert data["summary"]["outcome"] == "not finished" and data["samples"] == []
+    assert data["summary"]["title"] == tmp_path.name
+    (tmp_path / "metrics.jsonl").unlink()
+    assert page_data(write_report(tmp_path).read_text())["stages"] == []
+
+
+def test_curves_and_samples_are_bounded(tmp_path):
+    data = page_data(make_run(tmp_path, steps=MAX_POINTS + 500, groups=3).read_text())
+    rl = data["stages"][1]
+    assert rl["steps"]["count"] == MAX_POINTS + 500
+    assert all(len(values) == MAX_POINTS for values in rl["steps"]["values"].values())
+    assert 0 < len(data["samples"]) <= MAX_SAMPLES
+
+
+def test_thin_takes_means_of_equal_bins():
+    assert thin([1.0, 2.0, None, 4.0], 4) == [1.0, 2.0, None, 4.0]
+    assert thin([1.0, 3.0, None, 4.0, None, None], 3) == [2.0, 4.0, None]
+
+
+def test_script_json_cannot_leave_its_element():
+    text = script_json({"text": HOSTILE})
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == {"text": HOSTILE}
+
+
+WITNESS = """<script>
+const rows = document.querySelectorAll("tr.sample");
+rows[1].click();
+byId("search").value = "pwned"; fillRows();
+document.querySelector("tr.sample").click();
+document.querySelectorAll("details").forEach(d => { d.open = true; });
+moveCursors(document.querySelector(".card"), 3);
+const count = what => document.querySelectorAll(what).length;
+const facts = { rows: rows.length, charts: count("svg"), open: count(".detail"), images: count("img"),
+  title: document.title, readout: document.querySelector(".legend").textContent, errors: window.failures };
+document.body.innerHTML = "<pre id=facts></pre>";
+byId("facts").textContent = JSON.stringify(facts);
+</script></body>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_draws_it_without_errors_and_runs_nothing_that_the_model_wrote(tmp_path):
+    page = make_run(tmp_path / "run").read_text()
+    trap = "<script>window.failures = []; window.onerror = message => { failures.push(message); };</script>"
+    probe = tmp_path / "probe.html"
+    probe.write_text(page.replace("<head>", "<head>" + trap, 1).replace("</body>", WITNESS))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    out = subprocess.run(["chromium", *flags, probe.as_uri()], capture_output=True, text=True, timeout=60).stdout
+    found = json.loads(html.unescape(re.search(r'<pre id="facts">(.*?)</pre>', out, re.S)[1]))
+    assert found["errors"] == [] and found["title"] == "my run · Hone report" and found["images"] == 0
+    assert found["rows"] == 4 and found["charts"] >= 6 and found["open"] == 1
+    assert found["readout"].startswith("step 3")

@@ -1,0 +1,130 @@
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib import util
+
+import pytest
+
+from hone.errors import ConfigError, RunFolderError
+from hone.observe.sinks import MetricsFile, TensorBoard, Wandb
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_time(line):
+    return {name: value for name, value in line.items() if name != "time_s"}
+
+
+def test_a_line_has_stage_step_time_and_sorted_values(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl", None)
+    file.write("rl", 1, {"train/loss": 0.5, "rollout/reward_mean": 1, "train/lr": math.nan})
+    file.close()
+    (line,) = lines(tmp_path / "m.jsonl")
+    assert list(line) == sorted(line)
+    assert without_time(line) == {
+        "stage": "rl",
+        "step": 1,
+        "rollout/reward_mean": 1,
+        "train/loss": 0.5,
+        "train/lr": None,
+    }
+
+
+def test_a_resumed_file_equals_the_uninterrupted_one(tmp_path):
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    file = MetricsFile(whole, None)
+    for step in range(6):
+        file.write("rl", step, {"train/loss": step / 3})
+    file.close()
+    file = MetricsFile(cut, None)
+    for step in range(5):
+        file.write("rl", step, {"train/loss": step / 3})
+        if step == 2:
+            position = file.position()
+    file.close()
+    resumed = MetricsFile(cut, position)
+    assert resumed.last_step == {"rl": 2}
+    for step in range(3, 6):
+        resumed.write("rl", step, {"train/loss": step / 3})
+    resumed.close()
+    assert [*map(without_time, lines(cut))] == [*map(without_time, lines(whole))]
+    times = [line["time_s"] for line in lines(cut)]
+    assert times == sorted(times)
+
+
+def test_a_file_that_is_not_the_checkpoints_is_refused(tmp_path):
+    path = tmp_path / "m.jsonl"
+    file = MetricsFile(path, None)
+    file.write("rl", 0, {"train/loss": 0.0})
+    position = file.position()
+    file.close()
+    with pytest.raises(RunFolderError, match=f"has {position} bytes, the checkpoint was written at {position + 1}"):
+        MetricsFile(path, position + 1)
+    with pytest.raises(RunFolderError, match="not the end of a line"):
+        MetricsFile(path, position - 1)
+    assert path.stat().st_size == position
+
+
+def test_none_begins_anew(tmp_path):
+    (tmp_path / "m.jsonl").write_text("something old\n")
+    MetricsFile(tmp_path / "m.jsonl", None).close()
+    assert (tmp_path / "m.jsonl").read_text() == ""
+
+
+READ_BACK = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(sys.argv[1])
+events.Reload()
+tags = events.Tags()["scalars"]
+print(json.dumps([[tag, [[event.step, round(event.value, 3)] for event in events.Scalars(tag)]] for tag in tags]))
+"""
+
+
+def read_back(folder):
+    """What TensorBoard itself reads; in its own process, whose imports warn."""
+    out = subprocess.run([sys.executable, "-c", READ_BACK, str(folder)], capture_output=True, text=True, check=True)
+    return dict(json.loads(out.stdout))
+
+
+def test_tensorboard_reads_what_was_written_and_a_resumed_run_replaces_what_it_repeats(tmp_path):
+    first = TensorBoard(tmp_path, resume=False)
+    for step in range(4):
+        first.write("rl", step, {"train/loss": step + 0.5, "train/tokens": 7}, 100.0 + step)
+    first.close()
+    assert read_back(tmp_path / "rl")["train/loss"] == [[0, 0.5], [1, 1.5], [2, 2.5], [3, 3.5]]
+    second = TensorBoard(tmp_path, resume=True)
+    second.write("rl", 2, {"train/loss": 9.0}, 200.0)
+    second.close()
+    assert read_back(tmp_path / "rl")["train/loss"] == [[0, 0.5], [1, 1.5], [2, 9.0]]
+
+
+def test_wandb_without_package_or_key_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr("hone.observe.sinks.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'hone-rl\[wandb\]'"):
+        Wandb(tmp_path, "project", "title")
+    monkeypatch.setattr("hone.observe.sinks.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=r"WANDB_API_KEY.*WANDB_MODE=offline"):
+        Wandb(tmp_path, "project", "title")
+
+
+@pytest.mark.skipif(util.find_spec("wandb") is None, reason="needs the extra `wandb`")
+def test_wandb_offline_keeps_the_run_in_the_folder_and_resumes_its_id(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from hone.observe.sinks import Wandb\n"
+        "w = Wandb(Path(sys.argv[1]), 'project', 'title')\n"
+        "w.write('rl', 1, {'train/loss': 0.5}); w.close()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    environment = {**os.environ, "WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "w")], check=True, env=environment, timeout=60)
+    (record,) = (tmp_path / "w").glob("wandb/offline-run-*/*.wandb")
+    assert (tmp_path / "w" / "id").read_text() in record.name
+    assert b"train/loss" in record.read_bytes()
