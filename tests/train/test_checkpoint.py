@@ -77,6 +77,13 @@ def test_steps_beyond_six_digits_sort_as_numbers(tmp_path):
     assert save(tmp_path, 999_999, 1_000_000).newest().progress.step == 1_000_000
 
 
+def test_one_step_can_be_asked_for(tmp_path):
+    checkpoints = save(tmp_path, 3, 4)
+    assert checkpoints.at("rl", 3).tensors["weight"][0, 0] == 3.0
+    with pytest.raises(CheckpointError, match=r"step-000009: no such checkpoint.*step-000003, step-000004"):
+        checkpoints.at("rl", 9)
+
+
 def test_the_same_step_is_replaced(tmp_path):
     save(tmp_path, 5)
     Checkpoints(tmp_path, 2).save(Progress(step=5), tensors(9.0), {})

@@ -140,6 +140,18 @@ class Checkpoints:
             )
         return None
 
+    def at(self, stage: str, step: int) -> Loaded:
+        """The checkpoint of one step. Raises CheckpointError when it is missing or torn."""
+        return self.load(self.folder / _name(Progress(stage=stage, step=step)))
+
+    def at(self, stage: str, step: int) -> Loaded:
+        """The checkpoint of one step. Raises CheckpointError when it was never written, removed, or is torn."""
+        path = self.folder / _name(Progress(stage=stage, step=step))
+        if not path.exists():
+            found = ", ".join(path.name for path in self.paths()) or "none"
+            raise CheckpointError(f"{path}: no such checkpoint. There are: {found}.")
+        return self.load(path)
+
     def load(self, path: Path) -> Loaded:
         """Read one checkpoint. Raises CheckpointError naming the file that is missing, truncated or altered."""
         try:
