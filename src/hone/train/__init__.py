@@ -1,0 +1,1 @@
+"""Trainers: the microbatch routine, the local trainer, its optimizer, and checkpoints."""
