@@ -22,11 +22,13 @@ import torch
 from hone.algo.algorithm import Algorithm
 from hone.config.derived import optimizer_steps_total, samples_per_update
 from hone.config.load import Loaded
+from hone.config.report import CheckReport
 from hone.config.run import OptimizerSection, RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.data.prompts import load_prompts, load_sft_rows
 from hone.errors import DataError, HoneError, Stopped
-from hone.loop.evaluate import evaluate
+from hone.loop import preflight
+from hone.loop.evaluate import Evaluation, evaluate
 from hone.loop.folder import RunFolder
 from hone.loop.policy import train_policy
 from hone.loop.run import PolicyRun
@@ -40,6 +42,7 @@ from hone.rollout.local import LocalEngine
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.local import LocalTrainer
+from hone.train.optim import FlatWeights
 from hone.types import Progress
 
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
@@ -158,7 +161,7 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
     trainer.reference = reference
     progress = restored(trainer, saved) or Progress(stage="rl")
     shared = config.rollout.max_staleness == 0
-    engine = make_engine(job, trainer.model if shared else copy.deepcopy(trainer.model))
+    engine = make_engine(config, job.tokenizer, trainer.model if shared else copy.deepcopy(trainer.model))
     window = 20 * samples_per_update(config)
     rewards = Rewards.from_config(config.reward, job.base_dir, window_samples=window)
     evaluation = held_out_evaluation(job, engine, rewards)
@@ -200,16 +203,34 @@ async def finish_stage(job: Job, run: SftRun | PolicyRun) -> None:
 
 def starting_model(job: Job, stage: str) -> CausalModel:
     """The float32 model that a stage begins with: what the stage before it left, else the run file's."""
-    config, device = job.config, job.device
-    stages: tuple[str, ...] = config.stages
+    stages: tuple[str, ...] = job.config.stages
     before = stages[: stages.index(stage)]
-    options = {"dtype": torch.float32, "device": device, "implementation": config.model.implementation}
-    if before:
-        return load_model(stage_weights(job, before[-1]), **options)
-    if config.model.init is not None:
-        return init_model(config.model.init, vocab_size=job.tokenizer.vocab_size, seed=config.seed, **options)
-    path = resolve_model(config.model.path or "", job.base_dir)
-    return load_model(path, trust_remote_code=config.model.trust_remote_code, **options)
+    if not before:
+        return named_model(job.config, job.tokenizer, job.base_dir, job.device)
+    weights = stage_weights(job, before[-1])
+    return load_model(weights, dtype=torch.float32, device=job.device, implementation=job.config.model.implementation)
+
+
+def named_model(config: RunConfig, tokenizer: Tokenizer, base_dir: Path, device: torch.device) -> CausalModel:
+    """The float32 model of the run file: from `model.path`, or `model.init` with the seed's random weights."""
+    model = config.model
+    dtype, implementation = torch.float32, model.implementation
+    if model.init is not None:
+        return init_model(
+            model.init,
+            vocab_size=tokenizer.vocab_size,
+            seed=config.seed,
+            dtype=dtype,
+            device=device,
+            implementation=implementation,
+        )
+    return load_model(
+        resolve_model(model.path or "", base_dir),
+        dtype=dtype,
+        device=device,
+        implementation=implementation,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 def stage_weights(job: Job, stage: str) -> Path:
@@ -243,14 +264,14 @@ def restored(trainer: LocalTrainer, saved: Saved | None) -> Progress | None:
     return saved.progress
 
 
-def make_engine(job: Job, model: CausalModel) -> LocalEngine:
+def make_engine(config: RunConfig, tokenizer: Tokenizer, model: CausalModel) -> LocalEngine:
     """The embedded engine."""
     return LocalEngine(
         model,
-        decode=job.tokenizer.decode,
-        eos_ids=job.tokenizer.eos_ids,
-        max_concurrent=job.config.rollout.max_concurrent_samples,
-        timeout_s=job.config.rollout.timeout_s,
+        decode=tokenizer.decode,
+        eos_ids=tokenizer.eos_ids,
+        max_concurrent=config.rollout.max_concurrent_samples,
+        timeout_s=config.rollout.timeout_s,
     )
 
 
@@ -282,6 +303,66 @@ def held_out_evaluation(job: Job, engine: LocalEngine, rewards: Rewards) -> Eval
         return dict(found.metrics)
 
     return run
+
+
+def check_run(loaded: Loaded) -> CheckReport:
+    """Everything that `hone check` looks at beyond the configuration."""
+    return asyncio.run(preflight.check(loaded))
+
+
+def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
+    """Sample and score the evaluation data with the run's final weights, or with those in a directory.
+
+    Raises:
+        DataError: no evaluation data, or no weights yet.
+    """
+    config, base_dir = loaded.config, loaded.run_file.parent
+    device = set_up_arithmetic(config)
+    weights = model or RunFolder(loaded.run_dir).hf
+    if not weights.is_dir():
+        raise DataError(
+            f"{weights}: no weights to evaluate. Train first, export a checkpoint there with `hone export`, "
+            "or name a model directory with --model."
+        )
+    tokenizer = load_tokenizer(config.model, base_dir)
+    prompts = load_prompts(config.data, tokenizer, base_dir, seed=config.seed, part="eval")
+    dtype = getattr(torch, config.run.precision)
+    policy = load_model(weights, dtype=dtype, device=device, implementation=config.model.implementation)
+    sampling = sampling_of(config, temperature=config.eval.temperature)
+
+    async def run() -> Evaluation:
+        engine = make_engine(config, tokenizer, policy)
+        try:
+            async with Rewards.from_config(config.reward, base_dir, window_samples=len(prompts)) as rewards:
+                return await evaluate(engine, rewards, prompts.rows(), sampling, config.eval, seed=config.seed)
+        finally:
+            await engine.close()
+
+    try:
+        return asyncio.run(run())
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from group
+
+
+def export_run(loaded: Loaded, *, to: Path, step: int | None = None) -> Path:
+    """Write the weights of a checkpoint as a Hugging Face directory that must not exist yet.
+
+    Args:
+        step: of the RL stage (or of the only stage); None takes the newest whole checkpoint.
+    """
+    if to.exists():
+        raise DataError(f"{to} exists. Name a folder that does not; nothing is overwritten.")
+    config, base_dir = loaded.config, loaded.run_file.parent
+    folder = RunFolder.read(loaded.run_dir)
+    checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+    saved = checkpoints.newest() if step is None else checkpoints.at(config.stages[-1], step)
+    if saved is None:
+        raise DataError(f"{folder.checkpoints}: no checkpoint yet. The run writes one every checkpoint.every updates.")
+    tokenizer = load_tokenizer(config.model, base_dir)
+    model = named_model(config, tokenizer, base_dir, torch.device("cpu"))
+    FlatWeights(model, torch.float32).master.copy_(saved.tensors["master"])
+    save_hf(to, model.hf_config, model.named_weights(), tokenizer.hf)
+    return to
 
 
 def tell_where_it_starts(job: Job, saved: Saved | None) -> None:
@@ -318,7 +399,8 @@ def signals_ask_to_stop(stop: asyncio.Event, observer: Observer) -> Iterator[Non
 
 def first_cause(group: BaseExceptionGroup) -> BaseException:
     """The failure to show of several that happened together: one of ours if there is any."""
-    pending, leaves = [group], []
+    pending: list[BaseException] = [group]
+    leaves: list[BaseException] = []
     while pending:
         error = pending.pop(0)
         if isinstance(error, BaseExceptionGroup):

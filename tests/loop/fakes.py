@@ -138,7 +138,9 @@ class Observer:
         return 0
 
 
-def fake_run(max_staleness=0, *, seed=0, steps=30, prompts=4, group=2, equal_frac=0.3, engine_fails=None, data_fails=None):
+def fake_run(
+    max_staleness=0, *, seed=0, steps=30, prompts=4, group=2, equal_frac=0.3, engine_fails=None, data_fails=None
+):
     config = RunConfig.model_validate(
         {
             "model": {"path": "unused"},

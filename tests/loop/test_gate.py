@@ -56,8 +56,12 @@ def a_run(model, *, temperature=1.0, engine_model=None, sampled_at=None):
     )
     run.sampling = replace(run.sampling, max_tokens=8, temperature=temperature)
     run.eos_ids = frozenset({EOS})
-    run.engine = LocalEngine(engine_model or run.trainer.model, decode=str, eos_ids=(EOS,), max_concurrent=64, timeout_s=60)
-    prompts = [Prompt(f"p{i}", i, "", tuple(torch.arange(3 + i % 4).add(i).remainder(10).add(2).tolist())) for i in range(8)]
+    run.engine = LocalEngine(
+        engine_model or run.trainer.model, decode=str, eos_ids=(EOS,), max_concurrent=64, timeout_s=60
+    )
+    prompts = [
+        Prompt(f"p{i}", i, "", tuple(torch.arange(3 + i % 4).add(i).remainder(10).add(2).tolist())) for i in range(8)
+    ]
 
     async def sample():
         await run.engine.load(None, 0)

@@ -33,7 +33,9 @@ def test_releasing_before_publishing_is_caught():
     release = "buffer.release(prompts_per_step)  # only now may generation run ahead again"
     assert release in source
     mutated = source.replace(f"        {release}\n", "")
-    mutated = mutated.replace("            with run.observer.span", f"            {release}\n            with run.observer.span", 1)
+    mutated = mutated.replace(
+        "            with run.observer.span", f"            {release}\n            with run.observer.span", 1
+    )
     scope = dict(vars(policy))
     exec(compile(mutated, "mutant", "exec"), scope)
     worst = 0

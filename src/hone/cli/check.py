@@ -56,5 +56,7 @@ def show(report: CheckReport, loaded: Loaded, console: Console) -> None:
         console.print(f"    {name:<{width}}  {shown}", markup=False, highlight=False, soft_wrap=True)
     for problem in report.problems:
         console.print(f"[red]problem[/]  {escape(problem)}", highlight=False, soft_wrap=True)
+    for what in report.not_checked:
+        console.print(f"[yellow]not checked[/]  {escape(what)}", highlight=False, soft_wrap=True)
     if report.is_ok:
-        console.print("[green]ok[/]  ready to train")
+        console.print("[green]ok[/]  " + ("as far as it could be checked" if report.not_checked else "ready to train"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hone.cli.arguments import AsJson, Overrides, RunFile, examples
-from hone.config.load import load_config
+from hone.config.load import Loaded, load_config
 
 EXAMPLES = examples(
     "hone eval run.yaml",
@@ -29,4 +31,19 @@ def evaluate(
     loaded = load_config(run_file, overrides or ())
     from hone import build
 
-    build.evaluate_run(loaded, model=model, as_json=as_json)
+    evaluation = build.evaluate_run(loaded, model=model)
+    if as_json:
+        typer.echo(json.dumps(dict(evaluation.metrics), indent=2))
+    else:
+        show(evaluation.metrics, loaded)
+
+
+def show(metrics: Mapping[str, float], loaded: Loaded) -> None:
+    """Print the figures for people."""
+    settings = loaded.config.eval
+    how = (
+        "greedy" if settings.temperature == 0 else f"{settings.samples} samples at temperature {settings.temperature:g}"
+    )
+    typer.echo(f"{loaded.config.data.eval}: {how} per prompt")
+    for name, value in metrics.items():
+        typer.echo(f"  {name.removeprefix('eval/'):<30} {value:.4g}")

@@ -15,6 +15,8 @@ class CheckReport:
     """For people, in order: previews of prompts and tokens, what was dropped and why."""
     problems: tuple[str, ...] = ()
     """What must be mended before training; any makes the check fail."""
+    not_checked: tuple[str, ...] = ()
+    """What could not be looked at from here, and why. Does not make the check fail."""
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
     """Named numbers, such as `train rows: 7473` or `gold answers scored by exact: 1.0`."""
 
@@ -27,6 +29,7 @@ class CheckReport:
         return {
             "ok": self.is_ok,
             "problems": list(self.problems),
+            "not_checked": list(self.not_checked),
             "figures": dict(self.figures),
             "lines": list(self.lines),
         }

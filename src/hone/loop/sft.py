@@ -20,6 +20,7 @@ from hone.types import Batch
 
 IMITATION = Algorithm(AlgorithmSection(ratio="none", clip="none", aggregate="token_mean"))
 
+
 @dataclass
 class SftRun(Stage):
     """A supervised stage."""

@@ -7,6 +7,7 @@ then through huggingface_hub, which honours HF_HUB_OFFLINE.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -31,7 +32,7 @@ from hone.model.weights import weights_fingerprint
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["init_model", "load_model", "model_folder", "save_hf", "weights_fingerprint"]
+__all__ = ["describe_model", "init_model", "load_model", "model_folder", "save_hf", "weights_fingerprint"]
 
 Implementation = Literal["auto", "hone", "transformers"]
 
@@ -119,6 +120,23 @@ def save_hf(
         os.replace(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def describe_model(folder: Path, *, trust_remote_code: bool = False) -> dict[str, str | int]:
+    """What a model directory holds, without loading its weights.
+
+    Raises:
+        DataError: as `load_model`, as far as the headers of the files tell.
+    """
+    config, parameters = _read_config(folder, trust_remote_code), 0
+    for file in _shards(folder):
+        with safe_open(file, framework="pt") as tensors:
+            parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return {
+        "model type": config.model_type,
+        "parameters stored": parameters,
+        "implementation": "hone" if unsupported(config) is None else "transformers",
+    }
 
 
 def model_folder(path: str | Path, *, trust_remote_code: bool = False) -> Path:

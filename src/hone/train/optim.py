@@ -8,6 +8,8 @@ step is a handful of operations whatever the number of parameters, and a checkpo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +38,29 @@ class FlatWeights:
         self.master = torch.cat([p.detach().reshape(-1).to(dtype) for _, p in named])
         self.grad = torch.zeros_like(self.master)
         self.compute = self.master if compute_dtype == dtype else self.master.to(compute_dtype)
+        self._parameters = [p for _, p in named]
+        self._point_at(self.compute)
         offset = 0
-        for _, p in named:
+        for p in self._parameters:
             end = offset + p.numel()
-            p.data = self.compute[offset:end].view(p.shape)
             p.grad_dtype = dtype
             p.grad = self.grad[offset:end].view(p.shape)  # autograd adds into it, microbatch by microbatch
             offset = end
+
+    @contextmanager
+    def showing_master(self) -> Iterator[None]:
+        """Inside, the model's parameters are the master weights themselves: for exporting them at full precision."""
+        self._point_at(self.master)
+        try:
+            yield
+        finally:
+            self._point_at(self.compute)
+
+    def _point_at(self, buffer: Tensor) -> None:
+        offset = 0
+        for p in self._parameters:
+            p.data = buffer[offset : offset + p.numel()].view(p.shape)
+            offset += p.numel()
 
     def refresh_compute(self) -> None:
         """Bring the compute copy up to date with the master weights, in place."""

@@ -29,7 +29,9 @@ class Trainer(Protocol):
 
     model: CausalModel
     """The copy that computes; an engine in the same process may share it."""
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device: ...
 
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
         """(T,) float32 logprobs of the batch's tokens under the policy, or under the frozen reference.
@@ -44,6 +46,10 @@ class Trainer(Protocol):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their Hugging Face names; views, valid until the next update."""
+        ...
+
+    def master_weights(self) -> list[tuple[str, Tensor]]:
+        """Copies of the weights at full precision, under their Hugging Face names."""
         ...
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

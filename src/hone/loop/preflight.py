@@ -1,0 +1,186 @@
+"""What `hone check` looks at beyond the configuration: data, tokenizer, model and rewards, on real rows.
+
+Nothing is trained or sampled. What cannot be looked at here (a hub model without a network) is named as not checked
+instead of being passed over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hone.config.load import Loaded
+from hone.config.report import CheckReport
+from hone.config.run import DataSection, RunConfig
+from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
+from hone.data.prompts import load_prompts, load_sft_rows
+from hone.data.sources import BadRow, read_rows
+from hone.errors import DataError
+from hone.model.load import describe_model
+from hone.reward.base import Rewards
+from hone.types import Group, Prompt, Sample
+
+PREVIEWS = 2
+MAX_ROWS_OF_USER_REWARDS = 256
+"""A user's reward may be slow or cost money; the built-in ones see every row."""
+
+
+@dataclass
+class Findings:
+    """A report in the making."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
+    figures: dict[str, float | int | str] = field(default_factory=dict)
+
+    def report(self) -> CheckReport:
+        return CheckReport(tuple(self.lines), tuple(self.problems), tuple(self.not_checked), self.figures)
+
+
+async def check(loaded: Loaded) -> CheckReport:
+    """Look at everything a run of this file would use. Problems are collected; only a bug raises."""
+    config, folder, findings = loaded.config, loaded.run_file.parent, Findings()
+    tokenizer = check_tokenizer_and_model(config, folder, findings)
+    if tokenizer is not None:
+        check_prompts(config, folder, tokenizer, findings)
+    if config.reward.components and config.data.answer_column is not None:
+        await check_rewards(config, folder, findings)
+    elif config.reward.components:
+        findings.not_checked.append("rewards: data.answer_column is not set, so there are no gold answers to score")
+    return findings.report()
+
+
+def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: Findings) -> Tokenizer | None:
+    """The tokenizer, if it can be had; the model's files, as far as they are on this machine."""
+    model = config.model
+    is_hub_name = False
+    try:
+        if model.path is not None:
+            place = resolve_model(model.path, folder)
+            is_hub_name = not Path(place).is_dir()
+            if is_hub_name:
+                findings.not_checked.append(
+                    f"weights of {model.path}: a hub name; they are fetched when training starts"
+                )
+            else:
+                findings.figures |= describe_model(Path(place), trust_remote_code=model.trust_remote_code)
+        return load_tokenizer(model, folder)
+    except DataError as error:
+        if is_hub_name:
+            findings.not_checked.append(f"prompts and tokens: {error}")
+        else:
+            findings.problems.append(str(error))
+        return None
+
+
+def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> None:
+    """Render and tokenise every row that the run would use; show the first few."""
+    try:
+        for part in ("train", "eval"):
+            if part == "eval" and config.data.eval is None:
+                continue
+            stream = load_prompts(config.data, tokenizer, folder, seed=config.seed, part=part)
+            prompts = stream.rows()
+            findings.lines.append(f"{part}: {stream.report}")
+            lengths = np.array([len(prompt.token_ids) for prompt in prompts])
+            findings.figures[f"{part} rows"] = len(prompts)
+            findings.figures[f"{part} prompt tokens, mean"] = float(lengths.mean())
+            findings.figures[f"{part} prompt tokens, 95th percentile"] = float(np.percentile(lengths, 95))
+            findings.figures[f"{part} prompt tokens, longest"] = int(lengths.max())
+            if part == "train":
+                findings.lines += [preview(prompt) for prompt in prompts[:PREVIEWS]]
+        if "sft" in config.stages:
+            rows, report = load_sft_rows(config.data, config.sft, tokenizer, folder)
+            findings.lines.append(f"sft: {report}")
+            findings.lines.append(f"  imitates {tokenizer.decode(rows[0][1])!r}, {len(rows[0][1])} tokens with EOS")
+    except DataError as error:
+        findings.problems.append(str(error))
+
+
+def preview(prompt: Prompt) -> str:
+    """A prompt as text and as tokens."""
+    text = prompt.text if len(prompt.text) <= 300 else f"{prompt.text[:200]} ... {prompt.text[-100:]}"
+    first = ", ".join(map(str, prompt.token_ids[:12])) + (", ..." if len(prompt.token_ids) > 12 else "")
+    return f"  {text!r} -> {len(prompt.token_ids)} tokens: {first}"
+
+
+async def check_rewards(config: RunConfig, folder: Path, findings: Findings) -> None:
+    """Score each gold answer as if the policy had written it, then each gold answer under another row's question."""
+    builtin = all(":" not in component.use for component in config.reward.components)
+    prompts = gold_prompts(config.data, folder)
+    checked = prompts if builtin else prompts[:MAX_ROWS_OF_USER_REWARDS]
+    settings = config.reward.model_copy(update={"max_unscored_frac": 1.0, "min_valid_per_group": 1})
+    async with Rewards.from_config(settings, folder, window_samples=len(checked)) as rewards:
+        right = [await rewards.score(as_group(prompt, prompt.answer)) for prompt in checked]
+        wrong = [
+            await rewards.score(as_group(prompt, answer))
+            for prompt, answer in zip(checked, answers_of_others(checked), strict=True)
+        ]
+    findings.figures["gold answers"] = len(checked)
+    for name in right[0].scores:
+        report_component(name, right, wrong, findings, must_be_exact=builtin)
+
+
+def report_component(
+    name: str, right: Sequence[Group], wrong: Sequence[Group], findings: Findings, *, must_be_exact: bool
+) -> None:
+    """Figures of one reward component, and problems where it faults or misjudges gold answers."""
+    scores = [group.scores[name][0] for group in right]
+    values = [score.value for score in scores if score.value is not None]
+    others = [value for group in wrong if (value := group.scores[name][0].value) is not None]
+    findings.figures[f"{name}: gold answers score"] = float(np.mean(values)) if values else "nothing"
+    findings.figures[f"{name}: shuffled answers score"] = float(np.mean(others)) if others else "nothing"
+    faulty = [(group, score) for group, score in zip(right, scores, strict=True) if score.fault is not None]
+    for group, score in faulty[:3]:
+        findings.problems.append(f"reward {name}: gold answer of row {group.prompt.id}: {score.fault}: {score.detail}")
+    if len(faulty) > 3:
+        findings.problems.append(f"reward {name}: {len(faulty)} of {len(right)} gold answers have a fault")
+    best = max(values, default=0.0)
+    missed = [
+        group for group, score in zip(right, scores, strict=True) if score.value is not None and score.value < best
+    ]
+    if must_be_exact and missed:
+        example = missed[0].prompt
+        findings.problems.append(
+            f"reward {name}: {len(missed)} of {len(right)} gold answers do not earn the full score, the first is row "
+            f"{example.id}: {str(example.answer)[-80:]!r}. The policy could not earn it there either."
+        )
+
+
+def gold_prompts(data: DataSection, folder: Path) -> list[Prompt]:
+    """The rows of train and eval as prompts without tokens: rewards read text."""
+    sources = [(data.train, data.train_split, data.train_rows)]
+    if data.eval is not None:
+        sources.append((data.eval, data.eval_split, data.eval_rows))
+    prompts: list[Prompt] = []
+    for source, split, rows in sources:
+        for number, row in enumerate(read_rows(source, folder, split=split, rows=rows)):
+            if not isinstance(row, BadRow) and data.answer_column is not None and data.answer_column in row.values:
+                text = str(row.values.get(data.prompt_column, ""))
+                answer = row.values[data.answer_column]
+                prompts.append(Prompt(f"{source}:{number}", number, text, (), answer, row.values))
+    return prompts
+
+
+def as_group(prompt: Prompt, response: object) -> Group:
+    """A group of one finished sample with this text."""
+    return Group(prompt, (Sample(prompt.id, 0, (), (), (), "stop", str(response)),))
+
+
+def answers_of_others(prompts: Sequence[Prompt]) -> list[object]:
+    """For each prompt the answer of another one that ends in another word, so that none is right by chance.
+
+    Sorted by their last word and moved by the size of the largest set of equals, no answer meets its equal.
+    """
+    words = [(str(prompt.answer).split() or [""])[-1].strip("$.").replace(",", "") for prompt in prompts]
+    order = sorted(range(len(prompts)), key=words.__getitem__)
+    shift = max(Counter(words).values())
+    answers: list[object] = [None] * len(prompts)
+    for place, row in enumerate(order):
+        answers[row] = prompts[order[(place + shift) % len(order)]].answer
+    return answers
