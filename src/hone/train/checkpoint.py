@@ -141,10 +141,6 @@ class Checkpoints:
         return None
 
     def at(self, stage: str, step: int) -> Loaded:
-        """The checkpoint of one step. Raises CheckpointError when it is missing or torn."""
-        return self.load(self.folder / _name(Progress(stage=stage, step=step)))
-
-    def at(self, stage: str, step: int) -> Loaded:
         """The checkpoint of one step. Raises CheckpointError when it was never written, removed, or is torn."""
         path = self.folder / _name(Progress(stage=stage, step=step))
         if not path.exists():
