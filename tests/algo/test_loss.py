@@ -6,8 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.algo.algorithm import MEASURES, Algorithm, summarize
-from hone.algo.loss import Bounds, Tokens, log_ratio, ppo_clip
+from hone.algo.algorithm import Algorithm
+from hone.algo.correction import icepop, sequence_mask, truncated
+from hone.algo.loss import (
+    Bounds,
+    Tokens,
+    cispo_clip,
+    geo_mean_clip,
+    log_ratio,
+    ppo_clip,
+    sapo_gate,
+    sequence_ratio,
+    token_ratio,
+)
 from hone.config.run import AlgorithmSection
 from hone.types import Totals
 
@@ -17,6 +28,14 @@ ROWS = {
     "dr_grpo": AlgorithmSection(credit="group_mean", aggregate="fixed_length"),
     "dapo": AlgorithmSection(aggregate="token_mean", clip_high=0.28),
     "reinforce": AlgorithmSection(credit="group_mean", ratio="none", clip="none", aggregate="token_mean"),
+    "gspo": AlgorithmSection(ratio="sequence", clip_low=0.1, clip_high=0.1),
+    "cispo": AlgorithmSection(clip="cispo", clip_high=0.3, aggregate="token_mean"),
+    "gmpo": AlgorithmSection(clip="geo_mean", clip_low=0.33, clip_high=0.49),
+    "sapo": AlgorithmSection(clip="sapo", sapo_tau=(1.0, 1.5)),
+    "dual clip": AlgorithmSection(dual_clip=1.3, aggregate="token_sum"),
+    "tis": AlgorithmSection(aggregate="token_mean", correction="tis", correction_high=1.1),
+    "icepop": AlgorithmSection(correction="icepop", correction_low=0.8, correction_high=1.2),
+    "sequence mask": AlgorithmSection(correction="sequence_mask", correction_low=0.95, correction_high=1.2),
     "everything": AlgorithmSection(
         ratio="token", clip="none", aggregate="sample_mean", kl_loss_coef=0.3, kl_estimator="k2", entropy_coef=0.1
     ),
@@ -39,10 +58,6 @@ def tokens_of(logprobs, advantages, *, old=None, mask=None, sample=None, **colum
     )
 
 
-def measured_of(algorithm, tokens, totals) -> dict[str, float]:
-    return dict(zip(MEASURES, algorithm.loss(tokens, totals)[1].tolist(), strict=True))
-
-
 # ---- by hand ------------------------------------------------------------------------------------------------------
 
 
@@ -61,6 +76,72 @@ def test_ppo_clip_by_hand(ratio, advantage, expected, low, high):
     objective = ppo_clip(torch.tensor([ratio], dtype=torch.float64), tokens, Bounds(0.2, 0.2))
     assert float(objective.value_T) == pytest.approx(expected, rel=1e-12)
     assert (bool(objective.clipped_low_T), bool(objective.clipped_high_T)) == (low, high)
+
+
+def test_dual_clip_by_hand():
+    """rho = 6 against A = -1: the loss is 6 without, 4 with a dual clip of 4; a positive advantage is not touched."""
+    ratio_T, tokens = torch.tensor([6.0, 6.0], dtype=torch.float64), tokens_of([0.0, 0.0], [-1.0, 1.0])
+    assert ppo_clip(ratio_T, tokens, Bounds(0.2, 0.2)).value_T.tolist() == [-6, 1.2]
+    objective = ppo_clip(ratio_T, tokens, Bounds(0.2, 0.2, dual=4.0))
+    assert objective.value_T.tolist() == [-4, 1.2]
+    assert objective.clipped_dual_T.tolist() == [True, False]
+
+
+def test_sequence_ratio_is_the_geometric_mean_over_the_policys_own_tokens():
+    """Log ratios 0.2, 0.4 and a masked 9; then a sample of one token."""
+    tokens = tokens_of([0.2, 9.0, 0.4, -1.0], [1.0] * 4, mask=[1, 0, 1, 1], sample=[0, 0, 0, 1])
+    ratio_T = sequence_ratio(tokens)
+    assert ratio_T[[0, 2, 3]].tolist() == pytest.approx([math.exp(0.3), math.exp(0.3), math.exp(-1.0)])
+
+
+def test_cispo_by_hand():
+    """A clipped token keeps its gradient: stop_gradient(1.3) * A * grad log pi."""
+    logprobs_T = torch.tensor([math.log(2.0), -0.5], dtype=torch.float64, requires_grad=True)
+    tokens = tokens_of(logprobs_T, [3.0, 2.0], old=[0.0, -0.5])
+    objective = cispo_clip(token_ratio(tokens), tokens, Bounds(0.2, 0.3))
+    objective.value_T.sum().backward()
+    assert logprobs_T.grad is not None
+    assert logprobs_T.grad.tolist() == pytest.approx([1.3 * 3, 1.0 * 2])
+    assert objective.clipped_high_T.tolist() == [True, False]
+
+
+def test_geo_mean_by_hand():
+    """Ratios 2 and 0.5, bounds 0.5 and 1.5. A > 0 bounds above: sqrt(1.5 * 0.5); A < 0 below: sqrt(2 * 0.5)."""
+    for advantage, expected in ((1.0, math.sqrt(0.75)), (-1.0, -1.0)):
+        tokens = tokens_of([math.log(2.0), math.log(0.5)], [advantage] * 2)
+        value_T = geo_mean_clip(token_ratio(tokens), tokens, Bounds(0.5, 0.5)).value_T
+        assert value_T.tolist() == pytest.approx([expected] * 2)
+
+
+def test_sapo_gate_has_slope_one_at_ratio_one_and_flattens_away_from_it():
+    ratio_T = torch.tensor([1.0, 1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    tokens = tokens_of([0.0] * 3, [1.0, -1.0, 1.0])
+    value_T = sapo_gate(ratio_T, tokens, Bounds(0.2, 0.2, sapo_tau=(1.0, 2.0))).value_T
+    value_T.sum().backward()
+    assert value_T[:2].tolist() == pytest.approx([2.0, -1.0])  # 4 / tau * sigmoid(0)
+    assert ratio_T.grad is not None
+    sigmoid = 1 / (1 + math.exp(-2.0))
+    assert ratio_T.grad.tolist() == pytest.approx([1.0, -1.0, 4 * sigmoid * (1 - sigmoid)])
+
+
+def weights_of(function, log_weights, low, high, **changes):
+    tokens = tokens_of([0.0] * len(log_weights), [1.0] * len(log_weights), old=log_weights, **changes)
+    return function(tokens, low, high).tolist()
+
+
+def test_corrections_by_hand():
+    logs = [math.log(w) for w in (0.2, 1.5, 4.0)]
+    assert weights_of(truncated, logs, 0.5, 2.0) == pytest.approx([0.2, 1.5, 2.0])
+    assert weights_of(icepop, logs, 0.5, 2.0) == pytest.approx([0.0, 1.5, 0.0])
+    # Geometric means: sqrt(0.2 * 1.5) = 0.55 stays with its tokens cut at 2, 4.0 goes.
+    assert weights_of(sequence_mask, logs, 0.5, 2.0, sample=[0, 0, 1]) == pytest.approx([0.2, 1.5, 0.0])
+
+
+@pytest.mark.parametrize("function", [truncated, icepop, sequence_mask])
+def test_corrections_are_finite_where_the_weight_is_not(function):
+    weights = weights_of(function, [5000.0, -5000.0, 0.0], 0.5, 2.0, sample=[0, 1, 2])
+    assert all(math.isfinite(w) for w in weights)
+    assert weights[2] == 1
 
 
 def test_the_log_ratio_is_kept_within_20():
@@ -107,7 +188,7 @@ def test_measures_by_hand():
         entropy_T=torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64),
     )
     loss, measured = algorithm.loss(tokens, Totals(3, 1))
-    metrics = summarize([measured.tolist()], optimizer_steps=1)
+    metrics = algorithm.summarize([measured.tolist()], optimizer_steps=1)
     assert float(loss) == pytest.approx((0.8 - 1.2 + 3.0 + 4.5) / 3)
     expected = {
         "loss": float(loss),
@@ -126,11 +207,11 @@ def test_measures_by_hand():
 
 
 def test_nothing_is_said_of_tokens_where_none_was_trained():
-    tokens = tokens_of([-1.0], [1.0], mask=[0])
-    loss, measured = Algorithm(ROWS["dapo"]).loss(tokens, Totals(0, 0))
+    algorithm = Algorithm(ROWS["dapo"])
+    loss, measured = algorithm.loss(tokens_of([-1.0], [1.0], mask=[0]), Totals(0, 0))
     assert float(loss) == 0
-    assert summarize([measured.tolist()], 1) == {"train/loss": 0, "train/kl_ref": 0, "train/tokens": 0}
-    assert summarize([], 1) == {"train/loss": 0, "train/kl_ref": 0, "train/tokens": 0}
+    nothing = {"train/loss": 0, "train/tokens": 0}
+    assert algorithm.summarize([measured.tolist()], 1) == algorithm.summarize([], 1) == nothing
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
@@ -166,7 +247,7 @@ def random_case(seed: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         "old_logprobs_T": now + 0.3 * normal(num_tokens),
         "sampler_logprobs_T": now + 0.1 * normal(num_tokens),
         "ref_logprobs_T": now + 0.5 * normal(num_tokens),
-        "advantages_T": normal(num_tokens),
+        "advantages_T": normal(len(lengths)).repeat_interleave(lengths),
         "loss_mask_T": mask_T,
     }
     return logits, columns, lengths
@@ -218,20 +299,49 @@ def plain(logits: Tensor, columns: dict[str, Tensor], lengths: Tensor, row: Algo
     advantage, mask = pad(columns["advantages_T"]), pad(columns["loss_mask_T"])
     ratio = torch.exp(now - pad(columns["old_logprobs_T"]))
     difference = now - pad(columns["ref_logprobs_T"])
+    counts = mask.sum(1)
+    if row.ratio == "sequence":
+        rows = [(ratio[s].log() * mask[s]).sum() / counts[s].clamp(min=1) for s in range(num_samples)]
+        # The paper's own form: every token carries the sequence ratio, its gradient is that token's.
+        ratio = torch.stack([r.detach().exp() for r in rows])[:, None] * torch.exp(now - now.detach())
     weighted = (now if row.ratio == "none" else ratio) * advantage
+    low, high = 1 - row.clip_low, 1 + row.clip_high
     if row.clip == "ppo":
-        weighted = torch.min(weighted, torch.clamp(ratio, 1 - row.clip_low, 1 + row.clip_high) * advantage)
+        weighted = torch.min(weighted, torch.clamp(ratio, low, high) * advantage)
+        if row.dual_clip:
+            weighted = torch.where(advantage < 0, torch.max(weighted, row.dual_clip * advantage), weighted)
+    elif row.clip == "cispo":
+        weighted = torch.clamp(ratio.detach(), max=high) * advantage * now
+    elif row.clip == "sapo":
+        tau = torch.where(advantage > 0, row.sapo_tau[0], row.sapo_tau[1])
+        weighted = torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
+    elif row.clip == "geo_mean":
+        bounded = torch.where(advantage > 0, ratio.clamp(max=high), ratio.clamp(min=low))
+        product = torch.stack([bounded[s][mask[s] > 0].prod() for s in range(num_samples)])
+        weighted = product[:, None] ** (1 / counts[:, None].clamp(min=1)) * advantage
+    importance = torch.exp(pad(columns["old_logprobs_T"] - columns["sampler_logprobs_T"]))
+    if row.correction == "tis":
+        weighted = weighted * importance.clamp(max=row.correction_high)
+    elif row.correction == "icepop":
+        weighted = weighted * importance * (importance >= row.correction_low) * (importance <= row.correction_high)
+    elif row.correction == "sequence_mask":
+        for s in range(num_samples):
+            mean = importance[s][mask[s] > 0].log().mean().exp()
+            if not row.correction_low <= mean <= row.correction_high:
+                importance[s] = 0
+        weighted = weighted * importance.clamp(max=row.correction_high)
     kl = {
         "k2": difference**2 / 2,
         "k3": torch.exp(-difference) - 1 + difference,
         "abs": difference.abs(),
     }[row.kl_estimator]
     token_loss = (-weighted + row.kl_loss_coef * kl - row.entropy_coef * entropy) * mask
-    counts = mask.sum(1)
     if row.aggregate == "token_mean":
         loss = token_loss.sum() / mask.sum()
     elif row.aggregate == "sample_mean":
         loss = torch.stack([token_loss[s].sum() / counts[s] for s in range(num_samples) if counts[s] > 0]).mean()
+    elif row.aggregate == "token_sum":
+        loss = token_loss.sum()
     else:
         loss = token_loss.sum() / (int((counts > 0).sum()) * MAX_TOKENS)
     loss.backward()

@@ -6,6 +6,7 @@ import pytest
 
 from hone.algo.advantage import CREDIT
 from hone.algo.algorithm import Algorithm
+from hone.algo.correction import CORRECTION
 from hone.algo.kl import KL
 from hone.algo.loss import AGGREGATE, CLIP, RATIO
 from hone.config.run import AlgorithmSection
@@ -13,7 +14,14 @@ from hone.config.run import AlgorithmSection
 
 @pytest.mark.parametrize(
     ("key", "table"),
-    [("credit", CREDIT), ("ratio", RATIO), ("clip", CLIP), ("aggregate", AGGREGATE), ("kl_estimator", KL)],
+    [
+        ("credit", CREDIT),
+        ("ratio", RATIO),
+        ("clip", CLIP),
+        ("aggregate", AGGREGATE),
+        ("correction", CORRECTION),
+        ("kl_estimator", KL),
+    ],
 )
 def test_config_and_table_name_the_same_choices(key, table):
     assert set(get_args(AlgorithmSection.model_fields[key].annotation)) == set(table)

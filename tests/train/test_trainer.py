@@ -106,7 +106,11 @@ def plain_gradient(batch: Batch, row: AlgorithmSection, temperature: float, hf) 
     return {name: weight.grad for name, weight in hf.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ROWS)
+PLAIN_ROWS = [name for name, row in ROWS.items() if row.ratio != "sequence" and row.clip in ("ppo", "none")]
+"""The others are held against a plain formula in tests/algo; here it is the path through the model that counts."""
+
+
+@pytest.mark.parametrize("name", PLAIN_ROWS)
 def test_gradient_equals_the_plain_formula_on_transformers_own_model(name):
     from transformers import Qwen3ForCausalLM
 

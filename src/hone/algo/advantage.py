@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hone.algo.registry import Entry
@@ -56,9 +57,63 @@ def group_norm(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
     Weights groups with little spread more than `group_mean` does. Arguments as there; (S,), dimensionless.
     """
     deviation_S = group_mean(reward_S, group_S, num_groups)
+    return deviation_S / (_std(deviation_S, reward_S, group_S, num_groups) + STD_FLOOR)[group_S]
+
+
+def leave_one_out(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
+    """R - mean of the siblings: an unbiased baseline (RLOO, arXiv:2402.14740). Arguments as `group_mean`; (S,)."""
     count_N = segment_sum((~reward_S.isnan()).to(reward_S.dtype), group_S, num_groups)
-    variance_N = segment_sum(deviation_S.square(), group_S, num_groups) / (count_N - 1).clamp(min=1)
-    return deviation_S / (variance_N.sqrt() + STD_FLOOR)[group_S]
+    return group_mean(reward_S, group_S, num_groups) * (count_N / (count_N - 1).clamp(min=1))[group_S]
+
+
+def best_of_group(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
+    """(best - second best) / std for the best sample, 0 for the rest: credit for pass@k (arXiv:2503.19595).
+
+    Samples that share the best reward have no margin, and get 0. Arguments as `group_mean`; (S,), dimensionless.
+    """
+    order = torch.argsort(reward_S.nan_to_num(-torch.inf), stable=True)
+    order = order[torch.argsort(group_S[order], stable=True)]  # by group, then by reward
+    is_last = torch.ones_like(order, dtype=torch.bool)
+    is_last[:-1] = group_S[order][1:] != group_S[order][:-1]
+    best = order[is_last]
+    second = order[(is_last.nonzero()[:, 0] - 1).clamp(min=0)]
+    deviation_S = group_mean(reward_S, group_S, num_groups)
+    spread_S = _std(deviation_S, reward_S, group_S, num_groups)[group_S]
+    speaks = spread_S[best] > 0  # so there are two scored samples, and they are the last two of their group
+    margin = torch.where(speaks, (reward_S[best] - reward_S[second]) / (spread_S[best] + STD_FLOOR), 0.0)
+    return torch.zeros_like(reward_S).index_put((best,), margin)
+
+
+def length_weighted(outcomes: Outcomes) -> Tensor:
+    """R - sum(length R) / sum(length): the baseline of least variance for long responses (OPO, arXiv:2505.23585).
+
+    Length counts loss tokens. (T,) in reward units.
+    """
+    o = outcomes
+    length_S = segment_sum(o.loss_mask_T, o.sample_T, len(o.reward_S)) * ~o.reward_S.isnan()
+    baseline_N = segment_mean(o.reward_S.nan_to_num(0.0), length_S, o.group_S, o.num_groups)
+    speaks_S = (segment_range(o.reward_S, o.group_S, o.num_groups) > 0)[o.group_S]
+    return ((o.reward_S.nan_to_num(0.0) - baseline_N[o.group_S]) * speaks_S)[o.sample_T]
+
+
+def whiten(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
+    """(T,) advantages with mean 0 and unbiased std 1 over the unmasked tokens of the whole batch; 0 elsewhere."""
+    count = mask_T.sum()
+    centred_T = (advantages_T - (advantages_T * mask_T).sum() / count.clamp(min=1)) * mask_T
+    variance = centred_T.square().sum() / (count - 1).clamp(min=1)
+    return centred_T / (variance.sqrt() + STD_FLOOR)
+
+
+def group_mean_whitened(outcomes: Outcomes) -> Tensor:
+    """R - group mean, then whitened over the tokens of the batch (REINFORCE++ baseline, arXiv:2501.03262). (T,)."""
+    o = outcomes
+    return whiten(group_mean(o.reward_S, o.group_S, o.num_groups)[o.sample_T], o.loss_mask_T)
+
+
+def _std(deviation_S: Tensor, reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
+    """(num_groups,) unbiased standard deviation of the scored rewards."""
+    count_N = segment_sum((~reward_S.isnan()).to(reward_S.dtype), group_S, num_groups)
+    return (segment_sum(deviation_S.square(), group_S, num_groups) / (count_N - 1).clamp(min=1)).sqrt()
 
 
 CreditFunction = Callable[[Outcomes], Tensor]
@@ -75,4 +130,14 @@ CREDIT: dict[str, Entry[CreditFunction]] = {
         _per_sample(group_norm), "(R - mean) / (std + 1e-6) in the group", "arXiv:2402.03300", SIBLINGS
     ),
     "group_mean": Entry(_per_sample(group_mean), "R - mean in the group", "arXiv:2503.20783", SIBLINGS),
+    "leave_one_out": Entry(_per_sample(leave_one_out), "R - mean of the siblings", "arXiv:2402.14740", SIBLINGS),
+    "group_mean_whitened": Entry(
+        group_mean_whitened, "R - mean in the group, whitened over the batch", "arXiv:2501.03262", SIBLINGS
+    ),
+    "length_weighted": Entry(
+        length_weighted, "R - sum(length R) / sum(length) in the group", "arXiv:2505.23585", SIBLINGS
+    ),
+    "best_of_group": Entry(
+        _per_sample(best_of_group), "(best - second best) / std for the best", "arXiv:2503.19595", SIBLINGS
+    ),
 }

@@ -6,31 +6,33 @@ says in `needs`; what it measured it returns as sums, so that a mean over microb
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hone.algo.advantage import CREDIT, Outcomes
+from hone.algo.correction import CORRECTION
 from hone.algo.kl import KL, MAX_LOG_RATIO, k3
-from hone.algo.loss import AGGREGATE, CLIP, RATIO, Bounds, Tokens, log_ratio
+from hone.algo.loss import AGGREGATE, CLIP, RATIO, Bounds, Objective, Tokens, log_ratio
 from hone.algo.shaping import clip_rewards, informative, overlong_penalty
 from hone.config.run import AlgorithmSection
 from hone.types import Batch, Totals
 
-MEASURES = (
-    "loss",
-    "kl",
-    "tokens",
-    "entropy",
-    "clip_low",
-    "clip_high",
-    "ratio",
-    "mismatch_gap",
-    "mismatch_ratio",
-    "mismatch_kl",
-    "ratio_max",
-)
+TOKEN_MEANS = {
+    "entropy": "train/entropy",
+    "clip_low": "train/clip_low_frac",
+    "clip_high": "train/clip_high_frac",
+    "clip_dual": "train/clip_dual_frac",
+    "dropped": "train/correction_dropped_frac",
+    "ratio": "train/ratio_mean",
+    "mismatch_gap": "train/mismatch_gap",
+    "mismatch_ratio": "train/mismatch_ratio_mean",
+    "mismatch_kl": "train/mismatch_kl",
+}
+"""What is measured as a sum over loss tokens, and the metric that its mean is."""
+
+MEASURES = ("loss", "kl", "tokens", *TOKEN_MEANS, "ratio_max")
 """Order of the values that `Algorithm.loss` measures: `loss` and `kl` are aggregated as the loss is, `ratio_max` is a
 maximum, the rest are sums over loss tokens."""
 
@@ -53,10 +55,21 @@ class Algorithm:
         self._clip = CLIP[section.clip]
         self._aggregate = AGGREGATE[section.aggregate]
         self._kl = KL[section.kl_estimator] if section.kl_loss_coef else None
-        self._bounds = Bounds(section.clip_low, section.clip_high)
-        entries = (self._credit, self._ratio, self._clip, self._aggregate, self._kl)
+        self._correction = CORRECTION[section.correction]
+        self._bounds = Bounds(section.clip_low, section.clip_high, section.dual_clip, section.sapo_tau)
+        entries = (self._credit, self._ratio, self._clip, self._aggregate, self._kl, self._correction)
         self.needs: frozenset[str] = frozenset().union(*(entry.needs for entry in entries if entry))
         """What a run must provide: see `registry.Entry.needs`."""
+
+    @property
+    def _token_means(self) -> dict[str, str]:
+        """Measure -> metric, for the measures that mean something for this row."""
+        means = dict(TOKEN_MEANS)
+        if self.section.dual_clip is None:
+            del means["clip_dual"]
+        if self.section.correction == "none":
+            del means["dropped"]
+        return means
 
     @property
     def only_advantage_has_gradient(self) -> bool:
@@ -103,12 +116,13 @@ class Algorithm:
         Args:
             totals: counts over the whole optimizer step, all microbatches and ranks.
         Returns:
-            A scalar with gradient, and (len(MEASURES),) what was measured, without. Merge with `summarize`.
+            A scalar with gradient, and (len(MEASURES),) what was measured, without; see `summarize`.
         """
         section = self.section
         weight_T = self._aggregate.function(tokens, totals, self.max_response_tokens)
         objective = self._clip.function(self._ratio.function(tokens), tokens, self._bounds)
-        loss_T = -objective.value_T
+        correction_T = self._correction.function(tokens, section.correction_low, section.correction_high)
+        loss_T = -objective.value_T * correction_T
         kl_T = torch.zeros_like(weight_T)
         if self._kl is not None:
             assert tokens.ref_logprobs_T is not None, "the row has a KL term but the batch no ref_logprobs_T"
@@ -118,14 +132,30 @@ class Algorithm:
             loss_T = loss_T - section.entropy_coef * tokens.entropy_T
         loss = (weight_T * loss_T).sum()
         with torch.no_grad():
-            measured = _measure(tokens, weight_T, loss, kl_T, objective.clipped_low_T, objective.clipped_high_T)
+            measured = _measure(tokens, weight_T, loss, kl_T, objective, correction_T)
         return loss, measured
+
+    def summarize(self, measured: Sequence[Sequence[float]], optimizer_steps: int) -> dict[str, float]:
+        """Metrics of one update from what each of its microbatches measured.
+
+        Loss and KL are means over optimizer steps of the quantity optimised; the others are means over loss tokens of
+        the samples that were trained on (those without advantage cost no pass, so nothing is known of them). Without
+        any such token only the loss is known.
+        """
+        sums = {name: sum(row[i] for row in measured) for i, name in enumerate(MEASURES)}
+        metrics = {"train/loss": sums["loss"] / optimizer_steps, "train/tokens": sums["tokens"]}
+        if self._kl is not None:
+            metrics["train/kl_ref"] = sums["kl"] / optimizer_steps
+        if sums["tokens"]:
+            metrics |= {name: sums[measure] / sums["tokens"] for measure, name in self._token_means.items()}
+            metrics["train/ratio_max"] = max(row[-1] for row in measured)
+        return metrics
 
 
 def _measure(
-    tokens: Tokens, weight_T: Tensor, loss: Tensor, kl_T: Tensor, clipped_low_T: Tensor, clipped_high_T: Tensor
+    tokens: Tokens, weight_T: Tensor, loss: Tensor, kl_T: Tensor, objective: Objective, correction_T: Tensor
 ) -> Tensor:
-    """(len(MEASURES),) in that order. One product with the mask instead of one reduction per metric."""
+    """(len(MEASURES),) values in that order. One product with the mask instead of one reduction per metric."""
     mask_T, dtype = tokens.loss_mask_T, tokens.logprobs_T.dtype
     ratio_T = log_ratio(tokens.logprobs_T, tokens.old_logprobs_T).exp()
     mismatch_T = (tokens.old_logprobs_T - tokens.sampler_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -133,8 +163,10 @@ def _measure(
         [
             torch.ones_like(mask_T),
             tokens.entropy_T,
-            clipped_low_T.to(dtype),
-            clipped_high_T.to(dtype),
+            objective.clipped_low_T.to(dtype),
+            objective.clipped_high_T.to(dtype),
+            objective.clipped_dual_T.to(dtype),
+            (correction_T == 0).to(dtype),
             ratio_T,
             mismatch_T.abs(),
             mismatch_T.exp(),
@@ -144,31 +176,3 @@ def _measure(
     kl = (weight_T * kl_T).sum()
     ratio_max = (ratio_T * mask_T).amax() if len(mask_T) else torch.zeros_like(kl)
     return torch.cat([torch.stack([loss, kl]), per_token @ mask_T, ratio_max[None]])
-
-
-def summarize(measured: Sequence[Sequence[float]], optimizer_steps: int) -> Mapping[str, float]:
-    """Metrics of one update from what each microbatch measured, in the order of `MEASURES`.
-
-    Loss and KL are means over optimizer steps of the quantity optimised; the others are means over loss tokens of the
-    samples that were trained on (those without advantage cost no pass, so nothing is known of them). Without any such
-    token only the loss is known.
-    """
-    sums = {name: sum(row[i] for row in measured) for i, name in enumerate(MEASURES)}
-    metrics = {
-        "train/loss": sums["loss"] / optimizer_steps,
-        "train/kl_ref": sums["kl"] / optimizer_steps,
-        "train/tokens": sums["tokens"],
-    }
-    if sums["tokens"]:
-        means = {name: sums[name] / sums["tokens"] for name in MEASURES[3:-1]}
-        metrics |= {
-            "train/entropy": means["entropy"],
-            "train/clip_low_frac": means["clip_low"],
-            "train/clip_high_frac": means["clip_high"],
-            "train/ratio_mean": means["ratio"],
-            "train/ratio_max": max(row[-1] for row in measured),
-            "train/mismatch_gap": means["mismatch_gap"],
-            "train/mismatch_ratio_mean": means["mismatch_ratio"],
-            "train/mismatch_kl": means["mismatch_kl"],
-        }
-    return metrics

@@ -9,6 +9,7 @@ gradient does not depend on how the step is split into microbatches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from hone.algo.kl import MAX_LOG_RATIO
 from hone.algo.registry import Entry
-from hone.algo.segments import segment_sum
+from hone.algo.segments import segment_mean, segment_sum
 from hone.types import Totals
 
 
@@ -48,10 +49,16 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The ratio is kept in [1 - low, 1 + high]."""
+    """The numbers that the clips of a row use; each reads those it knows."""
 
     low: float
+    """The ratio is kept above 1 - low ..."""
     high: float
+    """... and below 1 + high."""
+    dual: float | None = None
+    """Largest multiple of a negative advantage; None: no such bound."""
+    sapo_tau: tuple[float, float] = (1.0, 1.0)
+    """Steepness of the soft gate for positive and for negative advantages."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,8 @@ class Objective:
     clipped_low_T: Tensor
     """(T,) bool: the ratio had fallen below its bound and the advantage pushed it further."""
     clipped_high_T: Tensor
+    clipped_dual_T: Tensor
+    """(T,) bool: the ratio had risen so far against a negative advantage that the dual bound cut it off."""
 
 
 def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
@@ -77,6 +86,13 @@ def token_ratio(tokens: Tokens) -> Tensor:
     return log_ratio(tokens.logprobs_T, tokens.old_logprobs_T).exp()
 
 
+def sequence_ratio(tokens: Tokens) -> Tensor:
+    """exp(mean over the sample of log rho), its gradient handed to each token alike (GSPO, arXiv:2507.18071)."""
+    log_ratio_T = log_ratio(tokens.logprobs_T, tokens.old_logprobs_T)
+    mean_S = segment_mean(log_ratio_T.detach(), tokens.loss_mask_T, tokens.sample_T, tokens.num_samples)
+    return (mean_S[tokens.sample_T] + tokens.logprobs_T - tokens.logprobs_T.detach()).exp()
+
+
 def no_ratio(tokens: Tokens) -> Tensor:
     """log pi(token): REINFORCE, and with advantage 1 the likelihood that supervised training maximises."""
     return tokens.logprobs_T
@@ -86,20 +102,64 @@ def no_ratio(tokens: Tokens) -> Tensor:
 
 
 def ppo_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
-    """min(rho A, clip(rho, 1 - low, 1 + high) A): pessimistic, no reward for leaving the bounds (arXiv:1707.06347)."""
+    """min(rho A, clip(rho, 1 - low, 1 + high) A): pessimistic, no reward for leaving the bounds (arXiv:1707.06347).
+
+    With `bounds.dual` = c, at least c A where A < 0 (dual clip, arXiv:1912.09729): one token that became likely
+    against its advantage cannot outweigh the rest.
+    """
     advantages_T = tokens.advantages_T
     clipped_T = ratio_T.clamp(1 - bounds.low, 1 + bounds.high)
-    return Objective(
-        torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T),
-        clipped_low_T=(ratio_T < 1 - bounds.low) & (advantages_T < 0),
-        clipped_high_T=(ratio_T > 1 + bounds.high) & (advantages_T > 0),
+    value_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
+    dual_T = _never(tokens)
+    if bounds.dual is not None:
+        dual_T = (advantages_T < 0) & (ratio_T > bounds.dual)
+        value_T = torch.where(dual_T, bounds.dual * advantages_T, value_T)
+    return Objective(value_T, *_outside(ratio_T, tokens, bounds), dual_T)
+
+
+def cispo_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
+    """stop_gradient(min(rho, 1 + high)) A log pi: a clipped token keeps a gradient (CISPO, arXiv:2506.13585)."""
+    weight_T = ratio_T.detach().clamp(max=1 + bounds.high)
+    never_T = _never(tokens)
+    return Objective(weight_T * tokens.advantages_T * tokens.logprobs_T, never_T, ratio_T > 1 + bounds.high, never_T)
+
+
+def geo_mean_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
+    """exp(mean over the sample of bounded log rho) A: PPO's clip inside a geometric mean (GMPO, arXiv:2507.20673)."""
+    log_ratio_T, advantages_T = ratio_T.log(), tokens.advantages_T
+    bounded_T = torch.where(
+        advantages_T > 0,
+        log_ratio_T.clamp(max=math.log1p(bounds.high)),
+        log_ratio_T.clamp(min=math.log1p(-bounds.low)),
     )
+    mean_S = segment_mean(bounded_T, tokens.loss_mask_T, tokens.sample_T, tokens.num_samples)
+    value_T = mean_S.exp()[tokens.sample_T] * advantages_T
+    return Objective(value_T, *_outside(ratio_T, tokens, bounds), _never(tokens))
+
+
+def sapo_gate(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
+    """4 / tau * sigmoid(tau (rho - 1)) A: a soft gate, with slope 1 at rho = 1 (SAPO, arXiv:2511.20347)."""
+    positive, negative = bounds.sapo_tau
+    tau_T = torch.where(tokens.advantages_T > 0, positive, negative).to(ratio_T.dtype)
+    never_T = _never(tokens)
+    return Objective(4 / tau_T * (tau_T * (ratio_T - 1)).sigmoid() * tokens.advantages_T, never_T, never_T, never_T)
 
 
 def no_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
     """The multiplier times the advantage; the bounds have no meaning here."""
-    never_T = torch.zeros_like(tokens.loss_mask_T, dtype=torch.bool)
-    return Objective(ratio_T * tokens.advantages_T, never_T, never_T)
+    never_T = _never(tokens)
+    return Objective(ratio_T * tokens.advantages_T, never_T, never_T, never_T)
+
+
+def _never(tokens: Tokens) -> Tensor:
+    return torch.zeros_like(tokens.loss_mask_T, dtype=torch.bool)
+
+
+def _outside(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """Where the ratio left its bounds in the direction of the advantage: below, above."""
+    low_T = (ratio_T < 1 - bounds.low) & (tokens.advantages_T < 0)
+    high_T = (ratio_T > 1 + bounds.high) & (tokens.advantages_T > 0)
+    return low_T, high_T
 
 
 # ---- aggregate: -> the (T,) weights whose sum with the token losses is the loss -----------------------------------
@@ -122,20 +182,32 @@ def fixed_length(tokens: Tokens, totals: Totals, max_response_tokens: int) -> Te
     return tokens.loss_mask_T / (max(totals.samples, 1) * max_response_tokens)
 
 
+def token_sum(tokens: Tokens, totals: Totals, max_response_tokens: int) -> Tensor:
+    """Plain sum over all tokens: the learning rate then depends on the size of the step."""
+    return tokens.loss_mask_T
+
+
 RatioFunction = Callable[[Tokens], Tensor]
 ClipFunction = Callable[[Tensor, Tokens, Bounds], Objective]
 AggregateFunction = Callable[[Tokens, Totals, int], Tensor]
 
 RATIO: dict[str, Entry[RatioFunction]] = {
     "token": Entry(token_ratio, "rho_t = exp(l - l_old)", "arXiv:1707.06347", frozenset({"old_logprobs"})),
+    "sequence": Entry(
+        sequence_ratio, "s = exp(mean_t log rho_t), gradient s grad l", "arXiv:2507.18071", frozenset({"old_logprobs"})
+    ),
     "none": Entry(no_ratio, "l"),
 }
 CLIP: dict[str, Entry[ClipFunction]] = {
     "ppo": Entry(ppo_clip, "min(rho A, clip(rho, 1 - low, 1 + high) A)", "arXiv:1707.06347"),
+    "cispo": Entry(cispo_clip, "stop_gradient(min(rho, 1 + high)) A l", "arXiv:2506.13585"),
+    "geo_mean": Entry(geo_mean_clip, "exp(mean_t bounded log rho_t) A", "arXiv:2507.20673"),
+    "sapo": Entry(sapo_gate, "4 / tau sigmoid(tau (rho - 1)) A", "arXiv:2511.20347"),
     "none": Entry(no_clip, "rho A"),
 }
 AGGREGATE: dict[str, Entry[AggregateFunction]] = {
     "token_mean": Entry(token_mean, "sum over tokens / tokens", "arXiv:2503.14476"),
     "sample_mean": Entry(sample_mean, "mean over samples of the mean over tokens", "arXiv:2402.03300"),
     "fixed_length": Entry(fixed_length, "sum over tokens / (samples x max_response_tokens)", "arXiv:2503.20783"),
+    "token_sum": Entry(token_sum, "sum over tokens"),
 }

@@ -138,17 +138,29 @@ class RolloutSection(Section):
 
 
 class AlgorithmSection(Section):
-    credit: Literal["group_norm", "group_mean"] = key("group_norm")
+    credit: Literal[
+        "group_norm", "group_mean", "leave_one_out", "group_mean_whitened", "length_weighted", "best_of_group"
+    ] = key("group_norm")
     """How rewards become advantages."""
-    ratio: Literal["token", "none"] = key("token")
+    ratio: Literal["token", "sequence", "none"] = key("token")
     """What the policy ratio is taken over."""
-    clip: Literal["ppo", "none"] = key("ppo")
+    clip: Literal["ppo", "cispo", "geo_mean", "sapo", "none"] = key("ppo")
     """How the ratio is bounded."""
     clip_low: float = key(0.2, ge=0, lt=1)
     """The ratio is kept above 1 - clip_low."""
     clip_high: float = key(0.2, ge=0)
     """The ratio is kept below 1 + clip_high."""
-    aggregate: Literal["token_mean", "sample_mean", "fixed_length"] = key("sample_mean")
+    dual_clip: float | None = key(None, gt=1)
+    """With `clip: ppo`, a negative advantage counts at most this many times over; null is off."""
+    sapo_tau: tuple[float, float] = key((1.0, 1.05))
+    """With `clip: sapo`, steepness of the soft gate for positive and negative advantages."""
+    correction: Literal["none", "tis", "icepop", "sequence_mask"] = key("none")
+    """Importance weight of tokens on which trainer and sampler differ: truncated, or dropped outside the bounds."""
+    correction_low: float = key(0.5, ge=0)
+    """Weights (icepop) or samples (sequence_mask) below this are dropped."""
+    correction_high: float = key(2.0, gt=0)
+    """Weights are cut here (tis, sequence_mask), or dropped above it (icepop; sequence_mask: samples)."""
+    aggregate: Literal["token_mean", "sample_mean", "fixed_length", "token_sum"] = key("sample_mean")
     """How token losses become one number, always by counts over the whole optimizer step."""
     kl_loss_coef: float = key(0.0, ge=0)
     """Weight of the KL to the frozen reference, in the loss; 0 needs no reference."""

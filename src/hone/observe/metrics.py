@@ -56,6 +56,8 @@ METRICS: dict[str, Metric] = {
     "train/kl_ref": Metric("nats per token", "KL to the frozen reference, by algorithm.kl_estimator.", (0.0, 0.5)),
     "train/clip_low_frac": Metric("fraction", "Tokens whose ratio was clipped from below.", (0.0, 0.3)),
     "train/clip_high_frac": Metric("fraction", "Tokens whose ratio was clipped from above.", (0.0, 0.3)),
+    "train/clip_dual_frac": Metric("fraction", "Tokens whose negative advantage was bounded by algorithm.dual_clip."),
+    "train/correction_dropped_frac": Metric("fraction", "Tokens that algorithm.correction gave weight 0.", (0.0, 0.1)),
     "train/ratio_mean": Metric("ratio", "Mean policy ratio, unclipped; 1 on the first optimizer step.", (0.9, 1.1)),
     "train/ratio_max": Metric("ratio", "Largest policy ratio, unclipped."),
     "train/mismatch_gap": Metric("nats", "Mean |trainer - sampler| logprob of the trained tokens.", (0.0, 0.03)),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hone.algo.algorithm import Algorithm, summarize
+from hone.algo.algorithm import Algorithm
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, count_totals, optimizer_steps, plan_microbatches
 from hone.model.base import CausalModel
@@ -113,7 +113,7 @@ class LocalTrainer:
             measured += self.accumulate(prepared, samples[trained_S[samples]], algorithm, loss_tokens_S[samples])
             results.append(self.optimizer.step())
         self.update_count += 1
-        metrics = dict(summarize(torch.stack(measured).tolist() if measured else [], len(steps)))
+        metrics = algorithm.summarize(torch.stack(measured).tolist() if measured else [], len(steps))
         trained = sum(int(trained_S[samples].sum()) for samples in steps)
         return metrics | {
             "train/grad_norm": sum(r.grad_norm for r in results) / len(results),
