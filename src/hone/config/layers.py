@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hone.config import schema
 from hone.config.source import COMMAND_LINE, Node, Problem, Where, read_yaml, scalar
-from hone.config.wording import nearest
+from hone.config.wording import nearest, show
 
 PRESETS = Path(__file__).parent / "presets"
 MAX_FILE_BYTES = 4 << 20
@@ -65,7 +65,9 @@ class Stack:
         entries = node.value if isinstance(node.value, list) else [node]
         for entry in entries:
             if not isinstance(entry.value, str):
-                self._refuse(entry.where, "extends", f"must be the name of a preset or a file (got {entry.plain()!r})")
+                self._refuse(
+                    entry.where, "extends", f"must be the name of a preset or a file (got {show(entry.plain())})"
+                )
         return [entry for entry in entries if isinstance(entry.value, str)]
 
     def _extend(self, name: Node, asking_file: Path) -> Node | None:
@@ -143,7 +145,7 @@ def override(tree: Node, text: str) -> tuple[Node, str] | Problem:
     path, equals, raw = text.partition("=")
     parts = path.split(".")
     if not equals or not all(part and part == part.strip() for part in parts):
-        return Problem(COMMAND_LINE, "", f"{text!r} is not `section.key=value`")
+        return Problem(COMMAND_LINE, "", f"{show(text)} is not `section.key=value`")
     if parts[0] == "extends":
         return Problem(COMMAND_LINE, "extends", "is set in the run file, not on the command line")
     key = schema.find_key(path)

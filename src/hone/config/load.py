@@ -107,7 +107,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
             continue
         tree, path_set = changed
         settings += _settings(tree.find(path_set) or Node(None, COMMAND_LINE), path_set)
-    problems += _secrets(settings)
+    secrets = _secrets(settings)
+    problems += secrets
     for layer in stack.layers:
         problems += [_problem(layer, error) for error in _value_errors(layer) if error.kind != "missing"]
     errors = _value_errors(tree)
@@ -115,7 +116,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     problems += [_problem(tree, error) for error in errors if is_whole or error.kind != "missing"]
     config = _validated(tree, errors)
     if config is not None and is_whole:
-        bad_paths = [error.path for error in errors]
+        bad_paths = [error.path for error in errors] + [secret.key for secret in secrets]
         found = (breach for breach in breaches(config, run_file.parent) if not _touches(breach, bad_paths))
         problems += [_breach_problem(tree, breach) for breach in found]
     if problems or config is None:

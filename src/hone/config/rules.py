@@ -104,9 +104,9 @@ def rewards_have_distinct_names(config: RunConfig) -> Iterator[Breach]:
     names: dict[str, int] = {}
     for number, component in enumerate(config.reward.components):
         name = component.name or component.use.rpartition(":")[2].rpartition(".")[2]
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            keys = (f"reward.components.{number}.name", f"reward.components.{number}.use")
-            yield Breach(keys, f"must be letters, digits and _, for names of metrics (got {name!r})")
+        if component.name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
+            key = f"reward.components.{number}.name"
+            yield Breach((key,), f"must be letters, digits and _, for names of metrics (got {name!r})")
         if name in names:
             keys = (f"reward.components.{number}.name", f"reward.components.{number}.use", "reward.components")
             yield Breach(keys, f"{name!r} is also entry {names[name]}'s name; give one of them another `name`")

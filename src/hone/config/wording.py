@@ -74,10 +74,16 @@ def is_secret_value(value: Any) -> bool:
 
 def show(value: Any, max_chars: int = 60) -> str:
     """A value as it would be written in the file, cut to a length; never a secret."""
-    text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
-    if is_secret_value(text):
-        return "[hidden]"
+    text = repr(value) if isinstance(value, float) else json.dumps(_without_secrets(value), ensure_ascii=False)
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: "[hidden]" if is_secret_key(name) else _without_secrets(child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    return "[hidden]" if is_secret_value(value) else value
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 72) -> str | None:

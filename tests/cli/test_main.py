@@ -1,0 +1,87 @@
+import re
+
+import pytest
+
+import hone
+from hone.cli import main as cli
+from hone.errors import GateError, HoneError, MemoryExhausted, RewardError, RunFolderError, Stopped
+
+VERBS = ("train", "check", "explain", "eval", "export")
+
+
+def test_help_lists_the_verbs_and_where_to_start(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^  {verb} ", out, re.MULTILINE) for verb in VERBS)
+    assert "hone check RUN.yaml" in out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_examples_that_name_it(verb, capsys):
+    assert cli.main([verb, "--help"]) == 0
+    examples = capsys.readouterr().out.partition("Examples:\n")[2].splitlines()
+    assert len(examples) >= 2
+    assert all(line.startswith(f"    hone {verb} ") for line in examples if line)
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hone {hone.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train"], "Missing argument"),
+        (["train", "run.yaml", "--no-such"], "No such option"),
+        (["train", "run.yaml", "--resume", "--fresh"], "--resume and --fresh exclude each other"),
+        (["explain", "run.yaml", "seed", "stages"], "one key at a time (got seed, stages)"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(arguments, said, capsys):
+    assert cli.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RunFolderError("in use"), 2), (RewardError("no service"), 3), (MemoryExhausted("too small"), 4),
+        (GateError("differs"), 1), (Stopped("stopped"), 130), (HoneError("other"), 1),
+    ],
+)  # fmt: skip
+def test_our_errors_are_printed_plainly_and_set_the_exit_code(error, code, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "app", raises(error))
+    assert cli.main([]) == code
+    assert capsys.readouterr().err == f"{error}\n"
+
+
+def test_an_interrupt_exits_with_130(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "app", raises(KeyboardInterrupt()))
+    assert cli.main([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_bug_shows_its_traceback_and_asks_to_be_reported(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "app", raises(ZeroDivisionError("in the middle")))
+    assert cli.main([]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "ZeroDivisionError: in the middle" in err
+    assert err.rstrip().endswith("Please report it, with the lines above and the run file.")
+
+
+def test_a_config_error_is_all_its_problems_and_nothing_else(run_file, capsys):
+    assert cli.main(["train", str(run_file), "rollout.groupsize=3", "seed=-1"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "command line  seed: must be at least 0 (got -1). Nearest: 0",
+        "command line  rollout.groupsize: unknown key. Did you mean rollout.group_size?",
+    ]
+
+
+def raises(error: BaseException):
+    def app(**_):
+        raise error
+
+    return app

@@ -1,0 +1,134 @@
+import gzip
+import json
+
+import pytest
+
+from hone.config import files
+from hone.config.files import BUILT_IN_REWARDS, FILE_KINDS
+
+
+def test_kinds_of_files_are_those_that_data_reads():
+    from hone.data import sources
+
+    assert FILE_KINDS == sources.FILE_KINDS
+    assert files._LOOKS_LIKE_A_FILE.pattern == sources._LOOKS_LIKE_A_FILE.pattern
+
+
+def test_built_in_rewards_are_those_that_reward_has():
+    from hone.reward.builtin import BUILTIN
+
+    assert tuple(BUILTIN) == BUILT_IN_REWARDS
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data__train": "trian.jsonl"}, "data.train: 'trian.jsonl' does not exist"),
+        ({"data__train": "trian.jsonl"}, "Did you mean train.jsonl?"),
+        ({"data__train": "train.csv"}, "data.train: must end in .jsonl, .jsonl.gz, .parquet"),
+        ({"data__eval": "nope.parquet"}, "data.eval: 'nope.parquet' does not exist"),
+        ({"data__answer_column": "anwser"}, "train.jsonl has no column 'anwser'. Did you mean answer?"),
+        ({"data__id_column": "uid"}, "data.id_column: train.jsonl has no column 'uid'. It has: answer, prompt"),
+        ({"data__prompt_column": "question"}, "data.prompt_column: train.jsonl has no column 'question'"),
+        ({"data__template": "'{question}'"}, "data.template: train.jsonl has no column 'question'"),
+        ({"stages": "[sft, rl]", "sft__response_column": "solution"}, "sft.response_column: train.jsonl has no column"),
+        ({"stages": "[sft]", "sft__data": "warm.jsonl"}, "sft.data: 'warm.jsonl' does not exist"),
+    ],
+)
+def test_data_files_and_their_columns(problems_of, changes, said):
+    assert any(said in problem for problem in problems_of(**changes))
+
+
+def test_a_column_that_nothing_reads_is_not_asked_for(problems_of):
+    assert problems_of(data__template="'{answer}'", data__prompt_column="question") == []
+
+
+def test_a_name_of_the_hub_is_believed(problems_of):
+    assert problems_of(data__train="openai/gsm8k") == []
+
+
+def test_every_kind_of_file_is_looked_into(folder, problems_of):
+    import pyarrow
+    import pyarrow.parquet
+
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'\n{"prompt": "1", "answer": "1"}\n'))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "answer": ["1"]}), folder / "a.parquet")
+    for name in ("a.jsonl.gz", "a.parquet"):
+        assert problems_of(data__train=name) == []
+        assert "has no column 'x'" in problems_of(data__train=name, data__id_column="x")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("empty.jsonl", b"\n \n"), ("torn.jsonl.gz", b"\x1f\x8b\x08"), ("text.parquet", b"no")]
+)
+def test_a_file_that_cannot_be_read(folder, problems_of, name, content):
+    (folder / name).write_bytes(content)
+    assert f"data.train: {name} cannot be read" in problems_of(data__train=name)[0]
+
+
+def test_a_malformed_first_row_is_left_to_the_reader(folder, problems_of):
+    (folder / "bad.jsonl").write_bytes(b'{"prompt": \n{"prompt": "1"}\n')
+    assert problems_of(data__train="bad.jsonl") == []
+
+
+REWARD = "import json as js\nraise SystemExit\n\nclass A: ...\nB = lambda g: [1.0]\nif True:\n    def c(g): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        ("exakt", "no built-in reward is called 'exakt'. Did you mean exact?"),
+        ("nothing_like_it", "Built in: exact, gsm8k. Your own: package.module:function or file.py:function"),
+        ("mine.py:d", "mine.py defines no 'd'"),
+        ("mine.py:1", "must end in the name of a function after the colon"),
+        ("yours.py:c", "yours.py does not exist"),
+        ("broken.py:c", "broken.py is not valid Python: "),
+        ("no_such_package.rewards:c", "there is no module 'no_such_package.rewards' to import here"),
+        ("hone.no_such_module:c", "there is no module 'hone.no_such_module'"),
+        ("hone.errors:no_such", "hone.errors defines no 'no_such'"),
+        ("a-b:c", "must be package.module:function or file.py:function (got a-b:c)"),
+    ],
+)
+def test_rewards_that_cannot_be_had(folder, problems_of, use, said):
+    (folder / "mine.py").write_text(REWARD)
+    (folder / "broken.py").write_text("def c(:\n")
+    (problem,) = problems_of(reward__components=f"[{{use: '{use}'}}]")
+    assert problem.startswith("reward.components.0.use: ")
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    "use", ["exact", "mine.py:A", "mine.py:B", "mine.py:c", "mine.py:js", "hone.errors:HoneError", "math:sqrt"]
+)
+def test_rewards_are_found_without_being_run(folder, problems_of, use):
+    (folder / "mine.py").write_text(REWARD)
+    assert problems_of(reward__components=f"[{{use: '{use}'}}]") == []
+
+
+LOCAL = {"model__init": None, "model__characters": None}
+
+
+def test_a_local_model_lends_its_context(folder, problems_of):
+    (folder / "model").mkdir()
+    assert "is a directory without config.json" in problems_of(model__path="model", **LOCAL)[0]
+    (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 1000}))
+    assert "exceeds the model's context (max_position_embeddings), 1000" in problems_of(model__path="model", **LOCAL)[0]
+    (folder / "model" / "config.json").write_text("not json")
+    assert problems_of(model__path="model", **LOCAL) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("./nope", "'./nope' does not exist, looked for at"),
+        ("/nope/model", "does not exist"),
+        ("a b", "is neither a directory nor a hub name"),
+        ("''", "must not be empty"),
+    ],
+)
+def test_a_model_path_that_leads_nowhere(problems_of, path, said):
+    assert said in problems_of(model__path=path, **LOCAL)[0]
+
+
+def test_a_hub_name_is_believed(problems_of):
+    assert problems_of(model__path="Qwen/Qwen3-0.6B", **LOCAL) == []

@@ -1,0 +1,113 @@
+"""One case per cross-field rule: what breaks it, and what a person is told."""
+
+import pytest
+
+from hone.config.rules import RULES
+from hone.config.run import RunConfig
+from hone.config.source import read_yaml
+
+SFT = {"stages": "[sft, rl]"}
+NO_RATIO = {"algorithm": "{ratio: none, clip: none}"}
+
+
+def init(keys: str) -> dict[str, str]:
+    return {"model__init": f"{{model_type: x, {keys}}}"}
+
+
+BROKEN = [
+    ({"model__init": None}, "model.path: is required: a model directory or hub name"),
+    ({"model__path": "a/b", "model__characters": None}, "model.path: contradicts model.init"),
+    ({"model__init": "{hidden_size: 8}"}, "model.init.model_type: is required, such as qwen3"),
+    ({"model__characters": None}, "model.tokenizer: is required with model.init"),
+    ({"model__tokenizer": "a/b"}, "model.characters: contradicts model.tokenizer"),
+    ({"model__init": None, "model__path": "a/b"}, "model.characters: is for model.init only"),
+    ({"model__characters": "''"}, "model.characters: must hold at least one character"),
+    ({"data__template": "'{prompt}'", "data__chat": "true"}, "data.template: contradicts data.chat = true"),
+    ({"data__system": "hi"}, "data.system: is only used by a chat template"),
+    ({"data__template": "'{{prompt}} { }'"}, "data.template: names no column in braces"),
+    ({"data__train_rows": "'100'"}, "data.train_rows: must be start:stop as in Python"),
+    ({"sft__rows": "a:b"}, "sft.rows: must be start:stop"),
+    ({"stages": "[rl, rl]"}, "stages: must name each stage once (got rl, rl)"),
+    ({"reward__components": "[]"}, "reward.components: is required for stage rl"),
+    ({"reward__components": "[{use: exact, weight: 0}]"}, "reward.components: every weight is 0"),
+    (SFT | {"data__answer_column": None}, "sft.response_column: is required for stage sft (or data.answer_column)"),
+    ({"reward__components": "[{use: exact, name: a/b}]"}, "reward.components.0.name: must be letters, digits and _"),
+    ({"reward__components": "[{use: exact}, {use: exact}]"}, "components.1.name: 'exact' is also entry 0's name"),
+    ({"train__samples_per_optimizer_step": "100"}, "x group_size = 32 x 8 = 256 (got 100). Nearest: 64 and 128"),
+    ({"train__samples_per_optimizer_step": "999"}, "(got 999). Nearest: 256"),
+    (NO_RATIO | {"train__passes_per_batch": "2"}, "train.passes_per_batch: = 2 needs algorithm.ratio = token"),
+    (NO_RATIO | {"train__samples_per_optimizer_step": "64"}, "= 64 of 256 makes 4 optimizer steps of an update"),
+    ({"algorithm__ratio": "none"}, "algorithm.clip: = ppo bounds a ratio, but algorithm.ratio = none"),
+    ({"rollout__group_size": "1"}, "rollout.group_size: must be at least 2 for algorithm.credit = group_norm (got 1)"),
+    ({"reward__min_valid_per_group": "9"}, "must be at most rollout.group_size = 8 (got 9)"),
+    ({"rollout__top_k": "5"}, "rollout.top_k: = 5 samples from a truncated distribution"),
+    ({"rollout__top_p": "0.9"}, "rollout.top_p: = 0.9 samples from a truncated distribution"),
+    ({"rollout__min_p": "0.1"}, "rollout.min_p: = 0.1 samples from a truncated distribution"),
+    (NO_RATIO | {"rollout__top_k": "5"}, "gate.enabled = false"),
+    ({"rollout__stop": "['']"}, "rollout.stop: holds an empty text"),
+    ({"rollout__stop_token_ids": "[-1]"}, "rollout.stop_token_ids: must be at least 0 each (got -1)"),
+    ({"rollout__stop_token_ids": "[9]"} | init("vocab_size: 9"), "must be below the vocabulary's size, 9 (got 9)"),
+    ({"train__tokens_per_microbatch": "1000"}, "= 1024 + 256 = 1280 (got 1000). Nearest: 1280"),
+    (init("max_position_embeddings: 1200"), "= 1024 + 256 = 1280, exceeds the model's context"),
+    (init("max_position_embeddings: 1200"), "rollout.max_response_tokens = 176 or data.max_prompt_tokens = 944"),
+    (init("max_position_embeddings: 100"), "100. Lower both"),
+    ({"algorithm__overlong_buffer_tokens": "300"}, "must be at most rollout.max_response_tokens = 256 (got 300)"),
+    ({"algorithm__reward_clip": "[1, 1]"}, "must be [low, high] with low below high (got [1.0, 1.0])"),
+    ({"train__optimizer": "{betas: [0.9, 1.0]}"}, "train.optimizer.betas: must be at least 0 and below 1 each"),
+    ({"sft__optimizer": "{betas: [-0.1, 0.9]}"}, "sft.optimizer.betas: must be at least 0 and below 1 each"),
+    ({"eval__pass_k": "[1, 4]"}, "eval.pass_k: must be between 1 and eval.samples = 1 each (got 4)"),
+    ({"eval__temperature": "0", "eval__samples": "4"}, "eval.samples: must be 1 with eval.temperature = 0 (got 4)"),
+    ({"eval__every": "5"}, "eval.every: = 5 needs data.eval"),
+    ({"run__dir": "'runs/{nme}'"}, "run.dir: may hold {name} and no other brace"),
+    ({"run__dir": "."}, "run.dir: must be a folder of the run's own"),
+    ({"run__dir": "/"}, "run.dir: must be a folder of the run's own"),
+    ({"run__dir": "/dev/null"}, "run.dir: is a file"),
+]
+
+
+def test_the_right_file_breaks_no_rule(problems_of):
+    assert problems_of() == []
+
+
+@pytest.mark.parametrize(("changes", "said"), BROKEN, ids=[said[:40] for _, said in BROKEN])
+def test_a_broken_rule_says_what_to_do(problems_of, changes, said):
+    problems = problems_of(**changes)
+    assert any(said in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stages": "[sft]", "reward__components": "[]", "rollout__group_size": "1"},
+        {"rollout__top_k": "5", "algorithm": "{ratio: none, clip: none}", "gate__enabled": "false"},
+        {"model__init": "{model_type: something_new}"},
+        {"data__template": "'Q: {prompt} {{answer}} { }'"},
+        {"train__samples_per_optimizer_step": "256", "algorithm": "{ratio: none, clip: none}"},
+        {"data__train_rows": "':-100'"},
+    ],
+)
+def test_what_is_unusual_and_right_is_let_through(problems_of, changes):
+    assert problems_of(**changes) == []
+
+
+def test_every_rule_has_a_case():
+    """A rule that none of the cases wakes is one that may never speak."""
+    spoken = {rule for changes, _ in BROKEN for rule in RULES if list(rule(config_of(changes)))}
+    assert {rule.__name__ for rule in RULES} == {rule.__name__ for rule in spoken}
+
+
+def config_of(changes: dict[str, str | None]) -> RunConfig:
+    """The changed run file without its layers and checks of the world outside."""
+    data: dict = {
+        "model": {"init": {"model_type": "qwen3"}, "characters": "01"},
+        "data": {"train": "x/y", "answer_column": "answer"},
+        "reward": {"components": [{"use": "exact"}]},
+    }
+    for name, text in changes.items():
+        *parents, key = name.split("__")
+        section = data
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        node, _ = read_yaml(text or "null", "")
+        section[key] = node.plain() if node else None
+    return RunConfig.model_validate(data)
