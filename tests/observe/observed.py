@@ -22,7 +22,7 @@ def make_group(index: int = 0, texts: tuple[str, ...] = ("4", "22"), rewards=(1.
             prompt_id=prompt.id,
             index=i,
             token_ids=(*map(ord, text), 0),
-            sampler_logprobs=tuple(-0.1 * (position + 1) for position in range(len(text) + 1)),
+            sampler_logprobs=tuple(-0.125 * (position + 1) for position in range(len(text) + 1)),
             versions=(step,) * (len(text) + 1),
             finish_reason="stop",
             text=text,

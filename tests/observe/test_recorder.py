@@ -1,4 +1,9 @@
 import json
+import math
+import random
+import struct
+from dataclasses import replace
+from datetime import date
 
 import pytest
 from observed import make_group
@@ -36,8 +41,6 @@ def test_every_field_comes_back_exactly(tmp_path, background):
 
 
 def test_mixed_versions_and_masks_come_back(tmp_path, background):
-    from dataclasses import replace
-
     group = make_group()
     sample = replace(group.samples[1], versions=(3, 3, 4), loss_mask=(True, False, True))
     group = replace(group, samples=(group.samples[0], sample))
@@ -46,6 +49,17 @@ def test_mixed_versions_and_masks_come_back(tmp_path, background):
     first, second = read_samples(tmp_path, 0)
     assert first.sample.loss_mask is None and second.sample == sample
     assert first.advantage is None
+
+
+def test_any_float32_logprob_comes_back_to_the_bit(tmp_path, background):
+    bits = random.Random(0)
+    values = [struct.unpack("f", struct.pack("I", bits.getrandbits(31) | 1 << 31))[0] for _ in range(2000)]
+    values = (*(v for v in values if not math.isnan(v)), -math.inf, -0.0, -(2.0**-149))
+    group = make_group(texts=("4",), rewards=(1.0,))
+    sample = replace(group.samples[0], sampler_logprobs=values)
+    recorder(tmp_path, background).record("rl", 0, [replace(group, samples=(sample,))], None)
+    background.drain()
+    assert read_samples(tmp_path, 0)[0].sample.sampler_logprobs == values
 
 
 def test_several_records_of_one_step_are_kept_together_and_stages_apart(tmp_path, background):
@@ -123,9 +137,6 @@ def test_a_disk_that_cannot_be_written_costs_the_record_not_the_run(tmp_path, ba
 
 
 def test_answers_of_any_type_are_recorded(tmp_path, background):
-    from dataclasses import replace
-    from datetime import date
-
     group = make_group()
     group = replace(group, prompt=replace(group.prompt, answer=date(2024, 1, 2)))
     recorder(tmp_path, background).record("rl", 0, [group], None)
