@@ -159,6 +159,7 @@ class Progress:
     """Steps of that stage made; in `rl` policy updates, and so the version of the current weights."""
     next_prompt: int = 0
     """Index in the prompt stream of the first prompt that no finished update has consumed."""
-    kl_coef: float = 0.0
+    evaluated_step: int = -1
+    """The step whose evaluation was logged last, so that one cut short by a stop is made up for."""
     metrics_bytes: int = 0
     """Length of metrics.jsonl when the checkpoint was written; a resumed run truncates the file to it."""

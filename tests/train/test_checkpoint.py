@@ -39,7 +39,7 @@ def test_everything_comes_back(tmp_path):
         "counts": torch.arange(5),
     }
     saved["shares_memory"] = saved["counts"][1:3]
-    progress = Progress(stage="rl", step=7, next_prompt=224, kl_coef=0.1, metrics_bytes=12345)
+    progress = Progress(stage="rl", step=7, next_prompt=224, evaluated_step=3, metrics_bytes=12345)
     rest = {"lr": 1e-6, "third": 1 / 3, "nested": {"list": [1, None, "ü"]}}
 
     path = Checkpoints(tmp_path, 2).save(progress, saved, rest)

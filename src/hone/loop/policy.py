@@ -32,8 +32,7 @@ async def train_policy(run: PolicyRun) -> None:
     progress, prompts_per_step = run.progress, run.config.train.prompts_per_step
     buffer: GroupBuffer[Finished] = GroupBuffer((run.config.rollout.max_staleness + 1) * prompts_per_step)
     await run.publish()
-    if progress.step == 0:
-        await evaluate(run)
+    await evaluate_if_due(run)
 
     async with asyncio.TaskGroup() as tasks:  # a failure in any background task surfaces here
         producer = tasks.create_task(produce(run, buffer, tasks))
@@ -83,7 +82,8 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     with run.observer.span("train"):
         batch = collate(groups)
         if not run.gate_passed:
-            metrics |= await run.in_compute_thread(check_first_step, run, groups, batch)
+            agreement = await run.in_compute_thread(check_first_step, run, groups, batch)
+            metrics |= agreement if version == 0 else {}  # a resumed run logs what the uninterrupted one would
             run.gate_passed = True
         if "ref_logprobs" in run.algorithm.needs:
             reference = await run.in_compute_thread(lambda: run.trainer.logprobs(batch, reference=True))
@@ -96,18 +96,20 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
 
 async def housekeeping(run: PolicyRun) -> None:
     """Evaluate and checkpoint when due. Never changes what the next update computes."""
+    await evaluate_if_due(run)
     step = run.progress.step
-    if due(step, run.config.eval.every) or step == run.config.run.steps:
-        await evaluate(run)
     if due(step, run.config.checkpoint.every) and step < run.config.run.steps:  # the end of a stage is always saved
         await run.save()
 
 
-async def evaluate(run: PolicyRun) -> None:
-    """Log the held-out metrics of the live policy."""
-    if run.evaluate is None:
+async def evaluate_if_due(run: PolicyRun) -> None:
+    """Log held-out metrics of the live policy: before the first update, after the last, and every `eval.every`."""
+    step, last = run.progress.step, run.config.run.steps
+    is_due = step in (0, last) or due(step, run.config.eval.every)
+    if run.evaluate is None or not is_due or run.progress.evaluated_step == step:
         return
     with run.observer.span("evaluate"):
         metrics = await run.unless_stopped(run.evaluate())
     if metrics is not None:
-        run.observer.log("rl", run.progress.step, metrics)
+        run.progress.evaluated_step = step
+        run.observer.log("rl", step, metrics)
