@@ -113,6 +113,8 @@ def read_answers(data: DataSection, folder: Path, *, part: Literal["train", "eva
     source, split, rows = _place(data, part)
     loading = _Loading(data, None, source)
     drafts = loading.drafts(read_rows(source, folder, split=split, rows=rows))
+    if not drafts:
+        raise DataError(_nothing_left(loading.report()))
     return tuple(Prompt(d.id, i, d.text, (), answer=d.answer, columns=d.columns) for i, d in enumerate(drafts))
 
 

@@ -55,7 +55,7 @@ def read_rows(source: str, folder: Path, *, split: str = "train", rows: str | No
     if path.is_file() or _LOOKS_LIKE_A_FILE.search(source):
         found = _file_rows(path, source)
     else:
-        found = _hub_rows(source if not path.is_dir() else str(path), split)
+        found = _hub_rows(source, path, split)
     return _cut(found, rows)
 
 
@@ -98,7 +98,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row | BadRow]:
         with open_file(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _json_row(f"{path.name}:{number}", line)
+                    yield _json_row(f"{path.name}:{number}", line.rstrip())
     except (OSError, EOFError) as error:
         raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
 
@@ -141,7 +141,8 @@ def _parquet_rows(path: Path) -> Iterator[Row | BadRow]:
         raise DataError(f"data file {path}: not readable as Parquet: {error}") from error
 
 
-def _hub_rows(source: str, split: str) -> Iterator[Row | BadRow]:
+def _hub_rows(source: str, path: Path, split: str) -> Iterator[Row | BadRow]:
+    """Rows of a dataset of the hub, or of a local directory that holds one."""
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
             f"data {source}: no such file, and Hugging Face datasets need the extra `hub`: pip install 'hone-rl[hub]'"
@@ -151,7 +152,7 @@ def _hub_rows(source: str, split: str) -> Iterator[Row | BadRow]:
 
     name, _, configuration = source.partition(":")
     try:
-        dataset: Any = datasets.load_dataset(name, configuration or None, split=split)
+        dataset: Any = datasets.load_dataset(str(path) if path.is_dir() else name, configuration or None, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(

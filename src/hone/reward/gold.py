@@ -51,7 +51,7 @@ def other_answers(answers: Sequence[str]) -> list[str]:
     Answers are equal when they are one text, or end in `####` and one number. Rows sorted by answer and moved on by
     the size of the largest class of equals never meet their own class, unless that class is more than half of all.
     """
-    keys = [str(final_number(answer) or answer.strip()) for answer in answers]
+    keys = [answer.strip() if (n := final_number(answer)) is None else f"{n.normalize()}" for answer in answers]
     largest = max(Counter(keys).values(), default=0)
     if 2 * largest > len(answers):
         return []
