@@ -1,6 +1,7 @@
 """A small model in float64, a ragged batch, and the rows that the trainer's tests run over."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from ruamel.yaml import YAML
@@ -37,8 +38,12 @@ def algorithm_of(name: str) -> Algorithm:
     return Algorithm(ROWS[name], max_response_tokens=MAX_TOKENS)
 
 
-def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes):
-    model = init_model({**ARCHITECTURE, **changes}, vocab_size=VOCAB, seed=seed, dtype=dtype, device="cpu")
+def make_model(
+    seed: int = 0, dtype: torch.dtype = torch.float64, implementation: Literal["hone", "transformers"] = "hone"
+):
+    model = init_model(
+        ARCHITECTURE, vocab_size=VOCAB, seed=seed, dtype=dtype, device="cpu", implementation=implementation
+    )
     with torch.no_grad():
         for weight in model.parameters():  # at the usual 0.02 every token would be as likely as the next
             if weight.dim() == 2:

@@ -130,6 +130,29 @@ def test_gradient_equals_the_plain_formula_on_transformers_own_model(name):
         assert_close(ours[weight_name], grad, rtol=2e-5)
 
 
+def test_transformers_own_class_trains_to_the_same_weights():
+    """The fallback for other architectures: no sharing, no merging, the same update."""
+    algorithm = algorithm_of("grpo")
+    batch = make_batch(make_groups(), algorithm)
+    ours, theirs = make_trainer(), make_trainer(make_model(implementation="transformers"))
+    theirs.model.load_weights(ours.weights())
+    theirs.flat.master.copy_(theirs.flat.compute)
+    for trainer in (ours, theirs):
+        trainer.update(batch, algorithm)
+    updated = dict(theirs.weights())
+    for name, weight in ours.weights():
+        torch.testing.assert_close(weight, updated[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["hone", "transformers"])
+def test_recomputing_activations_changes_nothing(implementation):
+    algorithm = algorithm_of("grpo")
+    batch = make_batch(make_groups(), algorithm)
+    plain, recomputing = (make_trainer(make_model(implementation=implementation)) for _ in range(2))
+    recomputing.model.checkpoint_layers = True
+    assert_close(gradient(recomputing, batch, algorithm), gradient(plain, batch, algorithm))
+
+
 # ---- old logprobs, reference, samples without advantage -----------------------------------------------------------
 
 
@@ -150,6 +173,15 @@ def test_reference_logprobs_are_those_of_the_frozen_model():
     trainer.update(make_batch(make_groups(), algorithm), algorithm)
     torch.testing.assert_close(trainer.logprobs(batch, reference=True), before)
     assert (trainer.logprobs(batch) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_policy_that_has_not_moved_equals_its_reference_exactly(precision):
+    trainer = make_trainer(
+        make_model(dtype=torch.float32), precision=precision, reference=make_model(dtype=torch.float32)
+    )
+    batch = collate(make_groups())
+    assert torch.equal(trainer.logprobs(batch, reference=True), trainer.logprobs(batch))
 
 
 def test_reference_logprobs_without_a_reference_are_refused():

@@ -27,7 +27,7 @@ class LocalTrainer:
         temperature: of the sampler; logprobs are of the same distribution.
         tokens_per_microbatch, logprob_chunk_tokens: memory, never the result.
         precision: arithmetic of forward and backward; the rest is float32.
-        reference: a frozen model of its own, where the algorithm needs one.
+        reference: another copy of the initial weights, where the algorithm needs one; it is frozen.
         samples_per_optimizer_step: None makes an update one optimizer step per pass.
         passes_per_batch: times that an update goes over its batch.
         seed: of the shuffling of samples over optimizer steps.
@@ -49,7 +49,7 @@ class LocalTrainer:
         seed: int = 0,
     ) -> None:
         self.model = model
-        self.reference = reference.requires_grad_(False) if reference is not None else None
+        self.reference = None if reference is None else _frozen(reference, getattr(torch, precision))
         self.flat = FlatWeights(model, getattr(torch, precision))
         self.optimizer = FlatAdamW(self.flat, optimizer, total_steps=total_optimizer_steps)
         self.temperature = temperature
@@ -174,3 +174,10 @@ class LocalTrainer:
         """Continue where `state` was taken; CheckpointError if that was another model."""
         self.optimizer.restore(tensors, rest)
         self.update_count = int(rest["updates"])
+
+
+def _frozen(model: CausalModel, dtype: torch.dtype) -> CausalModel:
+    """The reference in the policy's own arithmetic: the KL to itself must be 0. Its buffers stay, as the policy's do."""
+    for parameter in model.requires_grad_(False).parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
