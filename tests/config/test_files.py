@@ -30,6 +30,7 @@ def test_built_in_rewards_are_those_that_reward_has():
         ({"data__answer_column": "anwser"}, "train.jsonl has no column 'anwser'. Did you mean answer?"),
         ({"data__id_column": "uid"}, "data.id_column: train.jsonl has no column 'uid'. It has: answer, prompt"),
         ({"data__prompt_column": "question"}, "data.prompt_column: train.jsonl has no column 'question'"),
+        ({"data__eval": "train.jsonl", "eval__by": "sen"}, "eval.by: train.jsonl has no column 'sen'"),
         ({"data__template": "'{question}'"}, "data.template: train.jsonl has no column 'question'"),
         ({"stages": "[sft, rl]", "sft__response_column": "solution"}, "sft.response_column: train.jsonl has no column"),
         ({"stages": "[sft]", "sft__data": "warm.jsonl"}, "sft.data: 'warm.jsonl' does not exist"),

@@ -38,6 +38,13 @@ BROKEN = [
     (NO_RATIO | {"train__passes_per_batch": "2"}, "train.passes_per_batch: = 2 needs algorithm.ratio = token"),
     (NO_RATIO | {"train__samples_per_optimizer_step": "64"}, "= 64 of 256 makes 4 optimizer steps of an update"),
     ({"algorithm__ratio": "none"}, "algorithm.clip: = ppo bounds a ratio, but algorithm.ratio = none"),
+    (
+        {"algorithm": "{dual_clip: 3, clip: cispo}"},
+        "algorithm.dual_clip: is only used by clip = ppo (got clip = cispo)",
+    ),
+    ({"algorithm": "{ratio: sequence, clip: geo_mean}"}, "algorithm.ratio: must be token for clip = geo_mean"),
+    ({"algorithm__sapo_tau": "[1, 0]"}, "algorithm.sapo_tau: must be above 0 each (got [1.0, 0.0])"),
+    ({"algorithm__correction_low": "3"}, "must be below algorithm.correction_high = 2.0 (got 3.0)"),
     ({"rollout__group_size": "1"}, "rollout.group_size: must be at least 2 for algorithm.credit = group_norm (got 1)"),
     ({"reward__min_valid_per_group": "9"}, "must be at most rollout.group_size = 8 (got 9)"),
     ({"rollout__top_k": "5"}, "rollout.top_k: = 5 samples from a truncated distribution"),
@@ -88,6 +95,13 @@ def test_a_broken_rule_says_what_to_do(problems_of, changes, said):
 )
 def test_what_is_unusual_and_right_is_let_through(problems_of, changes):
     assert problems_of(**changes) == []
+
+
+def test_the_run_folder_may_not_hold_the_run_file(folder, problems_of, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert problems_of(run__dir="'{name}/x'") == []
+    for path in ("'{name}'", str(folder.parent), f"{folder}/../{folder.name}"):
+        assert "run.dir: must be a folder of the run's own" in problems_of(run__dir=path)[0]
 
 
 def test_every_rule_has_a_case():

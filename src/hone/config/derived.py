@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from hone.config.run import RunConfig
+
+
+def run_name(run_file: Path) -> str:
+    """The run file's own name, or its folder's for `run.yaml`."""
+    path = run_file.absolute()
+    return path.parent.name if path.stem == "run" else path.stem
+
+
+def run_dir(config: RunConfig, run_file: Path) -> Path:
+    """`run.dir` with `{name}` filled in, relative to the current directory."""
+    return Path(config.run.dir.replace("{name}", run_name(run_file))).expanduser()
 
 
 def samples_per_update(config: RunConfig) -> int:

@@ -57,7 +57,8 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str, Columns]]:
     if "rl" in config.stages or sft_reads_train:
         yield "data.train", data.train, _columns(config) + (imitated if sft_reads_train else [])
     if data.eval is not None:
-        yield "data.eval", data.eval, _columns(config)
+        grouped = [("eval.by", config.eval.by)] if config.eval.by is not None else []
+        yield "data.eval", data.eval, _columns(config) + grouped
     if does_sft and sft.data is not None:
         yield "sft.data", sft.data, _columns(config) + imitated
 

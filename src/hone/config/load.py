@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from hone.config import schema
 from hone.config.breach import Breach
+from hone.config.derived import run_dir, run_name
 from hone.config.layers import Stack, override
 from hone.config.render import resolved_yaml
 from hone.config.rules import breaches
@@ -49,14 +50,13 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        """The run file's own name, or its folder's for `run.yaml`."""
-        path = self.run_file.absolute()
-        return path.parent.name if path.stem == "run" else path.stem
+        """What `{name}` stands for: the run file's own name, or its folder's for `run.yaml`."""
+        return run_name(self.run_file)
 
     @property
     def run_dir(self) -> Path:
-        """`run.dir` with `{name}` filled in, relative to the current directory."""
-        return Path(self.config.run.dir.replace("{name}", self.name))
+        """The run's folder."""
+        return run_dir(self.config, self.run_file)
 
     def path(self, text: str) -> Path:
         """A path written in the run file: relative ones start at the run file's folder."""
@@ -117,7 +117,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     config = _validated(tree, errors)
     if config is not None and is_whole:
         bad_paths = [error.path for error in errors] + [secret.key for secret in secrets]
-        found = (breach for breach in breaches(config, run_file.parent) if not _touches(breach, bad_paths))
+        found = (breach for breach in breaches(config, run_file) if not _touches(breach, bad_paths))
         problems += [_breach_problem(tree, breach) for breach in found]
     if problems or config is None:
         raise _error(problems)

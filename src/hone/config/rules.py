@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hone.config.breach import Breach
-from hone.config.derived import longest_tokens, samples_per_update
+from hone.config.derived import longest_tokens, run_dir, samples_per_update
 from hone.config.files import FILE_RULES, context_limit, template_columns
 from hone.config.run import RunConfig
 
@@ -20,11 +20,12 @@ Rule = Callable[[RunConfig], Iterator[Breach]]
 _ROWS = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
 
 
-def breaches(config: RunConfig, folder: Path) -> list[Breach]:
-    """Every rule that the configuration breaks; `folder` is the run file's, where relative paths start."""
+def breaches(config: RunConfig, run_file: Path) -> list[Breach]:
+    """Every rule that the configuration breaks."""
+    folder = run_file.parent  # where relative paths of the run file start
     found = [breach for rule in RULES for breach in rule(config)]
     found += [breach for file_rule in FILE_RULES for breach in file_rule(config, folder)]
-    return [*found, *length_fits_context(config, folder)]
+    return [*found, *length_fits_context(config, folder), *run_folder_is_its_own(config, run_file)]
 
 
 def one_model_source(config: RunConfig) -> Iterator[Breach]:
@@ -151,6 +152,25 @@ def clip_has_a_ratio(config: RunConfig) -> Iterator[Breach]:
         )
 
 
+def clip_settings_are_of_the_clip(config: RunConfig) -> Iterator[Breach]:
+    algorithm = config.algorithm
+    if algorithm.dual_clip is not None and algorithm.clip != "ppo":
+        keys = ("algorithm.dual_clip", "algorithm.clip")
+        yield Breach(keys, f"is only used by clip = ppo (got clip = {algorithm.clip}). Set it to null")
+    if algorithm.clip == "geo_mean" and algorithm.ratio == "sequence":
+        keys = ("algorithm.ratio", "algorithm.clip")
+        yield Breach(keys, "must be token for clip = geo_mean (got sequence): the clip itself takes the mean")
+    if min(algorithm.sapo_tau) <= 0:
+        yield Breach(("algorithm.sapo_tau",), f"must be above 0 each (got {list(algorithm.sapo_tau)})")
+
+
+def correction_bounds_are_a_range(config: RunConfig) -> Iterator[Breach]:
+    low, high = config.algorithm.correction_low, config.algorithm.correction_high
+    if low >= high:
+        keys = ("algorithm.correction_low", "algorithm.correction_high")
+        yield Breach(keys, f"must be below algorithm.correction_high = {high} (got {low})")
+
+
 def group_credit_has_a_group(config: RunConfig) -> Iterator[Breach]:
     size = config.rollout.group_size
     if "rl" in config.stages and size < 2:
@@ -271,16 +291,21 @@ def evaluation_is_possible(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def run_folder_is_its_own(config: RunConfig) -> Iterator[Breach]:
+def run_folder_is_its_own(config: RunConfig, run_file: Path) -> Iterator[Breach]:
+    """`--fresh` moves the run's folder aside: it must never be one that holds anything else."""
     text = config.run.dir
-    leftover = re.search(r"[{}\0\n]", text.replace("{name}", ""))
-    if leftover:
+    if re.search(r"[{}\0\n]", text.replace("{name}", "")):
         yield Breach(("run.dir",), f"may hold {{name}} and no other brace or control character (got {text!r})")
         return
-    path = Path(text.replace("{name}", "name")).expanduser()
-    if path.resolve() in (Path.cwd(), Path.home(), Path(path.anchor or "/")):
-        yield Breach(("run.dir",), f"must be a folder of the run's own, such as runs/{{name}} (got {text!r})")
-    elif "{name}" not in text and path.exists() and not path.is_dir():
+    path = run_dir(config, run_file)
+    taken = [Path.home()]
+    for folder in (run_file.parent.resolve(), Path.cwd()):
+        taken += [folder, *folder.parents]
+    if path.resolve() in taken:
+        yield Breach(
+            ("run.dir",), f"must be a folder of the run's own, such as runs/{{name}}; {text!r} holds other things"
+        )
+    elif path.exists() and not path.is_dir():
         yield Breach(("run.dir",), f"is a file; the run needs a folder (got {text!r})")
 
 
@@ -296,6 +321,8 @@ RULES: tuple[Rule, ...] = (
     optimizer_steps_divide_the_update,
     several_optimizer_steps_need_a_ratio,
     clip_has_a_ratio,
+    clip_settings_are_of_the_clip,
+    correction_bounds_are_a_range,
     group_credit_has_a_group,
     truncated_sampling_is_correctable,
     stops_are_usable,
@@ -304,5 +331,4 @@ RULES: tuple[Rule, ...] = (
     reward_clip_is_a_range,
     betas_are_decay_rates,
     evaluation_is_possible,
-    run_folder_is_its_own,
 )
