@@ -300,9 +300,9 @@ def _figures(state: State) -> Table:
 def _time_split(state: State, width: int) -> list[Text]:
     """One bar of the last step's seconds by phase, and its legend."""
     seconds = {phase: state.step_times.get(f"time/{phase}_s", 0.0) for phase in PHASES}
-    total = max(sum(seconds.values()), state.step_times.get("time/step_s", 0.0))
-    if total == 0:
+    if not any(seconds.values()):
         return []
+    total = max(sum(seconds.values()), state.step_times.get("time/step_s", 0.0))
     seconds["other"] = total - sum(seconds.values())
     bar, legend = Text(), Text()
     for (phase, spent), color in zip(seconds.items(), PHASE_COLORS, strict=True):

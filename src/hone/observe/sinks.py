@@ -140,7 +140,13 @@ class Wandb:
 
         folder.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(
-            init_timeout=30, silent=True, console="off", disable_git=True, disable_code=True, save_code=False
+            init_timeout=30,
+            finish_timeout=45,
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
         )
         try:
             self._run = wandb.init(
