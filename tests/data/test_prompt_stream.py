@@ -6,7 +6,7 @@ import pytest
 
 from hone.config.run import DataSection, ModelSection, SftSection
 from hone.data.chat import load_tokenizer
-from hone.data.prompts import epoch_order, load_prompts, load_sft_rows, read_answers
+from hone.data.prompts import epoch_order, load_prompts, load_sft_rows
 from hone.errors import DataError
 
 
@@ -232,15 +232,6 @@ def test_a_bad_sft_row_is_named(write_rows, tmp_path, digits, row, problem):
 def test_sft_needs_a_column_to_imitate(write_rows, tmp_path, digits):
     with pytest.raises(DataError, match="what should be imitated"):
         load_sft_rows(DataSection(train=write_rows({"prompt": "1="})), SftSection(), digits, tmp_path)
-
-
-def test_answers_can_be_read_without_a_tokenizer(write_rows, tmp_path):
-    name = write_rows({"prompt": "a", "answer": "1"}, {"prompt": [{"role": "user", "content": "b"}], "answer": "2"})
-    data = DataSection(train=name, answer_column="answer", chat=True, system="s")
-    prompts = read_answers(data, tmp_path, part="train")
-    assert [(p.text, p.answer) for p in prompts] == [("system: s\nuser: a", "1"), ("system: s\nuser: b", "2")]
-    with pytest.raises(DataError, match="holds no rows"):
-        read_answers(DataSection(train=write_rows(name="none.jsonl")), tmp_path, part="train")
 
 
 def test_columns_that_are_no_json_still_make_ids(tmp_path, load):

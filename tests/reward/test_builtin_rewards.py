@@ -1,15 +1,12 @@
-import asyncio
+from collections import Counter
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
-from hone.config.run import DataSection, RewardComponent, RewardSection
-from hone.data.prompts import read_answers
-from hone.reward.base import Rewards
+from hone.data.sources import read_rows
 from hone.reward.builtin import exact, final_number, gsm8k
-from hone.reward.gold import check_gold, other_answers
-from hone.types import Fault, Score
+from hone.types import Fault, Group, Prompt, Sample, Score
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -70,23 +67,15 @@ def test_gsm8k_without_a_number_in_the_answer_is_a_fault_of_the_data(make_group,
 
 
 def test_all_of_gsm8k_scores_1_on_its_own_answers_and_0_on_others():
-    files = {"train": "gsm8k/train.jsonl.gz", "eval": "gsm8k/test.jsonl.gz"}
-    data = DataSection(**files, prompt_column="question", answer_column="answer")
-    prompts = read_answers(data, EXAMPLES, part="train") + read_answers(data, EXAMPLES, part="eval")
-    section = RewardSection(components=(RewardComponent(use="gsm8k"),))
-    report = asyncio.run(check_gold(Rewards.from_config(section, EXAMPLES, window_samples=10_000), prompts))
-    assert report.rows == 8792
-    assert report.gold == (1.0,) * 8792
-    assert report.shuffled == (0.0,) * 8792
+    rows = [*read_rows("gsm8k/train.jsonl.gz", EXAMPLES), *read_rows("gsm8k/test.jsonl.gz", EXAMPLES)]
+    answers = sorted((row.values["answer"] for row in rows), key=final_number)
+    assert len(answers) == 8792
+    most_common = max(Counter(final_number(answer) for answer in answers).values())
+    others = answers[most_common:] + answers[:most_common]  # so no answer meets its equal
+    groups = [group_of(answer, other, gold=answer) for answer, other in zip(answers, others, strict=True)]
+    assert [gsm8k(group) for group in groups] == [[1.0, 0.0]] * 8792
 
 
-def test_other_answers_never_stay_with_their_equals():
-    answers = ["#### 1", "#### 0", "2", "so #### 1.0", "3", "4", "#### 0.00", "#### 1"]
-    others = other_answers(answers)
-    assert sorted(others) == sorted(answers)
-    ones = {"#### 1", "so #### 1.0"}
-    assert not any(mine == other or {mine, other} <= ones for mine, other in zip(answers, others, strict=True))
-
-
-def test_other_answers_are_none_where_one_fills_more_than_half():
-    assert other_answers(["yes", "yes", "no"]) == []
+def group_of(*texts, gold):
+    samples = tuple(Sample("p", i, (), (), (), "stop", text) for i, text in enumerate(texts))
+    return Group(Prompt("p", 0, "", (), answer=gold), samples)

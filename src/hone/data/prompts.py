@@ -99,23 +99,15 @@ def load_prompts(
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
-    source, split, rows = _place(data, part)
+    if part == "train":
+        source, split, rows = data.train, data.train_split, data.train_rows
+    elif data.eval is not None:
+        source, split, rows = data.eval, data.eval_split, data.eval_rows
+    else:
+        raise DataError("data.eval: not set, so there is nothing to evaluate on")
     loading = _Loading(data, tokenizer, source)
-    prompts = loading.prompts(tokenizer, read_rows(source, folder, split=split, rows=rows))
+    prompts = loading.prompts(read_rows(source, folder, split=split, rows=rows))
     return PromptStream(prompts, loading.report(), seed=seed, shuffle=data.shuffle and part == "train")
-
-
-def read_answers(data: DataSection, folder: Path, *, part: Literal["train", "eval"]) -> tuple[Prompt, ...]:
-    """Prompts of all rows without tokens, chat messages as plain text: for checks of rewards without a tokenizer.
-
-    Raises DataError as `load_prompts` does.
-    """
-    source, split, rows = _place(data, part)
-    loading = _Loading(data, None, source)
-    drafts = loading.drafts(read_rows(source, folder, split=split, rows=rows))
-    if not drafts:
-        raise DataError(_nothing_left(loading.report()))
-    return tuple(Prompt(d.id, i, d.text, (), answer=d.answer, columns=d.columns) for i, d in enumerate(drafts))
 
 
 def load_sft_rows(
@@ -130,7 +122,7 @@ def load_sft_rows(
         raise DataError("sft.response_column: not set, and neither is data.answer_column; what should be imitated?")
     source = sft.data or data.train
     loading = _Loading(data, tokenizer, source, response_column=response_column)
-    prompts = loading.prompts(tokenizer, read_rows(source, folder, split=data.train_split, rows=sft.rows))
+    prompts = loading.prompts(read_rows(source, folder, split=data.train_split, rows=sft.rows))
     if not prompts:
         raise DataError(_nothing_left(loading.report()))
     responses = tokenizer.encode_responses([loading.responses[prompt.id] for prompt in prompts])
@@ -151,15 +143,6 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(np.argsort(x ^ (x >> np.uint64(31)), kind="stable").tolist())
 
 
-def _place(data: DataSection, part: Literal["train", "eval"]) -> tuple[str, str, str | None]:
-    """Source, split and rows of a part of the data."""
-    if part == "train":
-        return data.train, data.train_split, data.train_rows
-    if data.eval is None:
-        raise DataError("data.eval: not set, so there is nothing to evaluate on")
-    return data.eval, data.eval_split, data.eval_rows
-
-
 @dataclass(frozen=True, slots=True)
 class _Draft:
     """A row that is well-formed and rendered, not yet tokenised."""
@@ -175,7 +158,7 @@ class _Loading:
     """One pass over one source: what it makes of each row, and the counts of its report."""
 
     def __init__(
-        self, data: DataSection, tokenizer: Tokenizer | None, source: str, *, response_column: str | None = None
+        self, data: DataSection, tokenizer: Tokenizer, source: str, *, response_column: str | None = None
     ) -> None:
         self.data, self.tokenizer, self.source = data, tokenizer, source
         self.renderer = Renderer(data, tokenizer)
@@ -188,14 +171,10 @@ class _Loading:
         self.read = self.kept = self.too_long = self.longest = 0
         self.bad: list[str] = []
 
-    def drafts(self, rows: Iterable[Row | BadRow]) -> list[_Draft]:
-        """The well-formed rows."""
-        return [draft for row in rows if (draft := self.draft(row)) is not None]
-
-    def prompts(self, tokenizer: Tokenizer, rows: Iterable[Row | BadRow]) -> list[Prompt]:
+    def prompts(self, rows: Iterable[Row | BadRow]) -> list[Prompt]:
         """The well-formed rows that are short enough."""
-        drafts = self.drafts(rows)
-        token_ids = tokenizer.encode_prompts([draft.text for draft in drafts], rendered=self.data.chat)
+        drafts = [draft for row in rows if (draft := self.draft(row)) is not None]
+        token_ids = self.tokenizer.encode_prompts([draft.text for draft in drafts], rendered=self.data.chat)
         prompts: list[Prompt] = []
         for draft, ids in zip(drafts, token_ids, strict=True):
             self.longest = max(self.longest, len(ids))
@@ -230,8 +209,7 @@ class _Loading:
     def spelled(self, text: str, field: str) -> str:
         """`text`, once it is certain that the tokenizer can spell it."""
         try:
-            if self.tokenizer is not None:
-                self.tokenizer.check_characters(text)
+            self.tokenizer.check_characters(text)
         except UnknownCharacter as error:
             raise Malformed(field, str(error)) from error
         return text

@@ -81,9 +81,9 @@ class Template:
 
 
 class Renderer:
-    """A row to the text of its prompt, as `data` says. Without a tokenizer, messages become `role: content` lines."""
+    """A row to the text of its prompt, as `data` says."""
 
-    def __init__(self, data: DataSection, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, data: DataSection, tokenizer: Tokenizer) -> None:
         self.data, self.tokenizer = data, tokenizer
         self.system = [{"role": "system", "content": data.system}] if data.system is not None else []
         self.template = Template(data.template, prompt_column=data.prompt_column) if data.template is not None else None
@@ -98,11 +98,8 @@ class Renderer:
             if not isinstance(value, str):
                 raise Malformed(name, f"got {type(value).__name__}; must be text (messages need data.chat=true)")
             return value
-        messages = self.messages(value)
-        if self.tokenizer is None:
-            return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
         try:
-            return self.tokenizer.render(messages)
+            return self.tokenizer.render(self.messages(value))
         except jinja2.TemplateError as error:
             raise Malformed(name, f"the chat template refuses it: {error}") from error
 
