@@ -128,6 +128,40 @@ def test_a_metric_that_is_not_finite_is_said_once(tmp_path, capsys):
     assert capsys.readouterr().err == "warning: train/loss is nan at rl step 1 (said once)\n"
 
 
+def test_a_full_disk_ends_in_messages(tmp_path):
+    """No file may grow beyond 4,000 bytes: what a full disk does, one file after the other."""
+    script = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from observed import Settings, make_group
+from hone.errors import HoneError
+from hone.observe.observer import Observer
+observer = Observer(Path(sys.argv[1]), Settings(tensorboard=True, trace=True), title="t", total_steps=1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+observer.record("rl", 1, [make_group(i, texts=[str(hash((i, j))) for j in range(40)], rewards=[0.0] * 40)
+                          for i in range(20)], None)
+step = 0
+try:
+    while True:
+        step += 1
+        with observer.span("train", note="x" * 200):
+            pass
+        observer.log("rl", step, {"train/loss": 0.0})
+except HoneError as error:
+    print(error)
+observer.close("failed")
+"""
+    here = __file__.rpartition("/")[0]
+    command = [sys.executable, "-c", script, str(tmp_path), here]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "metrics.jsonl: step" in done.stdout and "Free space there and resume" in done.stdout
+    warnings = done.stderr.splitlines()
+    for what in ("samples/ cannot be written", "trace.json cannot be written", "report.html cannot be written"):
+        assert sum(what in line for line in warnings) == 1, (what, warnings)
+
+
 def test_nothing_heavy_is_imported(tmp_path):
     script = """
 import sys

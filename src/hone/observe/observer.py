@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -88,8 +88,10 @@ class Observer:
             warn=self.warn,
             last_step=self._metrics.last_step,
         )
-        (folder / "logs").mkdir(exist_ok=True)
-        self._messages = (folder / "logs" / "training.log").open("a" if resume else "w", encoding="utf-8")
+        self._log_path = folder / "logs" / "training.log"
+        self._log_path.parent.mkdir(exist_ok=True)
+        if not resume:
+            self._log_path.write_text("")
         self._summary = Summary.begin(folder, title=title, versions=versions(), resume=resume)
         self._process = psutil.Process()
         self._peak_gib = 0.0
@@ -151,17 +153,21 @@ class Observer:
     def close(self, outcome: str) -> None:
         """Finish every record and write report.html. `outcome` is one line: how the run ended."""
         events = self._spans.take_events()
-        self._background.submit(lambda: self._close_slow(events))
+        message = outcome
         try:
-            self._background.close()
-        except HoneError as stuck:
-            self.warn(str(stuck))
-        self._metrics.close()
-        self._summary.end(self._folder, outcome)
-        report = write_report(self._folder, decode=self._decode)
-        self._keep_message(f"{outcome}. Report: {report}")
-        self._view.close(f"{outcome}. Report: {report}")
-        self._messages.close()
+            try:
+                self._background.submit(lambda: self._close_slow(events))
+                self._background.close()
+            except HoneError as stuck:
+                self.warn(str(stuck))
+            self._metrics.close()
+            self._summary.end(self._folder, outcome)
+            message = f"{outcome}. Report: {write_report(self._folder, decode=self._decode)}"
+        except OSError as error:
+            self.warn(f"report.html cannot be written: {error.strerror}")
+        finally:
+            self._keep_message(message)
+            self._view.close(message)  # whatever happened, the terminal is given back
 
     def _memory(self) -> dict[str, float]:
         rss_gib = self._process.memory_info().rss / 2**30
@@ -195,7 +201,8 @@ class Observer:
     def _close_slow(self, events: Sequence[Event]) -> None:
         self._write_trace(events)
         if self._trace is not None:
-            self._trace.close()
+            with suppress(OSError):  # viewers read a trace without its end
+                self._trace.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -214,10 +221,10 @@ class Observer:
             self.warn("trace.json has reached its largest size: the trace ends here")
 
     def _keep_message(self, message: str) -> None:
-        with self._lock:
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._messages.write("".join(f"{stamp} {line}\n" for line in message.splitlines()))
-            self._messages.flush()
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        text = "".join(f"{stamp} {line}\n" for line in message.splitlines())
+        with self._lock, suppress(OSError), self._log_path.open("a", encoding="utf-8") as log:
+            log.write(text)  # on a full disk the console has it still
 
 
 @lru_cache(maxsize=1)

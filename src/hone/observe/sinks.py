@@ -7,14 +7,16 @@ tensorboard's own protocol buffers: torch is not imported.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hone.errors import ConfigError, HoneError, RunFolderError
 
@@ -37,7 +39,7 @@ class MetricsFile:
         self.last_step: dict[str, int] = {line["stage"]: line["step"] for line in lines}
         """Stage -> last step in the file when it was opened."""
         self._began_s = time.perf_counter() - (lines[-1]["time_s"] if lines else 0.0)
-        self._file = path.open("r+b" if kept else "wb")
+        self._file = path.open("r+b" if kept else "wb", buffering=0)
         self._file.truncate(len(kept))
         self._file.seek(len(kept))
 
@@ -46,9 +48,10 @@ class MetricsFile:
         time_s = round(time.perf_counter() - self._began_s, 3)
         line: dict[str, Any] = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line |= {"stage": stage, "step": step, "time_s": time_s}
+        text = json.dumps(line, sort_keys=True).encode() + b"\n"
         try:
-            self._file.write(json.dumps(line, sort_keys=True).encode() + b"\n")
-            self._file.flush()
+            if self._file.write(text) < len(text):  # of a regular file: the disk filled up within the line
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise HoneError(
                 f"{self._path}: step {step} could not be written: {error.strerror}. Free space there and resume."
@@ -81,7 +84,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
         self._folder, self._resume = folder, resume
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, FileIO] = {}
 
     def write(self, stage: str, step: int, values: Mapping[str, float], unix_s: float) -> None:
         event_pb2, summary_pb2 = _protocol_buffers()
@@ -99,7 +102,9 @@ class TensorBoard:
         event_pb2, _ = _protocol_buffers()
         folder = self._folder / stage
         folder.mkdir(parents=True, exist_ok=True)
-        self._files[stage] = (folder / f"events.out.tfevents.{int(unix_s):010d}.hone.{os.getpid()}").open("wb")
+        self._files[stage] = (folder / f"events.out.tfevents.{int(unix_s):010d}.hone.{os.getpid()}").open(
+            "wb", buffering=0
+        )
         self._put(stage, event_pb2.Event(wall_time=unix_s, file_version="brain.Event:2"))
         if self._resume:  # purges what an interrupted process wrote from this step on
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -109,7 +114,6 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         RecordWriter(self._files[stage]).write(event.SerializeToString())
-        self._files[stage].flush()
 
 
 def _protocol_buffers() -> tuple[Any, Any]:

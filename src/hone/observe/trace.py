@@ -133,7 +133,7 @@ class TraceFile:
     def __init__(self, path: Path, *, title: str, resume: bool) -> None:
         started_unix_s, size = _resume_point(path) if resume else (time.time(), 0)
         self._zero_s = time.perf_counter() - (time.time() - started_unix_s)
-        self._file = path.open("r+b" if size else "wb")
+        self._file = path.open("r+b" if size else "wb", buffering=0)
         self._file.truncate(size)
         self._file.seek(size)
         self._size = size
@@ -146,18 +146,19 @@ class TraceFile:
         """Append closed spans; beyond MAX_TRACE_BYTES they are let go and `full` is true."""
         if self.full:
             return
+        text = ""
         for event in events:
             lane = zlib.crc32(event.lane.encode()) >> 1  # the same lane in a resumed process, without a table
             if event.lane not in self._lanes:
                 self._lanes.add(event.lane)
-                self._put(",\n" + _metadata("thread_name", lane, name=event.lane))
+                text += ",\n" + _metadata("thread_name", lane, name=event.lane)
             start_us, length_us = (event.start_s - self._zero_s) * 1e6, (event.end_s - event.start_s) * 1e6
             args = f', "args": {json.dumps(event.args, default=str)}' if event.args else ""
-            self._put(
+            text += (
                 f',\n{{"name": {json.dumps(event.name)}, "ph": "X", "pid": 1, "tid": {lane}, '
                 f'"ts": {start_us:.1f}, "dur": {length_us:.1f}{args}}}'
             )
-        self._file.flush()
+        self._put(text)
         self.full = self._size > MAX_TRACE_BYTES
 
     def close(self) -> None:
