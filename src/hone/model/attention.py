@@ -1,13 +1,19 @@
 """Attention over a shared-prompt layout: each sample sees its prompt and its own prefix, nothing else.
 
 Explicit matrix products and a softmax per padded block, in an autograd function of its own that keeps q, k, v, the
-output and each query's log normaliser, and recomputes probabilities in the backward pass. On CPUs that is several
-times faster than the fused kernels at the sizes that matter here; on GPUs it is plain batched matrix products.
+output and each query's softmax normaliser, and makes the probabilities again in the backward pass. On CPUs that is
+several times faster than the fused kernels at the sizes that matter here; on GPUs it is plain batched matrix products.
+
+Everything moves between the flat list of tokens and the padded blocks one *row* at a time, a row being the D numbers of
+one head of one token: gathering rows in (block, head, token) order puts them where the matrix products want them, with
+no further transposition, and grouped queries share a key without a copy of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,73 +23,180 @@ from hone.model.layout import Block, Layout
 
 
 def shared_prompt_attention(layout: Layout) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """The attention strategy (`decoder.Attend`) for one microbatch; differentiable in q, k and v."""
+    """The attention strategy (`decoder.Attend`) for one microbatch; differentiable in q, k and v.
+
+    Scores exist for one block at a time, at most `layout.BLOCK_SCORES` per head.
+    """
+    workspace = _Workspace(layout)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _SharedPromptAttention.apply(q, k, v, layout)
+        return _SharedPromptAttention.apply(q, k, v, workspace)
 
     return attend
 
 
+@dataclass(frozen=True)
+class _BlockRows:
+    """Which rows one block gathers, and its mask."""
+
+    block: Block
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    outputs: Tensor
+    """As `queries`, in a tensor that holds nothing else, such as the gradient of the output."""
+    sums: Tensor
+    """Where gradients of keys and values are summed."""
+    bias: Tensor
+    """(B, 1, Q, K), 0 or -inf, in the dtype of the scores."""
+
+
+class _Workspace:
+    """What all layers of one microbatch share: row indices, made by the first one, and memory for scores."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._plans: dict[tuple[int, ...], tuple[list[_BlockRows], Tensor]] = {}
+        self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[_BlockRows], Tensor]:
+        """The blocks' rows, and for each (token, head) its place among the concatenated outputs of all blocks."""
+        heads, kv_heads = q.shape[1], k.shape[1]
+        key = heads, kv_heads, _spacing(q), _spacing(k), _spacing(v)
+        if key not in self._plans:
+            blocks = [
+                _BlockRows(
+                    block,
+                    queries=_rows(block.query_BQ, heads, _spacing(q)),
+                    keys=_rows(block.key_BK, kv_heads, _spacing(k)),
+                    values=_rows(block.key_BK, kv_heads, _spacing(v)),
+                    outputs=_rows(block.query_BQ, heads, heads),
+                    sums=_rows(block.key_BK, kv_heads, kv_heads),
+                    bias=block.bias_BQK[:, None].to(score_dtype(q)),
+                )
+                for block in self.layout.blocks
+            ]
+            first, column, width = self.layout.query_slot_3X[:, :, None]
+            head = torch.arange(heads, device=q.device)
+            self._plans[key] = blocks, (first * heads + width * head + column).flatten()
+        return self._plans[key]
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory, the same for every block and layer: it stays in the cache and needs no allocation."""
+        size = math.prod(shape)
+        memory = self._memory.get((name, dtype))
+        if memory is None or memory.numel() < size:
+            memory = torch.empty(size, dtype=dtype, device=self.layout.token_ids_X.device)
+            self._memory[name, dtype] = memory
+        return memory[:size].view(shape)
+
+
 class _SharedPromptAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        kv_heads, out_rows, lses = k.shape[1], [], []
-        for block in layout.blocks:
-            scores = _scores(block, q, k)
-            lse = scores.logsumexp(-1, keepdim=True)
-            weights = (scores - lse).exp_().to(q.dtype)
-            out_rows.append(_join_heads(weights @ _by_head(v, block.key_BK, kv_heads).unsqueeze(2)))
-            lses.append(lse)
-        out = torch.cat(out_rows).index_select(0, layout.query_row_X)
-        ctx.save_for_backward(q, k, v, out, *lses)
-        ctx.layout = layout
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, workspace: _Workspace) -> Tensor:
+        q, k, v = _with_rows(q), _with_rows(k), _with_rows(v)
+        blocks, output_rows = workspace.plan(q, k, v)
+        parts, normalisers = [], []
+        for rows in blocks:
+            scores = _scores(_queries(q, rows.queries, k, rows), _keys(k, rows.keys, rows), rows, workspace)
+            top = scores.amax(-1, keepdim=True)
+            powers = scores.sub_(top).exp2_()
+            inverse = powers.sum(-1, keepdim=True).reciprocal_()
+            out = torch.bmm(_cast(powers, q, "low", workspace), _keys(v, rows.values, rows))
+            parts.append(out.mul_(inverse).view(-1, q.shape[-1]))
+            normalisers += (top, inverse)
+        padded = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = padded.index_select(0, output_rows).view(q.shape)
+        ctx.save_for_backward(q, k, v, out, *normalisers)
+        ctx.workspace = workspace
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, *lses = ctx.saved_tensors
-        grad_out, layout, kv_heads = grads[0], ctx.layout, k.shape[1]
-        grad_q_rows, scale = [], q.shape[-1] ** -0.5
-        grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-        delta_X = (grad_out.float() * out.float()).sum(-1, keepdim=True)
-        for block, lse in zip(layout.blocks, lses, strict=True):
-            unseen = block.padded_BQ[:, None, None, :, None]
-            weights = (_scores(block, q, k) - lse).exp_().masked_fill_(unseen, 0.0)
-            grad_rows = _split_heads(grad_out[block.query_BQ], kv_heads)
-            keys = _by_head(k, block.key_BK, kv_heads).unsqueeze(2)
-            values = _by_head(v, block.key_BK, kv_heads).unsqueeze(2)
-            grad_weights = (grad_rows @ values.mT).to(weights.dtype)
-            delta = _split_heads(delta_X[block.query_BQ], kv_heads)
-            grad_scores = ((grad_weights - delta) * weights).mul_(scale).to(q.dtype)
-            grad_q_rows.append(_join_heads(grad_scores @ keys))
-            queries = _split_heads(q[block.query_BQ], kv_heads)
-            flat = block.key_BK.flatten()
-            grad_k.index_add_(0, flat, _key_rows(grad_scores.mT @ queries))
-            grad_v.index_add_(0, flat, _key_rows(weights.to(q.dtype).mT @ grad_rows))
-        return torch.cat(grad_q_rows).index_select(0, layout.query_row_X), grad_k, grad_v, None
+        q, k, v, out, *normalisers = ctx.saved_tensors
+        workspace, grad_out, size = ctx.workspace, grads[0].contiguous(), q.shape[-1]
+        blocks, output_rows = workspace.plan(q, k, v)
+        grad_k, grad_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        dots = torch.linalg.vecdot(grad_out, out).flatten()
+        parts = []
+        for i, rows in enumerate(blocks):
+            top, inverse = normalisers[2 * i : 2 * i + 2]
+            if rows.block.padded:  # a padded query repeats a real one, whose gradient must not count twice
+                inverse = _zero_padded(inverse, rows)
+            queries, keys = _queries(q, rows.queries, k, rows), _keys(k, rows.keys, rows)
+            # powers * inverse are the probabilities; the factor goes to the D numbers of a row instead of its K scores.
+            powers = _scores(queries, keys, rows, workspace).sub_(top).exp2_()
+            grad_rows = _queries(grad_out, rows.outputs, k, rows).mul_(inverse)
+            low_powers = _cast(powers, q, "low", workspace)
+            _add_rows(grad_v, rows.sums, torch.bmm(low_powers.mT, grad_rows))
+            grad_powers = workspace.empty("grad", powers.shape, q.dtype)
+            torch.bmm(grad_rows, _keys(v, rows.values, rows).mT, out=grad_powers)
+            dot_rows = dots.index_select(0, rows.outputs).view(inverse.shape).mul_(inverse)
+            grad_scores = powers.mul_(_cast(grad_powers, powers, "high", workspace).sub_(dot_rows))
+            grad_scores = _cast(grad_scores.mul_(size**-0.5), q, "low", workspace)
+            parts.append(torch.bmm(grad_scores, keys).view(-1, size))
+            _add_rows(grad_k, rows.sums, torch.bmm(grad_scores.mT, queries))
+        padded = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return padded.index_select(0, output_rows).view(q.shape), grad_k, grad_v, None
 
 
-def _scores(block: Block, q: Tensor, k: Tensor) -> Tensor:
-    """(B, Hkv, Hq / Hkv, Q, K), at least float32, -inf where a query does not see a key."""
-    kv_heads = k.shape[1]
-    queries = _split_heads(q[block.query_BQ], kv_heads)
-    keys = _by_head(k, block.key_BK, kv_heads).unsqueeze(2)
-    scores = (queries @ keys.mT).to(torch.promote_types(q.dtype, torch.float32)).mul_(q.shape[-1] ** -0.5)
-    return scores.masked_fill_(block.hidden_BQK[:, None, None], -torch.inf)
+def score_dtype(x: Tensor) -> torch.dtype:
+    """Softmax is float32 for everything below it."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
-def _split_heads(rows_BQHD: Tensor, kv_heads: int) -> Tensor:
-    return rows_BQHD.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+def _scores(queries: Tensor, keys: Tensor, rows: _BlockRows, workspace: _Workspace) -> Tensor:
+    """(B * Hkv, Hq / Hkv * Q, K) scaled scores in units of ln 2, -inf where hidden: exp2 is faster than exp on CPUs."""
+    shape = len(queries), queries.shape[1], keys.shape[1]
+    products = workspace.empty("scores", shape, queries.dtype)
+    products.baddbmm_(queries, keys.mT, beta=0, alpha=queries.shape[-1] ** -0.5 * math.log2(math.e))
+    scores = _cast(products, rows.bias, "scores", workspace)
+    scores.view(len(rows.bias), -1, *rows.bias.shape[2:]).add_(rows.bias)
+    return scores
 
 
-def _join_heads(x: Tensor) -> Tensor:
-    return x.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+def _cast(x: Tensor, like: Tensor, name: str, workspace: _Workspace) -> Tensor:
+    """x itself where the dtype is right, else a conversion in shared memory."""
+    return x if x.dtype == like.dtype else workspace.empty(name, x.shape, like.dtype).copy_(x)
 
 
-def _by_head(x: Tensor, index_BK: Tensor, kv_heads: int) -> Tensor:
-    return x[index_BK].transpose(1, 2)
+def _zero_padded(inverse: Tensor, rows: _BlockRows) -> Tensor:
+    batch, width = rows.block.real_BQ.shape
+    return (inverse.view(batch, -1, width) * rows.block.real_BQ[:, None]).view(inverse.shape)
 
 
-def _key_rows(x: Tensor) -> Tensor:
-    return x.sum(2).transpose(1, 2).flatten(0, 1)
+def _queries(x: Tensor, index: Tensor, k: Tensor, rows: _BlockRows) -> Tensor:
+    """(B * Hkv, Hq / Hkv * Q, D): the queries that share a key head stand together."""
+    return _gather(x, index).view(len(rows.bias) * k.shape[1], -1, x.shape[-1])
+
+
+def _keys(x: Tensor, index: Tensor, rows: _BlockRows) -> Tensor:
+    """(B * Hkv, K, D)."""
+    return _gather(x, index).view(-1, rows.bias.shape[-1], x.shape[-1])
+
+
+def _add_rows(total: Tensor, index: Tensor, x: Tensor) -> None:
+    total.view(-1, total.shape[-1]).index_add_(0, index, x.view(-1, total.shape[-1]))
+
+
+def _rows(index: Tensor, heads: int, spacing: int) -> Tensor:
+    """(B * heads * n,) rows of (B, n) tokens when tokens stand `spacing` rows apart."""
+    head = torch.arange(heads, device=index.device)[None, :, None]
+    return (index[:, None] * spacing + head).flatten()
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """x itself if it, or a larger tensor that it is a view of, is a list of rows; else a copy that is."""
+    size = x.shape[-1]
+    is_list = x.stride()[1:] == (size, 1) and x.stride(0) % size == 0
+    return x if is_list else x.contiguous()
+
+
+def _spacing(x: Tensor) -> int:
+    return x.stride(0) // x.shape[-1]
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    tokens, heads, size = x.shape
+    rows = x.as_strided(((tokens - 1) * _spacing(x) + heads, size), (size, 1))
+    return rows.index_select(0, index)

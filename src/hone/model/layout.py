@@ -32,8 +32,8 @@ WHOLE_GROUP_TOKENS = 64
 """A prompt with its responses up to this size is attended to as one square: fewer, larger products."""
 QUERY_ROWS = 256
 """Longer sequences are cut into tiles of so many queries, so that a tile sees only the keys before its end."""
-BLOCK_SCORES = 1 << 20
-"""Most scores per head in a block (one tile may have more)."""
+BLOCK_SCORES = 1 << 19
+"""Most scores per head in a block: 64 MiB in float32 with 32 heads."""
 FREE_PADDING_SCORES = 1 << 13
 """Padding that is cheaper than another block would be."""
 
@@ -43,11 +43,14 @@ class Block:
     """B tiles of Q queries against K keys each, padded: indices into X, and which pairs may look."""
 
     query_BQ: Tensor
+    """Padding repeats the last real query."""
     key_BK: Tensor
-    hidden_BQK: Tensor
-    """(B, Q, K) bool: the query does not see the key. Padded queries repeat a real one."""
-    padded_BQ: Tensor
-    """(B, Q) bool: not a query at all."""
+    bias_BQK: Tensor
+    """(B, Q, K) float32: 0 where the query sees the key, else -inf."""
+    real_BQ: Tensor
+    """(B, Q) bool: not padding."""
+    padded: bool
+    """Whether any query is padding."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ class Layout:
     needed_U: Tensor
     """(U,) index into W: needed_W[needed_U] == predict_U."""
     blocks: tuple[Block, ...]
-    query_row_X: Tensor
-    """(X,) where each token's query stands among the flattened, concatenated (B, Q) of all blocks."""
+    query_slot_3X: Tensor
+    """(3, X) where each token is a query: rows of (Q,) before its own among all blocks, times Q; place in it; Q."""
     spans_R: Ints
     """(R, 4) of each distinct sample: start and length of its prompt in X, start of its response, response tokens."""
 
@@ -141,7 +144,7 @@ class Layout:
         predict_U[start_U[samples.length_R > 0]] = places.prompt_end_R[samples.length_R > 0] - 1
         needed_W, needed_U = np.unique(predict_U, return_inverse=True)
         expand_T = _ranges(start_U[samples.row_S], length_S) if len(samples.length_R) < len(length_S) else None
-        blocks, query_row_X = _blocks(places, prompt_length_N, prompt_R)
+        blocks, query_slot_3X = _blocks(places, prompt_length_N, prompt_R)
 
         def put(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
@@ -154,8 +157,8 @@ class Layout:
             expand_T=None if expand_T is None else put(expand_T),
             needed_W=put(needed_W),
             needed_U=put(needed_U),
-            blocks=tuple(Block(*map(put, arrays)) for arrays in blocks),
-            query_row_X=put(query_row_X),
+            blocks=tuple(Block(*map(put, arrays), padded=not arrays[-1].all()) for arrays in blocks),
+            query_slot_3X=put(query_slot_3X),
             spans_R=np.stack(
                 (places.prompt_start_N[prompt_R], prompt_length_N[prompt_R], places.start_R, samples.length_R), axis=1
             ),
@@ -229,14 +232,17 @@ def _blocks(
     tiles = _tiles(places, prompt_length_N, prompt_R)
     num_queries, num_keys = tiles[:, 1], tiles[:, 3] + tiles[:, 5]
     order = np.lexsort((num_queries, num_keys))
-    query_row_X = np.empty(places.size, np.int64)
-    blocks, rows = [], 0
+    query_slot_3X = np.empty((3, places.size), np.int64)
+    blocks, slots = [], 0
     for members in _split(order, num_queries, num_keys):
-        block, real = _pad(tiles[members], places.response_X)
-        query_row_X[block[0][real]] = rows + np.flatnonzero(real)
-        rows += real.size
+        block = _pad(tiles[members], places.response_X)
+        queries, real_BQ = block[0], block[-1]
+        tile, column = np.nonzero(real_BQ)
+        width = real_BQ.shape[1]
+        query_slot_3X[:, queries[real_BQ]] = slots + tile * width, column, np.full_like(tile, width)
+        slots += real_BQ.size
         blocks.append(block)
-    return blocks, query_row_X
+    return blocks, query_slot_3X
 
 
 def _tiles(places: _Places, prompt_length_N: Ints, prompt_R: Ints) -> Ints:
@@ -247,12 +253,12 @@ def _tiles(places: _Places, prompt_length_N: Ints, prompt_R: Ints) -> Ints:
     groups = np.stack((start, size, start, size, zero, zero), axis=1)
 
     start, length = places.prompt_start_N[~whole_N], prompt_length_N[~whole_N]
-    row, first, count = _cut(length)
+    row, first, count = _cut(length, length)
     zero = np.zeros_like(first)
     prompts = np.stack((start[row] + first, count, start[row], first + count, zero, zero), axis=1)
 
     apart_R = np.flatnonzero(~whole_N[prompt_R])
-    row, first, count = _cut(places.inputs_R[apart_R])
+    row, first, count = _cut(places.inputs_R[apart_R], (prompt_length_N[prompt_R] + places.inputs_R)[apart_R])
     at = apart_R[row]
     shared = places.prompt_start_N[prompt_R[at]], prompt_length_N[prompt_R[at]]
     own = places.start_R[at]
@@ -260,12 +266,13 @@ def _tiles(places: _Places, prompt_length_N: Ints, prompt_R: Ints) -> Ints:
     return np.concatenate((groups, prompts, responses))
 
 
-def _cut(lengths: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cuts sequences into pieces of at most QUERY_ROWS: (which sequence, first token, length) of each piece."""
-    pieces = -(-lengths // QUERY_ROWS)
+def _cut(lengths: Ints, num_keys: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cuts sequences into pieces that keep a tile in bounds: (which sequence, first token, length) of each piece."""
+    rows = np.clip(BLOCK_SCORES // np.maximum(num_keys, 1), 1, QUERY_ROWS)
+    pieces = -(-lengths // rows)
     row = np.repeat(np.arange(len(lengths)), pieces)
-    first = _ranges(np.zeros_like(pieces), pieces) * QUERY_ROWS
-    return row, first, np.minimum(QUERY_ROWS, lengths[row] - first)
+    first = _ranges(np.zeros_like(pieces), pieces) * rows[row]
+    return row, first, np.minimum(rows[row], lengths[row] - first)
 
 
 def _split(order: Ints, num_queries: Ints, num_keys: Ints) -> list[Ints]:
@@ -281,7 +288,7 @@ def _split(order: Ints, num_queries: Ints, num_keys: Ints) -> list[Ints]:
     return [*parts, order[begin:]] if len(order) else []
 
 
-def _pad(tiles: Ints, response_X: Ints) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+def _pad(tiles: Ints, response_X: Ints) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     query_start, num_queries, shared_start, num_shared, own_start, num_own = (tiles[:, i, None] for i in range(6))
     query = np.arange(num_queries.max())
     real_BQ = query < num_queries
@@ -294,7 +301,8 @@ def _pad(tiles: Ints, response_X: Ints) -> tuple[tuple[np.ndarray, np.ndarray, n
     # Within a group X is in causal order: prompt first, then each response. So "earlier in X, and of the prompt or of
     # the same response" is exactly the causal prefix.
     seen_BQK = (key_BK[:, None] <= query_BQ[:, :, None]) & ((key_response < 0) | (key_response == query_response))
-    return (query_BQ, key_BK, ~(seen_BQK & real_BK[:, None]), ~real_BQ), real_BQ
+    bias_BQK = np.where(seen_BQK & real_BK[:, None], np.float32(0), np.float32(-np.inf))
+    return query_BQ, key_BK, bias_BQK, real_BQ
 
 
 def _starts(lengths: Ints) -> Ints:

@@ -1,0 +1,106 @@
+"""Architectures that go through Transformers: the same interface, each sample equal to a run on its own."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hone.errors import DataError
+from hone.model.hf import TransformersModel
+from hone.model.layout import Layout
+from hone.model.load import init_model, load_model, save_hf
+from hone.model.logprobs import token_logprobs
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+PROMPTS = [[5, 6, 7], list(range(20)), [9]]
+PROMPT_S = [0, 1, 1, 2, 0]
+RESPONSES = [[1, 2, 3], [7, 8, 9, 10], list(range(30, 10, -1)), [], [1, 2, 3]]
+ARCHITECTURES = [
+    {"model_type": "gpt_neox", **SIZES},
+    {"model_type": "olmo2", **SIZES},
+    {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    {"model_type": "mistral", **SIZES, "sliding_window": 4},
+    {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+]
+
+
+def make(architecture) -> TransformersModel:
+    model = init_model(architecture, vocab_size=None, seed=0, dtype=torch.float32, device="cpu")
+    assert isinstance(model, TransformersModel)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a["model_type"])
+def test_samples_equal_runs_on_their_own(architecture):
+    model = make(architecture)
+    layout = Layout.build(PROMPTS, PROMPT_S, RESPONSES)
+    assert layout.expand_T is not None
+    logprob, _ = token_logprobs(
+        model.hidden(layout), model.output_weight, layout.target_U, temperature=1.0, chunk_tokens=8
+    )
+    expected = []
+    for prompt, response in zip(PROMPT_S, RESPONSES, strict=True):
+        logits = model.hf(torch.tensor([PROMPTS[prompt] + response])).logits[0].log_softmax(-1)
+        at = range(len(PROMPTS[prompt]) - 1, len(PROMPTS[prompt]) + len(response) - 1)
+        expected += [logits[i, token] for i, token in zip(at, response, strict=True)]
+    torch.testing.assert_close(logprob[layout.expand_T], torch.stack(expected), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a["model_type"])
+def test_export_round_trip(tmp_path, architecture):
+    model = make(architecture)
+    save_hf(tmp_path / "out", model.hf_config, model.named_weights())
+    ids = torch.tensor([PROMPTS[1]])
+    expected = model.hf(ids).logits
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits, expected)
+    again = load_model(tmp_path / "out", dtype=torch.float32, device="cpu")
+    assert isinstance(again, TransformersModel)
+    torch.testing.assert_close(again.hf(ids).logits, expected)
+
+
+def test_checkpointing_layers_changes_nothing():
+    model = make({**ARCHITECTURES[2], "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5})
+    layout = Layout.build(PROMPTS, PROMPT_S, RESPONSES)
+    gradients = []
+    for recompute in (False, True):
+        model.checkpoint_layers = recompute
+        loss = model.hidden(layout).square().sum()
+        gradients.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_come_and_go_by_name():
+    model, other = make(ARCHITECTURES[2]), make(ARCHITECTURES[2])
+    other.load_weights((name, weight + 1) for name, weight in model.named_weights())
+    names = [name for name, _ in model.named_weights()]
+    assert "lm_head.weight" not in names and len(names) == len(set(names))  # GPT-2 ties its embeddings
+    for (_, a), (_, b) in zip(model.named_weights(), other.named_weights(), strict=True):
+        assert torch.equal(a + 1, b)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ({"model_type": "gemma2", **SIZES}, "final_logit_softcapping"),
+        ({"model_type": "granite", **SIZES, "logits_scaling": 8.0}, "logits_scaling"),
+        ({"model_type": "phi", **SIZES}, "a bias of the output layer"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_other_logits_are_refused(architecture, reason):
+    with pytest.raises(DataError, match=reason):
+        make(architecture)
+
+
+def test_logits_changed_in_a_way_that_no_key_tells_are_refused(monkeypatch):
+    monkeypatch.setattr("hone.model.hf.LOGIT_CHANGES", ())
+    with pytest.raises(DataError, match="a change of its logits"):
+        make({"model_type": "granite", **SIZES, "logits_scaling": 8.0})
