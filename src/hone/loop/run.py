@@ -101,9 +101,10 @@ class PolicyRun(Stage):
         """Keep the samples of a step for people: trained groups with their advantages, then dropped ones."""
         advantages = iter(sample_advantages(batch))
         per_group = [[next(advantages) for _ in group.samples] for group in kept]
-        self.observer.record("rl", self.progress.step, kept, per_group)
+        step = self.progress.step + 1  # of the update that they make, as its metrics are logged
+        self.observer.record("rl", step, kept, per_group)
         if dropped:
-            self.observer.record("rl", self.progress.step, dropped, None)
+            self.observer.record("rl", step, dropped, None)
 
     def log_step(self, metrics: dict[str, float], *, seconds: float) -> None:
         """Log one finished update with its throughput."""

@@ -39,8 +39,9 @@ async def train_sft(run: SftRun) -> None:
     steps = total_steps(settings, len(run.rows))
     while progress.step < steps and not run.stop.is_set():
         started = now()
-        batch = batch_of([run.rows[i] for i in rows_of_step(run, progress.step)], run.trainer.device)
-        metrics = await run.in_compute_thread(run.trainer.update, batch, IMITATION)
+        with run.observer.span("train"):
+            batch = batch_of([run.rows[i] for i in rows_of_step(run, progress.step)], run.trainer.device)
+            metrics = await run.in_compute_thread(run.trainer.update, batch, IMITATION)
         progress.step += 1
         seconds = now() - started
         run.observer.log(
