@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hone.config.run import ModelSection
-from hone.data.chat import Tokenizer, UnknownCharacter, character_tokenizer, load_tokenizer, resolve_model
+from hone.data.chat import Tokenizer, UnknownCharacter, can_resolve, character_tokenizer, load_tokenizer, resolve_model
 from hone.errors import DataError
 
 CHARACTERS = "0123456789+-*/= é\n{}<"
@@ -108,3 +108,17 @@ def test_hub_names_stay_names(tmp_path):
 def test_chat_without_a_template_says_what_to_do(digits):
     with pytest.raises(DataError, match="has no chat template"):
         digits.render([{"role": "user", "content": "1"}])
+
+
+def test_a_hub_without_a_network_is_known_at_once(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not can_resolve("https://nowhere.invalid")
+    assert can_resolve("http://localhost:8000")
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    assert can_resolve("https://nowhere.invalid")
+
+
+def test_a_hub_name_that_cannot_be_had_is_named(tmp_path):
+    with pytest.raises(DataError, match="tokenizer nobody/nothing: cannot be loaded"):
+        load_tokenizer(ModelSection(path="nobody/nothing"), tmp_path)

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -127,8 +131,9 @@ def load_tokenizer(model: ModelSection, folder: Path) -> Tokenizer:
     if source is None:
         raise DataError("model: no tokenizer. Set model.characters or model.tokenizer; model.init brings none.")
     place = resolve_model(source, folder)
+    offline = not Path(place).is_dir() and not can_resolve(huggingface_hub.constants.ENDPOINT)
     try:
-        hf = AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code)
+        hf = AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code, local_files_only=offline)
     except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
         raise DataError(f"tokenizer {source}: cannot be loaded: {_first_line(error)}") from error
     if not isinstance(hf, PreTrainedTokenizerFast):
@@ -148,6 +153,20 @@ def resolve_model(name: str, folder: Path) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists():
         raise DataError(f"model {name}: no directory at {path}. Give a Hugging Face model directory or hub name.")
     return name
+
+
+def can_resolve(endpoint: str) -> bool:
+    """Whether a hub's host name resolves, or a proxy would do that.
+
+    Without it, asking the hub means most of a minute of retries before it says that there is no network.
+    """
+    if urllib.request.getproxies():
+        return True
+    try:
+        socket.getaddrinfo(urllib.parse.urlsplit(endpoint).hostname, 443)
+    except OSError:
+        return False
+    return True
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
