@@ -23,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hone.errors import DataError
 from hone.model.attention import shared_prompt_attention
 from hone.model.base import CausalModel
+from hone.model.fused import rms_norm, rotation, split_and_rotate, swiglu
 from hone.model.weights import copy_by_name
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Layer(nn.Module):
@@ -90,25 +91,15 @@ class Layer(nn.Module):
         self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=mlp_bias)
         self.down_proj = nn.Linear(inner, hidden, bias=mlp_bias)
 
-    def forward(self, x: Tensor, cos_sin_XD: Tensor, attend: Attend, needed_W: Tensor | None) -> Tensor:
-        q, k, v = self.queries_keys_values(self.input_norm(x), cos_sin_XD)
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, needed_W: Tensor | None) -> Tensor:
+        qkv = self.qkv_proj(self.input_norm(x)).unflatten(1, (-1, self.head_dim))
+        norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_normed else None
+        q, k, v = split_and_rotate(qkv, turn, self.num_heads, self.num_kv_heads, norms, self.input_norm.eps)
         mixed = attend(self.index, q, k, v).flatten(1)
         if needed_W is not None:
-            x, mixed = x[needed_W], mixed[needed_W]
+            x, mixed = x.index_select(0, needed_W), mixed.index_select(0, needed_W)
         x = x + self.o_proj(mixed)
-        gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, dim=-1)
-        return x + self.down_proj(F.silu(gate) * up)
-
-    def queries_keys_values(self, x: Tensor, cos_sin_XD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self.head_dim)
-        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
-        if self.qk_normed:
-            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
-        cos, sin = cos_sin_XD[:, None].chunk(2, dim=-1)
-        left, right = qk.chunk(2, dim=-1)
-        qk = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-        return qk[:, :heads], qk[:, heads:], v
+        return x + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(x))))
 
 
 class Decoder(CausalModel):
@@ -160,13 +151,14 @@ class Decoder(CausalModel):
         """
         x = F.embedding(token_ids_X, self.embed.weight)
         cos_sin_XD = self.rope_table.index_select(0, position_X).to(x.dtype)  # a trainer may turn weights into bfloat16
+        turn = rotation(*cos_sin_XD.chunk(2, dim=-1))
         recompute = self.checkpoint_layers and torch.is_grad_enabled()
         for layer in self.layers:
             needed = needed_W if layer.index == self.num_layers - 1 else None
             if recompute:
-                x = checkpoint(layer, x, cos_sin_XD, attend, needed, use_reentrant=False)
+                x = checkpoint(layer, x, turn, attend, needed, use_reentrant=False)
             else:
-                x = layer(x, cos_sin_XD, attend, needed)
+                x = layer(x, turn, attend, needed)
         return self.norm(x)
 
     def hidden(self, layout: Layout) -> Tensor:

@@ -1,0 +1,149 @@
+"""The decoder's elementwise steps, each with a backward pass of its own.
+
+Autograd would make the same gradients, from more operations on memory and with more kept for them: at a hidden size of
+128 those operations, not the matrix products, are most of a training step. Each function is checked against autograd in
+float64. All work on any device and in any floating dtype; sums over a row accumulate in float32 or better.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, for (X, 2 f) rows that hold gate and up side by side -> (X, f) (arXiv:2002.05202)."""
+    return _SwiGLU.apply(gate_up)
+
+
+def split_and_rotate(
+    qkv: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    heads: int,
+    kv_heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts fused projections into q, k and v, norms q and k per head, and applies rotary positions to them.
+
+    Args:
+        qkv: (X, Hq + 2 Hkv, D), the heads of q, k and v in that order.
+        rotation: `rotation(cos, sin)` of each token's angles (RoPE, arXiv:2104.09864).
+        norms: (D,) weights of RMS norms of q and k, as in Qwen3; None where the model has none.
+    Returns:
+        (X, Hq, D), (X, Hkv, D), (X, Hkv, D); v shares qkv's memory.
+    """
+    q_weight, k_weight = norms or (None, None)
+    return _SplitAndRotate.apply(qkv, *rotation, heads, kv_heads, q_weight, k_weight, eps)
+
+
+def rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """(X, D / 2) cosines and sines to the two (X, 1, D) factors that every layer multiplies with."""
+    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = _inverse_rms(x, eps)
+        normed = _scaled(x, inverse)
+        ctx.save_for_backward(normed, inverse, weight)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        normed, inverse, weight = ctx.saved_tensors
+        grad = grads[0]
+        grad_weight = (grad * normed).sum(0)
+        return _norm_backward(grad * weight, normed, inverse), grad_weight, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        torch.mul(grads[0], F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
+        return grad_gate_up
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        kv_heads: int,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.heads, ctx.kv_heads = heads, kv_heads
+        qk = qkv[:, : heads + kv_heads]
+        if q_weight is None or k_weight is None:
+            ctx.save_for_backward(cos, sin)
+        else:
+            inverse = _inverse_rms(qk, eps)
+            weight_HD = torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
+            ctx.save_for_backward(cos, sin, qkv, inverse, weight_HD)  # qkv lives on in v anyway
+            qk = _scaled(qk, inverse).mul_(weight_HD)
+        rotated = _rotate(qk, cos, sin, 1.0)
+        return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        cos, sin, *normed_qk = ctx.saved_tensors
+        heads, kv_heads = ctx.heads, ctx.kv_heads
+        grad_qkv = grads[2].new_empty(len(cos), heads + 2 * kv_heads, cos.shape[-1])
+        grad_qkv[:, heads + kv_heads :] = grads[2]
+        grad_qk = _rotate(torch.cat(grads[:2], dim=1), cos, sin, -1.0)
+        grad_q_weight = grad_k_weight = None
+        if normed_qk:
+            qkv, inverse, weight_HD = normed_qk
+            normed = _scaled(qkv[:, : heads + kv_heads], inverse)
+            grad_weight_HD = (grad_qk * normed).sum(0)
+            grad_q_weight, grad_k_weight = grad_weight_HD[:heads].sum(0), grad_weight_HD[heads:].sum(0)
+            grad_qk = _norm_backward(grad_qk.mul_(weight_HD), normed, inverse)
+        grad_qkv[:, : heads + kv_heads] = grad_qk
+        return grad_qkv, None, None, None, None, grad_q_weight, grad_k_weight, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    """(left, right) halves of each head to (left cos - right sin, right cos + left sin); direction -1 turns back."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin, value=direction)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """(..., 1) 1 / sqrt(mean(x^2) + eps), at least float32."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x * factor in x's dtype, multiplied in the factor's."""
+    return torch.mul(x, factor, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+
+
+def _norm_backward(grad_normed: Tensor, normed: Tensor, inverse: Tensor) -> Tensor:
+    """Gradient of x where normed = x * inverse: what changes the row's own length drops out. Uses up `grad_normed`."""
+    along = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1).div_(-normed.shape[-1])
+    return _scaled(grad_normed.addcmul_(normed, along), inverse)
