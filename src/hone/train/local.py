@@ -177,7 +177,7 @@ class LocalTrainer:
 
 
 def _frozen(model: CausalModel, dtype: torch.dtype) -> CausalModel:
-    """The reference in the policy's own arithmetic: the KL to itself must be 0. Its buffers stay, as the policy's do."""
+    """The reference in the policy's own arithmetic: the KL to itself must be 0. Buffers stay, as the policy's do."""
     for parameter in model.requires_grad_(False).parameters():
         parameter.data = parameter.data.to(dtype)
     return model
