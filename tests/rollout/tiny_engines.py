@@ -36,7 +36,7 @@ def tiny_model(architecture: str = "qwen3", seed: int = 0, **keys: Any) -> Causa
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 96,
-        "initializer_range": 0.35,
+        "initializer_range": 0.25,
         "tie_word_embeddings": False,
         "vocab_size": VOCAB,
         "bos_token_id": None,

@@ -1,0 +1,257 @@
+"""The engine as the loop sees it: reproducible, cancellable, honest about failure."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from tiny_engines import EOS, generate, letters, random_prompts, request, tiny_model, with_engine
+
+from hone.errors import DataError, EngineError
+from hone.model.load import weights_fingerprint
+
+
+def tokens_of(groups):
+    return [[sample.token_ids for sample in group] for group in groups]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt_neox"])
+def test_a_sample_does_not_depend_on_what_else_is_in_the_batch(architecture):
+    model = tiny_model(architecture)
+    requests = [request(p, index=i, samples=3, max_tokens=4 + 3 * i) for i, p in enumerate(random_prompts(8))]
+    crowd = generate(model, requests)
+    assert tokens_of(generate(model, requests[::-1])) == tokens_of(crowd)[::-1]
+    assert tokens_of(generate(model, requests, max_concurrent=4)) == tokens_of(crowd)
+    assert tokens_of(generate(model, requests, max_concurrent=1)) == tokens_of(crowd)
+    for i in (0, 5):
+        (alone,) = generate(model, [requests[i]])
+        assert tokens_of([alone]) == tokens_of([crowd[i]])
+        for mine, theirs in zip(alone, crowd[i], strict=True):
+            assert mine.sampler_logprobs == pytest.approx(theirs.sampler_logprobs, abs=1e-5)
+
+
+def test_samples_of_a_group_differ_and_seed_stream_and_prompt_change_them():
+    model, prompt = tiny_model(), random_prompts(1)[0]
+    base = request(prompt, samples=4)
+    variants = [base, request(prompt, samples=4, seed=8), request(prompt, samples=4, stream="eval")]
+    variants.append(request(prompt, samples=4, index=1))
+    (group, *others) = tokens_of(generate(model, variants))
+    assert len(set(group)) == 4
+    assert all(other != group for other in others)
+
+
+def test_a_repeated_run_is_identical_to_the_last_bit():
+    requests = [request(p, index=i, samples=4, max_tokens=30) for i, p in enumerate(random_prompts(8))]
+    runs = [generate(tiny_model(), requests, max_concurrent=11) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_a_prompt_is_computed_once_for_all_its_samples():
+    model, seen = tiny_model(), []
+    model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    generate(model, [request(range(1, 21), samples=6, max_tokens=3)], max_concurrent=4)
+    assert seen[0] == 20
+    assert 20 not in seen[1:]  # although the last two samples started later than the first four
+
+
+def test_every_way_to_end():
+    model, prompt = tiny_model(), [5, 6, 7]
+    (free,) = generate(model, [request(prompt, max_tokens=20, seed=3)], eos_ids=())[0]
+    third, text = free.token_ids[2], letters(free.token_ids)
+    assert EOS not in free.token_ids and third not in free.token_ids[:2]
+    ends = {
+        "stop_token_ids": request(prompt, max_tokens=20, seed=3, stop_token_ids=(third,)),
+        "stop": request(prompt, max_tokens=20, seed=3, stop=("never", text[3:6])),
+        "max_tokens": request(prompt, max_tokens=4, seed=3),
+    }
+    by_token, by_string, by_length = (group[0] for group in generate(model, list(ends.values()), eos_ids=()))
+    assert (by_token.token_ids, by_token.finish_reason) == (free.token_ids[:3], "stop")
+    assert (by_string.token_ids, by_string.finish_reason) == (free.token_ids[:6], "stop")
+    assert by_string.text == text[:6]
+    assert (by_length.token_ids, by_length.finish_reason) == (free.token_ids[:4], "length")
+    (eos,) = generate(model, [request(prompt, max_tokens=20, seed=3)], eos_ids=(third,))[0]
+    assert eos.token_ids == free.token_ids[:3]
+
+
+def test_the_text_ends_with_the_stop_string_although_its_last_token_says_more():
+    def two_letters(token_ids):
+        return "".join(f"{chr(97 + t % 26)}{chr(65 + t % 26)}" for t in token_ids)
+
+    (free,) = generate(tiny_model(), [request([5, 6], max_tokens=8)], decode=two_letters, eos_ids=())[0]
+    stop = two_letters(free.token_ids)[3:5]  # the second half of one token, the first of the next
+    (cut,) = generate(tiny_model(), [request([5, 6], max_tokens=8, stop=(stop,))], decode=two_letters, eos_ids=())[0]
+    assert cut.token_ids == free.token_ids[:3]
+    assert cut.text == two_letters(free.token_ids)[:5]
+
+
+def test_a_response_ends_where_the_positions_of_the_model_do():
+    model = tiny_model(max_position_embeddings=24)
+    prompt = [1] * 20
+    (sample,) = generate(model, [request(prompt, max_tokens=50)], eos_ids=())[0]
+    assert (len(sample.token_ids), sample.finish_reason) == (4, "length")
+    with pytest.raises(DataError, match=r"24 positions.*max_prompt_tokens"):
+        generate(model, [request([1] * 24)])
+
+
+def test_new_weights_reach_sequences_in_flight_and_their_tokens_say_so():
+    model, other = tiny_model(), tiny_model(seed=1)
+    decoded = threading.Event()
+
+    def decode(token_ids):  # the first sample to finish marks a moment at which the long one is in flight
+        decoded.set()
+        return letters(token_ids)
+
+    async def use(engine):
+        long = asyncio.create_task(engine.generate(request([3], index=0, max_tokens=80)))
+        await engine.generate(request([4], index=1, max_tokens=1))
+        await engine.load(list(other.named_weights()), 5)
+        assert engine.version == 5
+        assert engine.fingerprint() != before
+        return (await long)[0]
+
+    before = weights_fingerprint(model.named_weights())
+    sample = with_engine(model, use, decode=decode, eos_ids=())
+    assert weights_fingerprint(model.named_weights()) == weights_fingerprint(other.named_weights())
+    switch = sample.versions.index(5)
+    assert 0 < switch < 80
+    assert sample.versions == (0,) * switch + (5,) * (80 - switch)
+
+
+def test_shared_weights_need_only_a_version_and_stay_trainable():
+    model = tiny_model()
+
+    async def use(engine):
+        (first,) = await engine.generate(request([3, 4]))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(0.5)
+        await engine.load(None, 1)
+        (second,) = await engine.generate(request([3, 4]))
+        return first, second
+
+    first, second = with_engine(model, use)
+    assert set(first.versions) == {0} and set(second.versions) == {1}
+    assert first.sampler_logprobs != second.sampler_logprobs
+    model.output_weight.square().sum().backward()
+    assert model.output_weight.grad is not None
+
+
+def test_a_cancelled_call_frees_its_rows_and_disturbs_nobody():
+    prompts = random_prompts(4)
+    expected = generate(tiny_model(), [request(p, index=i, samples=2, max_tokens=40) for i, p in enumerate(prompts)])
+
+    async def use(engine):
+        calls = [
+            asyncio.create_task(engine.generate(request(p, index=i, samples=2, max_tokens=40)))
+            for i, p in enumerate(prompts)
+        ]
+        await asyncio.sleep(0.005)
+        calls[1].cancel()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(results.pop(1), asyncio.CancelledError)
+        await engine.sleep()  # would refuse if a row were still live
+        return results
+
+    assert tokens_of(with_engine(tiny_model(), use, max_concurrent=6)) == tokens_of(expected[:1] + expected[2:])
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt_neox"])
+def test_cancelling_before_anything_started(architecture):
+    async def use(engine):
+        call = asyncio.create_task(engine.generate(request([1, 2])))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        return await engine.generate(request([1, 2]))
+
+    assert len(with_engine(tiny_model(architecture), use)) == 1
+
+
+def test_sleep_frees_the_cache_and_refuses_work_until_wake():
+    async def use(engine):
+        (before,) = await engine.generate(request([1, 2]))
+        await engine.sleep()
+        with pytest.raises(EngineError, match="asleep"):
+            await engine.generate(request([1, 2]))
+        await engine.wake()
+        assert await engine.generate(request([1, 2])) == (before,)
+        call = asyncio.create_task(engine.generate(request([1, 2], max_tokens=90)))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="in flight"):
+            await engine.sleep()
+        await call
+
+    with_engine(tiny_model(), use, eos_ids=())
+
+
+def test_a_failure_in_the_worker_reaches_every_caller_and_later_ones():
+    def decode(token_ids):
+        raise RuntimeError("tokenizer is broken")
+
+    async def use(engine):
+        calls = (engine.generate(request([1], index=i, max_tokens=2 + i)) for i in range(3))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        with pytest.raises(EngineError, match="tokenizer is broken"):
+            await engine.generate(request([1]))
+        return results
+
+    for error in with_engine(tiny_model(), use, decode=decode):
+        assert isinstance(error, EngineError)
+        assert "RuntimeError: tokenizer is broken" in str(error)
+
+
+def test_weights_that_do_not_fit_end_the_engine():
+    async def use(engine):
+        with pytest.raises(EngineError, match=r"DataError: weights: .*what\.weight"):
+            await engine.load([("what.weight", torch.zeros(1))], 1)
+        assert engine.version == 0
+        with pytest.raises(EngineError):
+            await engine.generate(request([1]))
+
+    with_engine(tiny_model(), use)
+
+
+def test_close_fails_what_is_in_flight_and_may_be_called_twice():
+    async def use(engine):
+        call = asyncio.create_task(engine.generate(request([1], max_tokens=90)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await call
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(request([1]))
+        await engine.close()
+
+    with_engine(tiny_model(), use, eos_ids=())
+
+
+def test_an_engine_without_a_sign_of_life_is_given_up():
+    stuck = threading.Event()
+
+    def decode(token_ids):
+        stuck.wait(20)
+        return ""
+
+    async def use(engine):
+        try:
+            with pytest.raises(EngineError, match=r"no step in 0\.2 s"):
+                await engine.generate(request([1], max_tokens=1))
+        finally:
+            stuck.set()
+
+    with_engine(tiny_model(), use, decode=decode, timeout_s=0.2)
+
+
+def test_finished_groups_are_delivered_while_others_go_on():
+    async def use(engine):
+        done = []
+
+        async def one(index, max_tokens):
+            await engine.generate(request([1, 2], index=index, max_tokens=max_tokens))
+            done.append(index)
+
+        await asyncio.gather(one(0, 90), one(1, 2))
+        return done
+
+    assert with_engine(tiny_model(), use, eos_ids=()) == [1, 0]
