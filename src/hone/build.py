@@ -157,8 +157,7 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
     algorithm = Algorithm(config.algorithm, max_response_tokens=config.rollout.max_response_tokens)
     model = starting_model(job, "rl")
     reference = copy.deepcopy(model) if "ref_logprobs" in algorithm.needs else None
-    trainer = make_trainer(job, model, config.train.optimizer, optimizer_steps_total(config))
-    trainer.reference = reference
+    trainer = make_trainer(job, model, config.train.optimizer, optimizer_steps_total(config), reference)
     progress = restored(trainer, saved) or Progress(stage="rl")
     shared = config.rollout.max_staleness == 0
     engine = make_engine(config, job.tokenizer, trainer.model if shared else copy.deepcopy(trainer.model))
@@ -238,7 +237,9 @@ def stage_weights(job: Job, stage: str) -> Path:
     return job.folder.hf if stage == job.config.stages[-1] else job.folder.path / f"hf-{stage}"
 
 
-def make_trainer(job: Job, model: CausalModel, optimizer: OptimizerSection, steps: int) -> LocalTrainer:
+def make_trainer(
+    job: Job, model: CausalModel, optimizer: OptimizerSection, steps: int, reference: CausalModel | None = None
+) -> LocalTrainer:
     """The trainer of one stage; what is only of RL is neutral for imitation."""
     config, train = job.config, job.config.train
     model.checkpoint_layers = train.activation_checkpointing
@@ -250,6 +251,7 @@ def make_trainer(job: Job, model: CausalModel, optimizer: OptimizerSection, step
         tokens_per_microbatch=train.tokens_per_microbatch,
         logprob_chunk_tokens=train.logprob_chunk_tokens,
         precision=config.run.precision,
+        reference=reference,
         samples_per_optimizer_step=train.samples_per_optimizer_step,
         passes_per_batch=train.passes_per_batch,
         seed=config.seed,

@@ -107,7 +107,7 @@ class Trainer:
         self.prompts_seen = []
 
     def update(self, batch, algorithm):
-        self.prompts_seen.append([prompt for prompt in batch.prompts])
+        self.prompts_seen.append(list(batch.prompts))
         return {"train/loss": 0.0}
 
     def logprobs(self, batch, *, reference=False, temperature=None):

@@ -112,14 +112,17 @@ def preview(prompt: Prompt) -> str:
 async def check_rewards(config: RunConfig, folder: Path, findings: Findings) -> None:
     """Score each gold answer as if the policy had written it, then each gold answer under another row's question."""
     builtin = all(":" not in component.use for component in config.reward.components)
-    prompts = gold_prompts(config.data, folder)
+    prompts = gold_prompts(config.data, folder, findings)
     checked = prompts if builtin else prompts[:MAX_ROWS_OF_USER_REWARDS]
+    if not checked:
+        return
     settings = config.reward.model_copy(update={"max_unscored_frac": 1.0, "min_valid_per_group": 1})
     async with Rewards.from_config(settings, folder, window_samples=len(checked)) as rewards:
         right = [await rewards.score(as_group(prompt, prompt.answer)) for prompt in checked]
         wrong = [
             await rewards.score(as_group(prompt, answer))
             for prompt, answer in zip(checked, answers_of_others(checked), strict=True)
+            if answer is not None
         ]
     findings.figures["gold answers"] = len(checked)
     for name in right[0].scores:
@@ -152,18 +155,26 @@ def report_component(
         )
 
 
-def gold_prompts(data: DataSection, folder: Path) -> list[Prompt]:
-    """The rows of train and eval as prompts without tokens: rewards read text."""
+def gold_prompts(data: DataSection, folder: Path, findings: Findings) -> list[Prompt]:
+    """The rows of train and eval as prompts without tokens: rewards read text. Rows without an answer are a problem."""
     sources = [(data.train, data.train_split, data.train_rows)]
     if data.eval is not None:
         sources.append((data.eval, data.eval_split, data.eval_rows))
     prompts: list[Prompt] = []
+    unusable: list[str] = []
     for source, split, rows in sources:
         for number, row in enumerate(read_rows(source, folder, split=split, rows=rows)):
-            if not isinstance(row, BadRow) and data.answer_column is not None and data.answer_column in row.values:
+            if isinstance(row, BadRow):
+                unusable.append(f"{row.where}: {row.problem}")
+            elif row.values.get(data.answer_column or "") is None:
+                unusable.append(f"{row.where}: no answer in column {data.answer_column}")
+            else:
                 text = str(row.values.get(data.prompt_column, ""))
-                answer = row.values[data.answer_column]
+                answer = row.values[data.answer_column or ""]
                 prompts.append(Prompt(f"{source}:{number}", number, text, (), answer, row.values))
+    findings.figures["rows without a gold answer"] = len(unusable)
+    if unusable and data.on_bad_row == "error":
+        findings.problems.append(f"{unusable[0]} ({len(unusable)} such rows)")
     return prompts
 
 
@@ -172,15 +183,17 @@ def as_group(prompt: Prompt, response: object) -> Group:
     return Group(prompt, (Sample(prompt.id, 0, (), (), (), "stop", str(response)),))
 
 
-def answers_of_others(prompts: Sequence[Prompt]) -> list[object]:
+def answers_of_others(prompts: Sequence[Prompt]) -> list[object | None]:
     """For each prompt the answer of another one that ends in another word, so that none is right by chance.
 
-    Sorted by their last word and moved by the size of the largest set of equals, no answer meets its equal.
+    Sorted by their last word and moved by the size of the largest set of equals, no answer meets its equal, unless
+    more than half of them are equal: None then stands where no other answer is left.
     """
     words = [(str(prompt.answer).split() or [""])[-1].strip("$.").replace(",", "") for prompt in prompts]
     order = sorted(range(len(prompts)), key=words.__getitem__)
-    shift = max(Counter(words).values())
-    answers: list[object] = [None] * len(prompts)
+    shift = max(Counter(words).values(), default=0)
+    answers: list[object | None] = [None] * len(prompts)
     for place, row in enumerate(order):
-        answers[row] = prompts[order[(place + shift) % len(order)]].answer
+        other = order[(place + shift) % len(order)]
+        answers[row] = prompts[other].answer if words[other] != words[row] else None
     return answers

@@ -1,0 +1,119 @@
+"""The verbs on a real small run: train, eval, export, stop and resume, and what a user may do wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hone.cli.main import main
+
+sys.path.append(str(Path(__file__).parents[1] / "loop"))
+from tiny import metrics_of, weights_of, write_run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    assert main(["train", str(write_run(folder))]) == 0
+    return folder
+
+
+def test_eval_prints_the_figures_of_the_final_weights(trained, capsys):
+    run_file = str(trained / "tiny.yaml")
+    assert main(["eval", run_file, "--json", "eval.samples=4", "eval.pass_k=[1,4]"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert 0 <= metrics["eval/pass@1"] <= metrics["eval/pass@4"] <= 1
+    assert main(["eval", run_file, "eval.temperature=0"]) == 0
+    assert "greedy" in capsys.readouterr().out
+
+
+def test_the_last_evaluation_of_training_is_what_eval_says(trained, capsys):
+    last = [line for line in metrics_of(trained) if "eval/accuracy" in line][-1]
+    assert main(["eval", str(trained / "tiny.yaml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval/reward_mean"] == pytest.approx(last["eval/reward_mean"])
+
+
+def test_export_is_a_directory_that_transformers_loads(trained, tmp_path):
+    assert main(["export", str(trained / "tiny.yaml"), "--to", str(tmp_path / "model"), "--step", "8"]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    final = AutoModelForCausalLM.from_pretrained(trained / "run" / "hf")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "model")("12+7=", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(exported(tokens).logits, final(tokens).logits)
+
+
+def test_export_overwrites_nothing(trained, tmp_path, capsys):
+    assert main(["export", str(trained / "tiny.yaml"), "--to", str(tmp_path)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["export", str(trained / "tiny.yaml"), "--to", str(tmp_path / "m"), "--step", "77"]) == 1
+    assert "step-000077" in capsys.readouterr().err
+
+
+def test_a_folder_with_a_run_needs_a_decision(trained, capsys):
+    before = weights_of(trained)
+    assert main(["train", str(trained / "tiny.yaml")]) == 2
+    message = capsys.readouterr().err
+    assert "--resume" in message and "--fresh" in message and weights_of(trained) == before
+
+
+def test_other_settings_cannot_be_resumed(trained, capsys):
+    assert main(["train", str(trained / "tiny.yaml"), "--resume", "rollout.group_size=2", "seed=3"]) == 2
+    message = capsys.readouterr().err
+    assert "rollout.group_size: 4 -> 2" in message and "seed: 0 -> 3" in message
+
+
+def test_a_missing_shard_is_named(trained, tmp_path, capsys):
+    run_file = write_run(tmp_path)
+    assert main(["export", str(trained / "tiny.yaml"), "--to", str(tmp_path / "model")]) == 0
+    (tmp_path / "model" / "model.safetensors").unlink()
+    arguments = ["stages=[rl]", "model.path=model", "model.init=null", "model.characters=null"]
+    assert main(["train", str(run_file), *arguments]) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+def start(run_file, *arguments):
+    """`hone train` as a process of its own, once it has begun to learn."""
+    process = subprocess.Popen([sys.executable, "-m", "hone.cli.main", "train", run_file, *arguments])
+    metrics = run_file.parent / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and '"rl"' in metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.slow
+def test_a_signal_ends_with_a_checkpoint_and_resume_equals_the_uninterrupted_run(tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main(["train", str(write_run(whole, steps=60, save_every=0))]) == 0
+    run_file = write_run(stopped, steps=60, save_every=0)
+    process = start(run_file)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert list((stopped / "run" / "checkpoints").glob("step-*")), "a clean checkpoint was written"
+    assert main(["train", str(run_file), "--resume"]) == 0
+    assert weights_of(stopped) == weights_of(whole)
+    assert metrics_of(stopped) == metrics_of(whole)
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder_and_a_second_signal(tmp_path):
+    run_file = write_run(tmp_path, steps=100000)
+    process = start(run_file)
+    second = subprocess.run(
+        [sys.executable, "-m", "hone.cli.main", "train", run_file, "--resume"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert second.returncode == 2 and f"process {process.pid}" in second.stderr
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=30) == 130
