@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from hone.config.run import RewardComponent, RewardSection
 from hone.errors import ConfigError, RewardError
+from hone.reward.builtin import HELD
 from hone.reward.pool import WorkerPool
-from hone.reward.resolve import Unusable, load, resolve
+from hone.reward.resolve import Unusable, load, load_held, resolve
 from hone.reward.signature import RewardFunction, check_scores, declared_range
 from hone.reward.worker import Job
 from hone.types import Group, Score
@@ -29,6 +30,19 @@ class Scorer(Protocol):
     """Where one component's scores come from. A failure of the world is a fault in the scores, never an exception."""
 
     async def score(self, group: Group) -> tuple[Score, ...]: ...
+
+
+@runtime_checkable
+class Held(Scorer, Protocol):
+    """A scorer that holds processes or connections from the start of the run to its end."""
+
+    async def start(self) -> list[str]:
+        """Make ready. Returns problems of the run file; what the world lacks becomes faults of the scores instead."""
+        ...
+
+    async def close(self) -> None:
+        """End everything it holds, within seconds; may be called without a start, and twice."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +119,12 @@ class Rewards:
         return cls(components, settings, window_samples=window_samples, pool=pool)
 
     async def start(self) -> None:
-        """Start the processes of user functions. Raises ConfigError for each that cannot be imported or called."""
+        """Start what scorers hold. Raises ConfigError for each user function that cannot be imported or called."""
         problems = await self._pool.start()
+        for scorer in self._held():
+            problems += await scorer.start()
         if problems:
-            await self._pool.close()
+            await self.close()
             raise ConfigError(problems)
 
     async def score(self, group: Group) -> Group:
@@ -133,8 +149,11 @@ class Rewards:
         return num_scored >= min(self._min_valid_per_group, len(group.samples))
 
     async def close(self) -> None:
-        """End the processes, within seconds."""
-        await self._pool.close()
+        """End the processes and connections, within seconds."""
+        await asyncio.gather(self._pool.close(), *(scorer.close() for scorer in self._held()))
+
+    def _held(self) -> list[Held]:
+        return [component.scorer for component in self.components if isinstance(component.scorer, Held)]
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -186,6 +205,8 @@ class UnscoredBound:
 
 
 def _scorer(component: RewardComponent, folder: Path, pool: WorkerPool, key: str) -> Scorer:
+    if component.use in HELD:
+        return load_held(component.use, component.args)
     target = resolve(component.use, folder)
     if target.is_builtin:
         return InProcess(load(target, component.args), component.args)

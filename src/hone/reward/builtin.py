@@ -47,3 +47,7 @@ def final_number(text: str) -> Decimal | None:
 
 BUILTIN: dict[str, RewardFunction] = {"exact": exact, "gsm8k": gsm8k}
 """What `use` may name without a path."""
+
+HELD: dict[str, str] = {"code": "hone.reward.code:CodeReward"}
+"""Built-in rewards that hold processes or connections: one scorer of this class is made for the component's args, and
+started and closed with the run."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hone.reward.builtin import BUILTIN
+from hone.reward.builtin import BUILTIN, HELD
 from hone.reward.signature import RewardFunction, describe
 
 _PATH = re.compile(r"(?P<place>.+):(?P<function>[A-Za-z_]\w*)")
@@ -53,8 +53,9 @@ def resolve(use: str, folder: Path) -> Target:
     if match is None:
         if use in BUILTIN:
             return Target("", use)
-        forms = f"Built in: {', '.join(BUILTIN)}; your own: package.module:function or file.py:function."
-        raise Unusable(f"no reward {use!r}.{nearest(use, BUILTIN)} {forms}")
+        builtin = (*BUILTIN, *HELD)
+        forms = f"Built in: {', '.join(builtin)}; your own: package.module:function or file.py:function."
+        raise Unusable(f"no reward {use!r}.{nearest(use, builtin)} {forms}")
     place, function = match["place"], match["function"]
     if not place.endswith(".py"):
         return Target(place, function)
@@ -74,6 +75,16 @@ def load(target: Target, args: Mapping[str, Any]) -> RewardFunction:
     function = BUILTIN[target.function] if target.is_builtin else _function(_import(target.place), target)
     _check_arguments(function, target.function, args)
     return function
+
+
+def load_held(name: str, args: Mapping[str, Any]) -> Any:
+    """The scorer of one of `HELD`, made of the component's args; it is not started.
+
+    Raises:
+        Unusable: the args do not fit.
+    """
+    module, _, scorer = HELD[name].partition(":")
+    return getattr(importlib.import_module(module), scorer).from_args(args)
 
 
 def _function(module: ModuleType, target: Target) -> Any:
