@@ -139,6 +139,13 @@ class Decoder(CausalModel):
     def output_weight(self) -> Tensor:
         return self.embed.weight if self.tied else self.lm_head.weight
 
+    def drop_output_layer(self) -> None:
+        """Do without logits: only `hidden` is wanted. On disk, too, the model then has no output layer of its own."""
+        if not self.tied:
+            del self.lm_head
+            self.tied = True
+            self.hf_config = type(self.hf_config).from_dict({**self.hf_config.to_dict(), "tie_word_embeddings": True})
+
     def forward(
         self, token_ids_X: Tensor, position_X: Tensor, attend: Attend, needed_W: Tensor | None = None
     ) -> Tensor:

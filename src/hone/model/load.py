@@ -53,11 +53,11 @@ def load_model(
         DataError: no such model, no safetensors, a shard is missing or corrupt, or names and shapes do not fit.
     """
     folder = model_folder(path, trust_remote_code=trust_remote_code)
-    config = _read_config(folder, trust_remote_code)
-    shards = _shards(folder)
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    _shards(folder)  # so that a missing one is told in our words, whoever reads them
     if _is_ours(config, implementation):
         model = Decoder(config, dtype=dtype, device=device)
-        model.load_weights(_read_weights(shards))
+        model.load_weights(read_weights(folder))
         return model
     return _load_transformers(folder, config, dtype, device, trust_remote_code)
 
@@ -128,7 +128,7 @@ def describe_model(folder: Path, *, trust_remote_code: bool = False) -> dict[str
     Raises:
         DataError: as `load_model`, as far as the headers of the files tell.
     """
-    config, parameters = _read_config(folder, trust_remote_code), 0
+    config, parameters = read_config(folder, trust_remote_code=trust_remote_code), 0
     for file in _shards(folder):
         with safe_open(file, framework="pt") as tensors:
             parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
@@ -156,7 +156,8 @@ def model_folder(path: str | Path, *, trust_remote_code: bool = False) -> Path:
         ) from error
 
 
-def _read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config.json of a model directory. Raises DataError when there is none that Transformers understands."""
     file = folder / "config.json"
     if not file.is_file():
         raise DataError(f"{folder}: no config.json. Is this a Hugging Face model directory?")
@@ -233,8 +234,9 @@ def _shards(folder: Path) -> list[Path]:
     return files
 
 
-def _read_weights(shards: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    for file in shards:
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of a model directory, one at a time. Raises DataError when files are missing or corrupt."""
+    for file in _shards(folder):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 yield name, tensors.get_tensor(name)

@@ -1,0 +1,179 @@
+"""A decoder with one number per token in place of logits: reward models (its last token counts), critics (every token).
+
+On disk it is what Transformers calls a sequence-classification model with one label. Sequences that begin alike are
+computed once up to where they differ, as samples of one prompt are. Not here: what a score means, or how one is learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
+
+from hone.errors import DataError
+from hone.model.base import CausalModel
+from hone.model.decoder import Decoder, unsupported
+from hone.model.hf import TransformersModel
+from hone.model.layout import Layout
+from hone.model.load import read_config, read_weights
+
+HEAD = "score.weight"
+"""The head's name in Transformers' sequence-classification classes."""
+MEAN, STD, FORM = "hone_reward_mean", "hone_reward_std", "hone_reward_form"
+"""Keys of config.json: mean and standard deviation of scores on held-out data; `chat` or `text`, what is scored."""
+
+Ints = NDArray[np.int64]
+
+
+class ScalarModel(nn.Module):
+    """`body` without its output layer, and a linear head onto one number.
+
+    Args:
+        body: is taken over: its output layer is dropped (or frozen, where Transformers' own class needs it).
+    The head starts at zero, so that learning begins from one score for all.
+    """
+
+    def __init__(self, body: CausalModel) -> None:
+        super().__init__()
+        self.body = body
+        if isinstance(body, Decoder):
+            body.drop_output_layer()
+        elif isinstance(body, TransformersModel):
+            tied = body.output_weight is getattr(body.hf.get_input_embeddings(), "weight", None)
+            body.output_weight.requires_grad_(tied)
+        like = next(body.parameters())
+        self.score = nn.Linear(body.hidden_size, 1, bias=False, dtype=like.dtype, device=like.device)
+        nn.init.zeros_(self.score.weight)
+
+    @property
+    def hf_config(self) -> PreTrainedConfig:
+        return self.body.hf_config
+
+    @property
+    def device(self) -> torch.device:
+        return self.score.weight.device
+
+    def forward(self, layout: Layout) -> Tensor:
+        """(U,) float32: the number at each position that predicts `layout.target_U`, so before that token is known."""
+        hidden_UH, weight = self.body.hidden(layout), self.score.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return (hidden_UH.to(dtype) @ weight.to(dtype).T).squeeze(1)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, the head last; views, not copies."""
+        yield from self.body.named_weights()
+        yield HEAD, self.score.weight.detach()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies weights in place. Raises DataError for a missing head, and as `CausalModel.load_weights`."""
+        head: list[Tensor] = []
+
+        def of_the_body() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in weights:
+                if name == HEAD:
+                    head.append(weight)
+                else:
+                    yield name, weight
+
+        self.body.load_weights(of_the_body())
+        if [weight.shape for weight in head] != [self.score.weight.shape]:
+            found = f"of shape {tuple(head[0].shape)}" if head else "missing"
+            raise DataError(
+                f"weights: {HEAD}, the head of a reward model, is {found}; it must be {tuple(self.score.weight.shape)}"
+            )
+        self.score.weight.copy_(head[0])
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """S token sequences as a layout wants them: what a family of them begins with, and how each one goes on.
+
+    Each continuation has one token more than its sequence, which is never computed: the score before it is the one
+    at the sequence's last token.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    prompt_S: Ints
+    length_S: Ints
+    token_ids_T: Ints
+
+    @classmethod
+    def of(cls, families: Sequence[Sequence[Sequence[int]]]) -> Sequences:
+        """Sequences in order, family by family; none is empty. Those of a family should begin alike."""
+        prompts: list[tuple[int, ...]] = []
+        prompt_S: list[int] = []
+        rests: list[tuple[int, ...]] = []
+        for family in families:
+            shared = _common_beginning(family)
+            for number, sequence in enumerate(family):
+                if number == 0 or not shared:
+                    prompts.append(shared or tuple(sequence))
+                prompt_S.append(len(prompts) - 1)
+                rests.append((*sequence[len(prompts[-1]) :], 0))
+        length_S = np.fromiter(map(len, rests), np.int64, len(rests))
+        token_ids_T = np.fromiter(chain.from_iterable(rests), np.int64, int(length_S.sum()))
+        return cls(tuple(prompts), np.asarray(prompt_S, np.int64), length_S, token_ids_T)
+
+
+def _common_beginning(family: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    first, last = min(map(tuple, family)), max(map(tuple, family))  # in dictionary order: the rest lies between
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:same]
+
+
+def last_token_scores(model: ScalarModel, sequences: Sequences, samples: Ints) -> Tensor:
+    """(len(samples),) float32: the scores at the last tokens of some of the sequences, in the order of `samples`."""
+    length_S = sequences.length_S[samples]
+    last_T = length_S.cumsum() - 1
+    # Tokens of each chosen sequence: counted up from where its continuation starts.
+    starts = (sequences.length_S.cumsum() - sequences.length_S)[samples]
+    index_T = np.arange(length_S.sum()) + np.repeat(starts - (last_T + 1 - length_S), length_S)
+    layout = Layout.from_flat(
+        sequences.prompts, sequences.prompt_S[samples], length_S, sequences.token_ids_T[index_T], model.device
+    )
+    values_U = model(layout)
+    values_T = values_U if layout.expand_T is None else values_U[layout.expand_T]
+    return values_T[torch.from_numpy(last_T).to(values_T.device)]
+
+
+def reward_config(config: PreTrainedConfig, *, pad_id: int | None, form: str) -> PreTrainedConfig:
+    """The config.json of a reward model of this architecture, which Transformers loads as a sequence classifier.
+
+    Args:
+        pad_id: a token that no sequence ends in: Transformers takes the score at the last token that is another one.
+        form: `chat` or `text`, see `FORM`.
+    Raises:
+        DataError: Transformers has no such class, or Hone no decoder of its own for the architecture.
+    """
+    classes: Any = AutoModelForSequenceClassification._model_mapping  # the public way would build the model
+    if unsupported(config) is not None or type(config) not in classes:
+        why = unsupported(config) or "Transformers has no sequence-classification class for it"
+        raise DataError(f"stage reward_model: cannot be trained on this model: {why}. Take a Llama, Mistral or Qwen.")
+    changed = type(config).from_dict(config.to_dict())
+    changed.architectures = [classes[type(config)].__name__]
+    changed.num_labels = 1
+    changed.pad_token_id = pad_id
+    setattr(changed, FORM, form)
+    return changed
+
+
+def load_scalar_model(
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str, config: PreTrainedConfig | None = None
+) -> ScalarModel:
+    """A reward model of one of Hone's own families from a sequence-classification directory.
+
+    Raises:
+        DataError: another architecture, no safetensors, or names and shapes that do not fit; see `load_model`.
+    """
+    model = ScalarModel(Decoder(config or read_config(folder), dtype=dtype, device=device))
+    model.load_weights(read_weights(folder))
+    return model
