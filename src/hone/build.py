@@ -118,7 +118,23 @@ def set_up_arithmetic(config: RunConfig) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
         raise DataError("run.device = cuda, but torch sees no GPU. Set run.device=cpu, or check the driver.")
+    if wanted == "cpu":
+        use_fast_float32_products()
     return torch.device(wanted)
+
+
+def use_fast_float32_products() -> None:
+    """Let the CPU library choose faster float32 matrix products, where their error stays that of float32.
+
+    "medium" is up to twice as fast on AVX-512 machines at the same error; elsewhere it may round to bfloat16, so it
+    is kept only if a product of this very machine is right to 2e-6.
+    """
+    torch.set_float32_matmul_precision("medium")
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 256, 256, generator=generator)
+    exact = a.double() @ b.double()
+    if ((a @ b) - exact).abs().max() > 2e-6 * exact.abs().max():
+        torch.set_float32_matmul_precision("highest")
 
 
 async def run_stages(job: Job, saved: Saved | None) -> None:
