@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -12,12 +11,13 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, count_totals, optimizer_steps, plan_microbatches
 from hone.model.base import CausalModel
-from hone.train.optim import FlatAdamW, FlatWeights, StepResult
+from hone.train.learner import Learner
+from hone.train.optim import StepResult
 from hone.train.trainer import PreparedBatch, forward_samples, train_microbatch
 from hone.types import Batch
 
 
-class LocalTrainer:
+class LocalTrainer(Learner[CausalModel]):
     """Trains `model` in place.
 
     Args:
@@ -48,10 +48,8 @@ class LocalTrainer:
         passes_per_batch: int = 1,
         seed: int = 0,
     ) -> None:
-        self.model = model
+        super().__init__(model, optimizer=optimizer, total_optimizer_steps=total_optimizer_steps, precision=precision)
         self.reference = None if reference is None else _frozen(reference, getattr(torch, precision))
-        self.flat = FlatWeights(model, getattr(torch, precision))
-        self.optimizer = FlatAdamW(self.flat, optimizer, total_steps=total_optimizer_steps)
         self.temperature = temperature
         self.tokens_per_microbatch = tokens_per_microbatch
         self.logprob_chunk_tokens = logprob_chunk_tokens
@@ -60,10 +58,6 @@ class LocalTrainer:
         self.seed = seed
         self.update_count = 0
         """Policy updates made; part of the key of the shuffling."""
-
-    @property
-    def device(self) -> torch.device:
-        return self.flat.master.device
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
@@ -156,23 +150,12 @@ class LocalTrainer:
         names += ["ref_logprobs_T"] if "ref_logprobs" in algorithm.needs else []
         return PreparedBatch.of(batch, names, self.flat.master.dtype, self.device)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights under their Hugging Face names; views, valid until the next update."""
-        return self.model.named_weights()
-
-    def master_weights(self) -> list[tuple[str, Tensor]]:
-        """Copies of the float32 master weights, under their Hugging Face names."""
-        with self.flat.showing_master():
-            return [(name, weight.clone()) for name, weight in self.model.named_weights()]
-
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything needed to continue bit for bit; see `Trainer.state`."""
-        tensors, rest = self.optimizer.state()
+        tensors, rest = super().state()
         return tensors, {**rest, "updates": self.update_count}
 
     def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        """Continue where `state` was taken; CheckpointError if that was another model."""
-        self.optimizer.restore(tensors, rest)
+        super().restore(tensors, rest)
         self.update_count = int(rest["updates"])
 
 

@@ -1,0 +1,63 @@
+"""A model in training: its weights in flat buffers, their optimizer, and what a checkpoint needs of both.
+
+What every kind of trainer shares. Not here: what is learnt (`local.py` a policy, `pairs.py` a reward model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from hone.config.run import OptimizerSection
+from hone.model.base import CausalModel
+from hone.model.heads import ScalarModel
+from hone.train.optim import FlatAdamW, FlatWeights
+
+M = TypeVar("M", bound=CausalModel | ScalarModel)
+
+
+class Learner(Generic[M]):
+    """Owns `model` and trains it in place.
+
+    Args:
+        model: its parameters become views of a flat buffer in `precision`.
+        optimizer: learning rate, schedule, clipping.
+        total_optimizer_steps: of the whole stage; where the schedule ends.
+        precision: arithmetic of forward and backward; the rest is float32.
+    """
+
+    def __init__(
+        self,
+        model: M,
+        *,
+        optimizer: OptimizerSection,
+        total_optimizer_steps: int,
+        precision: Literal["float32", "bfloat16", "float64"],
+    ) -> None:
+        self.model = model
+        self.flat = FlatWeights(model, getattr(torch, precision))
+        self.optimizer = FlatAdamW(self.flat, optimizer, total_steps=total_optimizer_steps)
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat.master.device
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's weights under their Hugging Face names; views, valid until the next update."""
+        return self.model.named_weights()
+
+    def master_weights(self) -> list[tuple[str, Tensor]]:
+        """Copies of the float32 master weights, under their Hugging Face names."""
+        with self.flat.showing_master():
+            return [(name, weight.clone()) for name, weight in self.model.named_weights()]
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything needed to continue bit for bit; see `Trainer.state`."""
+        return self.optimizer.state()
+
+    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+        """Continue where `state` was taken; CheckpointError if that was another model."""
+        self.optimizer.restore(tensors, rest)
