@@ -1,0 +1,1 @@
+"""Sandboxes: run untrusted programs and say honestly how each run ended. What output is right is judged outside."""

@@ -1,0 +1,51 @@
+"""No sandbox: a process of this user with resource limits. It stops accidents, not malice.
+
+A program can read and change whatever the user can, use the network, and start processes that survive it. It exists
+for machines where nothing better works and programs are trusted, and only by the run file's explicit leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+
+from hone.reward.sandbox.base import Limits, SandboxFault, SandboxUnavailable
+from hone.reward.sandbox.interpreter import Interpreter
+from hone.reward.sandbox.local import Command, LocalSession, Places
+from hone.reward.sandbox.probe import prove
+
+
+class BareProcess:
+    """Programs as plain processes, `num_places` at a time. Holds: CPU, address space, file size, time and output of a
+    run. Does not hold: the number of processes, memory of all together, files, the network."""
+
+    name = "bare"
+
+    def __init__(self, limits: Limits, *, num_places: int, python: str | None = None) -> None:
+        self._limits = limits
+        self._python = python
+        self._interpreter: Interpreter | None = None
+        self._places = Places(num_places)
+
+    async def start(self) -> None:
+        if sys.platform != "linux":
+            raise SandboxUnavailable(f"local processes need Linux, this is {sys.platform}; use a remote sandbox")
+        self._interpreter = await asyncio.to_thread(Interpreter.find, self._python)
+        await prove(self, isolated=False)
+
+    @contextlib.asynccontextmanager
+    async def open(self, source: str) -> AsyncIterator[LocalSession]:
+        if self._interpreter is None:
+            raise SandboxFault("the sandbox was not started")
+        async with self._places.place():
+            with tempfile.TemporaryDirectory(prefix="hone-code-", ignore_cleanup_errors=True) as folder:
+                command = Command(self._interpreter.command, folder=folder, isolated=False)
+                session = LocalSession(command, source, self._limits, self._interpreter.packages)
+                async with self._places.started(session):
+                    yield session
+
+    async def close(self) -> None:
+        await self._places.close()

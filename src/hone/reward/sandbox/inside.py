@@ -1,0 +1,388 @@
+"""The inside of a local sandbox: a warden that runs a program on one input after another, a fresh process for each.
+
+Sent as source to an interpreter with nothing but the standard library (`local.py` does that), so it imports nothing of
+Hone. It knows inputs, never expected outputs. It talks to the parent over a socket that no program of the sandbox can
+open again, and whose end is its own end. Each run is a fork: it drops below the limits, gets pipes for its streams,
+and when it ends, or hits a limit, everything that it started is killed before the next run.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+
+FRAME = struct.Struct("!II")
+"""Lengths of a JSON header and of raw bytes behind it, the bytes being a run's output."""
+CHUNK_BYTES = 1 << 16
+TAIL_BYTES = 2048
+"""As much of standard error is kept: the end, where a traceback says what happened."""
+WATCH_S = 0.05
+"""How often memory of all processes together is looked at."""
+VALUE_FD = 3
+"""Where a program's process gives a returned value to the warden."""
+OPEN_FILES = 64
+PAGE_BYTES = resource.getpagesize()
+
+
+def main():
+    channel = _take_channel()
+    setup, _ = _receive(channel)
+    try:
+        _enter(setup)
+    except OSError as error:
+        sys.exit(f"the warden could not set up the sandbox: {error}")
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 2)
+    _send(channel, {"ready": True}, b"")
+    while True:
+        given, _ = _receive(channel)
+        header, output = _run(setup, given, channel)
+        _send(channel, header, output)
+
+
+def _take_channel():
+    """Move the socket out of a program's reach: it came as standard input."""
+    channel = os.dup(0)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.close(null)
+    return channel
+
+
+def _enter(setup):
+    """Give up what privileges there are, and be sure that killing everything kills only what is in here."""
+    if setup["uid"] is not None:
+        os.setgroups([])
+        os.setresgid(setup["uid"], setup["uid"], setup["uid"])
+        os.setresuid(setup["uid"], setup["uid"], setup["uid"])
+    if setup["isolated"]:
+        if os.getpid() != 2 or os.getppid() != 1:
+            raise OSError("it has no process numbers of its own")
+        most = setup["processes"] + 2  # the warden and the first process of the sandbox count too
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    else:
+        import ctypes  # what a program leaves behind becomes a child of the warden, where it can be found
+
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    sys.path += setup["packages"]
+
+
+def _receive(channel):
+    """The next frame; the end of the parent is the end of the sandbox."""
+    header_bytes, output_bytes = FRAME.unpack(_read(channel, FRAME.size))
+    return json.loads(_read(channel, header_bytes)), _read(channel, output_bytes)
+
+
+def _read(channel, num_bytes):
+    data = bytearray()
+    while len(data) < num_bytes:
+        part = os.read(channel, num_bytes - len(data))
+        if not part:
+            os._exit(0)
+        data += part
+    return bytes(data)
+
+
+def _send(channel, header, output):
+    body = json.dumps(header).encode()
+    data = memoryview(FRAME.pack(len(body), len(output)) + body + output)
+    while data:
+        data = data[os.write(channel, data) :]
+
+
+def _run(setup, given, channel):
+    """Run the program once. Returns how it ended and what it put out."""
+    ends = {name: os.pipe() for name in ("stdin", "stdout", "stderr", "value")}
+    started = time.monotonic()
+    pid = _fork()
+    if pid is None:
+        for pair in ends.values():
+            os.close(pair[0])
+            os.close(pair[1])
+        return {"ending": "crashed", "detail": "left no room for another process", "elapsed_s": 0.0}, b""
+    if pid == 0:
+        _become_program(setup, given, {"stdin": ends["stdin"][0], **{n: ends[n][1] for n in ends if n != "stdin"}})
+    os.close(ends["stdin"][0])
+    for name in ("stdout", "stderr", "value"):
+        os.close(ends[name][1])
+    streams = _Streams(
+        stdin=ends["stdin"][1],
+        text=given.get("stdin", "").encode("utf-8", "replace"),
+        outputs={name: ends[name][0] for name in ("stdout", "stderr", "value")},
+        most=setup["output_bytes"],
+    )
+    ending = _watch(setup, pid, streams, channel, started + setup["wall_s"])
+    _kill_all(setup, pid)
+    _, status, usage = os.wait4(pid, 0)
+    if not setup["isolated"]:
+        _kill_orphans()
+    elapsed_s = time.monotonic() - started
+    if not streams.drain() and ending is None:
+        ending = "output"
+    streams.close()
+    cpu_s = usage.ru_utime + usage.ru_stime
+    ending, detail = _verdict(setup, ending, status, cpu_s, streams, wants_value="call" in given)
+    output = streams.data["value" if "call" in given else "stdout"]
+    return {"ending": ending, "detail": detail, "elapsed_s": elapsed_s}, bytes(output)
+
+
+def _fork():
+    """A child, or None if there is no room for one: what was killed a moment ago may not be gone yet."""
+    deadline = time.monotonic() + 2.0
+    while True:
+        try:
+            return os.fork()
+        except OSError:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+
+
+class _Streams:
+    """The program's streams, from this side: never blocking, never holding more than the limit."""
+
+    def __init__(self, *, stdin, text, outputs, most):
+        self.stdin, self.text, self.outputs, self.most = stdin, memoryview(text), outputs, most
+        self.data = {name: bytearray() for name in outputs}
+        for fd in (stdin, *outputs.values()):
+            os.set_blocking(fd, False)
+
+    def feed(self):
+        """Write as much standard input as the pipe takes; closes it at the end. False when nothing is left to do."""
+        try:
+            self.text = self.text[os.write(self.stdin, self.text[:CHUNK_BYTES]) :] if self.text else self.text
+        except BlockingIOError:
+            return True
+        except OSError:  # the program closed it
+            self.text = memoryview(b"")
+        if not self.text:
+            os.close(self.stdin)
+            self.stdin = None
+        return bool(self.text)
+
+    def take(self, name):
+        """Read what is there. Returns None at its end, False when the limit is passed, else True."""
+        try:
+            part = os.read(self.outputs[name], CHUNK_BYTES)
+        except BlockingIOError:
+            return True
+        if not part:
+            return None
+        data = self.data[name]
+        data += part
+        if name == "stderr":
+            del data[:-TAIL_BYTES]
+        elif len(data) > self.most:
+            del data[self.most :]
+            return False
+        return True
+
+    def drain(self):
+        """Read what the pipes still hold, once everything that could write is dead. False when it passes the limit."""
+        within = True
+        for name in self.outputs:
+            poll = select.poll()
+            poll.register(self.outputs[name], select.POLLIN)
+            while poll.poll(0):
+                more = self.take(name)
+                if not more:
+                    within = within and more is None
+                    break
+        return within
+
+    def close(self):
+        for fd in (self.stdin, *self.outputs.values()):
+            if fd is not None:
+                os.close(fd)
+
+
+def _watch(setup, pid, streams, channel, deadline):
+    """Serve the program's streams until it ends or hits a limit. Returns the limit's name, or None."""
+    poll = select.poll()
+    process = os.pidfd_open(pid)
+    poll.register(process, select.POLLIN)
+    poll.register(channel, select.POLLIN)
+    if streams.feed():
+        poll.register(streams.stdin, select.POLLOUT)
+    readable = {fd: name for name, fd in streams.outputs.items()}
+    for fd in readable:
+        poll.register(fd, select.POLLIN)
+    base, look_at = _anonymous_bytes(os.getpid()), 0.0
+    try:
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                return "time"
+            if setup["isolated"] and now >= look_at:
+                if _memory_bytes(base) > setup["memory_bytes"]:
+                    return "memory"
+                look_at = now + WATCH_S
+            events = poll.poll(1000 * min(deadline - now, WATCH_S))
+            for fd, _ in events:
+                if fd == channel:  # nothing is sent while a program runs: the parent is gone
+                    _kill_all(setup, pid)
+                    os._exit(0)
+                elif fd == process:
+                    return None
+                elif fd == streams.stdin:
+                    if not streams.feed():
+                        poll.unregister(fd)
+                else:
+                    more = streams.take(readable[fd])
+                    if more is None:
+                        poll.unregister(fd)
+                    elif not more:
+                        return "output"
+    finally:
+        os.close(process)
+
+
+def _memory_bytes(base):
+    """Memory of all processes in here beyond what a fork of the warden shares with it."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return sum(max(0, _anonymous_bytes(pid) - base) for pid in pids if pid > 2)
+
+
+def _anonymous_bytes(pid):
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            _, resident, shared, *_ = file.read().split()
+    except (OSError, ValueError):  # it ended meanwhile
+        return 0
+    return (int(resident) - int(shared)) * PAGE_BYTES
+
+
+def _kill_all(setup, pid):
+    """End the program and everything that it started, whatever session or parent that now has."""
+    if setup["isolated"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # all but the caller and process 1: at one moment, so no fork slips through
+    else:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _kill_orphans():
+    """Without process numbers of our own: kill what was left to us, until nothing is; a fork bomb may win."""
+    for _ in range(1000):
+        try:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                children = [int(child) for child in file.read().split()]
+        except OSError:
+            return
+        if not children:
+            return
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def _verdict(setup, ending, status, cpu_s, streams, wants_value):
+    """The ending of a run and a line about it."""
+    lines = streams.data["stderr"].decode("utf-8", "replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")[-200:]
+    if ending is not None:
+        return ending, ""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= setup["cpu_s"]):
+            return "time", ""
+        if number == signal.SIGKILL:
+            return "lost", "killed by SIGKILL"
+        return "crashed", f"killed by {signal.Signals(number).name}" if number < 32 else f"killed by signal {number}"
+    code = os.waitstatus_to_exitcode(status)
+    if code != 0:
+        ending = "memory" if last.startswith("MemoryError") else "crashed"
+        return ending, last or f"exit code {code}"
+    if wants_value and not streams.data["value"].endswith(b"\n"):
+        return "crashed", "ended before its function returned a value"
+    return "finished", ""
+
+
+def _become_program(setup, given, fds):
+    """The child's side of the fork: below the limits, with nothing of the warden's in reach. Never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.setsid()
+    moved = [os.dup2(fds[name], 100 + i) for i, name in enumerate(("stdin", "stdout", "stderr", "value"))]
+    for target, fd in enumerate(moved):
+        os.dup2(fd, target)
+    os.closerange(VALUE_FD + 1, 1 << 16)
+    _limit(setup)
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.argv = ["program.py"]
+    if "call" not in given:
+        os.close(VALUE_FD)
+    module = type(sys)("__main__")
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(setup["source"], "program.py", "exec", dont_inherit=True), vars(module))
+        if "call" in given:
+            value = _function(vars(module), given["call"])(*given["args"], **given["kwargs"])
+            _give(value)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+    sys.exit(0)  # as a script ends: threads are waited for, exit handlers run, streams are flushed
+
+
+def _limit(setup):
+    for kind, most in (
+        (resource.RLIMIT_CPU, setup["cpu_s"]),
+        (resource.RLIMIT_AS, setup["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, setup["disk_bytes"]),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        # One CPU second from the signal that names the limit to the one that cannot be ignored.
+        resource.setrlimit(kind, (most, most + 1 if kind == resource.RLIMIT_CPU and hard < 0 else most))
+
+
+def _function(names, dotted):
+    """What a call names: a function, `Class.method`, or a method of the program's `Solution`."""
+    first, *rest = dotted.split(".")
+    if not rest and first not in names and "Solution" in names:
+        first, rest = "Solution", [first]
+    if first not in names:
+        raise NameError(f"the program defines no {first!r}")
+    found = names[first]
+    for name in rest:
+        found = getattr(found() if isinstance(found, type) else found, name)
+    return found
+
+
+def _give(value):
+    """Hand a returned value over as JSON."""
+    sys.set_int_max_str_digits(0)
+    data = memoryview(json.dumps(value, default=_plain).encode() + b"\n")
+    while data:
+        data = data[os.write(VALUE_FD, data) :]
+
+
+def _plain(value):
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if hasattr(value, "__iter__"):
+        return list(value)
+    raise TypeError(f"returned {type(value).__name__}, which is not plain data")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""A sandbox that is a process of this machine: starts it with its warden, speaks to it, and always ends it.
+
+What the process is isolated by is not known here; `bubblewrap.py` and `bare.py` give the command. A place is one
+sandbox at a time; `open` waits for a free one in the order of the calls, and whoever leaves hands the place on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.reward.sandbox.base import Call, Ending, Input, Limits, Run, SandboxFault, SandboxLost, Stdin
+
+WARDEN = (Path(__file__).parent / "inside.py").read_text()
+START_TIMEOUT_S = 30.0
+"""Until a new sandbox must have answered."""
+GRACE_S = 5.0
+"""Beyond a run's own time, until a warden that says nothing counts as lost."""
+MAX_HEADER_BYTES = 1 << 16
+_FRAME = struct.Struct("!II")
+_ENVIRONMENT = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "MALLOC_ARENA_MAX": "2",  # each arena takes 64 MiB of address space, and that is what the memory limit counts
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",  # sets come out in the same order every time: scoring the same program twice gives the same
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How to start one sandbox; `{warden}` is not substituted: the warden's source is the last argument."""
+
+    arguments: tuple[str, ...]
+    folder: str | None = None
+    """Working directory outside; None leaves it."""
+    user_id: int | None = None
+    """The user that the warden becomes before anything else; None stays."""
+    isolated: bool = True
+    """Whether it has process numbers of its own, so that everything in it can be killed at once."""
+    pass_fds: tuple[int, ...] = ()
+
+
+def environment() -> dict[str, str]:
+    """What a program finds in its environment, and nothing else."""
+    return dict(_ENVIRONMENT)
+
+
+class LocalSession:
+    """One program in one process tree of this machine."""
+
+    def __init__(self, command: Command, source: str, limits: Limits, packages: Sequence[str]) -> None:
+        self._command = command
+        self._limits = limits
+        self._setup = {
+            **asdict(limits),
+            "source": source,
+            "uid": command.user_id,
+            "isolated": command.isolated,
+            "packages": list(packages),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+
+    async def start(self) -> None:
+        """Start it and wait until its warden is ready. Raises SandboxFault."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._channel = ours
+        with theirs:
+            try:
+                # From this very thread: Linux lets the sandbox live no longer than the thread that started it.
+                self._process = subprocess.Popen(
+                    [*self._command.arguments, "-c", WARDEN],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    cwd=self._command.folder,
+                    env=environment(),
+                    pass_fds=self._command.pass_fds,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxFault(f"no process for a sandbox: {error}") from error
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._send(self._setup)
+                ready, _ = await self._receive()
+        except TimeoutError:
+            raise SandboxFault(f"a sandbox did not start within {START_TIMEOUT_S:g} s") from None
+        except SandboxLost:
+            raise SandboxFault(f"a sandbox did not start: {await self._complaint()}") from None
+        if ready != {"ready": True}:
+            raise SandboxFault(f"a sandbox did not start: it said {ready}")
+
+    async def run(self, given: Input) -> Run:
+        try:
+            async with asyncio.timeout(self._limits.wall_s + GRACE_S):
+                await self._send(_as_message(given))
+                header, output = await self._receive()
+        except TimeoutError:
+            raise SandboxLost(f"the sandbox said nothing {GRACE_S:g} s after the run's time was over") from None
+        try:
+            return Run(Ending(header["ending"]), output, str(header["detail"])[:200], float(header["elapsed_s"]))
+        except (KeyError, TypeError, ValueError):
+            raise SandboxLost("the sandbox answered with something else than the end of a run") from None
+
+    async def close(self) -> None:
+        """End every process of it, now."""
+        channel, process = self._channel, self._process
+        self._channel = self._process = None
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # before it is reaped, while the number is surely its own
+            assert process.stderr is not None
+            process.stderr.close()
+            await asyncio.shield(asyncio.to_thread(process.wait))
+
+    async def _send(self, message: Any) -> None:
+        assert self._channel is not None
+        body = json.dumps(message).encode()
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._channel, _FRAME.pack(len(body), 0) + body)
+        except ConnectionError:
+            raise SandboxLost("the sandbox ended") from None
+
+    async def _receive(self) -> tuple[Any, bytes]:
+        header_bytes, output_bytes = _FRAME.unpack(await self._read(_FRAME.size))
+        if header_bytes > MAX_HEADER_BYTES or output_bytes > self._limits.output_bytes:
+            raise SandboxLost("the sandbox sent more than a run may put out")
+        header = await self._read(header_bytes)
+        output = await self._read(output_bytes)
+        try:
+            return json.loads(header), output
+        except (ValueError, RecursionError):
+            raise SandboxLost("the sandbox sent something that is not an answer") from None
+
+    async def _read(self, num_bytes: int) -> bytes:
+        assert self._channel is not None
+        loop, data = asyncio.get_running_loop(), bytearray()
+        while len(data) < num_bytes:
+            try:
+                part = await loop.sock_recv(self._channel, num_bytes - len(data))
+            except ConnectionError:
+                part = b""
+            if not part:
+                await self._raise_if_killed_from_outside()
+                raise SandboxLost("the sandbox ended")
+            data += part
+        return bytes(data)
+
+    async def _raise_if_killed_from_outside(self) -> None:
+        """The outermost process is out of a program's reach: when it was killed, the machine did it."""
+        if self._process is None or not self._command.isolated:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = await asyncio.to_thread(self._process.wait, 1.0)
+            if code == -signal.SIGKILL:
+                raise SandboxFault("a sandbox was killed from outside; was the machine out of memory?")
+
+    async def _complaint(self) -> str:
+        """What the process said before it ended."""
+        assert self._process is not None and self._process.stderr is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = await asyncio.to_thread(self._process.wait)
+        said = os.read(self._process.stderr.fileno(), 4096).decode("utf-8", "replace").split("\n")
+        return next((line.strip() for line in reversed(said) if line.strip()), f"exit code {code}")
+
+
+class Places:
+    """A bounded number of sandboxes at one time. `number` tells places in use apart."""
+
+    def __init__(self, num_places: int) -> None:
+        self._free: asyncio.Queue[int] = asyncio.Queue()
+        for number in range(num_places):
+            self._free.put_nowait(number)
+        self._sessions: set[LocalSession] = set()
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[int]:
+        """A free place, kept until it is left."""
+        number = await self._free.get()
+        try:
+            yield number
+        finally:
+            self._free.put_nowait(number)
+
+    @contextlib.asynccontextmanager
+    async def started(self, session: LocalSession) -> AsyncIterator[LocalSession]:
+        """Start a session; ends it however it is left."""
+        self._sessions.add(session)
+        try:
+            await session.start()
+            yield session
+        finally:
+            self._sessions.discard(session)
+            await session.close()
+
+    async def close(self) -> None:
+        """End every sandbox that is open."""
+        await asyncio.gather(*(session.close() for session in tuple(self._sessions)))
+
+
+def _as_message(given: Input) -> dict[str, Any]:
+    match given:
+        case Stdin(text):
+            return {"stdin": text}
+        case Call(function, args, kwargs):
+            return {"call": function, "args": list(args), "kwargs": dict(kwargs)}

@@ -1,0 +1,76 @@
+"""The proof, at the start, that a sandbox works and that its walls stand: a program tries what must not be possible.
+
+A limit that is set is not a limit that holds: RLIMIT_NPROC says nothing to root, and old kernels count the user's
+other processes. So the limits are tried, on this machine, with this user.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from hone.reward.sandbox.base import Call, Ending, SandboxFault, SandboxLost, SandboxUnavailable, Stdin
+
+if TYPE_CHECKING:
+    from hone.reward.sandbox.base import Sandbox
+
+_PROGRAM = '''
+import os, sys
+
+def breaches(processes):
+    found = []
+    if os.getuid() == 0:
+        found.append("programs run as root")
+    for path in ("/etc/passwd", "/root/.ssh", "/home"):
+        if os.path.exists(path):
+            found.append(f"{path} can be seen")
+    for path in ("/", "/usr/lib", "/dev"):
+        if os.access(path, os.W_OK):
+            found.append(f"{path} can be written")
+    import socket
+    with socket.socket() as network:
+        network.settimeout(0.2)
+        try:
+            network.connect(("192.0.2.1", 9))
+            found.append("the network can be reached")
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                found.append("the network can be tried")
+    children = 0
+    try:
+        for _ in range(processes + 8):
+            if os.fork() == 0:
+                import time
+                time.sleep(60)
+                os._exit(0)
+            children += 1
+        found.append(f"{children} processes can be started, {processes} are allowed")
+    except OSError:
+        if children < 1:
+            found.append("not one process can be started: the limit counts processes outside (Linux before 5.14)")
+    return found
+
+if len(sys.argv) == 1 and "breaches" in globals():
+    text = sys.stdin.read()
+    if text:
+        print(text[::-1], end="")
+'''
+
+
+async def prove(sandbox: Sandbox, *, isolated: bool, processes: int = 0) -> None:
+    """Run the program that tries the walls. Raises SandboxUnavailable with what it found open."""
+    try:
+        async with sandbox.open(_PROGRAM) as session:
+            echo = await session.run(Stdin("olleh"))
+            if echo.ending is not Ending.FINISHED or echo.output != b"hello":
+                raise SandboxUnavailable(f"a program that turns a line round {echo.ending}: {echo.detail}")
+            if not isolated:
+                return
+            tried = await session.run(Call("breaches", (processes,)))
+    except SandboxUnavailable:
+        raise
+    except (SandboxFault, SandboxLost) as error:
+        raise SandboxUnavailable(str(error)) from error
+    found = json.loads(tried.output) if tried.ending is Ending.FINISHED else [f"the trial {tried.ending}: {tried.detail}"]
+    if found:
+        raise SandboxUnavailable(f"its walls do not stand: {'; '.join(found)}")
