@@ -1,0 +1,119 @@
+"""`heuristic_v1`: a layout lint in [0, 1]. It catches defects; it cannot see beauty.
+
+Weights and scales are priors, not fitted to anybody's ratings. Every part is 1 when nothing is wrong, also when there
+is nothing of its kind to look at (a poster without text has no contrast to complain about; what it lacks is the
+business of the other scores). Overlap and alignment are those of LayoutGAN++ (arXiv:2108.00871), after the losses
+3.6.3 and 3.6.4 of Attribute-conditioned Layout GAN (arXiv:2009.05284); readability is PosterLayout's
+(arXiv:2303.15937).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hone.reward.poster.parse import Layer, Poster
+from hone.reward.poster.render import PICTURES, SHAPES, Rendering
+
+Array = NDArray[np.float64]
+
+WEIGHTS: Mapping[str, float] = {
+    "contrast": 0.25,
+    "fit": 0.20,
+    "overlap": 0.20,
+    "readability": 0.10,
+    "alignment": 0.10,
+    "density": 0.10,
+    "margin": 0.05,
+}
+GOOD_CONTRAST = 4.5
+"""WCAG 2.1's ratio for body text; where the contrast part reaches 1."""
+BEST_DENSITY = 0.35
+"""Share of the canvas that elements cover where the density part is 1."""
+MARGIN = 0.02
+"""Of the canvas's width and height, that elements should keep from its edges."""
+GROUND_AREA = 0.5
+"""A picture that covers more of the canvas than this is a ground for others, not an element among them."""
+_CELLS = 64
+"""Cells per side of the grid that the covered area is counted on."""
+
+
+def lint(poster: Poster, rendering: Rendering) -> dict[str, float]:
+    """Every part of the lint, each in [0, 1]."""
+    boxes_N4 = _boxes([layer for layer in poster.layers if not _is_ground(layer, poster)], poster)
+    texts = rendering.texts
+    return {
+        "contrast": _mean([min(1.0, (text.contrast - 1) / (GOOD_CONTRAST - 1)) for text in texts]),
+        "fit": _mean([text.fit for text in texts]),
+        "overlap": math.exp(-3 * overlap(boxes_N4)),
+        "readability": _mean([1 - text.gradient for text in texts]),
+        "alignment": math.exp(-20 * misalignment(boxes_N4)),
+        "density": _density(boxes_N4),
+        "margin": _mean([float(inside) for inside in _keeps_margin(boxes_N4)]),
+    }
+
+
+def lint_score(parts: Mapping[str, float]) -> float:
+    """The weighted sum of the parts, in [0, 1]."""
+    return min(1.0, math.fsum(weight * parts[name] for name, weight in WEIGHTS.items()))
+
+
+def overlap(boxes_N4: Array) -> float:
+    """Mean over elements of the share of each that others cover, every other counted on its own: 0 or more.
+
+    Args:
+        boxes_N4: left, top, width, height over the canvas.
+    """
+    if len(boxes_N4) < 2:
+        return 0.0
+    low_N12, high_N12 = boxes_N4[:, None, :2], (boxes_N4[:, :2] + boxes_N4[:, 2:])[:, None]
+    low, high = np.maximum(low_N12, low_N12.swapaxes(0, 1)), np.minimum(high_N12, high_N12.swapaxes(0, 1))
+    shared_NN = np.clip(high - low, 0, None).prod(-1)
+    np.fill_diagonal(shared_NN, 0)
+    return float((shared_NN / boxes_N4[:, 2:].prod(-1)[:, None]).sum() / len(boxes_N4))
+
+
+def misalignment(boxes_N4: Array) -> float:
+    """Mean over elements of -log(1 - distance to the nearest edge or centre line of the same kind of another)."""
+    if len(boxes_N4) < 2:
+        return 0.0
+    low, size = boxes_N4[:, :2], boxes_N4[:, 2:]
+    lines_N6 = np.concatenate([low, low + size / 2, low + size], -1)
+    apart_NN = np.abs(lines_N6[:, None] - lines_N6[None]).min(-1)
+    np.fill_diagonal(apart_NN, np.inf)
+    return float(np.mean(-np.log1p(-np.minimum(apart_NN.min(-1), 1 - 1e-9))))
+
+
+def _boxes(layers: list[Layer], poster: Poster) -> Array:
+    boxes = np.array([(layer.x, layer.y, layer.width, layer.height) for layer in layers], np.float64).reshape(-1, 4)
+    return boxes / (poster.width, poster.height, poster.width, poster.height)
+
+
+def _is_ground(layer: Layer, poster: Poster) -> bool:
+    """Whether other elements are meant to lie on it."""
+    if layer.kind == "background" or (layer.kind in SHAPES and not layer.text):
+        return True
+    large = layer.width * layer.height > GROUND_AREA * poster.width * poster.height
+    return large and layer.kind in PICTURES
+
+
+def _density(boxes_N4: Array) -> float:
+    """1 where elements cover BEST_DENSITY of the canvas, falling to 0 towards an empty and a full one."""
+    cells = np.zeros((_CELLS, _CELLS), bool)
+    for left, top, width, height in np.clip(boxes_N4, -1e3, 1e3) * _CELLS:
+        columns = slice(max(0, round(left)), max(0, round(left + width)))
+        cells[max(0, round(top)) : max(0, round(top + height)), columns] = True
+    covered = float(cells.mean())
+    return covered / BEST_DENSITY if covered < BEST_DENSITY else (1 - covered) / (1 - BEST_DENSITY)
+
+
+def _keeps_margin(boxes_N4: Array) -> NDArray[np.bool_]:
+    low, high = boxes_N4[:, :2], boxes_N4[:, :2] + boxes_N4[:, 2:]
+    return np.asarray(((low >= MARGIN) & (high <= 1 - MARGIN)).all(-1))
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else 1.0

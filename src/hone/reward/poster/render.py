@@ -1,0 +1,292 @@
+"""A poster as pixels, and what can be read of its texts in them. Same poster, same bytes.
+
+Flat fills, placeholders for pictures that are not at hand, and text in the fonts shipped here; no effects, no
+rotation. It is the truth that the reward and the report share: a text is as visible as it is in this picture. Not a
+browser: what that would cost is seconds and a network.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from hone.reward.poster.fonts import font
+from hone.reward.poster.parse import Color, Layer, Poster
+from hone.reward.poster.typeset import Block, typeset
+
+MIN_CONTRAST = 1.5
+"""WCAG contrast ratio below which a text cannot be seen."""
+LEGIBLE_FRAC = 0.01
+"""Font size, as a fraction of the canvas's long side, below which a text fades out of sight."""
+OPAQUE = 0.9
+"""Opacity from which a box hides what is under it."""
+MAX_PICTURE_PIXELS = 40_000_000
+"""Larger picture files are not opened."""
+PICTURES = frozenset({"image", "logo", "photo", "picture", "icon", "illustration"})
+SHAPES = frozenset({"shape", "underlay", "rectangle", "button", "decoration"})
+
+_WHITE: Color = (255, 255, 255)
+_BLACK: Color = (17, 17, 17)
+_SHAPE_FILL: Color = (217, 217, 217)
+_PLACEHOLDER_FILL: Color = (203, 213, 225)
+_PLACEHOLDER_LINE: Color = (148, 163, 184)
+
+Box = tuple[int, int, int, int]
+"""Left, top, right, bottom, in pixels drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """One text of a poster as it was drawn; every number is in [0, 1] but the contrast."""
+
+    layer: int
+    """Index into the poster's layers."""
+    visible: float
+    """Inside the canvas x not covered x seen against its ground x fits its box x large enough to read."""
+    contrast: float
+    """WCAG 2 ratio to the mean colour under the text, 1 to 21."""
+    gradient: float
+    """Mean steepness of what is under the text; 1 is black against white at every pixel."""
+    fit: float
+    """Share of its characters that fit its box."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The picture of a poster, and its texts in the order of its layers."""
+
+    image: Image.Image
+    texts: tuple[TextFacts, ...]
+
+    def png(self) -> bytes:
+        """The picture as a PNG file."""
+        target = io.BytesIO()
+        self.image.save(target, "PNG")
+        return target.getvalue()
+
+
+def render(
+    poster: Poster, long_side_px: int, *, images: Mapping[str, str] | None = None, image_root: Path | None = None
+) -> Rendering:
+    """Draw a poster.
+
+    Args:
+        long_side_px: length of the picture's longer side; the canvas is scaled to it.
+        images: the ground truth's: what file a layer's `image_id` stands for.
+        image_root: the only folder that picture files are read from; None: pictures are drawn as placeholders.
+    """
+    return _Drawing(poster, long_side_px, images or {}, image_root).render()
+
+
+class _Drawing:
+    """A picture in the making."""
+
+    def __init__(self, poster: Poster, long_side_px: int, images: Mapping[str, str], image_root: Path | None) -> None:
+        self.poster, self.images, self.image_root = poster, images, image_root
+        self.scale = long_side_px / max(poster.width, poster.height)
+        self.width = max(1, round(poster.width * self.scale))
+        self.height = max(1, round(poster.height * self.scale))
+        self.image = Image.new("RGB", (self.width, self.height), _WHITE)
+        self.pictured = np.zeros((self.height, self.width), bool)
+        """Where a picture lies on top whose colours are not known."""
+
+    def render(self) -> Rendering:
+        drawn: list[tuple[int, Block, _Under]] = []
+        for number, layer in enumerate(self.poster.layers):
+            self.box(layer)
+            if layer.text.strip():
+                block = typeset(layer, self.scale)
+                under = self.look_under(layer, block)
+                self.text(layer, block, under)
+                drawn.append((number, block, under))
+        hidden = self.covered([(number, block) for number, block, _ in drawn])
+        texts = [
+            TextFacts(
+                number,
+                visible=self.visible(block, under, covered),
+                contrast=under.contrast,
+                gradient=under.gradient,
+                fit=block.fit,
+            )
+            for (number, block, under), covered in zip(drawn, hidden, strict=True)
+        ]
+        return Rendering(self.image, tuple(texts))
+
+    def clip(self, box: Sequence[float]) -> Box:
+        """A box in whole pixels of the picture; may be empty."""
+        left, top, right, bottom = box
+        return (
+            min(self.width, max(0, round(left))),
+            min(self.height, max(0, round(top))),
+            min(self.width, max(0, round(right))),
+            min(self.height, max(0, round(bottom))),
+        )
+
+    def layer_box(self, layer: Layer) -> Box:
+        corners = (layer.x, layer.y, layer.x + layer.width, layer.y + layer.height)
+        return self.clip([corner * self.scale for corner in corners])
+
+    def box(self, layer: Layer) -> None:
+        """Fill a layer's box, or draw its picture."""
+        left, top, right, bottom = box = self.layer_box(layer)
+        if right <= left or bottom <= top or layer.opacity == 0:
+            return
+        if layer.kind in PICTURES and layer.fill is None:
+            self.picture(layer, box)
+            return
+        fill = fill_of(layer)
+        if fill is None:
+            return
+        self.paste(Image.new("RGB", (right - left, bottom - top), fill), box, layer.opacity)
+        if is_opaque(layer):
+            self.pictured[top:bottom, left:right] = False
+
+    def picture(self, layer: Layer, box: Box) -> None:
+        left, top, right, bottom = box
+        found = self.find_picture(layer)
+        if found is not None:
+            whole = found.resize((max(1, round(layer.width * self.scale)), max(1, round(layer.height * self.scale))))
+            x, y = round(layer.x * self.scale), round(layer.y * self.scale)
+            self.paste(whole.crop((left - x, top - y, right - x, bottom - y)), box, layer.opacity)
+            self.pictured[top:bottom, left:right] = False
+            return
+        placeholder = Image.new("RGB", (right - left, bottom - top), _PLACEHOLDER_FILL)
+        pen = ImageDraw.Draw(placeholder)
+        edge = (0, 0, right - left - 1, bottom - top - 1)
+        pen.line((edge[0], edge[1], edge[2], edge[3]), _PLACEHOLDER_LINE)
+        pen.line((edge[0], edge[3], edge[2], edge[1]), _PLACEHOLDER_LINE)
+        pen.rectangle(edge, outline=_PLACEHOLDER_LINE)
+        if min(edge[2:]) >= 24:
+            pen.text((4, 14), layer.kind, _PLACEHOLDER_LINE, font(0, 11), anchor="ls")
+        self.paste(placeholder, box, layer.opacity)
+        if is_opaque(layer):
+            self.pictured[top:bottom, left:right] = True
+
+    def find_picture(self, layer: Layer) -> Image.Image | None:
+        """The picture that the ground truth gives a handle for; no path in a response is ever opened."""
+        name = self.images.get(layer.image) if layer.image is not None else None
+        if name is None or self.image_root is None:
+            return None
+        return load_picture(self.image_root, name)
+
+    def paste(self, picture: Image.Image, box: Box, opacity: float) -> None:
+        if opacity >= 1:
+            self.image.paste(picture, box)
+        else:
+            self.image.paste(picture, box, Image.new("L", picture.size, round(255 * opacity)))
+
+    def look_under(self, layer: Layer, block: Block) -> _Under:
+        """What lies under a text that is about to be drawn."""
+        left, top, right, bottom = self.clip(block.box)
+        if right <= left or bottom <= top:
+            return _Under(_BLACK, 1.0, 0.0, 0.0)
+        area = np.asarray(self.image.crop((left, top, right, bottom)), np.float32)
+        mean: Color = tuple(int(channel) for channel in area.reshape(-1, 3).mean(0))  # type: ignore[assignment]
+        gray = area @ np.array([0.299, 0.587, 0.114], np.float32) / 255
+        color = layer.color or max((_BLACK, _WHITE), key=lambda c: contrast_ratio(c, mean))
+        seen: Color = tuple(
+            round(layer.opacity * c + (1 - layer.opacity) * m) for c, m in zip(color, mean, strict=True)
+        )  # type: ignore[assignment]
+        pictured = float(self.pictured[top:bottom, left:right].mean())
+        return _Under(color, contrast_ratio(seen, mean), _steepness(gray), pictured)
+
+    def text(self, layer: Layer, block: Block, under: _Under) -> None:
+        if layer.opacity == 0:
+            return
+        target = Image.new("L", self.image.size) if layer.opacity < 1 else self.image
+        ink = round(255 * layer.opacity) if layer.opacity < 1 else under.color
+        pen, size_px = ImageDraw.Draw(target), max(1, round(block.size))
+        for run in block.runs:
+            pen.text((round(run.x), round(run.baseline)), run.text, ink, font(run.face, size_px), anchor="ls")
+        if target is not self.image:
+            self.image.paste(under.color, (0, 0), target)
+
+    def covered(self, texts: Sequence[tuple[int, Block]]) -> list[float]:
+        """For each text the share of its area that opaque boxes above it hide."""
+        shares: dict[int, float] = {}
+        blocks = dict(texts)
+        cover = np.zeros((self.height, self.width), bool)
+        for number in range(len(self.poster.layers) - 1, -1, -1):
+            layer = self.poster.layers[number]
+            if number in blocks:
+                left, top, right, bottom = self.clip(blocks[number].box)
+                area = cover[top:bottom, left:right]
+                shares[number] = float(area.mean()) if area.size else 0.0
+            if is_opaque(layer):
+                left, top, right, bottom = self.layer_box(layer)
+                cover[top:bottom, left:right] = True
+        return [shares[number] for number, _ in texts]
+
+    def visible(self, block: Block, under: _Under, covered: float) -> float:
+        left, top, right, bottom = block.box
+        area = (right - left) * (bottom - top)
+        if area <= 0 or (under.contrast < MIN_CONTRAST and under.pictured < 0.5):
+            return 0.0
+        width = max(0.0, min(right, self.width) - max(left, 0.0))
+        height = max(0.0, min(bottom, self.height) - max(top, 0.0))
+        legible = min(1.0, block.size / (LEGIBLE_FRAC * max(self.width, self.height)))
+        return min(1.0, width * height / area) * (1 - covered) * block.fit * legible
+
+
+@dataclass(frozen=True, slots=True)
+class _Under:
+    """What a text is drawn on, and the colour it is drawn in."""
+
+    color: Color
+    contrast: float
+    gradient: float
+    pictured: float
+    """Share of its area with a picture of unknown colours on top; contrast says nothing there."""
+
+
+def fill_of(layer: Layer) -> Color | None:
+    """The colour of a layer's box; None when it has none."""
+    if layer.fill is not None:
+        return layer.fill
+    if layer.kind == "background":
+        return _WHITE
+    return _SHAPE_FILL if layer.kind in SHAPES else None
+
+
+def is_opaque(layer: Layer) -> bool:
+    """Whether a layer's box hides what is under it."""
+    return layer.opacity >= OPAQUE and (layer.kind in PICTURES or fill_of(layer) is not None)
+
+
+def contrast_ratio(one: Color, other: Color) -> float:
+    """WCAG 2.1's contrast ratio of two sRGB colours, 1 to 21."""
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@lru_cache(maxsize=64)
+def load_picture(root: Path, name: str) -> Image.Image | None:
+    """A picture file below `root`; None when it is not there, lies elsewhere, is too large or no picture."""
+    path = (root / name).resolve()
+    if not path.is_relative_to(root.resolve()) or not path.is_file():
+        return None
+    try:
+        with Image.open(path) as found:
+            if found.width * found.height > MAX_PICTURE_PIXELS:
+                return None
+            return found.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return None
+
+
+def _luminance(color: Color) -> float:
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in color))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _steepness(gray: np.ndarray) -> float:
+    """Mean length of the gradient by neighbouring differences, over its largest possible length."""
+    across = np.abs(np.diff(gray, axis=1)).sum() if gray.shape[1] > 1 else 0.0
+    down = np.abs(np.diff(gray, axis=0)).sum() if gray.shape[0] > 1 else 0.0
+    return float(min(1.0, (across + down) / (2 * gray.size)))

@@ -1,0 +1,116 @@
+"""Who says how a poster looks: the local lint, a vision-language model behind an endpoint, or nobody.
+
+A scorer that could not do its work says so with a fault; it never makes a number up. Each names itself, so that a
+run with the local lint cannot be taken for one with a model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hone.reward.poster.lint import WEIGHTS, lint, lint_score
+from hone.reward.poster.parse import Poster
+from hone.reward.poster.render import Rendering
+from hone.reward.poster.visualquality import VisualQuality
+
+
+@dataclass(frozen=True, slots=True)
+class VisualResult:
+    """A verdict on one picture."""
+
+    score: float | None
+    """In [0, 1]; None: it could not be had."""
+    fault: str = ""
+    """Why not."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What the score is made of, by the scorer's `part_names`."""
+
+
+class VisualScorer(Protocol):
+    """Scores pictures of posters."""
+
+    @property
+    def model(self) -> str:
+        """What judged: named in every result."""
+        ...
+
+    @property
+    def part_names(self) -> Sequence[str]:
+        """Keys of every result's `parts`."""
+        ...
+
+    async def score(self, posters: Sequence[tuple[Poster, Rendering]]) -> list[VisualResult]:
+        """One result per poster, in order."""
+        ...
+
+
+class Heuristic:
+    """The local default: a lint of the layout, see `lint`."""
+
+    model = "heuristic_v1"
+    part_names = tuple(WEIGHTS)
+
+    async def score(self, posters: Sequence[tuple[Poster, Rendering]]) -> list[VisualResult]:
+        parts = [lint(poster, rendering) for poster, rendering in posters]
+        return [VisualResult(lint_score(found), parts=found) for found in parts]
+
+
+class Constant:
+    """One score for every poster, for tests; without a value, a scorer that always fails."""
+
+    model = "constant"
+    part_names = ()
+
+    def __init__(self, value: float | None = 1.0) -> None:
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"value {value} is not in [0, 1]")
+        self.result = VisualResult(value, "this scorer always fails" if value is None else "")
+
+    async def score(self, posters: Sequence[tuple[Poster, Rendering]]) -> list[VisualResult]:
+        return [self.result] * len(posters)
+
+
+class Endpoint:
+    """VisualQuality-R1, or a model that answers like it, behind an OpenAI-compatible endpoint."""
+
+    part_names = ()
+
+    def __init__(self, **args: Any) -> None:
+        self.client = VisualQuality(**args)
+        self.model = f"visualquality_r1 ({self.client.model})"
+
+    async def score(self, posters: Sequence[tuple[Poster, Rendering]]) -> list[VisualResult]:
+        ratings = await self.client.rate([rendering.png() for _, rendering in posters])
+        return [VisualResult(None, r) if isinstance(r, str) else VisualResult((r - 1) / 4) for r in ratings]
+
+
+def visual_scorer(name: str, args: Mapping[str, Any]) -> VisualScorer | None:
+    """The scorer that a run file names; None for `none`.
+
+    Raises:
+        ValueError: no scorer of this name, or arguments that it does not take.
+    """
+    if name not in _SCORERS:
+        raise ValueError(f"visual: no scorer {name!r}; there is {', '.join(_SCORERS)}")
+    make, signature_of = _SCORERS[name]
+    try:
+        inspect.signature(signature_of).bind(**args)
+    except TypeError as error:
+        raise ValueError(f"visual_args of {name}: {error}") from error
+    return make(**args)
+
+
+def _nobody() -> None:
+    return None
+
+
+_SCORERS: dict[str, tuple[Callable[..., VisualScorer | None], Callable[..., Any]]] = {
+    "heuristic_v1": (Heuristic, Heuristic),
+    "visualquality_r1": (Endpoint, VisualQuality),
+    "constant": (Constant, Constant),
+    "none": (_nobody, _nobody),
+}
+"""Name -> what makes the scorer, and whose arguments it takes."""
