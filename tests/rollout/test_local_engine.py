@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from tiny_engines import EOS, generate, letters, random_prompts, request, tiny_model, with_engine
+from tiny_engines import EOS, Gate, generate, letters, random_prompts, request, tiny_model, with_engine
 
 from hone.errors import DataError, EngineError
 from hone.model.load import weights_fingerprint
@@ -94,27 +94,25 @@ def test_a_response_ends_where_the_positions_of_the_model_do():
 
 
 def test_new_weights_reach_sequences_in_flight_and_their_tokens_say_so():
-    model, other = tiny_model(), tiny_model(seed=1)
-    decoded = threading.Event()
-
-    def decode(token_ids):  # the first sample to finish marks a moment at which the long one is in flight
-        decoded.set()
-        return letters(token_ids)
+    model, other, gate = tiny_model(), tiny_model(seed=1), Gate()
 
     async def use(engine):
-        long = asyncio.create_task(engine.generate(request([3], index=0, max_tokens=80)))
-        await engine.generate(request([4], index=1, max_tokens=1))
-        await engine.load(list(other.named_weights()), 5)
-        assert engine.version == 5
-        assert engine.fingerprint() != before
-        return (await long)[0]
+        calls = [
+            asyncio.create_task(engine.generate(request([3], index=i, max_tokens=n))) for i, n in ((0, 20), (1, 5))
+        ]
+        await gate.reached()  # both have 5 tokens
+        load = asyncio.create_task(engine.load(list(other.named_weights()), 7))
+        await asyncio.sleep(0)
+        gate.open()
+        await load
+        assert engine.version == 7
+        assert engine.fingerprint() == weights_fingerprint(other.named_weights())
+        return [(await call)[0] for call in calls]
 
-    before = weights_fingerprint(model.named_weights())
-    sample = with_engine(model, use, decode=decode, eos_ids=())
-    assert weights_fingerprint(model.named_weights()) == weights_fingerprint(other.named_weights())
-    switch = sample.versions.index(5)
-    assert 0 < switch < 80
-    assert sample.versions == (0,) * switch + (5,) * (80 - switch)
+    long, short = with_engine(model, use, decode=gate, eos_ids=())
+    assert short.versions == (0,) * 5
+    assert long.versions == (0,) * 5 + (7,) * 15
+    assert long.token_ids[:5] == generate(tiny_model(), [request([3])], eos_ids=())[0][0].token_ids[:5]
 
 
 def test_shared_weights_need_only_a_version_and_stay_trainable():
@@ -137,22 +135,25 @@ def test_shared_weights_need_only_a_version_and_stay_trainable():
 
 
 def test_a_cancelled_call_frees_its_rows_and_disturbs_nobody():
-    prompts = random_prompts(4)
-    expected = generate(tiny_model(), [request(p, index=i, samples=2, max_tokens=40) for i, p in enumerate(prompts)])
+    def requests():
+        return [request(p, index=i, samples=2, max_tokens=3 + 20 * i) for i, p in enumerate(random_prompts(4))]
+
+    expected, gate = generate(tiny_model(), requests(), eos_ids=()), Gate()
 
     async def use(engine):
-        calls = [
-            asyncio.create_task(engine.generate(request(p, index=i, samples=2, max_tokens=40)))
-            for i, p in enumerate(prompts)
-        ]
-        await asyncio.sleep(0.005)
-        calls[1].cancel()
+        calls = [asyncio.create_task(engine.generate(r)) for r in requests()]
+        await gate.reached()
+        calls[1].cancel()  # in flight
+        calls[3].cancel()  # still waiting for a row
+        await asyncio.sleep(0)
+        gate.open()
         results = await asyncio.gather(*calls, return_exceptions=True)
-        assert isinstance(results.pop(1), asyncio.CancelledError)
+        assert isinstance(results[1], asyncio.CancelledError) and isinstance(results[3], asyncio.CancelledError)
         await engine.sleep()  # would refuse if a row were still live
-        return results
+        return [results[0], results[2]]
 
-    assert tokens_of(with_engine(tiny_model(), use, max_concurrent=6)) == tokens_of(expected[:1] + expected[2:])
+    kept = with_engine(tiny_model(), use, decode=gate, max_concurrent=4, eos_ids=())
+    assert tokens_of(kept) == tokens_of([expected[0], expected[2]])
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt_neox"])
@@ -212,18 +213,25 @@ def test_weights_that_do_not_fit_end_the_engine():
 
 
 def test_close_fails_what_is_in_flight_and_may_be_called_twice():
+    gate = Gate()
+
     async def use(engine):
-        call = asyncio.create_task(engine.generate(request([1], max_tokens=90)))
+        calls = [
+            asyncio.create_task(engine.generate(request([1], index=i, max_tokens=n))) for i, n in ((0, 90), (1, 2))
+        ]
+        await gate.reached()
+        closing = asyncio.create_task(engine.close())
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await engine.close()
+        gate.open()
+        await closing
         with pytest.raises(EngineError, match="closed"):
-            await call
+            await calls[0]
         with pytest.raises(EngineError, match="closed"):
             await engine.generate(request([1]))
+        await calls[1]
         await engine.close()
 
-    with_engine(tiny_model(), use, eos_ids=())
+    with_engine(tiny_model(), use, decode=gate, eos_ids=())
 
 
 def test_an_engine_without_a_sign_of_life_is_given_up():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -73,6 +74,27 @@ def random_prompts(count: int, *, longest: int = 20, seed: int = 0) -> list[list
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+class Gate:
+    """A `decode` that holds the worker still when the first sample finishes, until it is opened.
+
+    What a test does in between meets an engine with work in flight, however slow or busy the machine.
+    """
+
+    def __init__(self) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        self._reached.set()
+        assert self._open.wait(30)
+        return letters(token_ids)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, 30)
+
+    def open(self) -> None:
+        self._open.set()
 
 
 def with_engine(model: CausalModel, use: Callable[[LocalEngine], Awaitable[T]], **settings: Any) -> T:

@@ -64,6 +64,10 @@ class Request:
     sampling: Sampling
     seed: int
     stream: Stream
+    first_sample: int = 0
+    """Index of the first sample; a sample that goes on after a tool's answer is asked for by itself."""
+    first_position: int = 0
+    """Position of the first token in its sample: how many of the prompt's last tokens are the sample's already."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:

@@ -151,5 +151,5 @@ def make_stepper(model: CausalModel, max_rows: int) -> Stepper:
     if isinstance(model, Decoder):
         return DecoderStepper(model, max_rows)
     if isinstance(model, TransformersModel):
-        return TransformersStepper(model, max_rows)
+        return TransformersStepper(model)
     raise TypeError(f"no way to decode with a {type(model).__name__}")

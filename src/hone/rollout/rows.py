@@ -37,6 +37,7 @@ class Rows:
         self.length = np.zeros(max_rows, np.int64)
         self._limit = np.zeros(max_rows, np.int64)
         self._key = np.zeros(max_rows, np.uint64)
+        self._first_position = np.zeros(max_rows, np.int64)
         self._temperature = np.zeros(max_rows)
         self._top_k = np.zeros(max_rows, np.int64)
         self._top_p = np.zeros(max_rows)
@@ -52,12 +53,13 @@ class Rows:
         """Give the job's next `count` samples a row each."""
         new = slice(self.count, self.count + count)
         sampling, request = job.request.sampling, job.request
-        self.sample_index[new] = np.arange(job.started, job.started + count)
+        self.sample_index[new] = request.first_sample + np.arange(job.started, job.started + count)
         self.length[new] = 0
         self._limit[new] = job.limit_tokens
         self._key[new] = row_keys(
             request_key(request.seed, request.stream, request.prompt.index), self.sample_index[new]
         )
+        self._first_position[new] = request.first_position
         self._temperature[new] = sampling.temperature
         self._top_k[new], self._top_p[new], self._min_p[new] = sampling.top_k, sampling.top_p, sampling.min_p
         if len(job.stop_ids) > self._stop_ids.shape[1]:
@@ -75,7 +77,8 @@ class Rows:
 
     def uniforms(self) -> np.ndarray:
         """(count,) the randomness of each row's next token."""
-        return uniforms(self._key[: self.count], self.length[: self.count])
+        live = slice(self.count)
+        return uniforms(self._key[live], self._first_position[live] + self.length[live])
 
     def append(self, token_B: np.ndarray, logprob_B: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray]:
         """Record one token per live row; returns (stopped_B, full_B): a stop token came, the limit is reached."""
@@ -97,7 +100,7 @@ class Rows:
         """Row `target[i]` becomes row `source[i]`; afterwards `count` rows are live."""
         for array in (self.sample_index, self.length, self._limit, self._key, self._temperature, self._top_k):
             array[target] = array[source]
-        for array in (self._top_p, self._min_p, self._stop_ids, self.stop_window):
+        for array in (self._top_p, self._min_p, self._stop_ids, self.stop_window, self._first_position):
             array[target] = array[source]
         if len(source):
             used = int(self.length[target].max())

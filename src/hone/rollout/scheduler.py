@@ -51,7 +51,8 @@ class Scheduler:
         if dead_B.any():
             logits_BV = self._logits_BV
             assert logits_BV is not None  # a step that leaves rows also leaves their next logits
-            self._logits_BV = logits_BV[self._remove(dead_B).to(logits_BV.device)] if not dead_B.all() else None
+            remaining = self._remove(dead_B)
+            self._logits_BV = logits_BV[remaining.to(logits_BV.device)] if len(remaining) else None
 
     def step(self, version: int) -> list[Job]:
         """Admit what fits, sample one token per live row; returns the jobs whose last sample this finished."""

@@ -6,6 +6,7 @@ A prompt is still computed once per wave; its keys and values are then copied to
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,9 +21,9 @@ from hone.model.hf import TransformersModel
 class TransformersStepper:
     """See `stepper.Stepper`."""
 
-    def __init__(self, model: TransformersModel, max_rows: int) -> None:
+    def __init__(self, model: TransformersModel) -> None:
         self._model = model
-        self._max_rows = max_rows
+        self._takes_positions = "position_ids" in inspect.signature(model.hf.base_model.forward).parameters
         self.clear()
 
     def clear(self) -> None:
@@ -71,12 +72,9 @@ class TransformersStepper:
         return self._forward(token_ids_B[:, None], self._real_BW, self._real_BW.sum(1, keepdim=True) - 1)
 
     def _forward(self, token_ids_BX: Tensor, real_BW: Tensor, position_BX: Tensor) -> Tensor:
+        positions = {"position_ids": position_BX} if self._takes_positions else {}
         out = self._model.hf.base_model(
-            input_ids=token_ids_BX,
-            attention_mask=real_BW,
-            position_ids=position_BX,
-            past_key_values=self._cache,
-            use_cache=True,
+            input_ids=token_ids_BX, attention_mask=real_BW, past_key_values=self._cache, use_cache=True, **positions
         )
         return F.linear(out.last_hidden_state[:, -1], self._model.output_weight)
 

@@ -1,0 +1,245 @@
+"""Whole episodes as samples: turns from an engine, answers from environments, until one of them ends it.
+
+`EpisodeEngine` is itself an `engine.Engine`, so that the loop and the evaluation know nothing of turns. Token in, token
+out: what was sampled is never tokenised again; only the environment's own text becomes tokens, which carry no loss.
+
+The first turn is one request for all samples of a prompt, which is computed once. After it every sample goes on by
+itself, and computes its prompt and everything since anew: no cache is kept between turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hone.errors import DataError
+from hone.rollout.engine import Engine, Request
+from hone.rollout.env import Episode, Observation, describe, episode_seed
+from hone.rollout.env_pool import EnvironmentFault, EnvironmentPool, EpisodeHandle
+from hone.types import FinishReason, Sample, Turn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+class EpisodeEngine:
+    """`engine.Engine` whose samples meet an environment after each turn.
+
+    Args:
+        engine: samples the turns.
+        environments: started; closed with this engine.
+        encode: the text of an observation to tokens, nothing added. Raises DataError for what it cannot spell.
+        max_turns: turns of a sample, at most.
+        in_step: every sample in play takes its next turn at the same time, as soon as the last environment has
+            answered. What is decoded together, and so every last bit, is then the same in each run; without it a
+            group never waits for another.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        environments: EnvironmentPool,
+        *,
+        encode: Callable[[str], Sequence[int]],
+        max_turns: int,
+        in_step: bool,
+    ) -> None:
+        self._engine, self._environments, self._encode, self._max_turns = engine, environments, encode, max_turns
+        self._rounds = Rounds(in_step)
+
+    @property
+    def version(self) -> int:
+        """See `Engine.version`."""
+        return self._engine.version
+
+    async def generate(self, request: Request) -> tuple[Sample, ...]:
+        """See `Engine.generate`. `request.sampling.max_tokens` bounds a whole sample, tool tokens included."""
+        with self._rounds.playing():
+            first = await self._engine.generate(request)
+            drafts = [Draft(request, sample, self._open(request, sample.index), self._encode) for sample in first]
+            try:
+                await self._play(request, drafts)
+            finally:
+                for draft in drafts:
+                    draft.environment.close()
+            return tuple(draft.sample() for draft in drafts)
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """See `Engine.load`."""
+        await self._engine.load(weights, version)
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        await self._engine.wake()
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        await self._engine.close()
+        await self._environments.close()
+
+    def fingerprint(self) -> str:
+        """See `Engine.fingerprint`."""
+        return self._engine.fingerprint()
+
+    def _open(self, request: Request, sample_index: int) -> EpisodeHandle:
+        seed = episode_seed(request.seed, request.stream, request.prompt.index, sample_index)
+        return self._environments.open(Episode(request.prompt, sample_index, seed))
+
+    async def _play(self, request: Request, drafts: Sequence[Draft]) -> None:
+        """Turn by turn, until no sample goes on."""
+        playing = drafts
+        for turn in range(1, self._max_turns + 1):
+            goes_on = await _all(draft.answer(is_last=turn == self._max_turns) for draft in playing)
+            playing = [draft for draft, on in zip(playing, goes_on, strict=True) if on]
+            if not playing:
+                return
+            await self._rounds.next(request.prompt.index)
+            turns = await _all(self._engine.generate(draft.next_request()) for draft in playing)
+            for draft, (sampled,) in zip(playing, turns, strict=True):
+                draft.append_turn(sampled)
+
+
+class Draft:
+    """A sample in the making."""
+
+    def __init__(
+        self, request: Request, first_turn: Sample, environment: EpisodeHandle, encode: Callable[[str], Sequence[int]]
+    ) -> None:
+        self.environment = environment
+        self._request, self._encode = request, encode
+        self._index = first_turn.index
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._written: list[bool] = []
+        self._texts: list[str] = []
+        self._turns: list[Turn] = []
+        self._finish_reason: FinishReason = "stop"
+        self._fault = ""
+        self.append_turn(first_turn)
+
+    def append_turn(self, sampled: Sample) -> None:
+        """What the policy wrote."""
+        start = len(self._token_ids)
+        self._append(sampled.token_ids, sampled.sampler_logprobs, sampled.versions, written=True)
+        self._texts.append(sampled.text)
+        self._turns.append(Turn(start, len(self._token_ids)))
+        self._finish_reason = sampled.finish_reason
+
+    async def answer(self, *, is_last: bool) -> bool:
+        """Ask the environment about the newest turn, and append what it says. Returns whether another turn follows."""
+        try:
+            said = await self.environment.step(self._texts[-1])
+            self._turns[-1] = replace(self._turns[-1], reward=said.reward, metrics=said.metrics)
+            return not is_last and self._append_observation(said)
+        except EnvironmentFault as fault:
+            self._fault = str(fault)
+        except DataError as error:
+            self._fault = f"gave a text without tokens: {describe(error)}"
+        return False
+
+    def _append_observation(self, said: Observation) -> bool:
+        """False when the episode is over, or no room is left for a token of the policy after this text."""
+        if said.text is None:
+            return False
+        token_ids = self._encode(said.text)
+        if len(self._token_ids) + len(token_ids) >= self._request.sampling.max_tokens:
+            self._finish_reason = "length"
+            return False
+        count = len(token_ids)
+        self._append(token_ids, [0.0] * count, [self._versions[-1]] * count, written=False)
+        self._texts.append(said.text)
+        return True
+
+    def next_request(self) -> Request:
+        """The sample's next turn: everything so far is its prompt, randomness goes on where it was."""
+        request, count = self._request, len(self._token_ids)
+        return replace(
+            request,
+            prompt=replace(request.prompt, token_ids=(*request.prompt.token_ids, *self._token_ids)),
+            num_samples=1,
+            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - count),
+            first_sample=self._index,
+            first_position=count,
+        )
+
+    def sample(self) -> Sample:
+        return Sample(
+            prompt_id=self._request.prompt.id,
+            index=self._index,
+            token_ids=tuple(self._token_ids),
+            sampler_logprobs=tuple(self._logprobs),
+            versions=tuple(self._versions),
+            finish_reason=self._finish_reason,
+            text="".join(self._texts),
+            loss_mask=tuple(self._written),
+            turns=tuple(self._turns),
+            fault=self._fault,
+        )
+
+    def _append(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, written: bool
+    ) -> None:
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        self._versions += versions
+        self._written += [written] * len(token_ids)
+
+
+class Rounds:
+    """Lets groups take their turns together: who waits in `next` is woken when every group in play waits there.
+
+    A group that is done, has failed or is cancelled plays no more, so nobody waits for it.
+    """
+
+    def __init__(self, in_step: bool) -> None:
+        self._in_step = in_step
+        self._num_playing = 0
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """For as long as a group plays."""
+        self._num_playing += 1
+        try:
+            yield
+        finally:
+            self._num_playing -= 1
+            self._wake_if_all_wait()
+
+    async def next(self, order: int) -> None:
+        """Wait for the others. All wake in one pass of the event loop, by `order` and not by who came first."""
+        if not self._in_step:
+            return
+        entry = (order, asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        self._wake_if_all_wait()
+        try:
+            await entry[1]
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            raise
+
+    def _wake_if_all_wait(self) -> None:
+        if len(self._waiting) == self._num_playing:
+            waiting, self._waiting = self._waiting, []
+            for _, woken in sorted(waiting, key=lambda entry: entry[0]):
+                if not woken.done():
+                    woken.set_result(None)
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order, begun in that order. The first failure cancels the rest."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(item) for item in work]
+    return [task.result() for task in running]
