@@ -133,9 +133,9 @@ class _SharedPromptAttention(torch.autograd.Function):
             torch.bmm(grad_rows, _keys(v, rows.values, rows).mT, out=grad_powers)
             dot_rows = dots.index_select(0, rows.outputs).view(inverse.shape).mul_(inverse)
             grad_scores = powers.mul_(_cast(grad_powers, powers, "high", workspace).sub_(dot_rows))
-            grad_scores = _cast(grad_scores.mul_(size**-0.5), q, "low", workspace)
-            parts.append(torch.bmm(grad_scores, keys).view(-1, size))
-            _add_rows(grad_k, rows.sums, torch.bmm(grad_scores.mT, queries))
+            grad_scores = _cast(grad_scores, q, "low", workspace)
+            parts.append(_product(grad_scores, keys, size**-0.5).view(-1, size))
+            _add_rows(grad_k, rows.sums, _product(grad_scores.mT, queries, size**-0.5))
         padded = parts[0] if len(parts) == 1 else torch.cat(parts)
         return padded.index_select(0, output_rows).view(q.shape), grad_k, grad_v, None
 
@@ -148,11 +148,18 @@ def score_dtype(x: Tensor) -> torch.dtype:
 def _scores(queries: Tensor, keys: Tensor, rows: _BlockRows, workspace: _Workspace) -> Tensor:
     """(B * Hkv, Hq / Hkv * Q, K) scaled scores in units of ln 2, -inf where hidden: exp2 is faster than exp on CPUs."""
     shape = len(queries), queries.shape[1], keys.shape[1]
-    products = workspace.empty("scores", shape, queries.dtype)
-    products.baddbmm_(queries, keys.mT, beta=0, alpha=queries.shape[-1] ** -0.5 * math.log2(math.e))
+    scale = queries.shape[-1] ** -0.5 * math.log2(math.e)
+    products = _product(queries, keys.mT, scale, workspace.empty("scores", shape, queries.dtype))
     scores = _cast(products, rows.bias, "scores", workspace)
     scores.view(len(rows.bias), -1, *rows.bias.shape[2:]).add_(rows.bias)
     return scores
+
+
+def _product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """scale * left @ right, batched, without another pass for the scale."""
+    if out is None:
+        out = left.new_empty(len(left), left.shape[1], right.shape[2])
+    return out.baddbmm_(left, right, beta=0, alpha=scale)
 
 
 def _cast(x: Tensor, like: Tensor, name: str, workspace: _Workspace) -> Tensor:
