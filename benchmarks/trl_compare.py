@@ -6,7 +6,7 @@
 Both sides start from one warmed-up model directory and take the same prompts in the same order, 32 x 8 samples a step,
 with the same reward, learning rate, clip and loss, in bfloat16 on two threads (`trl/cases.py`). `best` is the fastest
 setting of TRL that we found, `newcomer` what the documentation's first example leads to. Each run is a process of its
-own; Hone and TRL take turns, so that a busy machine is busy for both. TRL lives in `.venv-trl`, made on the first call.
+own, and Hone and TRL take turns. TRL lives in `.venv-trl`, made on the first call.
 
 Speed is the median step after the warm-up steps, everything between two steps included. Hone writes its metrics,
 samples and trace as always; TRL logs nothing. Memory is the largest resident set of the training process.
@@ -33,7 +33,6 @@ from cases import (  # noqa: E402
     GROUP_SIZE,
     LEARNING_RATE,
     PROMPTS_PER_STEP,
-    THREADS,
     WARMUP_STEPS,
     Case,
     write_prompts,
@@ -70,7 +69,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="instead of each case's own number")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "trl")
+    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     make_environment()
     outcomes = []
     for name in options.cases:
@@ -83,10 +84,10 @@ def main() -> None:
                 if side == "newcomer" and seed != options.seeds[0]:
                     continue  # for the record only
                 if side == "hone":
-                    outcome = run_hone(name, model, prompts, seed, steps, options.folder)
+                    outcome = run_hone(name, model, prompts, seed, steps, options)
                 else:
                     side_steps = min(steps, NEWCOMER_STEPS) if side == "newcomer" else steps
-                    outcome = run_trl(name, model, prompts, side, seed, side_steps, options.folder)
+                    outcome = run_trl(name, model, prompts, side, seed, side_steps, options)
                 outcomes.append(outcome)
                 print(json.dumps(asdict(outcome)), flush=True)
     print_tables(outcomes)
@@ -110,23 +111,28 @@ def starting_point(name: str, folder: Path) -> Path:
     model = folder / name
     if not (model / "tokenizer.json").exists():  # written last
         command = [VENV / "bin" / "python", TRL / "prepare.py", "--case", name, "--folder", model]
-        subprocess.run(command, check=True, env=environment())
+        subprocess.run(command, check=True)
     return model
 
 
-def run_trl(name: str, model: Path, prompts: Path, side: str, seed: int, steps: int, folder: Path) -> Outcome:
+def run_trl(
+    name: str, model: Path, prompts: Path, side: str, seed: int, steps: int, options: argparse.Namespace
+) -> Outcome:
     command = [VENV / "bin" / "python", TRL / "run_trl.py", "--case", name, "--model", model, "--prompts", prompts]
-    command += ["--settings", side, "--seed", str(seed), "--steps", str(steps)]
-    log = folder / f"log-{side}-{name}-{seed}.txt"
+    command += ["--settings", side, "--seed", str(seed), "--steps", str(steps), "--threads", str(options.threads)]
+    log = options.folder / f"log-{side}-{name}-{seed}.txt"
     peak_rss_gib = run_measured(command, log)
     found = json.loads(log.read_text().splitlines()[-1])
     return Outcome(name, f"TRL {side}", seed, peak_rss_gib=peak_rss_gib, **found)
 
 
-def run_hone(name: str, model: Path, prompts: Path, seed: int, steps: int, folder: Path) -> Outcome:
+def run_hone(name: str, model: Path, prompts: Path, seed: int, steps: int, options: argparse.Namespace) -> Outcome:
+    folder = options.folder
     run_file = folder / f"hone-{name}-{seed}.yaml"
     run_dir = folder / f"hone-{name}-{seed}"
-    run_file.write_text(json.dumps(hone_run(CASES[name], model, prompts, run_dir, seed, steps), indent=1))
+    tree = hone_run(CASES[name], model, prompts, run_dir, seed, steps)
+    tree["run"]["threads"] = options.threads
+    run_file.write_text(json.dumps(tree, indent=1))  # is YAML too
     command = [sys.executable, "-m", "hone.cli.main", "train", run_file, "--fresh"]
     peak_rss_gib = run_measured(command, folder / f"log-hone-{name}-{seed}.txt")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -147,11 +153,11 @@ def run_hone(name: str, model: Path, prompts: Path, seed: int, steps: int, folde
 
 
 def hone_run(case: Case, model: Path, prompts: Path, run_dir: Path, seed: int, steps: int) -> dict[str, Any]:
-    """The run file (JSON is YAML): what `run_trl.py` gives GRPOConfig, in Hone's words; all else by default."""
+    """The run file: what `run_trl.py` gives GRPOConfig, in Hone's words; all else by default."""
     return {
         "seed": seed,
         "stages": ["rl"],
-        "run": {"dir": str(run_dir), "steps": steps, "threads": THREADS, "device": "cpu", "precision": "bfloat16"},
+        "run": {"dir": str(run_dir), "steps": steps, "device": "cpu", "precision": "bfloat16"},
         "model": {"path": str(model)},
         "data": {"train": str(prompts), "answer_column": "answer", "shuffle": False, "max_prompt_tokens": 16},
         "reward": {"components": [{"use": f"{TRL / 'hone_reward.py'}:correct" if case.noisy else "exact"}]},
@@ -169,17 +175,13 @@ def run_measured(command: list[Any], log: Path) -> float:
     """Run to the end, all output to `log`; returns the peak resident set in GiB. Exits when the run failed."""
     with log.open("w") as output:
         errors: IO[str] = log.with_suffix(".err").open("w")
-        process = subprocess.Popen([str(part) for part in command], stdout=output, stderr=errors, env=environment())
+        process = subprocess.Popen([str(part) for part in command], stdout=output, stderr=errors)
         _, status, usage = os.wait4(process.pid, 0)  # of this child alone, unlike RUSAGE_CHILDREN
         errors.close()
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         sys.exit(f"{log}: exit {process.returncode}\n{log.with_suffix('.err').read_text()[-2000:]}")
     return usage.ru_maxrss / 2**20
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def print_tables(outcomes: list[Outcome]) -> None:

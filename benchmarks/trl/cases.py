@@ -2,7 +2,7 @@
 
 The task is two-digit addition, one character a token: `27+85=` -> `112` and EOS. In the long case every response
 is `112;` and random digits up to 64 tokens: the warm-up text ends in noise without an EOS, so both sides sample
-64 tokens, all different, without either being forced to.
+64 tokens, nearly all different, without either being forced to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ CHARACTERS = "0123456789+=;"
 PROMPTS_PER_STEP, GROUP_SIZE = 32, 8
 LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.999)
-THREADS = 2
 WARMUP_STEPS = 10
 """Steps that count for the reward curve but not for the time."""
 
@@ -52,7 +51,7 @@ class Case:
 CASES = {
     "0.8M": Case(128, 4, 6, noisy=False, supervised_steps=240),
     "0.8M-64-tokens": Case(128, 4, 64, noisy=True, supervised_steps=300),
-    "5M": Case(256, 6, 6, noisy=False, supervised_steps=100),
+    "5M": Case(256, 6, 6, noisy=False, supervised_steps=180),
 }
 
 
@@ -66,7 +65,7 @@ def solution(answer: str, case: Case, chance: random.Random) -> str:
     """The text to imitate in the warm-up; EOS follows it unless the case is noisy."""
     if not case.noisy:
         return answer
-    noise = chance.choices("0123456789", k=case.max_response_tokens - len(answer) - 1)
+    noise = chance.choices("0123456789", k=8)  # no EOS is ever seen, so the policy goes on to its last token
     return f"{answer};{''.join(noise)}"
 
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 
 import torch
-from cases import BETAS, CASES, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, THREADS, WARMUP_STEPS, correct
+from cases import BETAS, CASES, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, WARMUP_STEPS, correct
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -52,10 +52,11 @@ def main() -> None:
     parser.add_argument("--settings", choices=["newcomer", "best"], required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--set", type=json.loads, default={}, help="GRPOConfig values to try, as JSON")
     options = parser.parse_args()
     case = CASES[options.case]
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(options.threads)
 
     curve: list[float] = []
     lengths: list[float] = []
