@@ -148,7 +148,9 @@ class _Streams:
     """The program's streams, from this side: never blocking, never holding more than the limit."""
 
     def __init__(self, *, stdin, text, outputs, most):
-        self.stdin, self.text, self.outputs, self.most = stdin, memoryview(text), outputs, most
+        self.text, self.outputs, self.most = memoryview(text), outputs, most
+        self.stdin = stdin
+        self.open = True
         self.data = {name: bytearray() for name in outputs}
         for fd in (stdin, *outputs.values()):
             os.set_blocking(fd, False)
@@ -163,8 +165,8 @@ class _Streams:
             self.text = memoryview(b"")
         if not self.text:
             os.close(self.stdin)
-            self.stdin = None
-        return bool(self.text)
+            self.open = False
+        return self.open
 
     def take(self, name):
         """Read what is there. Returns None at its end, False when the limit is passed, else True."""
@@ -197,9 +199,8 @@ class _Streams:
         return within
 
     def close(self):
-        for fd in (self.stdin, *self.outputs.values()):
-            if fd is not None:
-                os.close(fd)
+        for fd in (self.stdin, *self.outputs.values()) if self.open else self.outputs.values():
+            os.close(fd)
 
 
 def _watch(setup, pid, streams, channel, deadline):
@@ -227,6 +228,8 @@ def _watch(setup, pid, streams, channel, deadline):
             for fd, _ in events:
                 if fd == channel:  # nothing is sent while a program runs: the parent is gone
                     _kill_all(setup, pid)
+                    if not setup["isolated"]:
+                        _kill_orphans()
                     os._exit(0)
                 elif fd == process:
                     return None
@@ -281,9 +284,11 @@ def _kill_orphans():
         if not children:
             return
         for child in children:
-            os.kill(child, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         for child in children:
-            os.waitpid(child, 0)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
 
 
 def _verdict(setup, ending, status, cpu_s, streams, wants_value):
@@ -317,9 +322,9 @@ def _become_program(setup, given, fds):
         os.dup2(fd, target)
     os.closerange(VALUE_FD + 1, 1 << 16)
     _limit(setup)
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdin = sys.__stdin__ = _text_stream(0, "r", "surrogateescape")
+    sys.stdout = sys.__stdout__ = _text_stream(1, "w", "surrogateescape")
+    sys.stderr = sys.__stderr__ = _text_stream(2, "w", "backslashreplace")
     sys.argv = ["program.py"]
     if "call" not in given:
         os.close(VALUE_FD)
@@ -328,7 +333,7 @@ def _become_program(setup, given, fds):
     try:
         exec(compile(setup["source"], "program.py", "exec", dont_inherit=True), vars(module))
         if "call" in given:
-            value = _function(vars(module), given["call"])(*given["args"], **given["kwargs"])
+            value = find_function(vars(module), given["call"])(*given["args"], **given["kwargs"])
             _give(value)
     except SystemExit:
         raise
@@ -336,6 +341,10 @@ def _become_program(setup, given, fds):
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     sys.exit(0)  # as a script ends: threads are waited for, exit handlers run, streams are flushed
+
+
+def _text_stream(fd, mode, errors):
+    return os.fdopen(fd, mode, encoding="utf-8", errors=errors, closefd=False)
 
 
 def _limit(setup):
@@ -353,7 +362,7 @@ def _limit(setup):
         resource.setrlimit(kind, (most, most + 1 if kind == resource.RLIMIT_CPU and hard < 0 else most))
 
 
-def _function(names, dotted):
+def find_function(names, dotted):
     """What a call names: a function, `Class.method`, or a method of the program's `Solution`."""
     first, *rest = dotted.split(".")
     if not rest and first not in names and "Solution" in names:
@@ -369,12 +378,13 @@ def _function(names, dotted):
 def _give(value):
     """Hand a returned value over as JSON."""
     sys.set_int_max_str_digits(0)
-    data = memoryview(json.dumps(value, default=_plain).encode() + b"\n")
+    data = memoryview(json.dumps(value, default=plain).encode() + b"\n")
     while data:
         data = data[os.write(VALUE_FD, data) :]
 
 
-def _plain(value):
+def plain(value):
+    """What JSON has no word for, as the list that it amounts to."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, set | frozenset):

@@ -26,6 +26,8 @@ START_TIMEOUT_S = 30.0
 """Until a new sandbox must have answered."""
 GRACE_S = 5.0
 """Beyond a run's own time, until a warden that says nothing counts as lost."""
+END_TIMEOUT_S = 1.0
+"""Until a sandbox that was asked to end is killed."""
 MAX_HEADER_BYTES = 1 << 16
 _FRAME = struct.Struct("!II")
 _ENVIRONMENT = {
@@ -117,17 +119,13 @@ class LocalSession:
             raise SandboxLost("the sandbox answered with something else than the end of a run") from None
 
     async def close(self) -> None:
-        """End every process of it, now."""
+        """End every process of it, by force where the warden does not. On return they are gone."""
         channel, process = self._channel, self._process
         self._channel = self._process = None
         if channel is not None:
-            channel.close()
+            channel.close()  # the warden takes it as its end
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # before it is reaped, while the number is surely its own
-            assert process.stderr is not None
-            process.stderr.close()
-            await asyncio.shield(asyncio.to_thread(process.wait))
+            await asyncio.shield(asyncio.to_thread(_end, process))
 
     async def _send(self, message: Any) -> None:
         assert self._channel is not None
@@ -179,6 +177,18 @@ class LocalSession:
         code = await asyncio.to_thread(self._process.wait)
         said = os.read(self._process.stderr.fileno(), 4096).decode("utf-8", "replace").split("\n")
         return next((line.strip() for line in reversed(said) if line.strip()), f"exit code {code}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that was asked to end. Blocks for END_TIMEOUT_S at most, then it is killed."""
+    assert process.stderr is not None
+    process.stderr.close()
+    try:
+        process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # before it is reaped, while the number is surely its own
+        process.wait()
 
 
 class Places:

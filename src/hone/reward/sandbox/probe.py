@@ -14,7 +14,7 @@ from hone.reward.sandbox.base import Call, Ending, SandboxFault, SandboxLost, Sa
 if TYPE_CHECKING:
     from hone.reward.sandbox.base import Sandbox
 
-_PROGRAM = '''
+_PROGRAM = """
 import os, sys
 
 def breaches(processes):
@@ -54,7 +54,7 @@ if len(sys.argv) == 1 and "breaches" in globals():
     text = sys.stdin.read()
     if text:
         print(text[::-1], end="")
-'''
+"""
 
 
 async def prove(sandbox: Sandbox, *, isolated: bool, processes: int = 0) -> None:
@@ -71,6 +71,8 @@ async def prove(sandbox: Sandbox, *, isolated: bool, processes: int = 0) -> None
         raise
     except (SandboxFault, SandboxLost) as error:
         raise SandboxUnavailable(str(error)) from error
-    found = json.loads(tried.output) if tried.ending is Ending.FINISHED else [f"the trial {tried.ending}: {tried.detail}"]
+    found = (
+        json.loads(tried.output) if tried.ending is Ending.FINISHED else [f"the trial {tried.ending}: {tried.detail}"]
+    )
     if found:
         raise SandboxUnavailable(f"its walls do not stand: {'; '.join(found)}")

@@ -1,0 +1,254 @@
+"""The `code` reward: the program in a response is run against the unit tests of its row, in a sandbox.
+
+    reward:
+      components:
+        - use: code
+          args: {score: fraction, test_cpu_s: 5}
+
+Verdicts follow from where something failed. A program that is missing, broken, too slow, too greedy or hostile earns
+the minimum, and the score says why. A row without usable tests is a data fault. A sandbox that cannot be had or that
+dies of something else is an infra fault: such a sample has no score, and no test ever leaves the count quietly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import ValidationError
+
+from hone.config.run import Section, key
+from hone.reward.resolve import Unusable
+from hone.reward.sandbox.bare import BareProcess
+from hone.reward.sandbox.base import Ending, Limits, Run, Sandbox, SandboxFault, SandboxLost, SandboxUnavailable
+from hone.reward.sandbox.bubblewrap import Bubblewrap
+from hone.reward.sandbox.cases import BadTests, UnitTest, read_tests
+from hone.reward.sandbox.remote import Remote, token_from
+from hone.reward.signature import DETAIL_CHARACTERS, Range, all_faulty
+from hone.reward.snippet import NoProgram, last_program
+from hone.types import Fault, Group, Score
+
+START_AGAIN_S = 30.0
+"""A sandbox that could not be had is tried again after this long: a service may come back."""
+TRIES = 2
+"""A sandbox that fails or is lost under a program is replaced once; a second time settles whose fault it is."""
+_REMOTE_PLACES = 32
+_WHY = {
+    Ending.TIME: "its time was over",
+    Ending.MEMORY: "more memory than allowed",
+    Ending.OUTPUT: "more output than allowed",
+    Ending.FINISHED: "wrong output",
+}
+
+
+class CodeSettings(Section):
+    """`args` of the `code` reward."""
+
+    column: str | None = key(None)
+    """Column with the row's tests; null: the answer column has them."""
+    score: Literal["all", "fraction"] = key("all")
+    """1 when every test passes, else 0 (stops at the first that fails); or the fraction of tests that pass."""
+    tolerance: float = key(1e-6, unit="absolute or relative", ge=0)
+    """For numbers that the row writes with a decimal point."""
+    remote_url: str | None = key(None)
+    """A SandboxFusion-compatible service (`/run_code` is added); null: a sandbox on this machine."""
+    remote_token_env: str | None = key(None)
+    """Environment variable with the service's bearer token."""
+    allow_unsafe_local_exec: bool = key(False)
+    """Where bubblewrap does not work, run programs as plain processes that can do all that you can."""
+    python: str | None = key(None)
+    """Interpreter for programs, with its installed packages; null: Hone's own, standard library alone."""
+    parallel: int = key(0, unit="programs", ge=0)
+    """Programs at one time; 0: one per usable core, or 32 at a service."""
+    test_cpu_s: int = key(5, unit="CPU seconds", ge=1)
+    """For each process of a test. This bounds slow programs; it counts the same on a busy machine."""
+    test_wall_s: float = key(25.0, unit="seconds", gt=0)
+    """Elapsed time of a test. This bounds programs that wait; leave room for a busy machine."""
+    program_wall_s: float = key(120.0, unit="seconds", gt=0)
+    """Elapsed time of all tests of a program; tests not reached by then count as failed."""
+    memory_mib: int = key(512, unit="MiB", ge=32)
+    """Address space of each process, and memory of all processes of a test."""
+    processes: int = key(16, unit="processes and threads", ge=1)
+    """Of a program, at one time."""
+    output_kib: int = key(1024, unit="KiB", ge=1)
+    """Standard output of a test, and a returned value."""
+    disk_mib: int = key(32, unit="MiB", ge=1)
+    """Scratch files of a program; they are kept in memory."""
+
+    def limits(self) -> Limits:
+        return Limits(
+            cpu_s=self.test_cpu_s,
+            wall_s=self.test_wall_s,
+            memory_bytes=self.memory_mib << 20,
+            processes=self.processes,
+            output_bytes=self.output_kib << 10,
+            disk_bytes=self.disk_mib << 20,
+        )
+
+
+class CodeReward:
+    """Scores programs in [0, 1]. Equal programs of a group are run once."""
+
+    hone_range = Range(0.0, 1.0)
+
+    def __init__(self, settings: CodeSettings) -> None:
+        self._settings = settings
+        self.sandbox: Sandbox | None = None
+        """The one in use, once started and available."""
+        self._unavailable = "it was not started"
+        self._next_start = 0.0
+        self._starting = asyncio.Lock()
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any]) -> Self:
+        """Of a component's args. Raises Unusable with every problem of them."""
+        try:
+            return cls(CodeSettings.model_validate(dict(args)))
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+            raise Unusable(f"args of `code`: {'; '.join(problems)}") from None
+
+    async def start(self) -> list[str]:
+        """Find a sandbox that works, proven by trying it. None to be had is a fault of every score, not a problem of
+        the run file."""
+        await self._start()
+        return []
+
+    async def close(self) -> None:
+        sandbox, self.sandbox = self.sandbox, None
+        if sandbox is not None:
+            await sandbox.close()
+
+    async def score(self, group: Group) -> tuple[Score, ...]:
+        """One score per sample; waits for free places, and is bounded by the limits of the programs in front."""
+        settings = self._settings
+        tests = group.prompt.answer if settings.column is None else group.prompt.columns.get(settings.column)
+        try:
+            tests = read_tests(tests)
+        except BadTests as error:
+            return all_faulty(len(group.samples), str(error), Fault.DATA)
+        if self.sandbox is None:
+            await self._start()
+        sandbox = self.sandbox
+        if sandbox is None:
+            return all_faulty(len(group.samples), f"sandbox_unavailable: {self._unavailable}")
+        programs = [_program(sample.text) for sample in group.samples]
+        sources = tuple(dict.fromkeys(program for program in programs if isinstance(program, str)))
+        verdicts = await asyncio.gather(*(self._judge(sandbox, source, tests) for source in sources))
+        by_source = dict(zip(sources, verdicts, strict=True))
+        return tuple(by_source[program] if isinstance(program, str) else program for program in programs)
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self.sandbox is not None or time.monotonic() < self._next_start:
+                return
+            reasons: list[str] = []
+            for sandbox in _candidates(self._settings, reasons):
+                try:
+                    await sandbox.start()
+                except SandboxUnavailable as error:
+                    reasons.append(f"{sandbox.name}: {error}")
+                    continue
+                if isinstance(sandbox, BareProcess):
+                    logging.getLogger(__name__).warning("programs run WITHOUT a sandbox (%s)", "; ".join(reasons))
+                self.sandbox = sandbox
+                return
+            self._unavailable = "; ".join(reasons) + _hint(self._settings)
+            self._next_start = time.monotonic() + START_AGAIN_S
+
+    async def _judge(self, sandbox: Sandbox, source: str, tests: Sequence[UnitTest]) -> Score:
+        """The score of one program. Nothing that it does can make its score better than a wrong output would."""
+        failed = lost = 0
+        while True:
+            try:
+                verdict = await self._run_tests(sandbox, source, tests)
+                return verdict.score(len(tests), fraction=self._settings.score == "fraction")
+            except SandboxLost as error:
+                lost += 1
+                if lost == TRIES:
+                    return Score(0.0, Fault.MODEL, f"its sandbox was lost {TRIES} times: {error}"[:DETAIL_CHARACTERS])
+            except SandboxFault as error:
+                failed += 1
+                if failed == TRIES:
+                    return Score(None, Fault.INFRA, str(error)[:DETAIL_CHARACTERS])
+
+    async def _run_tests(self, sandbox: Sandbox, source: str, tests: Sequence[UnitTest]) -> Verdict:
+        verdict = Verdict()
+        async with sandbox.open(source) as session:
+            deadline = time.monotonic() + self._settings.program_wall_s
+            for number, test in enumerate(tests, 1):
+                if time.monotonic() >= deadline:
+                    verdict.fail(number, Run(Ending.TIME, b""))
+                    return verdict
+                run = await session.run(test.given)
+                if run.ending is Ending.LOST:
+                    raise SandboxLost(run.detail)
+                if test.passed_by(run, self._settings.tolerance):
+                    verdict.passed += 1
+                    continue
+                verdict.fail(number, run)
+                if self._settings.score == "all":
+                    return verdict
+        return verdict
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the tests said of a program so far."""
+
+    passed: int = 0
+    first_failed: int = 0
+    """Number of the first test that failed, from 1; 0: none."""
+    first: Run | None = None
+    """How that one ended."""
+
+    def fail(self, number: int, run: Run) -> None:
+        if self.first is None:
+            self.first_failed, self.first = number, run
+
+    def score(self, num_tests: int, *, fraction: bool) -> Score:
+        """A failed test is a failed test, however it failed; without a point and by more than a wrong output, the
+        score is a fault of the model."""
+        value = self.passed / num_tests if fraction else float(self.passed == num_tests)
+        if self.first is None:
+            return Score(value)
+        why = _WHY.get(self.first.ending, self.first.detail)
+        detail = f"test {self.first_failed} of {num_tests}: {why}"[:DETAIL_CHARACTERS]
+        broken = value == 0.0 and self.first.ending is not Ending.FINISHED
+        return Score(value, Fault.MODEL if broken else None, detail)
+
+
+def _program(text: str) -> str | Score:
+    """The program of a response, or the score of a response without one."""
+    try:
+        return last_program(text)
+    except NoProgram as error:
+        return Score(0.0, Fault.MODEL, str(error))
+
+
+def _candidates(settings: CodeSettings, reasons: list[str]) -> list[Sandbox]:
+    """Sandboxes that the settings allow, best first. A weaker kind is among them by explicit leave only."""
+    limits = settings.limits()
+    if settings.remote_url is not None:
+        try:
+            token = token_from(settings.remote_token_env)
+        except SandboxUnavailable as error:
+            reasons.append(f"remote: {error}")
+            return []
+        return [Remote(settings.remote_url, limits, num_places=settings.parallel or _REMOTE_PLACES, token=token)]
+    num_places = settings.parallel or len(os.sched_getaffinity(0))
+    candidates: list[Sandbox] = [Bubblewrap(limits, num_places=num_places, python=settings.python)]
+    if settings.allow_unsafe_local_exec:
+        candidates.append(BareProcess(limits, num_places=num_places, python=settings.python))
+    return candidates
+
+
+def _hint(settings: CodeSettings) -> str:
+    if settings.remote_url is not None or settings.allow_unsafe_local_exec:
+        return ""
+    return "; no remote_url is set and allow_unsafe_local_exec is off"
