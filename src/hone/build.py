@@ -36,8 +36,11 @@ from hone.loop.sft import SftRun, total_steps, train_sft
 from hone.model.base import CausalModel
 from hone.model.load import init_model, load_model, save_hf
 from hone.observe.observer import Observer
-from hone.reward.base import Rewards
-from hone.rollout.engine import Sampling
+from hone.reward.base import Component, Rewards
+from hone.reward.environment import FromEnvironment
+from hone.rollout.engine import Engine, Sampling
+from hone.rollout.env_pool import EnvironmentPool
+from hone.rollout.episodes import EpisodeEngine
 from hone.rollout.local import LocalEngine
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
@@ -176,9 +179,9 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
     trainer = make_trainer(job, model, config.train.optimizer, optimizer_steps_total(config), reference)
     progress = restored(trainer, saved) or Progress(stage="rl")
     shared = config.rollout.max_staleness == 0
-    engine = make_engine(config, job.tokenizer, trainer.model if shared else copy.deepcopy(trainer.model))
-    window = 20 * samples_per_update(config)
-    rewards = Rewards.from_config(config.reward, job.base_dir, window_samples=window)
+    sampled = trainer.model if shared else copy.deepcopy(trainer.model)
+    engine = await make_engine(config, job.tokenizer, sampled, job.base_dir)
+    rewards = make_rewards(config, job.base_dir, window_samples=20 * samples_per_update(config))
     evaluation = held_out_evaluation(job, engine, rewards)
     job.observer.begin("rl", config.run.steps)
     run = PolicyRun(
@@ -282,15 +285,35 @@ def restored(trainer: LocalTrainer, saved: Saved | None) -> Progress | None:
     return saved.progress
 
 
-def make_engine(config: RunConfig, tokenizer: Tokenizer, model: CausalModel) -> LocalEngine:
-    """The embedded engine."""
-    return LocalEngine(
+async def make_engine(config: RunConfig, tokenizer: Tokenizer, model: CausalModel, base_dir: Path) -> Engine:
+    """The embedded engine; with an environment, one whose samples meet it."""
+    settings = config.rollout.environment
+    environments = EnvironmentPool(settings, base_dir)
+    if settings.use is not None:
+        await environments.start()
+    engine = LocalEngine(
         model,
         decode=tokenizer.decode,
         eos_ids=tokenizer.eos_ids,
         max_concurrent=config.rollout.max_concurrent_samples,
         timeout_s=config.rollout.timeout_s,
     )
+    if settings.use is None:
+        return engine
+    return EpisodeEngine(
+        engine,
+        environments,
+        encode=tokenizer.encode_observation,
+        max_turns=settings.max_turns,
+        in_step=config.rollout.max_staleness == 0,
+    )
+
+
+def make_rewards(config: RunConfig, base_dir: Path, *, window_samples: int) -> Rewards:
+    """The run file's rewards, and the environment's own."""
+    has_environment = config.rollout.environment.use is not None
+    extra = [Component("environment", 1.0, FromEnvironment())] if has_environment else []
+    return Rewards.from_config(config.reward, base_dir, window_samples=window_samples, extra=extra)
 
 
 def sampling_of(config: RunConfig, *, temperature: float | None = None) -> Sampling:
@@ -307,7 +330,7 @@ def sampling_of(config: RunConfig, *, temperature: float | None = None) -> Sampl
     )
 
 
-def held_out_evaluation(job: Job, engine: LocalEngine, rewards: Rewards) -> Evaluate | None:
+def held_out_evaluation(job: Job, engine: Engine, rewards: Rewards) -> Evaluate | None:
     """A function that evaluates the live policy, or None when the run file names no data for it."""
     config = job.config
     if config.data.eval is None:
@@ -349,9 +372,9 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
     sampling = sampling_of(config, temperature=config.eval.temperature)
 
     async def run() -> Evaluation:
-        engine = make_engine(config, tokenizer, policy)
+        engine = await make_engine(config, tokenizer, policy, base_dir)
         try:
-            async with Rewards.from_config(config.reward, base_dir, window_samples=len(prompts)) as rewards:
+            async with make_rewards(config, base_dir, window_samples=len(prompts)) as rewards:
                 return await evaluate(engine, rewards, prompts.rows(), sampling, config.eval, seed=config.seed)
         finally:
             await engine.close()

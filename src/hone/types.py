@@ -45,6 +45,17 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy wrote between two answers of an environment, and what the environment thought of it."""
+
+    start: int
+    end: int
+    """`token_ids[start:end]` of the sample are the turn's, its stop token included."""
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One sampled token sequence for a prompt. All per-token tuples have one length."""
 
@@ -62,6 +73,10 @@ class Sample:
     """Decoded response without special tokens, for rewards and people."""
     loss_mask: tuple[bool, ...] | None = None
     """False marks tokens the policy did not write (tools, environment). None: it wrote all of them."""
+    turns: tuple[Turn, ...] = ()
+    """The turns of a sample that met an environment, in order; the mask is True on exactly these."""
+    fault: str = ""
+    """Why the environment failed; the sample ends there and is not scored."""
 
 
 class Fault(StrEnum):

@@ -147,15 +147,28 @@ def rewards_can_be_had(config: RunConfig, folder: Path) -> Iterator[Breach]:
 
 
 def _reward_problem(use: str, folder: Path) -> str | None:
-    target, colon, name = use.rpartition(":")
-    if not colon:
+    if ":" not in use:
         if use in BUILT_IN_REWARDS:
             return None
         close = nearest(use, BUILT_IN_REWARDS, cutoff=60)
         hint = f"Did you mean {close}?" if close else f"Built in: {', '.join(BUILT_IN_REWARDS)}."
         return f"no built-in reward is called {use!r}. {hint} Your own: package.module:function or file.py:function"
+    return _code_problem(use, folder)
+
+
+def environment_can_be_had(config: RunConfig, folder: Path) -> Iterator[Breach]:
+    use = config.rollout.environment.use
+    if use is None:
+        return
+    problem = _code_problem(use, folder) if ":" in use else "must be package.module:Class or file.py:Class"
+    if problem:
+        yield Breach(("rollout.environment.use",), problem)
+
+
+def _code_problem(use: str, folder: Path) -> str | None:
+    target, _, name = use.rpartition(":")
     if not name.isidentifier():
-        return f"must end in the name of a function after the colon (got {use!r})"
+        return f"must end in the name of a function or class after the colon (got {use!r})"
     if target.endswith(".py"):
         path = folder / Path(target).expanduser()
         if not _is_file(path):
@@ -248,4 +261,9 @@ def context_limit(config: RunConfig, folder: Path) -> int | None:
 
 
 FileRule = Callable[[RunConfig, Path], Iterator[Breach]]
-FILE_RULES: tuple[FileRule, ...] = (data_files_exist, rewards_can_be_had, local_directories_are_models)
+FILE_RULES: tuple[FileRule, ...] = (
+    data_files_exist,
+    rewards_can_be_had,
+    environment_can_be_had,
+    local_directories_are_models,
+)

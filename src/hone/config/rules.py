@@ -13,7 +13,7 @@ from pathlib import Path
 from hone.config.breach import Breach
 from hone.config.derived import longest_tokens, run_dir, samples_per_update
 from hone.config.files import FILE_RULES, context_limit, template_columns
-from hone.config.run import RunConfig
+from hone.config.run import RewardComponent, RunConfig
 
 Rule = Callable[[RunConfig], Iterator[Breach]]
 
@@ -91,20 +91,26 @@ def stages_run_once(config: RunConfig) -> Iterator[Breach]:
 
 
 def stages_have_what_they_train_on(config: RunConfig) -> Iterator[Breach]:
-    if "rl" in config.stages and not config.reward.components:
+    environment_rewards = config.rollout.environment.use is not None
+    if "rl" in config.stages and not config.reward.components and not environment_rewards:
         yield Breach(("reward.components", "stages"), "is required for stage rl: at least one, such as `- use: exact`")
     weights = [component.weight for component in config.reward.components]
-    if "rl" in config.stages and weights and not any(weights):
+    if "rl" in config.stages and weights and not any(weights) and not environment_rewards:
         yield Breach(("reward.components",), "every weight is 0, so there is nothing to learn. Give one a weight")
     if "sft" in config.stages and config.sft.response_column is None and config.data.answer_column is None:
         keys = ("sft.response_column", "data.answer_column", "stages")
         yield Breach(keys, "is required for stage sft (or data.answer_column): the column with the text to imitate")
 
 
+def component_name(component: RewardComponent) -> str:
+    """What metrics call a reward: its `name`, else the last part of `use`."""
+    return component.name or component.use.rpartition(":")[2].rpartition(".")[2]
+
+
 def rewards_have_distinct_names(config: RunConfig) -> Iterator[Breach]:
     names: dict[str, int] = {}
     for number, component in enumerate(config.reward.components):
-        name = component.name or component.use.rpartition(":")[2].rpartition(".")[2]
+        name = component_name(component)
         if component.name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
             key = f"reward.components.{number}.name"
             yield Breach((key,), f"must be letters, digits and _, for names of metrics (got {name!r})")
@@ -112,6 +118,17 @@ def rewards_have_distinct_names(config: RunConfig) -> Iterator[Breach]:
             keys = (f"reward.components.{number}.name", f"reward.components.{number}.use", "reward.components")
             yield Breach(keys, f"{name!r} is also entry {names[name]}'s name; give one of them another `name`")
         names.setdefault(name, number)
+
+
+def environment_is_whole(config: RunConfig) -> Iterator[Breach]:
+    environment = config.rollout.environment
+    if environment.use is None and environment.args:
+        keys = ("rollout.environment.use", "rollout.environment.args")
+        yield Breach(keys, "is required with rollout.environment.args: what takes them")
+    for number, component in enumerate(config.reward.components):
+        if environment.use is not None and component_name(component) == "environment":
+            keys = (f"reward.components.{number}.name", f"reward.components.{number}.use")
+            yield Breach(keys, "'environment' is the name of the environment's own reward; give this another `name`")
 
 
 def optimizer_steps_divide_the_update(config: RunConfig) -> Iterator[Breach]:
@@ -318,6 +335,7 @@ RULES: tuple[Rule, ...] = (
     stages_run_once,
     stages_have_what_they_train_on,
     rewards_have_distinct_names,
+    environment_is_whole,
     optimizer_steps_divide_the_update,
     several_optimizer_steps_need_a_ratio,
     clip_has_a_ratio,

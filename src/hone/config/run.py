@@ -112,11 +112,23 @@ class RewardSection(Section):
     """The run ends (exit 3) when more than this stays unscored over the last 20 steps' samples."""
 
 
+class EnvironmentSection(Section):
+    use: str | None = key(None)
+    """What answers the policy's turns: `file.py:Class` relative to the run file, or `package.module:Class`; null: a
+    response is one turn."""
+    args: dict[str, Any] = key({})
+    """Keyword arguments for it."""
+    max_turns: int = key(8, unit="turns per sample", ge=1)
+    """A sample ends after so many turns; `rollout.max_response_tokens` bounds the tokens of all of them."""
+    timeout_s: float = key(10.0, unit="seconds per turn", gt=0)
+    """An environment that takes longer to answer is given up; the sample becomes a fault, not a number."""
+
+
 class RolloutSection(Section):
     group_size: int = key(8, unit="samples per prompt", ge=1)
     """Samples drawn for each prompt (G)."""
     max_response_tokens: int = key(256, unit="tokens", ge=1)
-    """A response is cut here; its finish reason is then `length`."""
+    """A response is cut here, an environment's text included; its finish reason is then `length`."""
     temperature: float = key(1.0, gt=0)
     """Sampling temperature; the trainer's logprobs use the same one."""
     top_k: int = key(0, unit="tokens", ge=0)
@@ -135,6 +147,8 @@ class RolloutSection(Section):
     """Updates allowed between sampling a token and training on it. 0 is on-policy; 1 overlaps both."""
     timeout_s: float = key(600.0, unit="seconds per group", gt=0)
     """A group that takes longer ends the run with a message; nothing waits for ever."""
+    environment: EnvironmentSection = key(EnvironmentSection())
+    """A tool or a world that the policy meets turn by turn."""
 
 
 class AlgorithmSection(Section):

@@ -89,6 +89,14 @@ class Tokenizer:
         """Token ids of one response, EOS appended."""
         return self.encode_responses([text])[0]
 
+    def encode_observation(self, text: str) -> list[int]:
+        """Token ids of what an environment says in the middle of a sample; nothing is added.
+
+        Special tokens that the text spells out become these tokens: so a turn's marks of a chat template are written.
+        Raises UnknownCharacter, see `check_characters`.
+        """
+        return self.encode_prompts([text], rendered=True)[0]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, exactly as the tokens spell it."""
         return self.hf.backend_tokenizer.decode(list(ids), skip_special_tokens=True)

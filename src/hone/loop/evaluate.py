@@ -14,6 +14,7 @@ import numpy as np
 from hone.config.run import EvalSection
 from hone.reward.base import Rewards
 from hone.rollout.engine import Engine, Request, Sampling
+from hone.rollout.env import episode_metrics
 from hone.types import Group, Prompt
 
 
@@ -52,6 +53,7 @@ def metrics_of(groups: Sequence[Group], settings: EvalSection) -> dict[str, floa
         "eval/response_tokens_mean": float(np.mean([len(s.token_ids) for s in samples])),
         "eval/truncated_frac": sum(s.finish_reason == "length" for s in samples) / max(1, len(samples)),
     }
+    metrics |= episode_metrics(samples, "eval/")
     for k in settings.pass_k:
         metrics[f"eval/pass@{k}"] = pass_at_k(groups, k, settings.threshold)
     if settings.by is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hone.errors import GateError
 from hone.model.load import weights_fingerprint
-from hone.types import Batch, Group
+from hone.types import Batch, Group, Sample
 
 if TYPE_CHECKING:
     from hone.loop.run import PolicyRun
@@ -77,12 +77,12 @@ def check_weights(run: PolicyRun) -> None:
 
 
 def check_final_tokens(run: PolicyRun, groups: Sequence[Group]) -> None:
-    """A response that stopped by token must end with a stop token: without it, stopping is never learned."""
+    """What stopped by token must end with a stop token, each turn too: without it, stopping is never learned."""
     if run.sampling.stop:
         return  # a stop string may end a response on any token
     stop_ids = {*run.eos_ids, *run.sampling.stop_token_ids}
-    stopped = [s for g in groups for s in g.samples if s.finish_reason == "stop"]
-    missing = sum(not s.token_ids or s.token_ids[-1] not in stop_ids for s in stopped)
+    stopped = [s.token_ids[:end] for g in groups for s in g.samples for end in stops(s)]
+    missing = sum(not token_ids or token_ids[-1] not in stop_ids for token_ids in stopped)
     if missing:
         raise GateError(
             f"first-step gate: {missing} of {len(stopped)} responses that stopped do not end with a stop token. "
@@ -91,13 +91,19 @@ def check_final_tokens(run: PolicyRun, groups: Sequence[Group]) -> None:
         )
 
 
+def stops(sample: Sample) -> list[int]:
+    """Where the policy stopped by itself: after each turn that another one follows, and at the end if not cut."""
+    ends = [turn.end for turn in sample.turns] or [len(sample.token_ids)]
+    return ends if sample.finish_reason == "stop" else ends[:-1]
+
+
 def check_mask(groups: Sequence[Group], batch: Batch) -> None:
     """Exactly the policy's own tokens of scored samples may carry loss."""
     expected = [
-        float(reward is not None and (sample.loss_mask is None or sample.loss_mask[i]))
+        float(reward is not None and own)
         for group in groups
         for sample, reward in zip(group.samples, group.rewards, strict=True)
-        for i in range(len(sample.token_ids))
+        for own in written(sample)
     ]
     expected_T = torch.tensor(expected, device=batch.loss_mask_T.device)
     if expected_T.shape != batch.loss_mask_T.shape or not torch.equal(expected_T, batch.loss_mask_T.float()):
@@ -108,6 +114,16 @@ def check_mask(groups: Sequence[Group], batch: Batch) -> None:
             f"first-step gate: the loss mask differs from what the policy wrote in {wrong}. Likely cause: a mask that "
             "is off by one, so that prompt or tool tokens are trained on and final tokens are not. Nothing was trained."
         )
+
+
+def written(sample: Sample) -> Sequence[bool]:
+    """Which tokens the policy wrote: what its turns say, where it had turns, and not what the mask claims."""
+    if not sample.turns:
+        return sample.loss_mask or (True,) * len(sample.token_ids)
+    own = [False] * len(sample.token_ids)
+    for turn in sample.turns:
+        own[turn.start : turn.end] = [True] * (turn.end - turn.start)
+    return own
 
 
 def likely_cause(run: PolicyRun, batch: Batch, trainer_T: Tensor, gap: float) -> str:

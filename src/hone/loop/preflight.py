@@ -19,9 +19,10 @@ from hone.config.run import DataSection, RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.data.prompts import load_prompts, load_sft_rows
 from hone.data.sources import BadRow, read_rows
-from hone.errors import DataError
+from hone.errors import ConfigError, DataError
 from hone.model.load import describe_model
 from hone.reward.base import Rewards
+from hone.rollout.env_pool import EnvironmentPool
 from hone.types import Group, Prompt, Sample
 
 PREVIEWS = 2
@@ -52,6 +53,8 @@ async def check(loaded: Loaded) -> CheckReport:
         await check_rewards(config, folder, findings)
     elif config.reward.components:
         findings.not_checked.append("rewards: data.answer_column is not set, so there are no gold answers to score")
+    if config.rollout.environment.use is not None:
+        await check_environment(config, folder, findings)
     return findings.report()
 
 
@@ -107,6 +110,18 @@ def preview(prompt: Prompt) -> str:
     text = prompt.text if len(prompt.text) <= 300 else f"{prompt.text[:200]} ... {prompt.text[-100:]}"
     first = ", ".join(map(str, prompt.token_ids[:12])) + (", ..." if len(prompt.token_ids) > 12 else "")
     return f"  {text!r} -> {len(prompt.token_ids)} tokens: {first}"
+
+
+async def check_environment(config: RunConfig, folder: Path, findings: Findings) -> None:
+    """Import it where it will run. What it answers is known only when the policy writes something."""
+    environments = EnvironmentPool(config.rollout.environment, folder)
+    try:
+        await environments.start()
+        findings.lines.append(f"environment: {config.rollout.environment.use} can be imported")
+    except ConfigError as error:
+        findings.problems += error.problems
+    finally:
+        await environments.close()
 
 
 async def check_rewards(config: RunConfig, folder: Path, findings: Findings) -> None:

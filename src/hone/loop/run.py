@@ -19,6 +19,7 @@ from hone.errors import RewardError
 from hone.observe.observer import Observer
 from hone.reward.base import Rewards
 from hone.rollout.engine import Engine, Sampling
+from hone.rollout.env import episode_metrics
 from hone.train.checkpoint import Checkpoints
 from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Progress
@@ -109,11 +110,11 @@ class PolicyRun(Stage):
     def log_step(self, metrics: dict[str, float], *, seconds: float) -> None:
         """Log one finished update with its throughput."""
         samples = self.config.train.prompts_per_step * self.config.rollout.group_size
-        tokens = metrics["rollout/response_tokens_mean"] * samples
+        written = metrics["rollout/response_tokens_mean"] - metrics.get("rollout/tool_tokens_mean", 0.0)
         metrics |= {
             "time/step_s": seconds,
             "rollout/samples_per_s": samples / seconds,
-            "rollout/tokens_per_s": tokens / seconds,
+            "rollout/tokens_per_s": written * samples / seconds,
         }
         self.observer.log("rl", self.progress.step, metrics)
 
@@ -160,7 +161,7 @@ def summarize(groups: Sequence[Group], *, version: int, dropped: int, threshold:
         "rollout/truncated_frac": sum(s.finish_reason == "length" for s in samples) / len(samples),
         "rollout/staleness_mean": float(staleness.mean()),
         "rollout/staleness_max": float(staleness.max()),
-    }
+    } | episode_metrics(samples, "rollout/")
 
 
 def now() -> float:

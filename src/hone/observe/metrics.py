@@ -27,8 +27,15 @@ METRICS: dict[str, Metric] = {
     "rollout/reward_mean": Metric("reward", "Mean reward of the scored samples of the step."),
     "rollout/reward_std": Metric("reward", "Standard deviation of those rewards; 0 leaves nothing to learn from."),
     "rollout/accuracy": Metric("fraction", "Scored samples whose reward reaches eval.threshold.", _FRACTION),
-    "rollout/response_tokens_mean": Metric("tokens", "Mean response length, stop token included."),
-    "rollout/response_tokens_max": Metric("tokens", "Longest response of the step."),
+    "rollout/response_tokens_mean": Metric(
+        "tokens", "Mean tokens after the prompt: the policy's, stop tokens included, and those of tools."
+    ),
+    "rollout/response_tokens_max": Metric("tokens", "The same of the longest sample of the step."),
+    "rollout/tool_tokens_mean": Metric("tokens", "Mean tokens per sample that the environment wrote."),
+    "rollout/turns_mean": Metric("turns", "Mean turns per sample, with an environment."),
+    "rollout/env_<metric>_mean": Metric(
+        "the environment's", "A number that the environment gives: summed over a sample's turns, averaged over samples."
+    ),
     "rollout/truncated_frac": Metric("fraction", "Samples cut at rollout.max_response_tokens.", (0.0, 0.2)),
     "rollout/groups_dropped": Metric("groups", "Groups replaced: too few scores, or uninformative when asked for."),
     "rollout/unscored_frac": Metric(
@@ -37,7 +44,7 @@ METRICS: dict[str, Metric] = {
     "rollout/zero_std_group_frac": Metric("fraction", "Groups whose rewards are all equal: no gradient.", (0.0, 0.8)),
     "rollout/staleness_mean": Metric("policy updates", "Mean age of the trained tokens' policy version."),
     "rollout/staleness_max": Metric("policy updates", "Largest such age; never above rollout.max_staleness."),
-    "rollout/tokens_per_s": Metric("tokens/s", "Response tokens per second of the whole step."),
+    "rollout/tokens_per_s": Metric("tokens/s", "Tokens that the policy wrote, per second of the whole step."),
     "rollout/samples_per_s": Metric("samples/s", "Samples per second of the whole step."),
     "reward/<component>_mean": Metric("score", "Mean score of one reward component, before its weight."),
     "reward/<component>_std": Metric("score", "Standard deviation of that component's scores."),
@@ -54,11 +61,18 @@ METRICS: dict[str, Metric] = {
         "nats", "Mean entropy of the policy at the trained tokens; near 0 it no longer explores.", (0.01, None)
     ),
     "train/kl_ref": Metric("nats per token", "KL to the frozen reference, by algorithm.kl_estimator.", (0.0, 0.5)),
+    "train/kl_ref_sequence": Metric("nats per sequence", "The same summed over a response, mean over responses."),
+    "train/kl_coef": Metric("reward or loss per nat", "KL coefficient of the update; moves with algorithm.kl_target."),
     "train/clip_low_frac": Metric("fraction", "Tokens whose ratio was clipped from below.", (0.0, 0.3)),
     "train/clip_high_frac": Metric("fraction", "Tokens whose ratio was clipped from above.", (0.0, 0.3)),
     "train/clip_dual_frac": Metric("fraction", "Tokens whose negative advantage was bounded by algorithm.dual_clip."),
+    "train/clip_cov_frac": Metric("fraction", "Tokens whose gradient clip_cov took away.", (0.0, 0.1)),
+    "train/correction_mean": Metric(
+        "ratio", "Mean weight by algorithm.correction, bounded; mismatch_ratio_mean is before the bound.", (0.5, 1.1)
+    ),
     "train/correction_dropped_frac": Metric("fraction", "Tokens that algorithm.correction gave weight 0.", (0.0, 0.1)),
     "train/ratio_mean": Metric("ratio", "Mean policy ratio, unclipped; 1 on the first optimizer step.", (0.9, 1.1)),
+    "train/ratio_clipped_mean": Metric("ratio", "Mean policy ratio as the clip bounds it.", (0.9, 1.1)),
     "train/ratio_max": Metric("ratio", "Largest policy ratio, unclipped."),
     "train/mismatch_gap": Metric("nats", "Mean |trainer - sampler| logprob of the trained tokens.", (0.0, 0.03)),
     "train/mismatch_ratio_mean": Metric(
@@ -71,10 +85,21 @@ METRICS: dict[str, Metric] = {
     ),
     "train/masked_frac": Metric("fraction", "Response tokens without loss: of tools, or of unscored samples."),
     "train/reward_clipped_frac": Metric("fraction", "Scored samples with a raw reward outside reward_clip."),
+    "train/reward_running_mean": Metric("reward", "Mean of all rewards so far, with normalize_rewards."),
+    "train/reward_running_std": Metric("reward", "Their standard deviation; what rewards are divided by."),
     "train/overlong_penalty_mean": Metric("reward", "Mean length penalty added to scored rewards; 0 or less."),
     "train/microbatches": Metric("microbatches", "Forward and backward passes of the update."),
     "train/optimizer_steps": Metric("optimizer steps", "Optimizer steps of the update."),
     "train/skipped_steps": Metric("optimizer steps", "Optimizer steps skipped for a non-finite gradient.", (0.0, 0.0)),
+    "critic/loss": Metric("reward^2", "Half the squared error of the values, clipped; the critic's loss."),
+    "critic/explained_variance": Metric(
+        "fraction", "Share of the returns' variance that the values explain, before the update; 1 is perfect.", (0.0, 1.0)
+    ),
+    "critic/value_mean": Metric("reward", "Mean value of the trained tokens, before the update."),
+    "critic/clip_frac": Metric("fraction", "Tokens whose value was clipped by critic.value_clip.", (0.0, 0.3)),
+    "critic/grad_norm": Metric("norm", "Global norm of the critic's gradient before clipping."),
+    "critic/lr": Metric("learning rate", "Critic's learning rate of the update's last optimizer step."),
+    "critic/skipped_steps": Metric("optimizer steps", "The critic's steps skipped for a non-finite gradient.", (0.0, 0.0)),
     "sft/loss": Metric("nats per token", "Mean negative logprob of the tokens to imitate."),
     "sft/lr": Metric("learning rate", "Learning rate of the step."),
     "sft/grad_norm": Metric("norm", "Global gradient norm before clipping."),
@@ -87,6 +112,9 @@ METRICS: dict[str, Metric] = {
     "eval/pass@<k>": Metric("fraction", "Unbiased chance that one of k samples is correct.", _FRACTION),
     "eval/reward_mean": Metric("reward", "Mean reward of the scored evaluation samples."),
     "eval/response_tokens_mean": Metric("tokens", "Mean response length in evaluation."),
+    "eval/tool_tokens_mean": Metric("tokens", "Mean tokens per evaluation sample that the environment wrote."),
+    "eval/turns_mean": Metric("turns", "Mean turns per evaluation sample, with an environment."),
+    "eval/env_<metric>_mean": Metric("the environment's", "As rollout/env_<metric>_mean, of the evaluation samples."),
     "eval/truncated_frac": Metric("fraction", "Evaluation samples cut at the length limit.", (0.0, 0.2)),
     "gate/logprob_gap": Metric(
         "nats", "First-step gate: mean |trainer - sampler| logprob before anything was learned."

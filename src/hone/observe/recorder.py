@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.observe.background import Background
-from hone.types import Group, Sample
+from hone.types import Group, Sample, Turn
 
 FULL_MARK = "full.json"
 """Beside the stages' folders once the size limit was reached: where recording stopped."""
@@ -173,6 +173,9 @@ def _encode(group: Group, advantages: Sequence[float] | None) -> str:
     }
     if any(s.loss_mask is not None for s in samples):
         columns["loss_mask"] = [s.loss_mask for s in samples]
+    if any(s.turns for s in samples):
+        columns["turns"] = [[(t.start, t.end, t.reward, t.metrics) for t in s.turns] for s in samples]
+        columns["sample_faults"] = [s.fault for s in samples]
     if any(score.fault for scores in group.scores.values() for score in scores):
         columns["faults"] = {
             name: {index: f"{score.fault}: {score.detail}" for index, score in enumerate(scores) if score.fault}
@@ -210,6 +213,8 @@ def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSamp
             finish_reason=line["finish_reason"][i],
             text=line["response"][i],
             loss_mask=None if mask is None else tuple(mask),
+            turns=tuple(Turn(*turn) for turn in at("turns", i) or ()),
+            fault=at("sample_faults", i) or "",
         )
         faults = {name: by_index[str(i)] for name, by_index in line.get("faults", {}).items() if str(i) in by_index}
         samples.append(

@@ -92,19 +92,22 @@ class Rewards:
         ]
 
     @classmethod
-    def from_config(cls, settings: RewardSection, folder: Path, *, window_samples: int) -> Self:
+    def from_config(
+        cls, settings: RewardSection, folder: Path, *, window_samples: int, extra: Sequence[Component] = ()
+    ) -> Self:
         """The rewards of a run file.
 
         Args:
             folder: the run file's; `file.py:function` is relative to it, and modules beside it can be imported.
             window_samples: samples of 20 steps, the window of `reward.max_unscored_frac`.
+            extra: components that the run file does not list, such as the environment's own.
         Raises:
             ConfigError: every component that names no reward, names used twice, no component with a weight.
         """
         pool = WorkerPool(num_workers=settings.workers, folder=folder)
-        components: list[Component] = []
+        components: list[Component] = list(extra)
         problems: list[str] = []
-        if not any(component.weight for component in settings.components):
+        if not any(component.weight for component in (*extra, *settings.components)):
             problems.append("reward.components: none has a weight, so there is nothing to maximise; add one.")
         for number, component in enumerate(settings.components):
             name, key = component_name(component), f"reward.components.{number}"

@@ -79,8 +79,10 @@ class Request:
 class Engine(Protocol):
     """A program that holds the policy and samples from it."""
 
-    version: int
-    """Policy version (number of updates made) of the weights that the next token is sampled with."""
+    @property
+    def version(self) -> int:
+        """Policy version (number of updates made) of the weights that the next token is sampled with."""
+        ...
 
     async def generate(self, request: Request) -> tuple[Sample, ...]:
         """Draw `num_samples` samples, in the order of their index; the prompt is computed once for all.

@@ -45,13 +45,13 @@ class Observation:
     reward: float = 0.0
     """Of this turn; the sample's reward has the sum over its turns as a component named `environment`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Logged as `rollout/env_<name>_mean`: summed over a sample's turns, averaged over samples. Names are identifiers."""
+    """Logged as `rollout/env_<name>_mean`: summed over a sample's turns, averaged over samples. Identifiers only."""
 
 
 class Environment(Protocol):
     """One episode. Made by calling what the run file names with (episode, **args)."""
 
-    def step(self, turn: str) -> Observation | None | Awaitable[Observation | None]:
+    def step(self, turn: str) -> Observation | Awaitable[Observation | None] | None:
         """Answer a turn: its text without special tokens, with the stop string that ended it.
 
         Called after every turn, the last one that the limits allow included; a text is then dropped, the reward
@@ -98,9 +98,9 @@ def describe(error: BaseException) -> str:
 
 
 def episode_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """`<prefix>turns_mean`, `<prefix>tool_tokens_mean` and `<prefix>env_<name>_mean` of samples that met an environment.
+    """`<prefix>turns_mean`, `<prefix>tool_tokens_mean`, `<prefix>env_<name>_mean`; nothing of samples without turns.
 
-    Means over samples; of the environment's own numbers over the samples that it did not fail. Empty without turns.
+    Means over samples; of the environment's own numbers over the samples that it did not fail.
     """
     if not any(sample.turns for sample in samples):
         return {}

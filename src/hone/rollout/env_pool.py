@@ -143,7 +143,8 @@ class _Process:
             await self.end()
             raise
         if problem != "":
-            raise EnvironmentFault(problem or await self.end())
+            ended = await self.end()
+            raise EnvironmentFault(problem or ended)
         self._reading = asyncio.create_task(self._read())
         return self
 

@@ -141,7 +141,7 @@ class _Host:
         send(self._writer, Answer(number, observation or Observation(), fault))
 
 
-def _load(hello: Hello) -> Callable[..., Environment]:
+def _load(hello: Hello) -> Any:
     """Import what the run file names. Raises Unusable."""
     place, _, name = hello.use.rpartition(":")
     try:

@@ -1,0 +1,24 @@
+"""What an environment thought of a sample's turns, as one more component of the reward. Nothing is judged here.
+
+The reward of a sample that met an environment is the sum of its turns' rewards, with weight 1, plus the weighted sum of
+the run file's components. Where each turn's reward belongs among the tokens stays on the sample (`types.Turn`). A
+sample whose environment failed has no reward at all, whatever other components think of the part that there is.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hone.types import Fault, Group, Score
+
+
+class FromEnvironment:
+    """Scorer: the sum over a sample's turns, or a fault of infrastructure."""
+
+    async def score(self, group: Group) -> tuple[Score, ...]:
+        return tuple(
+            Score(None, Fault.INFRA, sample.fault)
+            if sample.fault
+            else Score(math.fsum(turn.reward for turn in sample.turns))
+            for sample in group.samples
+        )
