@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hone.reward.builtin import BUILTIN, HELD
+from hone.reward.builtin import BUILTIN, HELD, POOLED
 from hone.reward.signature import RewardFunction, describe
 
 _PATH = re.compile(r"(?P<place>.+):(?P<function>[A-Za-z_]\w*)")
@@ -49,11 +49,11 @@ def resolve(use: str, folder: Path) -> Target:
     Raises:
         Unusable: an unknown name or a missing file, with the nearest one that exists.
     """
-    match = _PATH.fullmatch(use)
+    match = _PATH.fullmatch(POOLED.get(use, use))
     if match is None:
         if use in BUILTIN:
             return Target("", use)
-        builtin = (*BUILTIN, *HELD)
+        builtin = (*BUILTIN, *POOLED, *HELD)
         forms = f"Built in: {', '.join(builtin)}; your own: package.module:function or file.py:function."
         raise Unusable(f"no reward {use!r}.{nearest(use, builtin)} {forms}")
     place, function = match["place"], match["function"]
@@ -67,7 +67,7 @@ def resolve(use: str, folder: Path) -> Target:
 
 
 def load(target: Target, args: Mapping[str, Any]) -> RewardFunction:
-    """Import a reward function and check that it takes `args`.
+    """Import a reward function and check that it takes `args`; its own `hone_check_args`, if it has one, looks closer.
 
     Raises:
         Unusable: the import fails, the function is not there, or its signature does not fit.
@@ -127,3 +127,7 @@ def _check_arguments(function: RewardFunction, name: str, args: Mapping[str, Any
         unknown = [arg for arg in args if arg not in signature.parameters]
         hint = nearest(unknown[0], names) if unknown else ""
         raise Unusable(f"{name}{signature} does not fit args {dict(args)}: {error}.{hint}") from error
+    try:
+        getattr(function, "hone_check_args", lambda _: None)(args)
+    except ValueError as error:
+        raise Unusable(f"args of {name}: {error}") from error

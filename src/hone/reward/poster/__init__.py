@@ -11,6 +11,7 @@ matching take milliseconds of processor time, so this reward runs in the killabl
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from typing import Any
 from hone.reward.poster.parse import NotAPoster, Poster, read_ground_truth, read_solution
 from hone.reward.poster.render import render
 from hone.reward.poster.scoring import score_posters
-from hone.reward.poster.settings import Judge
+from hone.reward.poster.settings import Judge, Settings
 from hone.reward.signature import reward
 from hone.types import Group, Score
 
@@ -67,3 +68,6 @@ def _judge(args_json: str) -> Judge:
 
 
 poster.hone_check_args = check_args  # type: ignore[attr-defined]
+poster.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # so that a wrong key is met with a hint
+    [next(iter(inspect.signature(poster).parameters.values())), *inspect.signature(Settings).parameters.values()]
+)

@@ -22,6 +22,8 @@ MAX_BROKEN = 1000
 """Openings of JSON objects in one response that lead to nothing."""
 MAX_COORDINATE = 1e6
 """Canvas pixels. Beyond it a layer is malformed: sums of such numbers lose the small ones."""
+MIN_SIDE = 1e-3
+"""Canvas pixels. Areas of smaller boxes are no longer safe to divide by."""
 
 Geometry = Literal["xywh", "ltrb"]
 MultiObject = Literal["reject", "last"]
@@ -195,7 +197,7 @@ def _layer(found: Any, geometry: Geometry) -> Layer | None:
     x, y, width, height = numbers
     if geometry == "ltrb":
         width, height = width - x, height - y  # type: ignore[operator]
-    if width <= 0 or height <= 0:  # type: ignore[operator]
+    if width < MIN_SIDE or height < MIN_SIDE:  # type: ignore[operator]
         return None
     kind = found.get("type")
     opacity = _number(found.get("opacity"))

@@ -14,11 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from hone.reward.poster.fonts import font
+from hone.reward.poster.fonts import advance, font
 from hone.reward.poster.parse import Color, Layer, Poster
-from hone.reward.poster.typeset import Block, typeset
+from hone.reward.poster.typeset import MAX_TYPESET, Block, Run, typeset
 
 MIN_CONTRAST = 1.5
 """WCAG contrast ratio below which a text cannot be seen."""
@@ -28,6 +29,8 @@ OPAQUE = 0.9
 """Opacity from which a box hides what is under it."""
 MAX_PICTURE_PIXELS = 40_000_000
 """Larger picture files are not opened."""
+MAX_CHARACTERS_DRAWN = 20_000
+"""Of one poster; the rest counts as not fitting."""
 PICTURES = frozenset({"image", "logo", "photo", "picture", "icon", "illustration"})
 SHAPES = frozenset({"shape", "underlay", "rectangle", "button", "decoration"})
 
@@ -93,6 +96,7 @@ class _Drawing:
         self.width = max(1, round(poster.width * self.scale))
         self.height = max(1, round(poster.height * self.scale))
         self.image = Image.new("RGB", (self.width, self.height), _WHITE)
+        self.characters_left = MAX_CHARACTERS_DRAWN
         self.pictured = np.zeros((self.height, self.width), bool)
         """Where a picture lies on top whose colours are not known."""
 
@@ -101,7 +105,8 @@ class _Drawing:
         for number, layer in enumerate(self.poster.layers):
             self.box(layer)
             if layer.text.strip():
-                block = typeset(layer, self.scale)
+                block = typeset(layer, self.scale, max_characters=min(MAX_TYPESET, self.characters_left))
+                self.characters_left -= min(len(layer.text), self.characters_left)
                 under = self.look_under(layer, block)
                 self.text(layer, block, under)
                 drawn.append((number, block, under))
@@ -186,9 +191,9 @@ class _Drawing:
         left, top, right, bottom = self.clip(block.box)
         if right <= left or bottom <= top:
             return _Under(_BLACK, 1.0, 0.0, 0.0)
-        area = np.asarray(self.image.crop((left, top, right, bottom)), np.float32)
-        mean: Color = tuple(int(channel) for channel in area.reshape(-1, 3).mean(0))  # type: ignore[assignment]
-        gray = area @ np.array([0.299, 0.587, 0.114], np.float32) / 255
+        area = self.image.crop((left, top, right, bottom))
+        mean: Color = area.resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))  # type: ignore[assignment]
+        gray = np.asarray(area.convert("L"), np.int16)
         color = layer.color or max((_BLACK, _WHITE), key=lambda c: contrast_ratio(c, mean))
         seen: Color = tuple(
             round(layer.opacity * c + (1 - layer.opacity) * m) for c, m in zip(color, mean, strict=True)
@@ -197,18 +202,35 @@ class _Drawing:
         return _Under(color, contrast_ratio(seen, mean), _steepness(gray), pictured)
 
     def text(self, layer: Layer, block: Block, under: _Under) -> None:
-        if layer.opacity == 0:
+        if layer.opacity == 0 or not self.is_drawable(block):
             return
         target = Image.new("L", self.image.size) if layer.opacity < 1 else self.image
         ink = round(255 * layer.opacity) if layer.opacity < 1 else under.color
         pen, size_px = ImageDraw.Draw(target), max(1, round(block.size))
         for run in block.runs:
-            pen.text((round(run.x), round(run.baseline)), run.text, ink, font(run.face, size_px), anchor="ls")
+            if -block.size < run.baseline < self.height + 2 * block.size:
+                text, x = self.within(run, block.size)
+                pen.text((round(x), round(run.baseline)), text, ink, font(run.face, size_px), anchor="ls")
         if target is not self.image:
             self.image.paste(under.color, (0, 0), target)
 
+    def is_drawable(self, block: Block) -> bool:
+        """Text larger than the canvas is not drawn: its glyphs would cost memory without bound, to show an edge."""
+        return 0 < block.size <= max(self.width, self.height)
+
+    def within(self, run: Run, size: float) -> tuple[str, float]:
+        """The characters of a run that touch the picture, and where they start: Pillow would draw the rest as well."""
+        x, first, start, last = run.x, None, run.x, 0
+        for place, character in enumerate(run.text):
+            after = x + advance(character) * size
+            if after > -size and x < self.width + size:
+                first, start = (place, x) if first is None else (first, start)
+                last = place + 1
+            x = after
+        return run.text[first or 0 : last], start
+
     def covered(self, texts: Sequence[tuple[int, Block]]) -> list[float]:
-        """For each text the share of its area that opaque boxes above it hide."""
+        """For each text the share of its area that what was drawn after it hides: opaque boxes, and other texts."""
         shares: dict[int, float] = {}
         blocks = dict(texts)
         cover = np.zeros((self.height, self.width), bool)
@@ -218,6 +240,7 @@ class _Drawing:
                 left, top, right, bottom = self.clip(blocks[number].box)
                 area = cover[top:bottom, left:right]
                 shares[number] = float(area.mean()) if area.size else 0.0
+                cover[top:bottom, left:right] = True
             if is_opaque(layer):
                 left, top, right, bottom = self.layer_box(layer)
                 cover[top:bottom, left:right] = True
@@ -226,7 +249,7 @@ class _Drawing:
     def visible(self, block: Block, under: _Under, covered: float) -> float:
         left, top, right, bottom = block.box
         area = (right - left) * (bottom - top)
-        if area <= 0 or (under.contrast < MIN_CONTRAST and under.pictured < 0.5):
+        if area <= 0 or not self.is_drawable(block) or (under.contrast < MIN_CONTRAST and under.pictured < 0.5):
             return 0.0
         width = max(0.0, min(right, self.width) - max(left, 0.0))
         height = max(0.0, min(bottom, self.height) - max(top, 0.0))
@@ -285,8 +308,8 @@ def _luminance(color: Color) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def _steepness(gray: np.ndarray) -> float:
-    """Mean length of the gradient by neighbouring differences, over its largest possible length."""
+def _steepness(gray: NDArray[np.int16]) -> float:
+    """Mean difference of neighbouring pixels, over the largest possible one."""
     across = np.abs(np.diff(gray, axis=1)).sum() if gray.shape[1] > 1 else 0.0
     down = np.abs(np.diff(gray, axis=0)).sum() if gray.shape[0] > 1 else 0.0
-    return float(min(1.0, (across + down) / (2 * gray.size)))
+    return float(min(1.0, (across + down) / (2 * 255 * gray.size)))

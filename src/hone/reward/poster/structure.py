@@ -69,13 +69,13 @@ def _boxes(poster: Poster) -> Array:
 
 def _box_similarity(one_P4: Array, other_G4: Array) -> Array:
     """(P, G) in [0, 1]; 1 for equal boxes only."""
-    one_P14, other_1G4 = one_P4[:, None], other_G4[None]
-    low = np.maximum(one_P14[..., :2], other_1G4[..., :2])
-    high = np.minimum(one_P14[..., :2] + one_P14[..., 2:], other_1G4[..., :2] + other_1G4[..., 2:])
-    shared_PG = np.clip(high - low, 0, None).prod(-1)
-    iou_PG = shared_PG / (one_P14[..., 2:].prod(-1) + other_1G4[..., 2:].prod(-1) - shared_PG)
-    centre_P14 = np.concatenate([one_P14[..., :2] + one_P14[..., 2:] / 2, one_P14[..., 2:]], -1)
-    centre_1G4 = np.concatenate([other_1G4[..., :2] + other_1G4[..., 2:] / 2, other_1G4[..., 2:]], -1)
+    low_P12, low_1G2 = one_P4[:, None, :2], other_G4[None, :, :2]
+    high_P12, high_1G2 = low_P12 + one_P4[:, None, 2:], low_1G2 + other_G4[None, :, 2:]
+    shared_PG = np.clip(np.minimum(high_P12, high_1G2) - np.maximum(low_P12, low_1G2), 0, None).prod(-1)
+    areas_PG = (high_P12 - low_P12).prod(-1) + (high_1G2 - low_1G2).prod(-1)
+    iou_PG = shared_PG / (areas_PG - shared_PG)
+    centre_P14 = np.concatenate([low_P12 + one_P4[:, None, 2:] / 2, one_P4[:, None, 2:]], -1)
+    centre_1G4 = np.concatenate([low_1G2 + other_G4[None, :, 2:] / 2, other_G4[None, :, 2:]], -1)
     near_PG = np.exp(-4 * np.abs(centre_P14 - centre_1G4).sum(-1))
     return np.minimum(1.0, (iou_PG + near_PG) / 2)
 

@@ -16,7 +16,7 @@ Script = Literal["latin", "cjk"]
 
 WORDS: dict[Script, dict[str, tuple[str, ...]]] = {
     "latin": {
-        "title": ("SUMMER SALE", "JAZZ NIGHT", "OPEN DAY", "BOOK FAIR", "NEW MENU", "CITY RUN", "ART WEEK", "FLEA HALL"),
+        "title": ("BIG SALE", "JAZZ NIGHT", "OPEN DAY", "OLD BOOKS", "NEW MENU", "CITY RUN", "ART WEEK", "FLEA FAIR"),
         "subtitle": ("UP TO 50% OFF", "LIVE ON STAGE", "COME AND SEE", "FREE ENTRY", "FRESH AND LOCAL", "ALL WELCOME"),
         "body": ("FRI 7 PM", "MAY 12", "SAT AND SUN", "JUNE 3", "TODAY ONLY", "DOORS AT 8"),
         "button": ("BOOK NOW", "SHOP NOW", "JOIN US", "SEE MORE"),

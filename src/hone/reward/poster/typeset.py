@@ -17,10 +17,12 @@ LINE_HEIGHT = 1.2
 """Distance of two baselines, as a fraction of the font's size."""
 BASELINE = 0.95
 """From the top of a line to its baseline; what remains below has room for DejaVu's descenders."""
+EM_TOP = 0.07
+"""From the top of a line to that of its characters, which are as high as the font's size."""
 TIGHT = 1.1
-"""Boxes are drawn close around text: the last line may stand out of its box by a tenth of the box's height."""
+"""Boxes are drawn close around text of a given size: it may stand out of its box by a tenth of the box's height."""
 MAX_TYPESET = 2000
-"""Characters of one layer that are set; the rest counts as not fitting."""
+"""Characters of one layer that are set at most; the rest counts as not fitting."""
 PADDING = 0.15
 """Between the sides of a filled box and its text, as a fraction of the box's height."""
 _AUTO_STEPS = 8
@@ -51,10 +53,10 @@ class Block:
     fit: float
     """Share of the characters that are on a line of the box."""
     box: tuple[float, float, float, float]
-    """Left, top, right and bottom of the lines; without area when there are none."""
+    """Left, top, right and bottom of the characters; without area when there are none."""
 
 
-def typeset(layer: Layer, scale: float) -> Block:
+def typeset(layer: Layer, scale: float, *, max_characters: int = MAX_TYPESET) -> Block:
     """Set a layer's text in its box, centred in height.
 
     Args:
@@ -63,7 +65,7 @@ def typeset(layer: Layer, scale: float) -> Block:
     padding = min(PADDING * layer.height, layer.width / 4) if layer.fill is not None else 0.0
     left, width = (layer.x + padding) * scale, (layer.width - 2 * padding) * scale
     top, height = layer.y * scale, layer.height * scale
-    tokens = _tokens(layer.text)
+    tokens = [_piece(token) for token in _TOKEN.findall(layer.text[:max_characters])]
     size = layer.font_size * scale if layer.font_size is not None else _largest_size(tokens, width, height)
     lines = _wrap(tokens, width / size) if size > 0 else []
     shown = lines[: _room(size, height)]
@@ -79,7 +81,8 @@ def typeset(layer: Layer, scale: float) -> Block:
         for run in _runs(line.text, x, y + (number * LINE_HEIGHT + BASELINE) * size, size)
     ]
     right = max(x + line.width * size for line, x in zip(shown, starts, strict=True))
-    return Block(tuple(runs), size, min(1.0, fit), (min(starts), y, right, y + len(shown) * LINE_HEIGHT * size))
+    bottom = y + (EM_TOP + 1 + (len(shown) - 1) * LINE_HEIGHT) * size
+    return Block(tuple(runs), size, min(1.0, fit), (min(starts), y + EM_TOP * size, right, bottom))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +93,6 @@ class _Piece:
     width: float
 
 
-def _tokens(text: str) -> list[_Piece]:
-    return [_piece(token) for token in _TOKEN.findall(text[:MAX_TYPESET])]
-
-
 def _piece(text: str) -> _Piece:
     if text.isspace() and text != "\n":
         text = " "
@@ -101,16 +100,20 @@ def _piece(text: str) -> _Piece:
 
 
 def _largest_size(tokens: Sequence[_Piece], width: float, height: float) -> float:
-    """The largest size at which every line fits and no word is broken; at most the box's height."""
+    """The largest size at which every line fits whole and no word is broken."""
     widest_word = max((token.width for token in tokens), default=0.0)
-    high = min(height, width / widest_word if widest_word > 0 else height)
-    low = 0.0
-    if tokens and len(_wrap(tokens, width / high)) <= _room(high, height):
+    low, high = 0.0, min(height / LINE_HEIGHT, width / max(widest_word, 1e-3))
+    if _needs(tokens, width, high) <= height:
         return high
     for _ in range(_AUTO_STEPS):
         size = (low + high) / 2
-        low, high = (size, high) if len(_wrap(tokens, width / size)) <= _room(size, height) else (low, size)
+        low, high = (size, high) if _needs(tokens, width, size) <= height else (low, size)
     return low
+
+
+def _needs(tokens: Sequence[_Piece], width: float, size: float) -> float:
+    """Height that a text takes at a size; a little less, so that rounding does not count."""
+    return len(_wrap(tokens, width / size)) * LINE_HEIGHT * size * (1 - 1e-9)
 
 
 def _room(size: float, height: float) -> int:
