@@ -15,9 +15,9 @@ def test_kinds_of_files_are_those_that_data_reads():
 
 
 def test_built_in_rewards_are_those_that_reward_has():
-    from hone.reward.builtin import BUILTIN
+    from hone.reward.builtin import BUILTIN, HELD, POOLED
 
-    assert tuple(BUILTIN) == BUILT_IN_REWARDS
+    assert (*BUILTIN, *POOLED, *HELD) == BUILT_IN_REWARDS
 
 
 @pytest.mark.parametrize(

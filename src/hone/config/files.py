@@ -20,7 +20,7 @@ from hone.config.breach import Breach
 from hone.config.run import RunConfig
 from hone.config.wording import nearest
 
-BUILT_IN_REWARDS = ("exact", "gsm8k")
+BUILT_IN_REWARDS = ("exact", "gsm8k", "poster", "code")
 """Must equal `hone.reward`'s registry, which cannot be imported from here; a test compares them."""
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 """Must equal those that `hone.data` reads; a test compares them."""
@@ -53,14 +53,26 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str, Columns]]:
     data, sft = config.data, config.sft
     imitated = [("sft.response_column", sft.response_column)] if sft.response_column is not None else []
     does_sft = "sft" in config.stages
-    sft_reads_train = does_sft and sft.data is None
-    if "rl" in config.stages or sft_reads_train:
-        yield "data.train", data.train, _columns(config) + (imitated if sft_reads_train else [])
-    if data.eval is not None:
+    sft_columns = _columns(config) + imitated
+    if sft.messages_column is not None:
+        sft_columns = [("sft.messages_column", sft.messages_column)]
+    pair_columns = _columns(config) + _pair_columns(config) if "reward_model" in config.stages else []
+    train_columns = pair_columns or (_columns(config) if "rl" in config.stages else [])
+    if does_sft and sft.data is None:
+        train_columns = train_columns + [column for column in sft_columns if column not in train_columns]
+    if train_columns:
+        yield "data.train", data.train, train_columns
+    if data.eval is not None and config.stages != ("sft",):
         grouped = [("eval.by", config.eval.by)] if config.eval.by is not None else []
-        yield "data.eval", data.eval, _columns(config) + grouped
+        yield "data.eval", data.eval, pair_columns or _columns(config) + grouped
     if does_sft and sft.data is not None:
-        yield "sft.data", sft.data, _columns(config) + imitated
+        yield "sft.data", sft.data, sft_columns
+
+
+def _pair_columns(config: RunConfig) -> Columns:
+    rm = config.rm
+    columns = [("rm.chosen_column", rm.chosen_column), ("rm.rejected_column", rm.rejected_column)]
+    return columns + ([("rm.margin_column", rm.margin_column)] if rm.margin_column is not None else [])
 
 
 def _columns(config: RunConfig) -> Columns:

@@ -6,6 +6,7 @@ instead of being passed over.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,21 +14,25 @@ from pathlib import Path
 
 import numpy as np
 
+from hone.config.derived import longest_tokens
 from hone.config.load import Loaded
 from hone.config.report import CheckReport
 from hone.config.run import DataSection, RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
-from hone.data.prompts import load_prompts, load_sft_rows
+from hone.data.pairs import load_pairs
+from hone.data.prompts import load_prompts
 from hone.data.sources import BadRow, read_rows
 from hone.errors import ConfigError, DataError
+from hone.loop.sft import imitation_rows
 from hone.model.load import describe_model
 from hone.reward.base import Rewards
+from hone.reward.builtin import BUILTIN
 from hone.rollout.env_pool import EnvironmentPool
 from hone.types import Group, Prompt, Sample
 
 PREVIEWS = 2
 MAX_ROWS_OF_USER_REWARDS = 256
-"""A user's reward may be slow or cost money; the built-in ones see every row."""
+"""A user's reward may be slow or cost money; the pure built-in ones see every row, and give gold answers one score."""
 
 
 @dataclass
@@ -83,9 +88,11 @@ def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: Finding
 
 def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> None:
     """Render and tokenise every row that the run would use; show the first few."""
+    chats = config.sft.messages_column is not None
+    reads_prompts = "rl" in config.stages or ("sft" in config.stages and not chats and config.sft.data is None)
     try:
         for part in ("train", "eval"):
-            if part == "eval" and config.data.eval is None:
+            if not reads_prompts or (part == "eval" and config.data.eval is None):
                 continue
             stream = load_prompts(config.data, tokenizer, folder, seed=config.seed, part=part)
             prompts = stream.rows()
@@ -98,9 +105,19 @@ def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, finding
             if part == "train":
                 findings.lines += [preview(prompt) for prompt in prompts[:PREVIEWS]]
         if "sft" in config.stages:
-            rows, report = load_sft_rows(config.data, config.sft, tokenizer, folder)
+            rows, report = imitation_rows(config, tokenizer, folder)
             findings.lines.append(f"sft: {report}")
-            findings.lines.append(f"  imitates {tokenizer.decode(rows[0][1])!r}, {len(rows[0][1])} tokens with EOS")
+            findings.lines.append(
+                f"  imitates {tokenizer.decode(rows[0].response)!r}, {len(rows[0].response)} tokens with EOS"
+            )
+        if "reward_model" in config.stages:
+            for part in ("train", "eval"):
+                pairs, report = load_pairs(
+                    config.data, config.rm, tokenizer, folder, max_tokens=longest_tokens(config), part=part
+                )
+                findings.lines.append(f"pairs to {'learn from' if part == 'train' else 'measure on'}: {report}")
+            findings.lines.append(f"  prefers {tokenizer.decode(pairs[0].chosen)!r}")
+            findings.lines.append(f"  to      {tokenizer.decode(pairs[0].rejected)!r}, by {pairs[0].margin:g}")
     except DataError as error:
         findings.problems.append(str(error))
 
@@ -126,7 +143,7 @@ async def check_environment(config: RunConfig, folder: Path, findings: Findings)
 
 async def check_rewards(config: RunConfig, folder: Path, findings: Findings) -> None:
     """Score each gold answer as if the policy had written it, then each gold answer under another row's question."""
-    builtin = all(":" not in component.use for component in config.reward.components)
+    builtin = all(component.use in BUILTIN for component in config.reward.components)
     prompts = gold_prompts(config.data, folder, findings)
     checked = prompts if builtin else prompts[:MAX_ROWS_OF_USER_REWARDS]
     if not checked:
@@ -194,8 +211,9 @@ def gold_prompts(data: DataSection, folder: Path, findings: Findings) -> list[Pr
 
 
 def as_group(prompt: Prompt, response: object) -> Group:
-    """A group of one finished sample with this text."""
-    return Group(prompt, (Sample(prompt.id, 0, (), (), (), "stop", str(response)),))
+    """A group of one finished sample with this text; of an object or a list, as JSON."""
+    text = json.dumps(response) if isinstance(response, dict | list) else str(response)
+    return Group(prompt, (Sample(prompt.id, 0, (), (), (), "stop", text),))
 
 
 def answers_of_others(prompts: Sequence[Prompt]) -> list[object | None]:
