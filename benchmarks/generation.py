@@ -147,10 +147,12 @@ def transformers_side(model: CausalModel, work: Workload, dtype: torch.dtype) ->
     return generate
 
 
-def measure(sides: dict[str, Callable[[], int]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Median tokens per second of each side, rounds interleaved after one to warm up."""
+def measure(
+    sides: dict[str, Callable[[], int]], rounds: int, clock: Callable[[], float], *, cold: bool
+) -> dict[str, float]:
+    """Median tokens per second of each side, rounds interleaved, after one to warm up unless `cold`."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
-    for round_index in range(rounds + 1):
+    for round_index in range(int(cold), rounds + 1):
         for name, side in sides.items():
             start = clock()
             tokens = side()
@@ -168,9 +170,14 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--matmul-precision", choices=("highest", "medium"), default="medium", help="of float32, for all sides alike"
+    )
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
+    parser.add_argument("--cold", action="store_true", help="no round to warm up")
     parser.add_argument("--only-hone", action="store_true", help="for profiling: no comparison")
     options = parser.parse_args()
+    torch.set_float32_matmul_precision(options.matmul_precision)
     print(f"{'lengths':8}{'hidden':>7}{'dtype':>10}{'threads':>8}   tokens/s")
     for threads in options.threads:
         torch.set_num_threads(threads)
@@ -183,7 +190,7 @@ def main() -> None:
                     sides = {"hone": hone_side(model, work)}
                     if not options.only_hone:
                         sides["transformers"] = transformers_side(model, work, dtype)
-                    rates = measure(sides, options.rounds, CLOCKS[options.clock])
+                    rates = measure(sides, options.rounds, CLOCKS[options.clock], cold=options.cold)
                     line = "   ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
                     if not options.only_hone:
                         line += f"   ratio {rates['hone'] / rates['transformers']:.2f}"
