@@ -23,6 +23,8 @@ TAIL_BYTES = 2048
 """As much of standard error is kept: the end, where a traceback says what happened."""
 WATCH_S = 0.05
 """How often memory of all processes together is looked at."""
+GONE_TIMEOUT_S = 2.0
+"""Until what was killed should be gone."""
 VALUE_FD = 3
 """Where a program's process gives a returned value to the warden."""
 OPEN_FILES = 64
@@ -120,8 +122,7 @@ def _run(setup, given, channel):
     ending = _watch(setup, pid, streams, channel, started + setup["wall_s"])
     _kill_all(setup, pid)
     _, status, usage = os.wait4(pid, 0)
-    if not setup["isolated"]:
-        _kill_orphans()
+    _until_gone() if setup["isolated"] else _kill_orphans()
     elapsed_s = time.monotonic() - started
     if not streams.drain() and ending is None:
         ending = "output"
@@ -133,15 +134,11 @@ def _run(setup, given, channel):
 
 
 def _fork():
-    """A child, or None if there is no room for one: what was killed a moment ago may not be gone yet."""
-    deadline = time.monotonic() + 2.0
-    while True:
-        try:
-            return os.fork()
-        except OSError:
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.01)
+    """A child, or None if there is no room for one."""
+    try:
+        return os.fork()
+    except OSError:
+        return None
 
 
 class _Streams:
@@ -271,6 +268,15 @@ def _kill_all(setup, pid):
             os.killpg(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _until_gone():
+    """Wait until process 1 has reaped what was killed: the next run finds an empty sandbox and all of its processes."""
+    deadline = time.monotonic() + GONE_TIMEOUT_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(-1, signal.SIGKILL)
+            time.sleep(0.001)
 
 
 def _kill_orphans():
