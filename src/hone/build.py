@@ -20,21 +20,31 @@ from pathlib import Path
 import torch
 
 from hone.algo.algorithm import Algorithm
-from hone.config.derived import optimizer_steps_total, samples_per_update
+from hone.config.derived import (
+    correction,
+    critic_steps_total,
+    longest_tokens,
+    optimizer_steps_total,
+    samples_per_update,
+)
 from hone.config.load import Loaded
 from hone.config.report import CheckReport
 from hone.config.run import OptimizerSection, RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
-from hone.data.prompts import load_prompts, load_sft_rows
+from hone.data.pairs import load_pairs
+from hone.data.prompts import load_prompts
 from hone.errors import DataError, HoneError, Stopped
 from hone.loop import preflight
 from hone.loop.evaluate import Evaluation, evaluate
 from hone.loop.folder import RunFolder
 from hone.loop.policy import train_policy
+from hone.loop.reward_model import RewardModelRun, train_reward_model
+from hone.loop.reward_model import total_steps as pair_steps
 from hone.loop.run import PolicyRun
-from hone.loop.sft import SftRun, total_steps, train_sft
+from hone.loop.sft import SftRun, imitation_rows, total_steps, train_sft
 from hone.model.base import CausalModel
-from hone.model.load import init_model, load_model, save_hf
+from hone.model.heads import ScalarModel, load_scalar_model, reward_config
+from hone.model.load import init_model, load_model, read_config, save_hf
 from hone.observe.observer import Observer
 from hone.reward.base import Component, Rewards
 from hone.reward.environment import FromEnvironment
@@ -44,8 +54,10 @@ from hone.rollout.episodes import EpisodeEngine
 from hone.rollout.local import LocalEngine
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
+from hone.train.critic import Critic
 from hone.train.local import LocalTrainer
 from hone.train.optim import FlatWeights
+from hone.train.pairs import PairTrainer
 from hone.types import Progress
 
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
@@ -147,7 +159,7 @@ async def run_stages(job: Job, saved: Saved | None) -> None:
         stages = job.config.stages
         first = stages.index(saved.progress.stage) if saved else 0  # type: ignore[arg-type]
         for number, stage in enumerate(stages[first:], first):
-            runner = {"sft": run_sft, "rl": run_rl}[stage]
+            runner = {"sft": run_sft, "reward_model": run_reward_model, "rl": run_rl}[stage]
             await runner(job, saved if saved and saved.progress.stage == stage else None)
             if job.stop.is_set():
                 raise Stopped(f"stopped; `hone train {job.loaded.run_file} --resume` goes on from the checkpoint")
@@ -157,7 +169,7 @@ async def run_stages(job: Job, saved: Saved | None) -> None:
 
 async def run_sft(job: Job, saved: Saved | None) -> None:
     """Supervised fine-tuning from the run file's model; leaves its weights in `stage_weights(job, "sft")`."""
-    rows, report = load_sft_rows(job.config.data, job.config.sft, job.tokenizer, job.base_dir)
+    rows, report = imitation_rows(job.config, job.tokenizer, job.base_dir)
     job.observer.say(f"imitating {report}")
     steps = total_steps(job.config.sft, len(rows))
     trainer = make_trainer(job, starting_model(job, "sft"), job.config.sft.optimizer, steps)
@@ -168,16 +180,65 @@ async def run_sft(job: Job, saved: Saved | None) -> None:
     await finish_stage(job, run)
 
 
+async def run_reward_model(job: Job, saved: Saved | None) -> None:
+    """Learning from preferences, from the run file's model or from what the SFT stage left."""
+    config, tokenizer = job.config, job.tokenizer
+    longest = longest_tokens(config)
+    pairs, report = load_pairs(config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest)
+    held_out, other = load_pairs(config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest, part="eval")
+    job.observer.say(f"pairs to learn from: {report}; held out: {other}")
+    steps = pair_steps(config.rm, len(pairs))
+    trainer = PairTrainer(
+        scalar_model(config, tokenizer, starting_model(job, "reward_model")),
+        optimizer=config.train.optimizer,
+        total_optimizer_steps=steps,
+        tokens_per_microbatch=config.train.tokens_per_microbatch,
+        precision=config.run.precision,
+    )
+    progress = restored(trainer, saved) or Progress(stage="reward_model")
+    job.observer.begin("reward_model", steps)
+    run = RewardModelRun(
+        config,
+        progress,
+        trainer,
+        job.observer,
+        job.checkpoints,
+        job.compute,
+        job.stop,
+        pairs=pairs,
+        held_out=held_out,
+    )
+    await train_reward_model(run)
+    await finish_stage(job, run)
+
+
+def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> ScalarModel:
+    """A reward model on a policy's body, described so that Transformers loads it as a sequence classifier."""
+    # Transformers scores the last token that is no padding, so the end of a response must not look like padding.
+    pad_id = None if tokenizer.pad_id in tokenizer.eos_ids else tokenizer.pad_id
+    body.checkpoint_layers = config.train.activation_checkpointing
+    model = ScalarModel(body)
+    model.hf_config = reward_config(model.hf_config, pad_id=pad_id, form="chat" if config.data.chat else "text")
+    return model
+
+
 async def run_rl(job: Job, saved: Saved | None) -> None:
     """The policy loop, from the run file's model or from what the SFT stage left."""
     config = job.config
     prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed)
     job.observer.say(f"training on {prompts.report}")
-    algorithm = Algorithm(config.algorithm, max_response_tokens=config.rollout.max_response_tokens)
+    progress = saved.progress if saved else Progress(stage="rl")
+    algorithm = Algorithm(
+        config.algorithm,
+        max_response_tokens=config.rollout.max_response_tokens,
+        correction=correction(config),
+        control=progress.control,
+    )
     model = starting_model(job, "rl")
     reference = copy.deepcopy(model) if "ref_logprobs" in algorithm.needs else None
-    trainer = make_trainer(job, model, config.train.optimizer, optimizer_steps_total(config), reference)
-    progress = restored(trainer, saved) or Progress(stage="rl")
+    critic = make_critic(job, model) if "values" in algorithm.needs else None
+    trainer = make_trainer(job, model, config.train.optimizer, optimizer_steps_total(config), reference, critic)
+    restored(trainer, saved)
     shared = config.rollout.max_staleness == 0
     sampled = trainer.model if shared else copy.deepcopy(trainer.model)
     engine = await make_engine(config, job.tokenizer, sampled, job.base_dir)
@@ -210,7 +271,7 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         await engine.close()
 
 
-async def finish_stage(job: Job, run: SftRun | PolicyRun) -> None:
+async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> None:
     """Save where the stage ended; when it was not stopped, also its weights as a Hugging Face directory."""
     await run.save()
     if not job.stop.is_set():
@@ -257,7 +318,12 @@ def stage_weights(job: Job, stage: str) -> Path:
 
 
 def make_trainer(
-    job: Job, model: CausalModel, optimizer: OptimizerSection, steps: int, reference: CausalModel | None = None
+    job: Job,
+    model: CausalModel,
+    optimizer: OptimizerSection,
+    steps: int,
+    reference: CausalModel | None = None,
+    critic: Critic | None = None,
 ) -> LocalTrainer:
     """The trainer of one stage; what is only of RL is neutral for imitation."""
     config, train = job.config, job.config.train
@@ -274,10 +340,56 @@ def make_trainer(
         samples_per_optimizer_step=train.samples_per_optimizer_step,
         passes_per_batch=train.passes_per_batch,
         seed=config.seed,
+        critic=critic,
+        critic_warmup_updates=config.critic.warmup_updates if critic else 0,
+        reference_refresh_every=config.algorithm.reference_refresh_every if reference else 0,
     )
 
 
-def restored(trainer: LocalTrainer, saved: Saved | None) -> Progress | None:
+def make_critic(job: Job, policy: CausalModel) -> Critic:
+    """A critic that starts from `critic.path`, or from a copy of the policy.
+
+    Raises:
+        DataError: a model with other tokens than the policy's, whose ids it is given.
+    """
+    config, settings = job.config, job.config.critic
+    if settings.path is None:
+        model = ScalarModel(copy.deepcopy(policy))
+    else:
+        model = critic_from(resolve_model(settings.path, job.base_dir), config, job.device)
+    if model.body.vocab_size != policy.vocab_size:
+        raise DataError(
+            f"critic.path = {settings.path}: a vocabulary of {model.body.vocab_size} tokens, the policy's has "
+            f"{policy.vocab_size}. The critic reads the policy's token ids: take a model with the same tokenizer."
+        )
+    model.body.checkpoint_layers = config.train.activation_checkpointing
+    return Critic(
+        model,
+        optimizer=settings.optimizer,
+        total_optimizer_steps=critic_steps_total(config),
+        precision=config.run.precision,
+        tokens_per_microbatch=config.train.tokens_per_microbatch,
+        value_clip=settings.value_clip,
+    )
+
+
+def critic_from(place: str, config: RunConfig, device: torch.device) -> ScalarModel:
+    """A reward model with its head, or a language model with a new one."""
+    folder = Path(place)
+    classes = (read_config(folder).architectures or []) if folder.is_dir() else []
+    if any(name.endswith("ForSequenceClassification") for name in classes):
+        return load_scalar_model(folder, dtype=torch.float32, device=device)
+    body = load_model(
+        place,
+        dtype=torch.float32,
+        device=device,
+        implementation=config.model.implementation,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return ScalarModel(body)
+
+
+def restored(trainer: LocalTrainer | PairTrainer, saved: Saved | None) -> Progress | None:
     """Put a checkpoint into the trainer; where it was taken, or None without one."""
     if saved is None:
         return None
@@ -401,6 +513,8 @@ def export_run(loaded: Loaded, *, to: Path, step: int | None = None) -> Path:
         raise DataError(f"{folder.checkpoints}: no checkpoint yet. The run writes one every checkpoint.every updates.")
     tokenizer = load_tokenizer(config.model, base_dir)
     model = named_model(config, tokenizer, base_dir, torch.device("cpu"))
+    if saved.progress.stage == "reward_model":
+        model = scalar_model(config, tokenizer, model)
     FlatWeights(model, torch.float32).master.copy_(saved.tensors["master"])
     save_hf(to, model.hf_config, model.named_weights(), tokenizer.hf)
     return to

@@ -42,6 +42,8 @@ class Prompt:
     """The gold answer, from the mapped column."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the row, for rewards."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The {role, content} messages that `text` renders, when `data.chat`; for rewards with a template of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ class Group:
     """Reward component name -> one score per sample."""
     rewards: tuple[float | None, ...] = ()
     """Weighted sum of the scores per sample; None marks a sample that could not be scored."""
+    greedy: Group | None = None
+    """The prompt's greedy sample as a scored group of one, where the algorithm compares with it."""
 
     def scored(self, scores: Mapping[str, tuple[Score, ...]], rewards: tuple[float | None, ...]) -> Group:
         if len(rewards) != len(self.samples):
@@ -165,6 +169,21 @@ class Batch:
 
 
 @dataclass(slots=True)
+class Control:
+    """What an algorithm carries from one update to the next."""
+
+    kl_coef: float | None = None
+    """Current KL coefficient; None until a controller has moved it from the configured one."""
+    kl_missed_steps: int = 0
+    """Updates in a row whose KL was too far from its target for the coefficient to follow; negative: below it."""
+    reward_count: int = 0
+    """Rewards that the running mean and deviation are over."""
+    reward_mean: float = 0.0
+    reward_squares: float = 0.0
+    """Sum of squared deviations from that mean."""
+
+
+@dataclass(slots=True)
 class Progress:
     """Where a run is; everything the loop needs besides weights to continue. Written into every checkpoint."""
 
@@ -178,3 +197,10 @@ class Progress:
     """The step whose evaluation was logged last, so that one cut short by a stop is made up for."""
     metrics_bytes: int = 0
     """Length of metrics.jsonl when the checkpoint was written; a resumed run truncates the file to it."""
+    control: Control = field(default_factory=Control)
+    """Of the stage's algorithm, which changes this very object."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
+        """The inverse of `dataclasses.asdict`. Raises TypeError for fields that there are not."""
+        return cls(**{**values, "control": Control(**values.get("control", {}))})

@@ -91,6 +91,8 @@ def outcomes(rewards, lengths, group_S, mask=None):
         max(group_S) + 1,
         torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         torch.ones(num_tokens, dtype=torch.float64) if mask is None else torch.tensor(mask, dtype=torch.float64),
+        value_T=torch.linspace(-1, 1, num_tokens, dtype=torch.float64),
+        greedy_reward_N=torch.linspace(0, 1, max(group_S) + 1, dtype=torch.float64),
     )
 
 
@@ -118,7 +120,12 @@ def test_every_credit_is_finite_where_samples_are_unscored_alone_or_equal(name):
     assert advantages_T.shape == case.loss_mask_T.shape
 
 
-@pytest.mark.parametrize("name", sorted(set(CREDIT) - {"group_mean_whitened"}))
+JUDGED_AMONG_SIBLINGS = sorted(
+    name for name, entry in CREDIT.items() if "siblings" in entry.needs and name != "group_mean_whitened"
+)
+
+
+@pytest.mark.parametrize("name", JUDGED_AMONG_SIBLINGS)
 def test_every_group_credit_gives_zero_to_equal_rewards_and_single_samples(name):
     advantages_T = CREDIT[name].function(outcomes([0.1] * 7 + [5.0], [2] * 8, [0] * 7 + [1]))
     assert advantages_T.tolist() == [0] * 16

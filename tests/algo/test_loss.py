@@ -197,6 +197,7 @@ def test_measures_by_hand():
         "entropy": 2,
         "clip_low_frac": 1 / 3,
         "clip_high_frac": 1 / 3,
+        "ratio_clipped_mean": (0.8 + 1.2 + 1.2) / 3,
         "ratio_mean": (0.5 + 2 + 3) / 3,  # raw: the clip does not hide that the policy has moved
         "ratio_max": 3,
         "mismatch_gap": 1 / 3,

@@ -19,12 +19,15 @@ from hone.config.run import AlgorithmSection
         ("ratio", RATIO),
         ("clip", CLIP),
         ("aggregate", AGGREGATE),
-        ("correction", CORRECTION),
         ("kl_estimator", KL),
     ],
 )
 def test_config_and_table_name_the_same_choices(key, table):
     assert set(get_args(AlgorithmSection.model_fields[key].annotation)) == set(table)
+
+
+def test_corrections_are_those_of_the_table_and_auto():
+    assert set(get_args(AlgorithmSection.model_fields["correction"].annotation)) == {"auto", *CORRECTION}
 
 
 def test_a_reference_is_needed_only_for_a_kl_term():

@@ -9,6 +9,9 @@ ROWS = {
     "grpo": ("group_norm", "token", "ppo", 0.2, 0.2, "sample_mean", 0.04, False),
     "dr_grpo": ("group_mean", "token", "ppo", 0.2, 0.2, "fixed_length", 0.0, False),
     "dapo": ("group_norm", "token", "ppo", 0.2, 0.28, "token_mean", 0.0, True),
+    "ppo": ("gae", "token", "ppo", 0.2, 0.2, "token_mean", 0.0, False),
+    "reinforce_pp": ("reinforce_pp", "token", "ppo", 0.2, 0.2, "token_mean", 0.0, False),
+    "remax": ("remax", "token", "ppo", 0.2, 0.2, "fixed_length", 0.0, False),
     "reinforce": ("group_mean", "none", "none", 0.2, 0.2, "token_mean", 0.0, False),
 }
 

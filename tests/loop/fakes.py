@@ -157,6 +157,7 @@ def fake_run(
     algorithm = SimpleNamespace(
         needs=frozenset(),
         informative=lambda rewards: informative(rewards, None),
+        after_update=lambda batch, metrics: ({}, None),
         assign=lambda batch: (batch.with_column("advantages_T", torch.ones_like(batch.sampler_logprobs_T)), {}),
     )
     return PolicyRun(

@@ -2,7 +2,8 @@
 
 Conventions that hold for every function: NaN marks an unscored sample, which enters no baseline and gets advantage 0;
 standard deviations are unbiased; a group with one scored member, or with all rewards equal, has nothing to say and
-gets 0, never NaN and never the reward itself.
+gets 0, never NaN and never the reward itself. What a sample earned over its baseline is a reward at its last token;
+with a KL penalty in the reward, or a discount, an earlier token's advantage is the return from there on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.algo.registry import Entry
+from hone.algo.returns import discounted_returns, gae, token_rewards
 from hone.algo.segments import segment_mean, segment_range, segment_sum
 
 STD_FLOOR = 1e-6  # in reward units; keeps a nearly equal group from exploding, as published
@@ -32,6 +34,14 @@ class Outcomes:
     """(T,) int64: which sample a token belongs to."""
     loss_mask_T: Tensor
     """(T,) float, 1 where the policy wrote the token and its sample was scored."""
+    penalty_T: Tensor | None = None
+    """(T,) reward of each token alone, such as minus the KL to the reference; None: there is none."""
+    value_T: Tensor | None = None
+    """(T,) the critic's value of the state before each token; only where the row needs `values`."""
+    greedy_reward_N: Tensor | None = None
+    """(num_groups,) shaped reward of the greedy sample, NaN where unscored; only where the row needs it."""
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
 
 
 def group_mean(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
@@ -87,27 +97,64 @@ def best_of_group(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
 def length_weighted(outcomes: Outcomes) -> Tensor:
     """R - sum(length R) / sum(length): the baseline of least variance for long responses (OPO, arXiv:2505.23585).
 
-    Length counts loss tokens. (T,) in reward units.
+    Length counts loss tokens. (S,) in reward units.
     """
     o = outcomes
     length_S = segment_sum(o.loss_mask_T, o.sample_T, len(o.reward_S)) * ~o.reward_S.isnan()
     baseline_N = segment_mean(o.reward_S.nan_to_num(0.0), length_S, o.group_S, o.num_groups)
     speaks_S = (segment_range(o.reward_S, o.group_S, o.num_groups) > 0)[o.group_S]
-    return ((o.reward_S.nan_to_num(0.0) - baseline_N[o.group_S]) * speaks_S)[o.sample_T]
+    return (o.reward_S.nan_to_num(0.0) - baseline_N[o.group_S]) * speaks_S
+
+
+def over_greedy(outcomes: Outcomes) -> Tensor:
+    """R - reward of the greedy sample of the prompt (ReMax, arXiv:2310.10505); 0 where either was not scored. (S,)."""
+    assert outcomes.greedy_reward_N is not None, "the row needs greedy rewards but the batch has none"
+    return (outcomes.reward_S - outcomes.greedy_reward_N[outcomes.group_S]).nan_to_num(0.0)
+
+
+def spread(earned_S: Tensor, outcomes: Outcomes) -> Tensor:
+    """(T,) advantage of every token: the discounted return of what its sample earned and of its penalties."""
+    o = outcomes
+    if o.penalty_T is None and o.gamma == 1:
+        return earned_S[o.sample_T]
+    reward_T = token_rewards(earned_S, o.penalty_T, o.sample_T, o.loss_mask_T)
+    return discounted_returns(reward_T, o.sample_T, o.loss_mask_T, gamma=o.gamma).to(earned_S.dtype)
 
 
 def whiten(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """(T,) advantages with mean 0 and unbiased std 1 over the unmasked tokens of the whole batch; 0 elsewhere."""
-    count = mask_T.sum()
-    centred_T = (advantages_T - (advantages_T * mask_T).sum() / count.clamp(min=1)) * mask_T
+    """(T,) advantages with mean 0 and unbiased std 1 over the unmasked tokens of the whole batch; 0 elsewhere.
+
+    In float64: the rounding of a float32 mean, divided by the std of equal advantages, would look like credit.
+    """
+    known_T, weight_T = advantages_T.double(), mask_T.double()
+    count = weight_T.sum()
+    centred_T = (known_T - (known_T * weight_T).sum() / count.clamp(min=1)) * weight_T
     variance = centred_T.square().sum() / (count - 1).clamp(min=1)
-    return centred_T / (variance.sqrt() + STD_FLOOR)
+    return (centred_T / (variance.sqrt() + STD_FLOOR)).to(advantages_T.dtype)
 
 
 def group_mean_whitened(outcomes: Outcomes) -> Tensor:
     """R - group mean, then whitened over the tokens of the batch (REINFORCE++ baseline, arXiv:2501.03262). (T,)."""
     o = outcomes
-    return whiten(group_mean(o.reward_S, o.group_S, o.num_groups)[o.sample_T], o.loss_mask_T)
+    return whiten(spread(group_mean(o.reward_S, o.group_S, o.num_groups), o), o.loss_mask_T)
+
+
+def whitened_return(outcomes: Outcomes) -> Tensor:
+    """Discounted return of the token rewards, whitened over the batch (REINFORCE++, arXiv:2501.03262). (T,)."""
+    return whiten(spread(outcomes.reward_S.nan_to_num(0.0), outcomes), outcomes.loss_mask_T)
+
+
+def critic_advantage(outcomes: Outcomes) -> Tensor:
+    """(T,) generalised advantages over a critic's values, in reward units; see `returns.gae`."""
+    o = outcomes
+    assert o.value_T is not None, "the row needs a critic's values but the batch has no value_T"
+    reward_T = token_rewards(o.reward_S.nan_to_num(0.0), o.penalty_T, o.sample_T, o.loss_mask_T)
+    return gae(reward_T, o.value_T, o.sample_T, o.loss_mask_T, gamma=o.gamma, lam=o.gae_lambda).to(o.reward_S.dtype)
+
+
+def whitened_gae(outcomes: Outcomes) -> Tensor:
+    """`critic_advantage`, whitened over the batch (PPO, arXiv:1707.06347). (T,)."""
+    return whiten(critic_advantage(outcomes), outcomes.loss_mask_T)
 
 
 def _std(deviation_S: Tensor, reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
@@ -119,25 +166,41 @@ def _std(deviation_S: Tensor, reward_S: Tensor, group_S: Tensor, num_groups: int
 CreditFunction = Callable[[Outcomes], Tensor]
 
 
-def _per_sample(function: Callable[[Tensor, Tensor, int], Tensor]) -> CreditFunction:
-    """Give every token the advantage of its sample."""
-    return lambda o: function(o.reward_S, o.group_S, o.num_groups)[o.sample_T]
+def _among_siblings(function: Callable[[Tensor, Tensor, int], Tensor]) -> CreditFunction:
+    """What each sample earned over its siblings, spread over its tokens."""
+    return lambda o: spread(function(o.reward_S, o.group_S, o.num_groups), o)
 
 
 SIBLINGS = frozenset({"siblings"})
 CREDIT: dict[str, Entry[CreditFunction]] = {
     "group_norm": Entry(
-        _per_sample(group_norm), "(R - mean) / (std + 1e-6) in the group", "arXiv:2402.03300", SIBLINGS
+        _among_siblings(group_norm), "(R - mean) / (std + 1e-6) in the group", "arXiv:2402.03300", SIBLINGS
     ),
-    "group_mean": Entry(_per_sample(group_mean), "R - mean in the group", "arXiv:2503.20783", SIBLINGS),
-    "leave_one_out": Entry(_per_sample(leave_one_out), "R - mean of the siblings", "arXiv:2402.14740", SIBLINGS),
+    "group_mean": Entry(_among_siblings(group_mean), "R - mean in the group", "arXiv:2503.20783", SIBLINGS),
+    "leave_one_out": Entry(_among_siblings(leave_one_out), "R - mean of the siblings", "arXiv:2402.14740", SIBLINGS),
     "group_mean_whitened": Entry(
         group_mean_whitened, "R - mean in the group, whitened over the batch", "arXiv:2501.03262", SIBLINGS
     ),
     "length_weighted": Entry(
-        length_weighted, "R - sum(length R) / sum(length) in the group", "arXiv:2505.23585", SIBLINGS
+        lambda o: spread(length_weighted(o), o),
+        "R - sum(length R) / sum(length) in the group",
+        "arXiv:2505.23585",
+        SIBLINGS,
     ),
     "best_of_group": Entry(
-        _per_sample(best_of_group), "(best - second best) / std for the best", "arXiv:2503.19595", SIBLINGS
+        _among_siblings(best_of_group), "(best - second best) / std for the best", "arXiv:2503.19595", SIBLINGS
+    ),
+    "remax": Entry(
+        lambda o: spread(over_greedy(o), o),
+        "R - R of the greedy sample",
+        "arXiv:2310.10505",
+        frozenset({"greedy_reward"}),
+    ),
+    "reinforce_pp": Entry(whitened_return, "sum_k gamma^k r_(t+k), whitened over the batch", "arXiv:2501.03262"),
+    "gae": Entry(
+        whitened_gae,
+        "sum_k (gamma lambda)^k (r + gamma V' - V)_(t+k), whitened over the batch",
+        "arXiv:1506.02438",
+        frozenset({"values"}),
     ),
 }

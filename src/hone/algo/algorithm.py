@@ -11,30 +11,45 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hone.algo.advantage import CREDIT, Outcomes
+from hone.algo.advantage import CREDIT, Outcomes, critic_advantage
+from hone.algo.control import ALARM_STEPS, normalized, observe_rewards, reward_std, steer_kl
 from hone.algo.correction import CORRECTION
 from hone.algo.kl import KL, MAX_LOG_RATIO, k3
-from hone.algo.loss import AGGREGATE, CLIP, RATIO, Bounds, Objective, Tokens, log_ratio
-from hone.algo.shaping import clip_rewards, informative, overlong_penalty
+from hone.algo.loss import (
+    AGGREGATE,
+    CLIP,
+    RATIO,
+    Bounds,
+    Objective,
+    Ragged,
+    Tokens,
+    covariance_outliers,
+    log_ratio,
+)
+from hone.algo.shaping import clip_rewards, informative, keep_fraction, overlong_penalty
+from hone.algo.value import explained_variance
 from hone.config.run import AlgorithmSection
-from hone.types import Batch, Totals
+from hone.types import Batch, Control, Totals
 
 TOKEN_MEANS = {
+    "kl": "train/kl_ref",
     "entropy": "train/entropy",
     "clip_low": "train/clip_low_frac",
     "clip_high": "train/clip_high_frac",
     "clip_dual": "train/clip_dual_frac",
     "dropped": "train/correction_dropped_frac",
+    "correction": "train/correction_mean",
     "ratio": "train/ratio_mean",
+    "ratio_clipped": "train/ratio_clipped_mean",
     "mismatch_gap": "train/mismatch_gap",
     "mismatch_ratio": "train/mismatch_ratio_mean",
     "mismatch_kl": "train/mismatch_kl",
 }
 """What is measured as a sum over loss tokens, and the metric that its mean is."""
 
-MEASURES = ("loss", "kl", "tokens", *TOKEN_MEANS, "ratio_max")
-"""Order of the values that `Algorithm.loss` measures: `loss` and `kl` are aggregated as the loss is, `ratio_max` is a
-maximum, the rest are sums over loss tokens."""
+MEASURES = ("loss", "tokens", *TOKEN_MEANS, "ratio_max")
+"""Order of the values that `Algorithm.loss` measures: `loss` is the quantity optimised, `ratio_max` a maximum, the
+rest are sums over loss tokens."""
 
 
 class Algorithm:
@@ -43,38 +58,60 @@ class Algorithm:
     Args:
         section: names and numbers.
         max_response_tokens: the rollout's limit; only `fixed_length` and the overlong penalty need it.
+        correction: what `auto` comes to in this run, which depends on more than the row; None: no correction.
+        control: what is carried from update to update; `assign` and `after_update` change it.
     """
 
-    def __init__(self, section: AlgorithmSection, *, max_response_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        section: AlgorithmSection,
+        *,
+        max_response_tokens: int | None = None,
+        correction: str | None = None,
+        control: Control | None = None,
+    ) -> None:
         if max_response_tokens is None and (section.aggregate == "fixed_length" or section.overlong_buffer_tokens):
             raise ValueError("fixed_length and the overlong penalty need max_response_tokens")
         self.section = section
         self.max_response_tokens = max_response_tokens or 0
+        self.control = control or Control()
         self._credit = CREDIT[section.credit]
         self._ratio = RATIO[section.ratio]
         self._clip = CLIP[section.clip]
         self._aggregate = AGGREGATE[section.aggregate]
-        self._kl = KL[section.kl_estimator] if section.kl_loss_coef else None
-        self._correction = CORRECTION[section.correction]
+        self._kl = KL[section.kl_estimator] if section.kl_loss_coef or section.kl_reward_coef else None
+        chosen = section.correction if section.correction != "auto" else correction
+        self._correction = CORRECTION[chosen or "none"]
         self._bounds = Bounds(section.clip_low, section.clip_high, section.dual_clip, section.sapo_tau)
         entries = (self._credit, self._ratio, self._clip, self._aggregate, self._kl, self._correction)
         self.needs: frozenset[str] = frozenset().union(*(entry.needs for entry in entries if entry))
         """What a run must provide: see `registry.Entry.needs`."""
+        if section.kl_reward_coef and section.old_logprobs == "trainer":
+            self.needs |= {"policy_logprobs"}
 
     @property
     def _token_means(self) -> dict[str, str]:
         """Measure -> metric, for the measures that mean something for this row."""
-        means = dict(TOKEN_MEANS)
-        if self.section.dual_clip is None:
-            del means["clip_dual"]
-        if self.section.correction == "none":
-            del means["dropped"]
-        return means
+        section, means = self.section, dict(TOKEN_MEANS)
+        meaningless = {
+            "kl": not section.kl_loss_coef,
+            "clip_dual": section.dual_clip is None,
+            "dropped": self._correction is CORRECTION["none"],
+            "correction": self._correction is CORRECTION["none"],
+            "ratio_clipped": section.clip not in ("ppo", "clip_cov"),
+        }
+        return {measure: name for measure, name in means.items() if not meaningless.get(measure)}
+
+    @property
+    def kl_coef(self) -> float:
+        """The KL coefficient of this update: the configured one, until a controller moved it."""
+        configured = self.section.kl_loss_coef or self.section.kl_reward_coef
+        return configured if self.control.kl_coef is None else self.control.kl_coef
 
     @property
     def only_advantage_has_gradient(self) -> bool:
         """Whether a sample with advantage 0 adds nothing to the gradient, so that no pass need be spent on it."""
-        return self._kl is None and self.section.entropy_coef == 0
+        return self.section.kl_loss_coef == 0 and self.section.entropy_coef == 0
 
     @property
     def entropy_has_gradient(self) -> bool:
@@ -88,27 +125,146 @@ class Algorithm:
     def assign(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Shape the rewards and give every token its advantage, as column `advantages_T` (float32).
 
-        Order: clip of the raw reward, overlong penalty, baseline. Returns the batch and what was shaped.
+        Order: clip of the raw reward, truncation, normalisation, overlong penalty, baseline, KL in the reward. With a
+        critic also its targets, as `return_T`. Returns the batch and what was measured.
         """
-        section, metrics, reward_S = self.section, {}, batch.reward_S
-        scored_S = ~reward_S.isnan()
+        if self.section.old_logprobs == "sampler":
+            batch = batch.with_column("old_logprobs_T", batch.sampler_logprobs_T)
+        reward_S, metrics = self._shape(batch)
+        penalty_T, kl_metrics = self._penalties(batch)
+        sample_T = torch.arange(len(batch.length_S), device=reward_S.device).repeat_interleave(batch.length_S)
+        outcomes = Outcomes(
+            reward_S,
+            batch.prompt_S,
+            len(batch.prompts),
+            sample_T,
+            batch.loss_mask_T,
+            penalty_T=penalty_T,
+            value_T=batch.columns.get("value_T"),
+            greedy_reward_N=self._greedy_rewards(batch),
+            gamma=self.section.gamma,
+            gae_lambda=self.section.gae_lambda,
+        )
+        advantages_T = self._credit.function(outcomes) * batch.loss_mask_T
+        batch = batch.with_column("advantages_T", advantages_T)
+        if "values" in self.needs:
+            value_T, mask_T = batch.columns["value_T"], batch.loss_mask_T
+            return_T = (critic_advantage(outcomes) + value_T) * mask_T
+            batch = batch.with_column("return_T", return_T)
+            metrics["critic/explained_variance"] = explained_variance(value_T, return_T, mask_T)
+        if self.section.clip == "clip_cov":
+            share, low, high = self.section.clip_cov
+            logprobs_T = batch.columns.get("old_logprobs_T", batch.sampler_logprobs_T)
+            outlier_T = covariance_outliers(
+                logprobs_T, advantages_T, batch.loss_mask_T, share=share, low=low, high=high
+            )
+            batch = batch.with_column("outlier_T", outlier_T)
+            metrics["train/clip_cov_frac"] = float(outlier_T.sum() / batch.loss_mask_T.sum().clamp(min=1))
+        return batch, metrics | kl_metrics
+
+    def after_update(self, batch: Batch, metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
+        """Steer the KL coefficient by what was measured. Returns more metrics, and an alarm to tell people of if any.
+
+        Args:
+            batch: what the update trained on.
+            metrics: of `assign` and of the update.
+        """
+        kl, section = metrics.get("train/kl_ref"), self.section
+        if self._kl is None or kl is None:
+            return {}, None
+        has_loss_T = (batch.loss_mask_T > 0).double()
+        count_S = has_loss_T.new_zeros(len(batch.length_S)).index_add(
+            0, torch.arange(len(batch.length_S), device=has_loss_T.device).repeat_interleave(batch.length_S), has_loss_T
+        )
+        per_sequence = kl * float(count_S.sum() / (count_S > 0).sum().clamp(min=1))
+        more = {"train/kl_coef": self.kl_coef, "train/kl_ref_sequence": per_sequence}
+        if section.kl_target is None:
+            return more, None
+        alarm = steer_kl(
+            self.control,
+            coef=self.kl_coef,
+            kl=kl if section.kl_target_unit == "per_token" else per_sequence,
+            target=section.kl_target,
+            samples=len(batch.length_S),
+            horizon_samples=section.kl_horizon_samples,
+        )
+        return more, self._kl_alarm(more, kl) if alarm else None
+
+    def _kl_alarm(self, metrics: dict[str, float], per_token: float) -> str:
+        section, missed = self.section, self.control.kl_missed_steps
+        got = per_token if section.kl_target_unit == "per_token" else metrics["train/kl_ref_sequence"]
+        unit = section.kl_target_unit.replace("_", " ")
+        return (
+            f"the KL to the reference has been {'above' if missed > 0 else 'below'} algorithm.kl_target = "
+            f"{section.kl_target:g} nats {unit} for {abs(missed)} updates (now {got:.3g}; the alarm comes every "
+            f"{ALARM_STEPS}), and the coefficient, now {self.kl_coef:.3g}, does not bring it there. Check the target "
+            "and its unit (algorithm.kl_target_unit), or lower algorithm.kl_horizon_samples."
+        )
+
+    def _shape(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """(S,) shaped rewards, and what shaping did to the scored ones."""
+        section, metrics, raw_S = self.section, {}, batch.reward_S
+        scored_S = ~raw_S.isnan()
         num_scored = max(int(scored_S.sum()), 1)
+        truncated_S = batch.columns.get("truncated_S")
+        reward_S = self._cut(raw_S, truncated_S)
         if section.reward_clip is not None:
-            raw_S, reward_S = reward_S, clip_rewards(reward_S, section.reward_clip)
-            metrics["train/reward_clipped_frac"] = int((raw_S[scored_S] != reward_S[scored_S]).sum()) / num_scored
+            outside_S = clip_rewards(raw_S, section.reward_clip) != raw_S
+            metrics["train/reward_clipped_frac"] = int(outside_S[scored_S].sum()) / num_scored
+        if section.normalize_rewards:
+            observe_rewards(self.control, reward_S)
+            metrics["train/reward_running_mean"] = self.control.reward_mean
+            metrics["train/reward_running_std"] = reward_std(self.control)
+        before_S = self._normalized(reward_S)
+        reward_S = self._penalised(before_S, batch.length_S)
         if section.overlong_buffer_tokens:
-            penalty_S = overlong_penalty(
-                batch.length_S,
-                max_tokens=self.max_response_tokens,
-                buffer_tokens=section.overlong_buffer_tokens,
-                factor=section.overlong_penalty,
-            ).to(reward_S.dtype)
-            reward_S = reward_S + penalty_S
-            metrics["train/overlong_penalty_mean"] = float(penalty_S[scored_S].sum()) / num_scored
-        num_samples = len(batch.length_S)
-        sample_T = torch.arange(num_samples, device=reward_S.device).repeat_interleave(batch.length_S)
-        outcomes = Outcomes(reward_S, batch.prompt_S, len(batch.prompts), sample_T, batch.loss_mask_T)
-        return batch.with_column("advantages_T", self._credit.function(outcomes) * batch.loss_mask_T), metrics
+            metrics["train/overlong_penalty_mean"] = float((reward_S - before_S)[scored_S].sum()) / num_scored
+        return reward_S, metrics
+
+    def _greedy_rewards(self, batch: Batch) -> Tensor | None:
+        """(N,) rewards of the greedy samples, shaped as those that are compared with them; None without any."""
+        reward_N = batch.columns.get("greedy_reward_N")
+        if reward_N is None:
+            return None
+        cut_N = self._cut(reward_N, batch.columns["greedy_truncated_N"])
+        return self._penalised(self._normalized(cut_N), batch.columns["greedy_length_N"])
+
+    def _cut(self, reward: Tensor, truncated: Tensor | None) -> Tensor:
+        section = self.section
+        if section.reward_clip is not None:
+            reward = clip_rewards(reward, section.reward_clip)
+        if section.truncated_reward_factor < 1:
+            assert truncated is not None, "truncated_reward_factor needs to know which samples were cut"
+            reward = keep_fraction(reward, truncated, section.truncated_reward_factor)
+        return reward
+
+    def _normalized(self, reward: Tensor) -> Tensor:
+        return normalized(reward, self.control) if self.section.normalize_rewards else reward
+
+    def _penalised(self, reward: Tensor, length: Tensor) -> Tensor:
+        section = self.section
+        if not section.overlong_buffer_tokens:
+            return reward
+        penalty = overlong_penalty(
+            length,
+            max_tokens=self.max_response_tokens,
+            buffer_tokens=section.overlong_buffer_tokens,
+            factor=section.overlong_penalty,
+        )
+        return reward + penalty.to(reward.dtype)
+
+    def _penalties(self, batch: Batch) -> tuple[Tensor | None, dict[str, float]]:
+        """(T,) minus the weighted KL of each token, or None without KL in the reward; and the mean KL."""
+        if self._kl is None or not self.section.kl_reward_coef:
+            return None, {}
+        difference_T = batch.columns["old_logprobs_T"] - batch.columns["ref_logprobs_T"]
+        kl_T = self._kl.function(difference_T) * batch.loss_mask_T
+        mean = float(kl_T.sum() / batch.loss_mask_T.sum().clamp(min=1))
+        return -self.kl_coef * kl_T, {"train/kl_ref": mean}
+
+    def weigh(self, tokens: Ragged, totals: Totals) -> Tensor:
+        """(T,) weights by which the row adds token losses up."""
+        return self._aggregate.function(tokens, totals, self.max_response_tokens)
 
     def loss(self, tokens: Tokens, totals: Totals) -> tuple[Tensor, Tensor]:
         """The loss of one microbatch, to be summed over the microbatches of an optimizer step.
@@ -119,33 +275,33 @@ class Algorithm:
             A scalar with gradient, and (len(MEASURES),) what was measured, without; see `summarize`.
         """
         section = self.section
-        weight_T = self._aggregate.function(tokens, totals, self.max_response_tokens)
-        objective = self._clip.function(self._ratio.function(tokens), tokens, self._bounds)
+        weight_T = self.weigh(tokens, totals)
+        ratio_T = self._ratio.function(tokens)
+        objective = self._clip.function(ratio_T, tokens, self._bounds)
         correction_T = self._correction.function(tokens, section.correction_low, section.correction_high)
         loss_T = -objective.value_T * correction_T
         kl_T = torch.zeros_like(weight_T)
-        if self._kl is not None:
+        if self._kl is not None and section.kl_loss_coef:
             assert tokens.ref_logprobs_T is not None, "the row has a KL term but the batch no ref_logprobs_T"
             kl_T = self._kl.function(tokens.logprobs_T - tokens.ref_logprobs_T)
-            loss_T = loss_T + section.kl_loss_coef * kl_T
+            loss_T = loss_T + self.kl_coef * kl_T
         if section.entropy_coef:
             loss_T = loss_T - section.entropy_coef * tokens.entropy_T
         loss = (weight_T * loss_T).sum()
         with torch.no_grad():
-            measured = _measure(tokens, weight_T, loss, kl_T, objective, correction_T)
+            bounded_T = ratio_T.clamp(1 - section.clip_low, 1 + section.clip_high)
+            measured = _measure(tokens, loss, kl_T, objective, correction_T, bounded_T)
         return loss, measured
 
     def summarize(self, measured: Sequence[Sequence[float]], optimizer_steps: int) -> dict[str, float]:
         """Metrics of one update from what each of its microbatches measured.
 
-        Loss and KL are means over optimizer steps of the quantity optimised; the others are means over loss tokens of
+        The loss is a mean over optimizer steps of the quantity optimised; the others are means over loss tokens of
         the samples that were trained on (those without advantage cost no pass, so nothing is known of them). Without
         any such token only the loss is known.
         """
         sums = {name: sum(row[i] for row in measured) for i, name in enumerate(MEASURES)}
         metrics = {"train/loss": sums["loss"] / optimizer_steps, "train/tokens": sums["tokens"]}
-        if self._kl is not None:
-            metrics["train/kl_ref"] = sums["kl"] / optimizer_steps
         if sums["tokens"]:
             metrics |= {name: sums[measure] / sums["tokens"] for measure, name in self._token_means.items()}
             metrics["train/ratio_max"] = max(row[-1] for row in measured)
@@ -153,7 +309,7 @@ class Algorithm:
 
 
 def _measure(
-    tokens: Tokens, weight_T: Tensor, loss: Tensor, kl_T: Tensor, objective: Objective, correction_T: Tensor
+    tokens: Tokens, loss: Tensor, kl_T: Tensor, objective: Objective, correction_T: Tensor, bounded_T: Tensor
 ) -> Tensor:
     """(len(MEASURES),) values in that order. One product with the mask instead of one reduction per metric."""
     mask_T, dtype = tokens.loss_mask_T, tokens.logprobs_T.dtype
@@ -162,17 +318,19 @@ def _measure(
     per_token = torch.stack(
         [
             torch.ones_like(mask_T),
+            kl_T,
             tokens.entropy_T,
             objective.clipped_low_T.to(dtype),
             objective.clipped_high_T.to(dtype),
             objective.clipped_dual_T.to(dtype),
             (correction_T == 0).to(dtype),
+            correction_T,
             ratio_T,
+            bounded_T,
             mismatch_T.abs(),
             mismatch_T.exp(),
             k3(-mismatch_T),  # tokens were drawn from the sampler, so its KL to the trainer is what can be estimated
         ]
     )
-    kl = (weight_T * kl_T).sum()
-    ratio_max = (ratio_T * mask_T).amax() if len(mask_T) else torch.zeros_like(kl)
-    return torch.cat([torch.stack([loss, kl]), per_token @ mask_T, ratio_max[None]])
+    ratio_max = (ratio_T * mask_T).amax() if len(mask_T) else torch.zeros_like(loss)
+    return torch.cat([loss[None], per_token @ mask_T, ratio_max[None]])

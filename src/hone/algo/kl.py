@@ -1,7 +1,7 @@
 """Per-token estimators of the KL from the policy to a frozen reference (Schulman, "Approximating KL divergence", 2020).
 
 All take d = logprobs - ref_logprobs (T,) of tokens sampled from the policy. k1 is unbiased and may be negative; as a
-loss its expected gradient is zero, so it is here for measuring only and not in the table that run files choose from.
+loss its expected gradient is zero, so there a rule of the configuration refuses it, but not in the reward.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def absolute(difference_T: Tensor) -> Tensor:
 
 
 KL: dict[str, Entry[Callable[[Tensor], Tensor]]] = {
+    "k1": Entry(k1, "d", needs=frozenset({"ref_logprobs"})),
     "k2": Entry(k2, "d^2 / 2", needs=frozenset({"ref_logprobs"})),
     "k3": Entry(k3, "exp(-d) - 1 + d", "arXiv:2402.03300", needs=frozenset({"ref_logprobs"})),
     "abs": Entry(absolute, "|d|", needs=frozenset({"ref_logprobs"})),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,12 +22,23 @@ from hone.algo.segments import segment_mean, segment_sum
 from hone.types import Totals
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The T response tokens of one microbatch, as the loss sees them. Only `logprobs_T` and `entropy_T` have gradient.
+@dataclass(frozen=True, kw_only=True)
+class Ragged:
+    """Which of a microbatch's T tokens count, and whose they are.
 
     Whole samples only: a sample's tokens are never spread over microbatches.
     """
+
+    loss_mask_T: Tensor
+    """(T,) 1 where the policy wrote the token and its sample was scored, else 0."""
+    sample_T: Tensor
+    """(T,) int64 in [0, num_samples): the token's sample within this microbatch."""
+    num_samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Ragged):
+    """The T response tokens of a microbatch, as the loss sees them. Only `logprobs_T` and `entropy_T` have gradient."""
 
     logprobs_T: Tensor
     """(T,) of the policy now, at the sampling temperature."""
@@ -38,13 +49,10 @@ class Tokens:
     sampler_logprobs_T: Tensor
     """(T,) as recorded by the engine."""
     advantages_T: Tensor
-    loss_mask_T: Tensor
-    """(T,) 1 where the policy wrote the token and its sample was scored, else 0."""
-    sample_T: Tensor
-    """(T,) int64 in [0, num_samples): the token's sample within this microbatch."""
-    num_samples: int
     ref_logprobs_T: Tensor | None = None
     """(T,) of the frozen reference; only where the algorithm needs it."""
+    outlier_T: Tensor | None = None
+    """(T,) 1 for tokens that `covariance_outliers` found; only with that clip."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,34 @@ def sapo_gate(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
     return Objective(4 / tau_T * (tau_T * (ratio_T - 1)).sigmoid() * tokens.advantages_T, never_T, never_T, never_T)
 
 
+def clip_cov(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
+    """PPO's clip, and no gradient at all for the batch's `covariance_outliers` (Clip-Cov, arXiv:2505.22617)."""
+    assert tokens.outlier_T is not None, "the row clips by covariance but the batch has no outlier_T"
+    objective = ppo_clip(ratio_T, tokens, bounds)
+    value_T = torch.where(tokens.outlier_T > 0, objective.value_T.detach(), objective.value_T)
+    return replace(objective, value_T=value_T)
+
+
+def covariance_outliers(
+    logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, share: float, low: float, high: float
+) -> Tensor:
+    """(T,) 1 for the tokens of the batch that drive entropy down the most, at most `share` of all (at least one).
+
+    Those are tokens with a large (l - mean l) (A - mean A), means over the batch's unmasked tokens. The paper draws
+    them at random from those in (low, high); here the largest are taken, so that a batch alone decides. Equals of
+    the last one taken are taken too.
+    """
+    count = mask_T.sum()
+    means = [(value_T * mask_T).sum() / count.clamp(min=1) for value_T in (logprobs_T, advantages_T)]
+    covariance_T = (logprobs_T - means[0]) * (advantages_T - means[1])
+    inside_T = (mask_T > 0) & (covariance_T > low) & (covariance_T < high)
+    candidates = covariance_T[inside_T]
+    if len(candidates) == 0:
+        return torch.zeros_like(mask_T)
+    least = candidates.topk(min(max(int(share * float(count)), 1), len(candidates))).values[-1]
+    return (inside_T & (covariance_T >= least)).to(mask_T.dtype)
+
+
 def no_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
     """The multiplier times the advantage; the bounds have no meaning here."""
     never_T = _never(tokens)
@@ -165,31 +201,31 @@ def _outside(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> tuple[Tensor, T
 # ---- aggregate: -> the (T,) weights whose sum with the token losses is the loss -----------------------------------
 
 
-def token_mean(tokens: Tokens, totals: Totals, max_response_tokens: int) -> Tensor:
+def token_mean(tokens: Ragged, totals: Totals, max_response_tokens: int) -> Tensor:
     """Every token of the optimizer step counts the same (DAPO, arXiv:2503.14476)."""
     return tokens.loss_mask_T / max(totals.loss_tokens, 1)
 
 
-def sample_mean(tokens: Tokens, totals: Totals, max_response_tokens: int) -> Tensor:
+def sample_mean(tokens: Ragged, totals: Totals, max_response_tokens: int) -> Tensor:
     """Mean over a sample's tokens, then over samples: a token of a long response counts less (GRPO)."""
     mask_T, sample_T = tokens.loss_mask_T, tokens.sample_T
     tokens_S = segment_sum(mask_T, sample_T, tokens.num_samples)
     return mask_T / (tokens_S.clamp(min=1) * max(totals.samples, 1))[sample_T]
 
 
-def fixed_length(tokens: Tokens, totals: Totals, max_response_tokens: int) -> Tensor:
+def fixed_length(tokens: Ragged, totals: Totals, max_response_tokens: int) -> Tensor:
     """Sum over tokens / (samples x max_response_tokens): no length bias at all (Dr. GRPO, arXiv:2503.20783)."""
     return tokens.loss_mask_T / (max(totals.samples, 1) * max_response_tokens)
 
 
-def token_sum(tokens: Tokens, totals: Totals, max_response_tokens: int) -> Tensor:
+def token_sum(tokens: Ragged, totals: Totals, max_response_tokens: int) -> Tensor:
     """Plain sum over all tokens: the learning rate then depends on the size of the step."""
     return tokens.loss_mask_T
 
 
 RatioFunction = Callable[[Tokens], Tensor]
 ClipFunction = Callable[[Tensor, Tokens, Bounds], Objective]
-AggregateFunction = Callable[[Tokens, Totals, int], Tensor]
+AggregateFunction = Callable[[Ragged, Totals, int], Tensor]
 
 RATIO: dict[str, Entry[RatioFunction]] = {
     "token": Entry(token_ratio, "rho_t = exp(l - l_old)", "arXiv:1707.06347", frozenset({"old_logprobs"})),
@@ -203,6 +239,7 @@ CLIP: dict[str, Entry[ClipFunction]] = {
     "cispo": Entry(cispo_clip, "stop_gradient(min(rho, 1 + high)) A l", "arXiv:2506.13585"),
     "geo_mean": Entry(geo_mean_clip, "exp(mean_t bounded log rho_t) A", "arXiv:2507.20673"),
     "sapo": Entry(sapo_gate, "4 / tau sigmoid(tau (rho - 1)) A", "arXiv:2511.20347"),
+    "clip_cov": Entry(clip_cov, "as ppo; no gradient where (l - mean l)(A - mean A) is largest", "arXiv:2505.22617"),
     "none": Entry(no_clip, "rho A"),
 }
 AGGREGATE: dict[str, Entry[AggregateFunction]] = {

@@ -1,4 +1,4 @@
-"""What happens to a reward before any baseline is taken from it: clip of the raw value, then the length penalty.
+"""What happens to a reward before any baseline is taken from it: clip of the raw value, truncation, length penalty.
 
 The order matters: a clip after the baseline would not bound the reward. Not here: how scores become a reward (that is
 `reward/`), or a reward an advantage (`advantage.py`).
@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
 def clip_rewards(reward_S: Tensor, bounds: tuple[float, float]) -> Tensor:
     """(S,) raw rewards kept in [low, high]; NaN (unscored) stays NaN."""
     return reward_S.clamp(*bounds)
+
+
+def keep_fraction(reward_S: Tensor, truncated_S: Tensor, factor: float) -> Tensor:
+    """(S,) rewards where a truncated sample keeps `factor` of a positive one; a negative one stays as bad as it is."""
+    return torch.where((truncated_S > 0) & (reward_S > 0), reward_S * factor, reward_S)
 
 
 def overlong_penalty(length_S: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float) -> Tensor:

@@ -32,7 +32,13 @@ def optimizer_steps_per_update(config: RunConfig) -> int:
 
 
 def optimizer_steps_total(config: RunConfig) -> int:
-    """Optimizer steps of the whole RL stage: the length of the learning rate's schedule."""
+    """Optimizer steps of the policy in the whole RL stage: the length of the learning rate's schedule."""
+    waiting = config.critic.warmup_updates if needs_critic(config) else 0
+    return max(config.run.steps - waiting, 0) * optimizer_steps_per_update(config)
+
+
+def critic_steps_total(config: RunConfig) -> int:
+    """Optimizer steps of the critic in the whole RL stage: it learns in the policy's warm-up too."""
     return config.run.steps * optimizer_steps_per_update(config)
 
 
@@ -70,12 +76,26 @@ def penalty_starts_at_tokens(config: RunConfig) -> int | None:
 def ratio_range(config: RunConfig) -> str | None:
     """Where the policy ratio is kept; None when it is not bounded."""
     algorithm = config.algorithm
-    return f"{1 - algorithm.clip_low:g} to {1 + algorithm.clip_high:g}" if algorithm.clip == "ppo" else None
+    is_bounded = algorithm.clip in ("ppo", "clip_cov")
+    return f"{1 - algorithm.clip_low:g} to {1 + algorithm.clip_high:g}" if is_bounded else None
 
 
 def needs_reference(config: RunConfig) -> bool:
     """Whether a frozen copy of the policy is kept for the KL term."""
-    return "rl" in config.stages and config.algorithm.kl_loss_coef > 0
+    return "rl" in config.stages and max(config.algorithm.kl_loss_coef, config.algorithm.kl_reward_coef) > 0
+
+
+def needs_critic(config: RunConfig) -> bool:
+    """Whether a critic is trained beside the policy."""
+    return "rl" in config.stages and config.algorithm.credit == "gae"
+
+
+def correction(config: RunConfig) -> str:
+    """The off-policy correction that `auto` stands for, or the one that was chosen."""
+    algorithm = config.algorithm
+    if algorithm.correction != "auto":
+        return algorithm.correction
+    return "tis" if config.rollout.max_staleness > 0 and algorithm.old_logprobs == "trainer" else "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +125,8 @@ DERIVED: tuple[Derived, ...] = (
     Derived(
         "optimizer steps in all",
         "optimizer steps",
-        "steps x optimizer steps per update",
-        (_STEPS, _P, _G, _PASSES, _M),
+        "(steps, less critic.warmup_updates with a critic) x optimizer steps per update",
+        (_STEPS, _P, _G, _PASSES, _M, "critic.warmup_updates", "algorithm.credit"),
         optimizer_steps_total,
     ),
     Derived("samples in all", "samples", "steps x prompts_per_step x group_size", (_STEPS, _P, _G), samples_total),
@@ -147,7 +167,19 @@ DERIVED: tuple[Derived, ...] = (
         ratio_range,
     ),
     Derived(
-        "frozen reference", "", "kl_loss_coef > 0 in stage rl", ("algorithm.kl_loss_coef", "stages"), needs_reference
+        "frozen reference",
+        "",
+        "kl_loss_coef > 0 or kl_reward_coef > 0, in stage rl",
+        ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef", "stages"),
+        needs_reference,
+    ),
+    Derived("critic", "", "credit = gae in stage rl", ("algorithm.credit", "stages"), needs_critic),
+    Derived(
+        "off-policy correction",
+        "",
+        "correction, and where it is auto: tis with max_staleness > 0 and old_logprobs = trainer, else none",
+        ("algorithm.correction", "rollout.max_staleness", "algorithm.old_logprobs"),
+        correction,
     ),
 )
 """A few lines each, so that `hone explain` can say what a key changes."""

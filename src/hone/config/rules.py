@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hone.config.breach import Breach
-from hone.config.derived import longest_tokens, run_dir, samples_per_update
+from hone.config.derived import longest_tokens, needs_critic, run_dir, samples_per_update
 from hone.config.files import FILE_RULES, context_limit, template_columns
 from hone.config.run import RewardComponent, RunConfig
 
@@ -97,9 +97,30 @@ def stages_have_what_they_train_on(config: RunConfig) -> Iterator[Breach]:
     weights = [component.weight for component in config.reward.components]
     if "rl" in config.stages and weights and not any(weights) and not environment_rewards:
         yield Breach(("reward.components",), "every weight is 0, so there is nothing to learn. Give one a weight")
-    if "sft" in config.stages and config.sft.response_column is None and config.data.answer_column is None:
+    sft = config.sft
+    if "sft" in config.stages and not (sft.response_column or sft.messages_column or config.data.answer_column):
         keys = ("sft.response_column", "data.answer_column", "stages")
         yield Breach(keys, "is required for stage sft (or data.answer_column): the column with the text to imitate")
+
+
+def reward_model_stage_is_possible(config: RunConfig) -> Iterator[Breach]:
+    if "reward_model" not in config.stages:
+        return
+    if config.stages[-1] != "reward_model" or "rl" in config.stages:
+        yield Breach(
+            ("stages",),
+            f"reward_model must come last and without rl (got {', '.join(config.stages)}): it leaves no policy. "
+            "Train it in a run file of its own, and name its hf/ folder in a reward of the other",
+        )
+    if config.data.eval is None:
+        keys = ("data.eval", "stages")
+        yield Breach(keys, "is required for stage reward_model: held-out pairs, to measure accuracy and scores on")
+
+
+def imitates_one_thing(config: RunConfig) -> Iterator[Breach]:
+    if config.sft.messages_column is not None and config.sft.response_column is not None:
+        keys = ("sft.messages_column", "sft.response_column")
+        yield Breach(keys, "contradicts sft.response_column: conversations or single responses. Set one to null")
 
 
 def component_name(component: RewardComponent) -> str:
@@ -171,9 +192,9 @@ def clip_has_a_ratio(config: RunConfig) -> Iterator[Breach]:
 
 def clip_settings_are_of_the_clip(config: RunConfig) -> Iterator[Breach]:
     algorithm = config.algorithm
-    if algorithm.dual_clip is not None and algorithm.clip != "ppo":
+    if algorithm.dual_clip is not None and algorithm.clip not in ("ppo", "clip_cov"):
         keys = ("algorithm.dual_clip", "algorithm.clip")
-        yield Breach(keys, f"is only used by clip = ppo (got clip = {algorithm.clip}). Set it to null")
+        yield Breach(keys, f"is only used by clip = ppo and clip_cov (got clip = {algorithm.clip}). Set it to null")
     if algorithm.clip == "geo_mean" and algorithm.ratio == "sequence":
         keys = ("algorithm.ratio", "algorithm.clip")
         yield Breach(keys, "must be token for clip = geo_mean (got sequence): the clip itself takes the mean")
@@ -188,9 +209,13 @@ def correction_bounds_are_a_range(config: RunConfig) -> Iterator[Breach]:
         yield Breach(keys, f"must be below algorithm.correction_high = {high} (got {low})")
 
 
+NO_SIBLINGS = ("remax", "reinforce_pp", "gae")
+"""Credits that judge a sample by itself; the others against the prompt's other samples."""
+
+
 def group_credit_has_a_group(config: RunConfig) -> Iterator[Breach]:
     size = config.rollout.group_size
-    if "rl" in config.stages and size < 2:
+    if "rl" in config.stages and size < 2 and config.algorithm.credit not in NO_SIBLINGS:
         yield Breach(
             ("rollout.group_size", "algorithm.credit"),
             f"must be at least 2 for algorithm.credit = {config.algorithm.credit} (got {size}): a sample is judged "
@@ -201,6 +226,84 @@ def group_credit_has_a_group(config: RunConfig) -> Iterator[Breach]:
             ("reward.min_valid_per_group", "rollout.group_size"),
             f"must be at most rollout.group_size = {size} (got {config.reward.min_valid_per_group}), "
             "or every group is dropped",
+        )
+
+
+def dropping_compares_siblings(config: RunConfig) -> Iterator[Breach]:
+    if config.algorithm.drop_uninformative and config.rollout.group_size < 2:
+        yield Breach(
+            ("algorithm.drop_uninformative", "rollout.group_size"),
+            "needs rollout.group_size of at least 2 (got 1): the one reward of a group always equals itself, so every "
+            "group would be dropped",
+        )
+
+
+def critic_settings_have_a_critic(config: RunConfig) -> Iterator[Breach]:
+    critic = config.critic
+    if not needs_critic(config):
+        for name, value in (("path", critic.path), ("warmup_updates", critic.warmup_updates)):
+            if value:
+                yield Breach(
+                    (f"critic.{name}", "algorithm.credit", "stages"),
+                    f"= {value}, but only algorithm.credit = gae in stage rl has a critic "
+                    f"(got {config.algorithm.credit}). Leave it out",
+                )
+    elif critic.warmup_updates >= config.run.steps > 0:
+        yield Breach(
+            ("critic.warmup_updates", "run.steps", "algorithm.credit", "stages"),
+            f"must be below run.steps = {config.run.steps} (got {critic.warmup_updates}), or the policy never learns",
+        )
+
+
+def kl_has_a_gradient(config: RunConfig) -> Iterator[Breach]:
+    algorithm = config.algorithm
+    if algorithm.kl_loss_coef > 0 and algorithm.kl_estimator == "k1":
+        yield Breach(
+            ("algorithm.kl_estimator", "algorithm.kl_loss_coef"),
+            "= k1 has no gradient on average in a loss: it would only add noise. Take k2 or k3, or put the KL into the "
+            "reward with algorithm.kl_reward_coef",
+        )
+
+
+def kl_control_has_one_coefficient(config: RunConfig) -> Iterator[Breach]:
+    algorithm = config.algorithm
+    coefs = {"kl_loss_coef": algorithm.kl_loss_coef, "kl_reward_coef": algorithm.kl_reward_coef}
+    keys = ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef")
+    given = [name for name, coef in coefs.items() if coef > 0]
+    if algorithm.kl_target is not None and len(given) != 1:
+        yield Breach(
+            ("algorithm.kl_target", *keys),
+            f"steers one KL coefficient; set one of kl_loss_coef and kl_reward_coef above 0, where it starts "
+            f"(got {' and '.join(given) or 'neither'})",
+        )
+    elif len(given) == 2:
+        yield Breach(keys, "is set, and kl_reward_coef too: set one of them to 0")
+    if algorithm.reference_refresh_every > 0 and not given:
+        yield Breach(
+            ("algorithm.reference_refresh_every", *keys),
+            f"= {algorithm.reference_refresh_every}, but both KL coefficients are 0: there is no reference",
+        )
+
+
+def correction_has_a_difference_to_correct(config: RunConfig) -> Iterator[Breach]:
+    algorithm = config.algorithm
+    if algorithm.old_logprobs == "sampler" and algorithm.correction not in ("auto", "none"):
+        yield Breach(
+            ("algorithm.correction", "algorithm.old_logprobs"),
+            f"= {algorithm.correction} weighs the trainer's old logprobs against the sampler's, but "
+            "algorithm.old_logprobs = sampler makes them the same: the ratio does it all. Set this to none",
+        )
+    if algorithm.old_logprobs == "sampler" and algorithm.ratio == "none":
+        keys = ("algorithm.old_logprobs", "algorithm.ratio")
+        yield Breach(keys, "= sampler is what the ratio is taken to, but algorithm.ratio = none. Leave it out")
+
+
+def covariances_are_a_range(config: RunConfig) -> Iterator[Breach]:
+    share, low, high = config.algorithm.clip_cov
+    if not 0 < share < 1 or low >= high:
+        yield Breach(
+            ("algorithm.clip_cov",),
+            f"must be [share, low, high] with a share between 0 and 1 and low below high (got {[share, low, high]})",
         )
 
 
@@ -240,6 +343,12 @@ def stops_are_usable(config: RunConfig) -> Iterator[Breach]:
 
 def a_sample_fits_a_microbatch(config: RunConfig) -> Iterator[Breach]:
     longest, got = longest_tokens(config), config.train.tokens_per_microbatch
+    if "reward_model" in config.stages and longest <= got < 2 * longest:
+        yield Breach(
+            ("train.tokens_per_microbatch", "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"must hold the longest pair of stage reward_model, twice {_longest(config)} (got {got}). "
+            f"Nearest: {2 * longest}",
+        )
     if got < longest:
         yield Breach(
             ("train.tokens_per_microbatch", "data.max_prompt_tokens", "rollout.max_response_tokens"),
@@ -334,6 +443,8 @@ RULES: tuple[Rule, ...] = (
     rows_are_ranges,
     stages_run_once,
     stages_have_what_they_train_on,
+    reward_model_stage_is_possible,
+    imitates_one_thing,
     rewards_have_distinct_names,
     environment_is_whole,
     optimizer_steps_divide_the_update,
@@ -342,6 +453,12 @@ RULES: tuple[Rule, ...] = (
     clip_settings_are_of_the_clip,
     correction_bounds_are_a_range,
     group_credit_has_a_group,
+    dropping_compares_siblings,
+    critic_settings_have_a_critic,
+    kl_has_a_gradient,
+    kl_control_has_one_coefficient,
+    correction_has_a_difference_to_correct,
+    covariances_are_a_range,
     truncated_sampling_is_correctable,
     stops_are_usable,
     a_sample_fits_a_microbatch,

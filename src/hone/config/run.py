@@ -47,6 +47,8 @@ class ModelSection(Section):
     """Tokenizer directory or hub name; null takes the one beside `path`."""
     characters: str | None = key(None)
     """Build a character-level tokenizer of these characters instead; for small experiments with `init`."""
+    chat_template: str | None = key(None)
+    """Jinja file with the chat template, relative to the run file; null takes the tokenizer's own."""
     trust_remote_code: bool = key(False)
     """Run Python code that a model repository ships. Weights are read from safetensors only, in any case."""
     implementation: Literal["auto", "hone", "transformers"] = key("auto")
@@ -153,12 +155,24 @@ class RolloutSection(Section):
 
 class AlgorithmSection(Section):
     credit: Literal[
-        "group_norm", "group_mean", "leave_one_out", "group_mean_whitened", "length_weighted", "best_of_group"
+        "group_norm",
+        "group_mean",
+        "leave_one_out",
+        "group_mean_whitened",
+        "length_weighted",
+        "best_of_group",
+        "remax",
+        "reinforce_pp",
+        "gae",
     ] = key("group_norm")
-    """How rewards become advantages."""
+    """How rewards become advantages. remax samples each prompt once more, greedily; gae learns a `critic`."""
+    gamma: float = key(1.0, unit="per token", gt=0, le=1)
+    """Discount of a later token's reward; environments' tokens are no steps."""
+    gae_lambda: float = key(0.95, unit="per token", ge=0, le=1)
+    """With `credit: gae`: 0 trusts the critic one token ahead, 1 only rewards."""
     ratio: Literal["token", "sequence", "none"] = key("token")
     """What the policy ratio is taken over."""
-    clip: Literal["ppo", "cispo", "geo_mean", "sapo", "none"] = key("ppo")
+    clip: Literal["ppo", "cispo", "geo_mean", "sapo", "clip_cov", "none"] = key("ppo")
     """How the ratio is bounded."""
     clip_low: float = key(0.2, ge=0, lt=1)
     """The ratio is kept above 1 - clip_low."""
@@ -168,8 +182,14 @@ class AlgorithmSection(Section):
     """With `clip: ppo`, a negative advantage counts at most this many times over; null is off."""
     sapo_tau: tuple[float, float] = key((1.0, 1.05))
     """With `clip: sapo`, steepness of the soft gate for positive and negative advantages."""
-    correction: Literal["none", "tis", "icepop", "sequence_mask"] = key("none")
-    """Importance weight of tokens on which trainer and sampler differ: truncated, or dropped outside the bounds."""
+    clip_cov: tuple[float, float, float] = key((2e-4, 1.0, 5.0))
+    """With `clip: clip_cov`: share of tokens to take out, and between which covariances of logprob and advantage."""
+    old_logprobs: Literal["trainer", "sampler"] = key("trainer")
+    """What the ratio is taken to: the trainer's policy before the update, or the policy as it was sampled from, which
+    saves a pass and makes the clip bound staleness and mismatch too."""
+    correction: Literal["auto", "none", "tis", "icepop", "sequence_mask"] = key("auto")
+    """Importance weight of tokens on which trainer and sampler differ: truncated, or dropped outside the bounds. auto:
+    tis where `rollout.max_staleness` > 0 and old logprobs are the trainer's, else none."""
     correction_low: float = key(0.5, ge=0)
     """Weights (icepop) or samples (sequence_mask) below this are dropped."""
     correction_high: float = key(2.0, gt=0)
@@ -178,12 +198,26 @@ class AlgorithmSection(Section):
     """How token losses become one number, always by counts over the whole optimizer step."""
     kl_loss_coef: float = key(0.0, ge=0)
     """Weight of the KL to the frozen reference, in the loss; 0 needs no reference."""
-    kl_estimator: Literal["k2", "k3", "abs"] = key("k3")
-    """Per-token estimator of that KL; k1 has zero expected gradient in a loss and is refused."""
+    kl_reward_coef: float = key(0.0, unit="reward per nat", ge=0)
+    """Weight of each token's KL to the frozen reference, taken from its reward; 0 needs no reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = key("k3")
+    """Per-token estimator of that KL; k1 has zero expected gradient in a loss and is refused there."""
+    kl_target: float | None = key(None, unit="nats, by kl_target_unit", gt=0)
+    """Steer the one KL coefficient that is set so that the KL stays here; null keeps the coefficient."""
+    kl_target_unit: Literal["per_token", "per_sequence"] = key("per_token")
+    """Whether `kl_target` is of a token or of a whole response."""
+    kl_horizon_samples: int = key(10_000, unit="samples", ge=1)
+    """Samples in which a KL 20% or more off its target changes the coefficient by about 20%."""
+    reference_refresh_every: int = key(0, unit="policy updates", ge=0)
+    """The policy becomes its own reference every so many updates; 0 keeps the one of the start."""
     entropy_coef: float = key(0.0)
     """Weight of the entropy bonus."""
     reward_clip: tuple[float, float] | None = key(None)
     """Raw rewards are kept in [low, high], before any baseline."""
+    truncated_reward_factor: float = key(1.0, ge=0, le=1)
+    """What a response cut at the length limit keeps of a positive reward; 1 is off."""
+    normalize_rewards: bool = key(False)
+    """Take the running mean of all rewards so far from each and divide by their standard deviation."""
     overlong_buffer_tokens: int = key(0, unit="tokens", ge=0)
     """DAPO's soft length penalty starts this many tokens before the limit; 0 is off."""
     overlong_penalty: float = key(1.0, unit="reward", ge=0)
@@ -230,6 +264,17 @@ class TrainSection(Section):
     """The policy's optimizer."""
 
 
+class CriticSection(Section):
+    path: str | None = key(None)
+    """With `credit: gae`: a model or reward model directory to start the critic from; null: the policy's weights."""
+    value_clip: float | None = key(0.2, unit="reward", gt=0)
+    """An update moves a value at most so far from what it was, as far as its loss is concerned; null is off."""
+    warmup_updates: int = key(0, unit="policy updates", ge=0)
+    """First updates in which only the critic learns; they count among run.steps."""
+    optimizer: OptimizerSection = key(OptimizerSection(lr=1e-5))
+    """Its own optimizer and schedule; optimizer steps are as many as the policy's."""
+
+
 class SftSection(Section):
     data: str | None = key(None)
     """Rows to imitate, as `data.train`; null takes `data.train` itself. Uses `data`'s columns and template."""
@@ -237,12 +282,27 @@ class SftSection(Section):
     """Rows to use, `start:stop`; null takes all."""
     response_column: str | None = key(None)
     """Column with the text to imitate after the prompt; null takes `data.answer_column`."""
+    messages_column: str | None = key(None)
+    """Column with whole conversations to imitate the assistant's turns of, through the chat template; null: none."""
     epochs: float = key(1.0, unit="passes over the rows", gt=0)
     """How long to train."""
     rows_per_step: int = key(64, unit="rows", ge=1)
     """Rows per optimizer step."""
     optimizer: OptimizerSection = key(OptimizerSection(lr=1e-5))
     """Its own optimizer and schedule."""
+
+
+class RewardModelSection(Section):
+    chosen_column: str = key("chosen")
+    """Column with the better response: text, or with `data.chat` also a list of messages."""
+    rejected_column: str = key("rejected")
+    """Column with the worse one."""
+    margin_column: str | None = key(None)
+    """Column with the least difference wanted between their scores, in logits; null: 0."""
+    epochs: float = key(1.0, unit="passes over the pairs", gt=0)
+    """How long to train. Pairs are `data.train`'s, those held out `data.eval`'s, the optimizer is `train`'s."""
+    pairs_per_step: int = key(64, unit="pairs", ge=1)
+    """Pairs per optimizer step."""
 
 
 class EvalSection(Section):
@@ -287,7 +347,7 @@ class GateSection(Section):
     """Largest mean |trainer - sampler| logprob; null: 1e-3 in float32, 3e-2 in bfloat16."""
 
 
-Stage = Literal["sft", "rl"]
+Stage = Literal["sft", "reward_model", "rl"]
 
 
 class RunConfig(Section):
@@ -296,7 +356,7 @@ class RunConfig(Section):
     seed: int = key(0, ge=0)
     """Every random choice is a function of it and of what is being chosen, never of arrival order."""
     stages: tuple[Stage, ...] = key(("rl",), min_length=1)
-    """What to run, in order: `sft` warms the model up by imitation, `rl` is the policy loop."""
+    """What to run, in order: `sft` imitates, `rl` is the policy loop; `reward_model` learns from preferences, last."""
     run: RunSection = key(RunSection())
     model: ModelSection = key(...)
     data: DataSection = key(...)
@@ -304,7 +364,9 @@ class RunConfig(Section):
     rollout: RolloutSection = key(RolloutSection())
     algorithm: AlgorithmSection = key(AlgorithmSection())
     train: TrainSection = key(TrainSection())
+    critic: CriticSection = key(CriticSection())
     sft: SftSection = key(SftSection())
+    rm: RewardModelSection = key(RewardModelSection())
     eval: EvalSection = key(EvalSection())
     checkpoint: CheckpointSection = key(CheckpointSection())
     observe: ObserveSection = key(ObserveSection())

@@ -40,6 +40,9 @@ def collate(groups: Sequence[Group]) -> Batch:
     # A token nobody sampled may carry any logprob, even NaN; 0 x NaN would reach the loss.
     sampler_logprobs_T = np.where(mask_T > 0, flat((s.sampler_logprobs for s in samples), np.float32), 0)
     group_sizes = [len(group.samples) for group in groups]
+    columns = {"truncated_S": torch.tensor([float(s.finish_reason == "length") for s in samples])}
+    if any(group.greedy for group in groups):
+        columns |= _greedy_columns(groups)
     return Batch(
         prompts=tuple(group.prompt.token_ids for group in groups),
         prompt_S=torch.from_numpy(np.repeat(np.arange(len(groups)), group_sizes)),
@@ -48,7 +51,24 @@ def collate(groups: Sequence[Group]) -> Batch:
         loss_mask_T=torch.from_numpy(mask_T),
         sampler_logprobs_T=torch.from_numpy(sampler_logprobs_T),
         reward_S=torch.from_numpy(reward_S),
+        columns=columns,
     )
+
+
+def _greedy_columns(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
+    """(N,) reward (NaN where unscored), length and truncation of each group's greedy sample."""
+    rewards, lengths, truncated = [], [], []
+    for group in groups:
+        assert group.greedy is not None, f"prompt {group.prompt.id} has no greedy sample, others have"
+        sample, reward = group.greedy.samples[0], group.greedy.rewards[0]
+        rewards.append(math.nan if reward is None else reward)
+        lengths.append(len(sample.token_ids))
+        truncated.append(float(sample.finish_reason == "length"))
+    return {
+        "greedy_reward_N": torch.tensor(rewards, dtype=torch.float32),
+        "greedy_length_N": torch.tensor(lengths),
+        "greedy_truncated_N": torch.tensor(truncated),
+    }
 
 
 def _mask(sample: Sample) -> tuple[bool, ...]:

@@ -8,7 +8,7 @@ no token is trained more than `max_staleness` updates after the policy that samp
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hone.data.pack import collate
 from hone.loop.buffer import GroupBuffer
@@ -67,10 +67,13 @@ async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
     """Sample a group and score it. None: nothing to learn here, the permit goes back."""
     config = run.config
     request = Request(prompt, config.rollout.group_size, run.sampling, config.seed, "train")
+    greedy = Request(prompt, 1, replace(run.sampling, temperature=0.0), config.seed, "train")
+    requests = [request, greedy] if "greedy_reward" in run.algorithm.needs else [request]
     async with asyncio.timeout(config.rollout.timeout_s):
-        samples = await run.engine.generate(request)
+        sampled = await asyncio.gather(*map(run.engine.generate, requests))
     generated_at = now()
-    group = await run.rewards.score(Group(prompt, samples))
+    group, *baseline = [await run.rewards.score(Group(prompt, samples)) for samples in sampled]
+    group = replace(group, greedy=baseline[0] if baseline else None)
     return Finished(group, generated_at) if run.keeps(group) else None
 
 
@@ -88,8 +91,16 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
         if "ref_logprobs" in run.algorithm.needs:
             reference = await run.in_compute_thread(lambda: run.trainer.logprobs(batch, reference=True))
             batch = batch.with_column("ref_logprobs_T", reference)
+        if "policy_logprobs" in run.algorithm.needs:
+            batch = batch.with_column("old_logprobs_T", await run.in_compute_thread(run.trainer.logprobs, batch))
+        if "values" in run.algorithm.needs:
+            batch = batch.with_column("value_T", await run.in_compute_thread(run.trainer.values, batch))
         batch, credit_metrics = run.algorithm.assign(batch)
         metrics |= credit_metrics | await run.in_compute_thread(run.trainer.update, batch, run.algorithm)
+        more, alarm = run.algorithm.after_update(batch, metrics)
+        metrics |= more
+        if alarm is not None:
+            run.observer.warn(alarm)
     run.record(groups, dropped, batch)
     return metrics
 

@@ -93,17 +93,30 @@ METRICS: dict[str, Metric] = {
     "train/skipped_steps": Metric("optimizer steps", "Optimizer steps skipped for a non-finite gradient.", (0.0, 0.0)),
     "critic/loss": Metric("reward^2", "Half the squared error of the values, clipped; the critic's loss."),
     "critic/explained_variance": Metric(
-        "fraction", "Share of the returns' variance that the values explain, before the update; 1 is perfect.", (0.0, 1.0)
+        "fraction",
+        "Share of the returns' variance that the values explain, before the update; 1 is all.",
+        (0.0, 1.0),
     ),
     "critic/value_mean": Metric("reward", "Mean value of the trained tokens, before the update."),
     "critic/clip_frac": Metric("fraction", "Tokens whose value was clipped by critic.value_clip.", (0.0, 0.3)),
     "critic/grad_norm": Metric("norm", "Global norm of the critic's gradient before clipping."),
     "critic/lr": Metric("learning rate", "Critic's learning rate of the update's last optimizer step."),
-    "critic/skipped_steps": Metric("optimizer steps", "The critic's steps skipped for a non-finite gradient.", (0.0, 0.0)),
+    "critic/skipped_steps": Metric(
+        "optimizer steps", "The critic's steps skipped for a non-finite gradient.", (0.0, 0.0)
+    ),
     "sft/loss": Metric("nats per token", "Mean negative logprob of the tokens to imitate."),
     "sft/lr": Metric("learning rate", "Learning rate of the step."),
     "sft/grad_norm": Metric("norm", "Global gradient norm before clipping."),
     "sft/tokens_per_s": Metric("tokens/s", "Tokens to imitate per second of the step."),
+    "rm/loss": Metric("nats", "Mean loss of the step's pairs; log 2 = 0.693 when nothing is known."),
+    "rm/accuracy": Metric("fraction", "Pairs whose better answer has the higher score; a tie counts half.", _FRACTION),
+    "rm/lr": Metric("learning rate", "Learning rate of the step."),
+    "rm/grad_norm": Metric("norm", "Global gradient norm before clipping."),
+    "rm/pairs_per_s": Metric("pairs/s", "Pairs per second of the step."),
+    "rm/eval_loss": Metric("nats", "Mean loss of the pairs held out."),
+    "rm/eval_accuracy": Metric("fraction", "The same accuracy on the pairs held out; 0.5 is chance.", _FRACTION),
+    "rm/eval_score_mean": Metric("score", "Mean score of the answers held out; what `normalize` subtracts."),
+    "rm/eval_score_std": Metric("score", "Their standard deviation; what `normalize` divides by."),
     "eval/accuracy": Metric("fraction", "Evaluation samples whose reward reaches eval.threshold.", _FRACTION),
     "eval/accuracy[<column>=<value>]": Metric(
         "fraction", "The same over the rows with that value (eval.by).", _FRACTION

@@ -35,11 +35,11 @@ from hone.errors import CheckpointError
 from hone.types import Progress
 
 FORMAT = 1
-STAGE_ORDER = ("sft", "rl")
+STAGE_ORDER = ("sft", "reward_model", "rl")
 """A checkpoint of a later stage is newer than any of an earlier one."""
 
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
-_NAME = re.compile(r"(?:(?P<stage>[a-z]+)-)?step-(?P<step>\d{6,})")
+_NAME = re.compile(r"(?:(?P<stage>[a-z_]+)-)?step-(?P<step>\d{6,})")
 _ASIDE, _REPLACED, _REMOVED = ".tmp-", ".replaced-", ".removed-"
 _CHUNK_BYTES = 1 << 24
 
@@ -155,7 +155,7 @@ class Checkpoints:
             for file_name in (TENSORS, STATE):
                 _verify(path / file_name, **manifest["files"][file_name])
             state = json.loads((path / STATE).read_bytes())
-            progress = Progress(**state["progress"])
+            progress = Progress.from_dict(state["progress"])
             name = path.name.removeprefix(_REPLACED)
             if _NAME.fullmatch(name) and name != _name(progress):
                 raise _Torn(f"it holds {_name(progress)}")

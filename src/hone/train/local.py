@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,10 +12,14 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, count_totals, optimizer_steps, plan_microbatches
 from hone.model.base import CausalModel
+from hone.train.critic import Critic
 from hone.train.learner import Learner
 from hone.train.optim import StepResult
 from hone.train.trainer import PreparedBatch, forward_samples, train_microbatch
 from hone.types import Batch
+
+CRITIC, REFERENCE = "critic/", "reference/"
+"""Prefixes of what a checkpoint holds besides the policy's own tensors."""
 
 
 class LocalTrainer(Learner[CausalModel]):
@@ -31,6 +36,9 @@ class LocalTrainer(Learner[CausalModel]):
         samples_per_optimizer_step: None makes an update one optimizer step per pass.
         passes_per_batch: times that an update goes over its batch.
         seed: of the shuffling of samples over optimizer steps.
+        critic: learns in every update, where the algorithm needs values.
+        critic_warmup_updates: first updates in which only the critic learns.
+        reference_refresh_every: updates after which the policy becomes the reference, again and again; 0: never.
     """
 
     def __init__(
@@ -47,6 +55,9 @@ class LocalTrainer(Learner[CausalModel]):
         samples_per_optimizer_step: int | None = None,
         passes_per_batch: int = 1,
         seed: int = 0,
+        critic: Critic | None = None,
+        critic_warmup_updates: int = 0,
+        reference_refresh_every: int = 0,
     ) -> None:
         super().__init__(model, optimizer=optimizer, total_optimizer_steps=total_optimizer_steps, precision=precision)
         self.reference = None if reference is None else _frozen(reference, getattr(torch, precision))
@@ -56,6 +67,9 @@ class LocalTrainer(Learner[CausalModel]):
         self.samples_per_optimizer_step = samples_per_optimizer_step
         self.passes_per_batch = passes_per_batch
         self.seed = seed
+        self.critic = critic
+        self.critic_warmup_updates = critic_warmup_updates
+        self.reference_refresh_every = reference_refresh_every
         self.update_count = 0
         """Policy updates made; part of the key of the shuffling."""
 
@@ -79,10 +93,16 @@ class LocalTrainer(Learner[CausalModel]):
             logprobs_T[index] = values
         return logprobs_T.to(batch.loss_mask_T.device)
 
+    def values(self, batch: Batch) -> Tensor:
+        """(T,) float32; see `Trainer.values`."""
+        if self.critic is None:
+            raise ValueError("this trainer was made without a critic: the algorithm did not say that it needs values")
+        return self.critic.values(batch)
+
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         """One policy update, of one or several optimizer steps; see `Trainer.update`.
 
-        `old_logprobs_T` is computed only where the policy moves within the update and the batch does not bring it.
+        The critic, if there is one, learns first; the policy only after the critic's warm-up.
         """
         steps = list(
             optimizer_steps(
@@ -93,6 +113,22 @@ class LocalTrainer(Learner[CausalModel]):
                 update=self.update_count,
             )
         )
+        metrics: dict[str, float] = {}
+        if self.critic is not None:
+            metrics |= self.critic.update(batch, algorithm, steps)
+        if self.update_count >= self.critic_warmup_updates:
+            metrics |= self._update_policy(batch, algorithm, steps)
+        self.update_count += 1
+        every = self.reference_refresh_every
+        if self.reference is not None and every and self.update_count % every == 0:
+            self.reference.load_weights(self.model.named_weights())
+        return metrics
+
+    def _update_policy(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
+        """The policy's part of an update.
+
+        `old_logprobs_T` is computed only where the policy moves within the update and the batch does not bring it.
+        """
         if len(steps) > 1 and "old_logprobs" in algorithm.needs and "old_logprobs_T" not in batch.columns:
             batch = batch.with_column("old_logprobs_T", self.logprobs(batch))
         prepared = self._prepare(batch, algorithm)
@@ -106,7 +142,6 @@ class LocalTrainer(Learner[CausalModel]):
         for samples in steps:
             measured += self.accumulate(prepared, samples[trained_S[samples]], algorithm, loss_tokens_S[samples])
             results.append(self.optimizer.step())
-        self.update_count += 1
         metrics = algorithm.summarize(torch.stack(measured).tolist() if measured else [], len(steps))
         trained = sum(int(trained_S[samples].sum()) for samples in steps)
         return metrics | {
@@ -147,16 +182,31 @@ class LocalTrainer(Learner[CausalModel]):
     def _prepare(self, batch: Batch, algorithm: Algorithm) -> PreparedBatch:
         names = ["loss_mask_T", "sampler_logprobs_T", "advantages_T"]
         names += ["old_logprobs_T"] if "old_logprobs_T" in batch.columns else []
-        names += ["ref_logprobs_T"] if "ref_logprobs" in algorithm.needs else []
+        names += ["ref_logprobs_T"] if algorithm.section.kl_loss_coef else []
+        names += ["outlier_T"] if "outlier_T" in batch.columns else []
         return PreparedBatch.of(batch, names, self.flat.master.dtype, self.device)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, rest = super().state()
-        return tensors, {**rest, "updates": self.update_count}
+        tensors, rest = dict(tensors), {**rest, "updates": self.update_count}
+        if self.critic is not None:
+            critic_tensors, rest["critic"] = self.critic.state()
+            tensors |= {CRITIC + name: tensor for name, tensor in critic_tensors.items()}
+        if self.reference is not None and self.reference_refresh_every:
+            tensors |= {REFERENCE + name: tensor for name, tensor in self.reference.named_weights()}
+        return tensors, rest
 
     def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
         super().restore(tensors, rest)
         self.update_count = int(rest["updates"])
+        if self.critic is not None:
+            self.critic.restore(_under(CRITIC, tensors), rest["critic"])
+        if self.reference is not None and self.reference_refresh_every:
+            self.reference.load_weights(_under(REFERENCE, tensors).items())
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _frozen(model: CausalModel, dtype: torch.dtype) -> CausalModel:

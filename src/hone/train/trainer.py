@@ -40,6 +40,10 @@ class Trainer(Protocol):
         """
         ...
 
+    def values(self, batch: Batch) -> Tensor:
+        """(T,) float32 value of the state before each of the batch's tokens; only with a critic."""
+        ...
+
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         """One policy update on a batch that has `advantages_T` and what the algorithm needs. Returns metrics."""
         ...
@@ -81,6 +85,26 @@ class PreparedBatch:
         return cls(batch.prompts, Shape.of(batch), batch.token_ids_T.cpu().numpy(), tuple(names), columns_CT)
 
 
+def lay_out(batch: PreparedBatch, samples: Indices) -> tuple[Layout, Tensor]:
+    """The microbatch of `samples`, and (t,) index of their tokens, sample by sample, into the batch's columns."""
+    index, device = batch.shape.tokens_of(samples), batch.columns_CT.device
+    layout = Layout.from_flat(
+        batch.prompts, batch.shape.prompt_S[samples], batch.shape.length_S[samples], batch.token_ids_T[index], device
+    )
+    return layout, torch.from_numpy(index).to(device, non_blocking=True)
+
+
+def expanded(value_U: Tensor, layout: Layout) -> Tensor:
+    """(t,) values of every token of every sample, from those of the unique ones."""
+    return value_U if layout.expand_T is None else value_U[layout.expand_T]
+
+
+def samples_of_tokens(batch: PreparedBatch, samples: Indices) -> Tensor:
+    """(t,) which of `samples` each of their tokens belongs to, counted from 0."""
+    sample_T = np.repeat(np.arange(len(samples)), batch.shape.length_S[samples])
+    return torch.from_numpy(sample_T).to(batch.columns_CT.device)
+
+
 def forward_samples(
     model: CausalModel,
     batch: PreparedBatch,
@@ -95,12 +119,8 @@ def forward_samples(
     Returns:
         (t,) float32 logprobs, (t,) float32 entropies, and (t,) index of these tokens into the batch's columns.
     """
-    index = batch.shape.tokens_of(samples)
-    device = batch.columns_CT.device
-    layout = Layout.from_flat(
-        batch.prompts, batch.shape.prompt_S[samples], batch.shape.length_S[samples], batch.token_ids_T[index], device
-    )
-    logprobs, entropy = token_logprobs(
+    layout, index = lay_out(batch, samples)
+    logprobs_U, entropy_U = token_logprobs(
         model.hidden(layout),
         model.output_weight,
         layout.target_U,
@@ -108,9 +128,7 @@ def forward_samples(
         chunk_tokens=chunk_tokens,
         entropy_grad=entropy_has_gradient,
     )
-    if layout.expand_T is not None:
-        logprobs, entropy = logprobs[layout.expand_T], entropy[layout.expand_T]
-    return logprobs, entropy, torch.from_numpy(index).to(device, non_blocking=True)
+    return expanded(logprobs_U, layout), expanded(entropy_U, layout), index
 
 
 def train_microbatch(
@@ -139,7 +157,6 @@ def train_microbatch(
         entropy_has_gradient=algorithm.entropy_has_gradient,
     )
     columns = dict(zip(batch.names, batch.columns_CT.index_select(1, index_T).unbind(), strict=True))
-    sample_T = torch.from_numpy(np.repeat(np.arange(len(samples)), batch.shape.length_S[samples])).to(index_T.device)
     tokens = Tokens(
         logprobs_T=logprobs_T,
         entropy_T=entropy_T,
@@ -147,9 +164,10 @@ def train_microbatch(
         sampler_logprobs_T=columns["sampler_logprobs_T"],
         advantages_T=columns["advantages_T"],
         loss_mask_T=columns["loss_mask_T"],
-        sample_T=sample_T,
+        sample_T=samples_of_tokens(batch, samples),
         num_samples=len(samples),
         ref_logprobs_T=columns.get("ref_logprobs_T"),
+        outlier_T=columns.get("outlier_T"),
     )
     loss, measured = algorithm.loss(tokens, totals)
     loss.backward()

@@ -1,0 +1,62 @@
+"""From token rewards to what a token is worth: discounted returns and generalised advantages, exact over the mask.
+
+Only tokens that the policy wrote are time steps. A tool's tokens (mask 0) in between are passed over: neither
+discounted nor given credit, however many there are. All functions take flat ragged tensors, compute in float64, and
+loop over powers of two instead of tokens. Not here: baselines among siblings (`advantage.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def discounted_sums(value_K: Tensor, segment_K: Tensor, factor: float) -> Tensor:
+    """y_k = value_k + factor * y_(k+1) within each segment of adjacent elements; (K,).
+
+    In log2(longest segment) passes: after the pass with reach r, an element holds the discounted sum of the 2r
+    elements from itself on.
+    """
+    total_K, reach = value_K.clone(), 1
+    longest = int(segment_K.bincount().max()) if len(segment_K) else 0
+    while reach < longest:
+        same = segment_K[reach:] == segment_K[:-reach]
+        total_K[:-reach] += torch.where(same, factor**reach * total_K[reach:], 0.0)  # the right side is made first
+        reach *= 2
+    return total_K
+
+
+def token_rewards(earned_S: Tensor, penalty_T: Tensor | None, sample_T: Tensor, mask_T: Tensor) -> Tensor:
+    """(T,) reward of each token: its penalty, if there are any, and at a sample's last own token what it earned."""
+    own = mask_T.nonzero()[:, 0]
+    sample_K = sample_T[own]
+    is_last = torch.ones_like(sample_K, dtype=torch.bool)
+    is_last[:-1] = sample_K[1:] != sample_K[:-1]
+    reward_T = torch.zeros_like(mask_T, dtype=torch.float64) if penalty_T is None else penalty_T.double() * mask_T
+    return reward_T.index_add(0, own[is_last], earned_S.double()[sample_K[is_last]])
+
+
+def discounted_returns(reward_T: Tensor, sample_T: Tensor, mask_T: Tensor, *, gamma: float) -> Tensor:
+    """(T,) float64 sum of gamma^k r_(t+k) over the sample's own tokens from t on; 0 where mask is 0."""
+    own = mask_T.nonzero()[:, 0]
+    sums_K = discounted_sums(reward_T.double()[own], sample_T[own], gamma)
+    return torch.zeros_like(reward_T, dtype=torch.float64).index_put((own,), sums_K)
+
+
+def gae(reward_T: Tensor, value_T: Tensor, sample_T: Tensor, mask_T: Tensor, *, gamma: float, lam: float) -> Tensor:
+    """A_t = delta_t + gamma lam A_(t+1) with delta_t = r_t + gamma V_(t+1) - V_t (GAE, arXiv:1506.02438).
+
+    Args:
+        reward_T: see `token_rewards`.
+        value_T: the critic's, of the state before each token; read only where mask is 1.
+    Returns:
+        (T,) float64 in reward units; 0 where mask is 0. After a sample's last own token V and A are 0. Returns for
+        the critic are A + V.
+    """
+    own = mask_T.nonzero()[:, 0]
+    sample_K, value_K = sample_T[own], value_T.double()[own]
+    next_K = torch.zeros_like(value_K)
+    next_K[:-1] = torch.where(sample_K[1:] == sample_K[:-1], value_K[1:], 0.0)
+    delta_K = reward_T.double()[own] + gamma * next_K - value_K
+    advantage_K = discounted_sums(delta_K, sample_K, gamma * lam)
+    return torch.zeros_like(reward_T, dtype=torch.float64).index_put((own,), advantage_K)

@@ -1,0 +1,103 @@
+"""The critic: predicts from each state of a response the return to come, and learns from what came.
+
+A model with a scalar head, trained on the microbatches, weights and optimizer machinery that the policy has. Not
+here: advantages and targets (`algo.returns`), the loss (`algo.value`), and when the policy waits (`local.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hone.algo.algorithm import Algorithm
+from hone.algo.value import Values, value_loss
+from hone.config.run import OptimizerSection
+from hone.data.pack import Indices, count_totals, plan_microbatches
+from hone.model.heads import ScalarModel
+from hone.train.learner import Learner
+from hone.train.optim import StepResult
+from hone.train.trainer import PreparedBatch, expanded, lay_out, samples_of_tokens
+from hone.types import Batch, Totals
+
+
+class Critic(Learner[ScalarModel]):
+    """Trains a scalar model in place; arguments as `Learner`.
+
+    Args:
+        tokens_per_microbatch: memory, never the result.
+        value_clip: see `algo.value.value_loss`; in reward units.
+    """
+
+    def __init__(
+        self,
+        model: ScalarModel,
+        *,
+        optimizer: OptimizerSection,
+        total_optimizer_steps: int,
+        precision: Literal["float32", "bfloat16", "float64"],
+        tokens_per_microbatch: int,
+        value_clip: float | None,
+    ) -> None:
+        super().__init__(model, optimizer=optimizer, total_optimizer_steps=total_optimizer_steps, precision=precision)
+        self.tokens_per_microbatch = tokens_per_microbatch
+        self.value_clip = value_clip
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Tensor:
+        """(T,) float32: the value of the state before each of the batch's tokens, in reward units."""
+        prepared = PreparedBatch.of(batch, (), self.flat.master.dtype, self.device)
+        every = torch.arange(len(batch.length_S)).numpy()
+        value_T = torch.zeros(len(batch.token_ids_T), dtype=self.flat.master.dtype, device=self.device)
+        for samples in plan_microbatches(prepared.shape, every, self.tokens_per_microbatch):
+            values, index = self._forward(prepared, samples)
+            value_T[index] = values
+        return value_T.to(batch.loss_mask_T.device)
+
+    def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
+        """Learn from a batch that has `value_T` and `return_T`, in the optimizer steps that the policy makes of it."""
+        names = ("loss_mask_T", "value_T", "return_T")
+        prepared = PreparedBatch.of(batch, names, self.flat.master.dtype, self.device)
+        loss_tokens_S = prepared.shape.count(batch.loss_mask_T.cpu().numpy() > 0)
+        has_loss_S = loss_tokens_S > 0
+        measured: list[Tensor] = []
+        results: list[StepResult] = []
+        for samples in steps:
+            totals = count_totals(loss_tokens_S[samples])
+            for part in plan_microbatches(prepared.shape, samples[has_loss_S[samples]], self.tokens_per_microbatch):
+                measured.append(self._learn(prepared, part, algorithm, totals))
+            results.append(self.optimizer.step())
+        loss, clipped, value, tokens = torch.stack(measured).sum(0).tolist() if measured else (0.0,) * 4
+        return {
+            "critic/loss": loss / len(steps),
+            "critic/clip_frac": clipped / max(tokens, 1),
+            "critic/value_mean": value / max(tokens, 1),
+            "critic/grad_norm": sum(r.grad_norm for r in results) / len(results),
+            "critic/lr": results[-1].lr,
+            "critic/skipped_steps": sum(not r.applied for r in results),
+        }
+
+    def _learn(self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, totals: Totals) -> Tensor:
+        """Forward, loss and backward of some samples. (4,): loss, and over tokens clips, old values and a count."""
+        value_T, index_T = self._forward(batch, samples)
+        columns = dict(zip(batch.names, batch.columns_CT.index_select(1, index_T).unbind(), strict=True))
+        values = Values(
+            value_T=value_T,
+            old_value_T=columns["value_T"],
+            return_T=columns["return_T"],
+            loss_mask_T=columns["loss_mask_T"],
+            sample_T=samples_of_tokens(batch, samples),
+            num_samples=len(samples),
+        )
+        loss_T, clipped_T = value_loss(values, self.value_clip)
+        loss = (algorithm.weigh(values, totals) * loss_T).sum()
+        loss.backward()
+        per_token = torch.stack([clipped_T.to(value_T.dtype), values.old_value_T, torch.ones_like(value_T)])
+        return torch.cat([loss.detach()[None], per_token.detach() @ values.loss_mask_T])
+
+    def _forward(self, batch: PreparedBatch, samples: Indices) -> tuple[Tensor, Tensor]:
+        """(t,) values of every token of `samples`, and (t,) index of these tokens into the batch's columns."""
+        layout, index = lay_out(batch, samples)
+        return expanded(self.model(layout), layout), index
