@@ -105,5 +105,5 @@ def test_a_directory_without_a_head_is_no_reward_model(tmp_path):
 
 
 def test_other_architectures_are_refused_with_the_reason():
-    with pytest.raises(DataError, match="stage reward_model: .*model_type gpt2 is not one of"):
+    with pytest.raises(DataError, match=r"stage reward_model: .*model_type gpt2 is not one of"):
         reward_config(AutoConfig.for_model("gpt2"), pad_id=0, form="text")

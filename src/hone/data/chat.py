@@ -58,7 +58,7 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(ends)
         self.pad_id: int = pad if pad is not None else self.eos_id
         self.vocab_size: int = max(hf.get_vocab().values()) + 1
-        self._alphabet = _alphabet(hf)
+        self._alphabet = alphabet_of(hf)
 
     def encode_prompts(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]:
         """Token ids of whole prompts, in one batch.
@@ -70,7 +70,7 @@ class Tokenizer:
             UnknownCharacter: see `check_characters`.
         """
         for text in texts:
-            self.check_characters(text)
+            self.check_characters(text, rendered=rendered)
         if not texts:
             return []
         ids = self.hf(
@@ -83,6 +83,8 @@ class Tokenizer:
 
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of what follows a prompt, EOS appended, in one batch; nothing is added in front."""
+        for text in texts:
+            self.check_characters(text)
         return [[*ids, self.eos_id] for ids in self.encode_prompts(texts, rendered=True)]
 
     def encode_response(self, text: str) -> list[int]:
@@ -112,12 +114,23 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def check_characters(self, text: str) -> None:
-        """Raises UnknownCharacter for a half of a surrogate pair, or what a character-level tokenizer does not have."""
-        unknown = set(text) - self._alphabet if self._alphabet is not None else _SURROGATE.findall(text)
-        for character in sorted(unknown):
-            place = "model.characters" if self._alphabet is not None else "Unicode text"
-            raise UnknownCharacter(f"character {character!r} (U+{ord(character):04X}) is not in {place}")
+    def check_characters(self, text: str, *, rendered: bool = False) -> None:
+        """Raises UnknownCharacter for a half of a surrogate pair, or what a character-level tokenizer does not have.
+
+        Args:
+            rendered: special tokens in the text were written by a template, and are no characters.
+        """
+        check_characters(text, self._alphabet, special=self.hf.all_special_tokens if rendered else ())
+
+
+def check_characters(text: str, alphabet: frozenset[str] | None, *, special: Sequence[str] = ()) -> None:
+    """As `Tokenizer.check_characters`; `alphabet` is that of a character-level tokenizer, else None."""
+    for token in special if alphabet is not None else ():
+        text = text.replace(token, "")
+    unknown = set(text) - alphabet if alphabet is not None else _SURROGATE.findall(text)
+    for character in sorted(unknown):
+        place = "model.characters" if alphabet is not None else "Unicode text"
+        raise UnknownCharacter(f"character {character!r} (U+{ord(character):04X}) is not in {place}")
 
 
 class UnknownCharacter(DataError):
@@ -134,7 +147,9 @@ def load_tokenizer(model: ModelSection, folder: Path) -> Tokenizer:
         DataError: there is none, it cannot be loaded, it is not a fast tokenizer, or it has no EOS.
     """
     if model.characters is not None:
-        return Tokenizer(character_tokenizer(model.characters), name="model.characters")
+        built = character_tokenizer(model.characters)
+        built.chat_template = _chat_template(model, folder)
+        return Tokenizer(built, name="model.characters")
     source = model.tokenizer or model.path
     if source is None:
         raise DataError("model: no tokenizer. Set model.characters or model.tokenizer; model.init brings none.")
@@ -146,8 +161,19 @@ def load_tokenizer(model: ModelSection, folder: Path) -> Tokenizer:
         raise DataError(f"tokenizer {source}: cannot be loaded: {_first_line(error)}") from error
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise DataError(f"tokenizer {source}: {type(hf).__name__} is not a fast tokenizer (tokenizer.json), as needed")
+    hf.chat_template = _chat_template(model, folder) or hf.chat_template
     beside = resolve_model(model.path, folder) if model.path is not None else place
     return Tokenizer(hf, eos_ids=_generation_eos(Path(beside)), name=f"tokenizer {source}")
+
+
+def _chat_template(model: ModelSection, folder: Path) -> str | None:
+    """The text of `model.chat_template`, if it is set."""
+    if model.chat_template is None:
+        return None
+    try:
+        return (folder / Path(model.chat_template).expanduser()).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"model.chat_template: {model.chat_template} cannot be read: {error}") from error
 
 
 def resolve_model(name: str, folder: Path) -> str:
@@ -195,7 +221,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     )
 
 
-def _alphabet(hf: PreTrainedTokenizerFast) -> frozenset[str] | None:
+def alphabet_of(hf: PreTrainedTokenizerFast) -> frozenset[str] | None:
     """The characters of a character-level tokenizer; None for every other kind."""
     words = set(hf.get_vocab()) - set(hf.all_special_tokens)
     is_word_level = isinstance(hf.backend_tokenizer.model, models.WordLevel) and hf.unk_token is None

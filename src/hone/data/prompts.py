@@ -14,46 +14,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from hone.config.run import DataSection, SftSection
-from hone.data.chat import Tokenizer, UnknownCharacter
+from hone.data.chat import Message, Tokenizer, UnknownCharacter
 from hone.data.render import Malformed, Renderer, as_text, column
+from hone.data.report import LoadReport, Tally, nothing_left
 from hone.data.sources import BadRow, Row, read_rows
 from hone.errors import DataError
 from hone.types import Prompt
 
-SftRow = tuple[tuple[int, ...], tuple[int, ...]]
-"""Token ids of a prompt, and of the response to imitate, its EOS included."""
 
+class SftRow(NamedTuple):
+    """A prompt and what to imitate after it, as token ids, the EOS included."""
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What became of the rows of one source; `str()` is a line for people."""
-
-    source: str
-    read: int
-    kept: int
-    too_long: int
-    """Rows dropped because their prompt has more than `max_prompt_tokens` tokens."""
-    longest_tokens: int
-    """Length of the longest prompt seen, dropped ones included."""
-    max_prompt_tokens: int
-    bad: int
-    """Malformed rows skipped."""
-    first_bad: tuple[str, ...]
-    """The first few of them, with the reason."""
-
-    def __str__(self) -> str:
-        text = f"{self.source}: {self.kept:,} of {self.read:,} rows"
-        if self.too_long:
-            text += f"; {self.too_long:,} dropped, longer than {self.max_prompt_tokens} tokens"
-            text += f" (longest: {self.longest_tokens})"
-        if self.bad:
-            text += f"; {self.bad:,} malformed rows skipped (first: {self.first_bad[0]})"
-        return text
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    loss_mask: tuple[bool, ...] | None = None
+    """Which response tokens to imitate, when others stand between them; None: all."""
 
 
 class PromptStream:
@@ -65,7 +45,7 @@ class PromptStream:
 
     def __init__(self, prompts: Sequence[Prompt], report: LoadReport, *, seed: int, shuffle: bool) -> None:
         if not prompts:
-            raise DataError(_nothing_left(report))
+            raise DataError(nothing_left(report))
         self.report = report
         self._prompts = tuple(prompts)
         self._seed, self._shuffle = seed, shuffle
@@ -124,10 +104,10 @@ def load_sft_rows(
     loading = _Loading(data, tokenizer, source, response_column=response_column)
     prompts = loading.prompts(read_rows(source, folder, split=data.train_split, rows=sft.rows))
     if not prompts:
-        raise DataError(_nothing_left(loading.report()))
+        raise DataError(nothing_left(loading.report()))
     responses = tokenizer.encode_responses([loading.responses[prompt.id] for prompt in prompts])
-    pairs = [(prompt.token_ids, tuple(response)) for prompt, response in zip(prompts, responses, strict=True)]
-    return pairs, loading.report()
+    imitated = [SftRow(prompt.token_ids, tuple(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
+    return imitated, loading.report()
 
 
 @lru_cache(maxsize=2)
@@ -152,15 +132,17 @@ class _Draft:
     text: str
     answer: Any
     columns: dict[str, Any]
+    messages: tuple[Message, ...] | None
 
 
-class _Loading:
-    """One pass over one source: what it makes of each row, and the counts of its report."""
+class _Loading(Tally):
+    """One pass over one source: what it makes of each row."""
 
     def __init__(
         self, data: DataSection, tokenizer: Tokenizer, source: str, *, response_column: str | None = None
     ) -> None:
-        self.data, self.tokenizer, self.source = data, tokenizer, source
+        super().__init__(data, source, max_tokens=data.max_prompt_tokens)
+        self.tokenizer = tokenizer
         self.renderer = Renderer(data, tokenizer)
         self.response_column = response_column
         self.responses: dict[str, str] = {}
@@ -168,34 +150,34 @@ class _Loading:
         self.used_ids: set[str] = set()
         self.repeats = Counter[str]()
         """How often an id came up before suffixes made it unique."""
-        self.read = self.kept = self.too_long = self.longest = 0
-        self.bad: list[str] = []
 
     def prompts(self, rows: Iterable[Row | BadRow]) -> list[Prompt]:
         """The well-formed rows that are short enough."""
-        drafts = [draft for row in rows if (draft := self.draft(row)) is not None]
+        drafts = [draft for row in self.rows(rows) if (draft := self.draft(row)) is not None]
         token_ids = self.tokenizer.encode_prompts([draft.text for draft in drafts], rendered=self.data.chat)
         prompts: list[Prompt] = []
         for draft, ids in zip(drafts, token_ids, strict=True):
-            self.longest = max(self.longest, len(ids))
-            if len(ids) > self.data.max_prompt_tokens:
-                self.too_long += 1
-            elif not ids:
+            if not ids:
                 self.reject(f"{draft.where} {self.data.prompt_column}: the prompt is empty")
-            else:
+            elif self.fits(len(ids)):
                 prompts.append(
-                    Prompt(draft.id, len(prompts), draft.text, tuple(ids), answer=draft.answer, columns=draft.columns)
+                    Prompt(
+                        draft.id,
+                        len(prompts),
+                        draft.text,
+                        tuple(ids),
+                        answer=draft.answer,
+                        columns=draft.columns,
+                        messages=draft.messages,
+                    )
                 )
         self.kept = len(prompts)
         return prompts
 
-    def draft(self, row: Row | BadRow) -> _Draft | None:
-        self.read += 1
-        if isinstance(row, BadRow):
-            return self.reject(f"{row.where}: {row.problem}")
+    def draft(self, row: Row) -> _Draft | None:
         data, values = self.data, row.values
         try:
-            text = self.spelled(self.renderer.render(values), data.prompt_column)
+            text = self.spelled(self.renderer.render(values), data.prompt_column, rendered=data.chat)
             answer = column(values, data.answer_column) if data.answer_column is not None else None
             row_id = self.row_id(values, answer)
             if self.response_column is not None:
@@ -204,12 +186,13 @@ class _Loading:
         except Malformed as error:
             return self.reject(f"{row.where} {error.field}: {error}")
         others = {k: v for k, v in values.items() if k not in (data.prompt_column, data.answer_column)}
-        return _Draft(row.where, row_id, text, answer, others)
+        messages = tuple(self.renderer.messages(values[data.prompt_column])) if data.chat else None
+        return _Draft(row.where, row_id, text, answer, others, messages)
 
-    def spelled(self, text: str, field: str) -> str:
+    def spelled(self, text: str, field: str, *, rendered: bool = False) -> str:
         """`text`, once it is certain that the tokenizer can spell it."""
         try:
-            self.tokenizer.check_characters(text)
+            self.tokenizer.check_characters(text, rendered=rendered)
         except UnknownCharacter as error:
             raise Malformed(field, str(error)) from error
         return text
@@ -227,27 +210,3 @@ class _Loading:
         self.repeats[base] = number
         self.used_ids.add(row_id)
         return row_id
-
-    def reject(self, what: str) -> None:
-        """Count a malformed row. Raises DataError when the run file does not allow (so many of) them."""
-        self.bad.append(what)
-        if self.data.on_bad_row == "error":
-            raise DataError(f"{what}. Mend the row, or set data.on_bad_row=skip.")
-        if len(self.bad) > self.data.max_bad_rows:
-            first = "\n  ".join(self.bad[:5])
-            raise DataError(
-                f"{self.source}: {len(self.bad)} malformed rows after {self.read} read, more than data.max_bad_rows "
-                f"({self.data.max_bad_rows}). The first:\n  {first}"
-            )
-
-    def report(self) -> LoadReport:
-        return LoadReport(
-            source=self.source, read=self.read, kept=self.kept, too_long=self.too_long, longest_tokens=self.longest,
-            max_prompt_tokens=self.data.max_prompt_tokens, bad=len(self.bad), first_bad=tuple(self.bad[:5]),
-        )  # fmt: skip
-
-
-def _nothing_left(report: LoadReport) -> str:
-    if report.read == 0:
-        return f"{report.source}: holds no rows (or `rows` selects none of them)"
-    return f"{report}. No prompt is left: raise data.max_prompt_tokens, or mend the rows."

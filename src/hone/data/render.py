@@ -108,9 +108,12 @@ class Renderer:
         names = [name for _, name in self.template.parts] if self.template is not None else [self.data.prompt_column]
         return [values[name] for name in names if name is not None]
 
-    def messages(self, value: Any) -> list[Message]:
-        """Text as one user message, or the row's own messages; the system message first unless they bring one."""
-        name = self.data.prompt_column
+    def messages(self, value: Any, name: str | None = None) -> list[Message]:
+        """Text as one user message, or the row's own messages; the system message first unless they bring one.
+
+        Raises Malformed for anything else, naming column `name` (by default the prompt's).
+        """
+        name = name or self.data.prompt_column
         messages: Any = [{"role": "user", "content": value}] if isinstance(value, str) else value
         if not isinstance(messages, list) or not messages:
             raise Malformed(name, f"got {type(value).__name__}; must be text or a list of {{role, content}} messages")

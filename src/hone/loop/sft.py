@@ -9,23 +9,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from hone.algo.algorithm import Algorithm
-from hone.config.run import AlgorithmSection, SftSection
-from hone.data.prompts import SftRow, epoch_order
+from hone.config.derived import longest_tokens
+from hone.config.run import AlgorithmSection, RunConfig, SftSection
+from hone.data.chat import Tokenizer
+from hone.data.prompts import SftRow, epoch_order, load_sft_rows
+from hone.data.report import LoadReport
+from hone.data.sft_chat import load_chat_rows
 from hone.loop.run import Stage, due, now
+from hone.train.trainer import Trainer
 from hone.types import Batch
 
 IMITATION = Algorithm(AlgorithmSection(ratio="none", clip="none", aggregate="token_mean"))
 
 
 @dataclass
-class SftRun(Stage):
+class SftRun(Stage[Trainer]):
     """A supervised stage."""
 
     rows: Sequence[SftRow]
+
+
+def imitation_rows(config: RunConfig, tokenizer: Tokenizer, folder: Path) -> tuple[list[SftRow], LoadReport]:
+    """What the stage imitates: responses after prompts, or the assistant's turns of whole conversations.
+
+    Raises DataError as `load_sft_rows` and `load_chat_rows` do.
+    """
+    if config.sft.messages_column is None:
+        return load_sft_rows(config.data, config.sft, tokenizer, folder)
+    return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest_tokens(config))
 
 
 def total_steps(settings: SftSection, num_rows: int) -> int:
@@ -40,7 +56,10 @@ async def train_sft(run: SftRun) -> None:
     while progress.step < steps and not run.stop.is_set():
         started = now()
         with run.observer.span("train"):
-            batch = batch_of([run.rows[i] for i in rows_of_step(run, progress.step)], run.trainer.device)
+            rows = rows_of_step(
+                progress.step, count=settings.rows_per_step, num_rows=len(run.rows), seed=run.config.seed
+            )
+            batch = batch_of([run.rows[i] for i in rows], run.trainer.device)
             metrics = await run.in_compute_thread(run.trainer.update, batch, IMITATION)
         progress.step += 1
         seconds = now() - started
@@ -59,31 +78,31 @@ async def train_sft(run: SftRun) -> None:
             await run.save()
 
 
-def rows_of_step(run: SftRun, step: int) -> list[int]:
-    """Which rows step number `step` trains on: a slice of an endless stream of shuffled epochs.
+def rows_of_step(step: int, *, count: int, num_rows: int, seed: int) -> list[int]:
+    """Which `count` rows step number `step` trains on: a slice of an endless stream of shuffled epochs.
 
-    A function of (seed, step) alone, so that a resumed run needs nothing but the step.
+    A function of its arguments alone, so that a resumed run needs nothing but the step.
     """
-    count, num_rows = run.config.sft.rows_per_step, len(run.rows)
     rows: list[int] = []
     while len(rows) < count:
         epoch, start = divmod(step * count + len(rows), num_rows)
-        order = epoch_order(num_rows, seed=run.config.seed, epoch=epoch)
+        order = epoch_order(num_rows, seed=seed, epoch=epoch)
         rows += order[start : start + count - len(rows)]
     return rows
 
 
 def batch_of(rows: Sequence[SftRow], device: torch.device) -> Batch:
-    """A batch that imitates: every response token has loss and advantage 1."""
-    lengths = torch.tensor([len(response) for _, response in rows], device=device)
-    tokens = torch.tensor([token for _, response in rows for token in response], device=device)
+    """A batch that imitates: advantage 1, and loss on every response token that the row's mask does not exclude."""
+    lengths = torch.tensor([len(row.response) for row in rows], device=device)
+    tokens = torch.tensor([token for row in rows for token in row.response], device=device)
     ones = torch.ones(len(tokens), device=device)
+    masks = [row.loss_mask or (True,) * len(row.response) for row in rows]
     return Batch(
-        prompts=tuple(tuple(prompt) for prompt, _ in rows),
+        prompts=tuple(row.prompt for row in rows),
         prompt_S=torch.arange(len(rows), device=device),
         length_S=lengths,
         token_ids_T=tokens,
-        loss_mask_T=ones,
+        loss_mask_T=torch.tensor([wanted for mask in masks for wanted in mask], dtype=torch.float32, device=device),
         sampler_logprobs_T=torch.zeros_like(ones),
         reward_S=torch.ones(len(rows), device=device),
         columns={"advantages_T": ones},

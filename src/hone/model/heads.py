@@ -49,13 +49,11 @@ class ScalarModel(nn.Module):
         elif isinstance(body, TransformersModel):
             tied = body.output_weight is getattr(body.hf.get_input_embeddings(), "weight", None)
             body.output_weight.requires_grad_(tied)
+        self.hf_config: PreTrainedConfig = body.hf_config
+        """Written by `save_hf`."""
         like = next(body.parameters())
         self.score = nn.Linear(body.hidden_size, 1, bias=False, dtype=like.dtype, device=like.device)
         nn.init.zeros_(self.score.weight)
-
-    @property
-    def hf_config(self) -> PreTrainedConfig:
-        return self.body.hf_config
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,85 @@
+"""Whole conversations as a reward model reads them: question and answer through its own template, as text.
+
+The same code prepares the pairs that it learns from and what it scores later, so both are read alike. The policy's
+prompts and responses, which are tokens from then on, are `chat.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+
+from hone.data.chat import Message, alphabet_of, check_characters
+from hone.errors import DataError
+
+Form = Literal["chat", "text"]
+
+
+class Unreadable(DataError):
+    """A conversation that this reward model cannot be given, and why."""
+
+
+class ConversationReader:
+    """Questions and answers to token ids.
+
+    Args:
+        tokenizer: the reward model's; it need have no EOS.
+        form: `chat` puts the answer as the assistant's message after the others, through the chat template; `text`
+            writes it right after the prompt's text, with the tokenizer's EOS behind it if it has one.
+    Raises:
+        DataError: `chat` without a chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, form: Form) -> None:
+        if form == "chat" and tokenizer.chat_template is None:
+            raise DataError(
+                f"reward model: its tokenizer ({tokenizer.name_or_path or 'made on the spot'}) has no chat template, "
+                "though it scores chats. Set model.chat_template, or use a plain data.template."
+            )
+        self.tokenizer, self.form = tokenizer, form
+        self._alphabet = alphabet_of(tokenizer)
+
+    def read(self, question: str | Sequence[Message], answer: str | Sequence[Message]) -> list[int]:
+        """Token ids of one conversation, never empty.
+
+        Args:
+            question: text, which a chat takes as one message of the user; or messages, which only a chat can take.
+            answer: text; or, in a chat, messages that follow the question, or that repeat it in front.
+        Raises:
+            Unreadable: see above, a template that refuses the messages, or a character that cannot be spelled.
+        """
+        text = self._chat_text(question, answer) if self.form == "chat" else self._plain_text(question, answer)
+        special = self.tokenizer.all_special_tokens if self.form == "chat" else ()
+        try:
+            check_characters(text, self._alphabet, special=special)
+        except DataError as error:
+            raise Unreadable(str(error)) from error
+        ids: list[int] = self.tokenizer(text, add_special_tokens=self.form == "text", verbose=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        if self.form == "text" and isinstance(end, int) and ids[-1:] != [end]:
+            ids = [*ids, end]
+        if not ids:
+            raise Unreadable("the conversation is empty")
+        return ids
+
+    def _chat_text(self, question: str | Sequence[Message], answer: str | Sequence[Message]) -> str:
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        if isinstance(answer, str):
+            messages.append({"role": "assistant", "content": answer})
+        else:
+            repeats = list(answer[: len(messages)]) == messages
+            messages = list(answer) if repeats else [*messages, *answer]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+        except jinja2.TemplateError as error:
+            raise Unreadable(f"the chat template refuses it: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def _plain_text(self, question: str | Sequence[Message], answer: str | Sequence[Message]) -> str:
+        if not isinstance(question, str) or not isinstance(answer, str):
+            raise Unreadable("got messages, but the reward model reads plain text")
+        return question + answer

@@ -1,0 +1,153 @@
+"""Conversations to imitate: every turn of the assistant's carries loss, nothing else does.
+
+Which part of the text is the assistant's is what the chat template marks with `{% generation %}`; without marks, what
+the template adds when a turn is appended. Turns are tokenised apart, as they are when a policy writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from hone.config.run import DataSection, SftSection
+from hone.data.chat import Message, Tokenizer, UnknownCharacter
+from hone.data.prompts import SftRow
+from hone.data.render import Malformed, Renderer, column
+from hone.data.report import LoadReport, Tally, nothing_left
+from hone.data.sources import read_rows
+from hone.errors import DataError
+
+Segment = tuple[str, bool]
+"""A stretch of a rendered conversation, and whether the assistant wrote it."""
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def load_chat_rows(
+    data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path, *, max_tokens: int
+) -> tuple[list[SftRow], LoadReport]:
+    """The conversations in `sft.messages_column`, in the order of the source.
+
+    Args:
+        max_tokens: of a whole conversation; longer ones are dropped and reported.
+    Raises:
+        DataError: no chat template, one that cannot tell the assistant's part, or as `load_prompts` does.
+    """
+    name = sft.messages_column
+    assert name is not None, "the caller asks for chat rows only where the run file names their column"
+    if tokenizer.hf.chat_template is None:
+        raise DataError("sft.messages_column: the tokenizer has no chat template. Name one in model.chat_template.")
+    source = sft.data or data.train
+    tally, renderer = Tally(data, source, max_tokens=max_tokens), Renderer(data, tokenizer)
+    imitated: list[SftRow] = []
+    for row in tally.rows(read_rows(source, folder, split=data.train_split, rows=sft.rows)):
+        try:
+            segments = segments_of(tokenizer, renderer.messages(column(row.values, name), name), name)
+            conversation = tokenised(tokenizer, segments, name)
+        except Malformed as error:
+            tally.reject(f"{row.where} {error.field}: {error}")
+            continue
+        if tally.fits(len(conversation.prompt) + len(conversation.response)):
+            imitated.append(conversation)
+    tally.kept = len(imitated)
+    if not imitated:
+        raise DataError(nothing_left(tally.report()))
+    return imitated, tally.report()
+
+
+def segments_of(tokenizer: Tokenizer, messages: Sequence[Message], field: str = "messages") -> list[Segment]:
+    """A rendered conversation, cut where the assistant's part begins and ends.
+
+    Raises:
+        Malformed: no turn of the assistant's, or messages that the template refuses.
+        DataError: a template without marks that rewrites earlier turns when later ones follow.
+    """
+    if not any(message["role"] == "assistant" for message in messages):
+        raise Malformed(field, "has no message of the assistant's, so there is nothing to imitate")
+    template = tokenizer.hf.get_chat_template()
+    try:
+        marked = _MARKS.search(template) is not None
+        text, spans = _marked(tokenizer, template, messages) if marked else _appended(tokenizer, messages)
+    except jinja2.TemplateError as error:
+        raise Malformed(field, f"the chat template refuses it: {error}") from error
+    segments: list[Segment] = []
+    done = 0
+    for start, end in spans:
+        segments += [(text[done:start], False), (text[start:end], True)]
+        done = end
+    return segments
+
+
+def tokenised(tokenizer: Tokenizer, segments: Sequence[Segment], field: str = "messages") -> SftRow:
+    """Token ids up to the end of the last turn, and which of them to imitate: a turn, up to and with its EOS.
+
+    Raises:
+        Malformed: nothing stands before the first turn, or a character cannot be spelled.
+        DataError: a turn has no EOS: a policy that imitates it would never stop.
+    """
+    try:
+        pieces = tokenizer.encode_prompts([text for text, _ in segments], rendered=True)
+    except UnknownCharacter as error:
+        raise Malformed(field, str(error)) from error
+    prompt, response, mask = pieces[0], list[int](), list[bool]()
+    if not prompt:
+        raise Malformed(field, "the assistant speaks first, and the chat template puts nothing in front")
+    for ids, (text, imitate) in zip(pieces[1:], segments[1:], strict=True):
+        stop = _length_with_end(tokenizer, ids, text) if imitate else 0
+        response += ids
+        mask += [position < stop for position in range(len(ids))]
+    last = max(position for position, wanted in enumerate(mask) if wanted)
+    return SftRow(tuple(prompt), tuple(response[: last + 1]), tuple(mask[: last + 1]))
+
+
+def _length_with_end(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
+    ends = [position for position, token in enumerate(ids) if token in tokenizer.eos_ids]
+    if not ends:
+        raise DataError(
+            f"sft.messages_column: the chat template ends the assistant's turn {text[-40:]!r} without an EOS token "
+            f"({tokenizer.hf.eos_token}), so a policy would not learn to stop. Name another template in "
+            "model.chat_template, or set the tokenizer's eos_token to what ends a turn."
+        )
+    return ends[-1] + 1
+
+
+def _marked(tokenizer: Tokenizer, template: str, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    names: Any = tokenizer.hf.special_tokens_map
+    rendered: Any = render_jinja_template(
+        conversations=[list(messages)],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **names,
+    )
+    (text,), (spans,) = rendered
+    if not spans:
+        raise DataError("sft.messages_column: the chat template's {% generation %} marks nothing in a conversation")
+    return text, [(start, end) for start, end in spans]
+
+
+def _appended(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    """Each turn of the assistant's is what rendering one message more adds behind the opening of the answer."""
+
+    def render(count: int, *, opening: bool) -> str:
+        text = tokenizer.hf.apply_chat_template(list(messages[:count]), tokenize=False, add_generation_prompt=opening)
+        assert isinstance(text, str)
+        return text
+
+    text, spans = render(len(messages), opening=False), []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = render(number, opening=True), render(number + 1, opening=False)
+        if not (after.startswith(before) and text.startswith(after)):
+            raise DataError(
+                f"sft.messages_column: the chat template rewrites what stands before message {number + 1} when it is "
+                "added (or what it says when others follow), so the assistant's part cannot be told. Put "
+                "{% generation %} marks around it in a copy of the template, and name that in model.chat_template."
+            )
+        spans.append((len(before), len(after)))
+    return text, spans

@@ -1,0 +1,118 @@
+"""Learns a reward model from pairs: both conversations of a pair in one microbatch, what they share computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.algo.pairwise import pairwise_loss
+from hone.config.run import OptimizerSection
+from hone.data.pack import Indices, Shape, plan_microbatches
+from hone.data.pairs import Pair
+from hone.errors import DataError
+from hone.model.heads import ScalarModel, Sequences, last_token_scores
+from hone.train.learner import Learner
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A reward model on pairs."""
+
+    loss: float
+    """Mean of the pairs' losses, in nats."""
+    accuracy: float
+    """Fraction of pairs whose better answer has the higher score; a tie counts half."""
+    score_mean: float
+    score_std: float
+    """Standard deviation (unbiased) of the scores of all answers, better and worse."""
+
+
+class PairTrainer(Learner[ScalarModel]):
+    """Trains a reward model in place; arguments as `Learner`.
+
+    Args:
+        tokens_per_microbatch: memory, never the result; must hold any one pair.
+    """
+
+    def __init__(
+        self,
+        model: ScalarModel,
+        *,
+        optimizer: OptimizerSection,
+        total_optimizer_steps: int,
+        tokens_per_microbatch: int,
+        precision: Literal["float32", "bfloat16", "float64"],
+    ) -> None:
+        super().__init__(model, optimizer=optimizer, total_optimizer_steps=total_optimizer_steps, precision=precision)
+        self.tokens_per_microbatch = tokens_per_microbatch
+
+    def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        """One optimizer step on the mean loss of `pairs`. Returns metrics."""
+        sequences, plan = self._plan(pairs)
+        margin_P = self._margins(pairs)
+        total = torch.zeros((), dtype=margin_P.dtype, device=self.device)
+        correct = torch.zeros_like(total)
+        for samples in plan:
+            chosen_P, rejected_P = last_token_scores(self.model, sequences, samples).unflatten(0, (-1, 2)).unbind(1)
+            loss_P = pairwise_loss(chosen_P, rejected_P, margin_P[samples[::2] // 2])
+            (loss_P.sum() / len(pairs)).backward()
+            total += loss_P.detach().sum()
+            correct += _correct(chosen_P.detach(), rejected_P.detach())
+        result = self.optimizer.step()
+        return {
+            "rm/loss": float(total) / len(pairs),
+            "rm/accuracy": float(correct) / len(pairs),
+            "rm/lr": result.lr,
+            "rm/grad_norm": result.grad_norm,
+        }
+
+    @torch.no_grad()
+    def measure(self, pairs: Sequence[Pair]) -> Measured:
+        """The model as it is now, on pairs that it does not learn from."""
+        sequences, plan = self._plan(pairs)
+        score_S = torch.zeros(2 * len(pairs), dtype=torch.float64)
+        for samples in plan:
+            score_S[torch.from_numpy(samples)] = last_token_scores(self.model, sequences, samples).cpu().double()
+        chosen_P, rejected_P = score_S.unflatten(0, (-1, 2)).unbind(1)
+        loss_P = pairwise_loss(chosen_P, rejected_P, self._margins(pairs).cpu().double())
+        return Measured(
+            loss=float(loss_P.mean()),
+            accuracy=float(_correct(chosen_P, rejected_P)) / len(pairs),
+            score_mean=float(score_S.mean()),
+            score_std=float(score_S.std()),
+        )
+
+    def _plan(self, pairs: Sequence[Pair]) -> tuple[Sequences, list[Indices]]:
+        """The conversations of all pairs, sample 2i the better and 2i + 1 the worse of pair i, and the microbatches."""
+        sequences = Sequences.of([(pair.chosen, pair.rejected) for pair in pairs])
+        prompt_tokens = np.fromiter(map(len, sequences.prompts), np.int64, len(sequences.prompts))
+        pair_S = np.arange(2 * len(pairs)) // 2
+        pair_of_prompt = np.zeros_like(prompt_tokens)
+        pair_of_prompt[sequences.prompt_S] = pair_S
+        shape = Shape(  # as if what a pair shares were one prompt, also where that is nothing: so a pair stays together
+            prompt_S=pair_S,
+            length_S=sequences.length_S,
+            start_S=sequences.length_S.cumsum() - sequences.length_S,
+            prompt_tokens_N=np.bincount(pair_of_prompt, weights=prompt_tokens).astype(np.int64),
+        )
+        plan = plan_microbatches(shape, np.arange(2 * len(pairs)), self.tokens_per_microbatch)
+        if any(len(samples) % 2 or (samples[::2] % 2).any() for samples in plan):
+            longest = max(len(pair.chosen) + len(pair.rejected) for pair in pairs)
+            raise DataError(
+                f"a pair does not fit into train.tokens_per_microbatch = {self.tokens_per_microbatch}: both its "
+                f"conversations must, together. Raise it to at least {longest}, or lower data.max_prompt_tokens or "
+                "rollout.max_response_tokens, which bound a conversation."
+            )
+        return sequences, plan
+
+    def _margins(self, pairs: Sequence[Pair]) -> Tensor:
+        return torch.tensor([pair.margin for pair in pairs], dtype=self.flat.master.dtype, device=self.device)
+
+
+def _correct(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    return ((chosen_P > rejected_P).double() + 0.5 * (chosen_P == rejected_P)).sum()
