@@ -291,14 +291,12 @@ def contrast_ratio(one: Color, other: Color) -> float:
 @lru_cache(maxsize=64)
 def load_picture(root: Path, name: str) -> Image.Image | None:
     """A picture file below `root`; None when it is not there, lies elsewhere, is too large or no picture."""
-    path = (root / name).resolve()
-    if not path.is_relative_to(root.resolve()) or not path.is_file():
-        return None
     try:
+        path = (root / name).resolve()
+        if not path.is_relative_to(root.resolve()) or not path.is_file():
+            return None
         with Image.open(path) as found:
-            if found.width * found.height > MAX_PICTURE_PIXELS:
-                return None
-            return found.convert("RGB")
+            return found.convert("RGB") if found.width * found.height <= MAX_PICTURE_PIXELS else None
     except (OSError, ValueError, Image.DecompressionBombError):
         return None
 

@@ -1,0 +1,103 @@
+"""Whatever a policy writes: a finite score in [0, 1], soon."""
+
+import asyncio
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.reward.poster import judge_of
+from hone.reward.poster.parse import MAX_LAYERS
+from hone.reward.poster.scoring import score_posters
+from hone.reward.poster.table import GROUND_TRUTH
+
+NUMBERS = st.one_of(
+    st.integers(-100, 1200),
+    st.floats(),
+    st.sampled_from(
+        [0, -0.0, 1e-9, 1e6, -1e6, 1e9, 1e300, 10**400, float("inf"), float("nan"), "12", None, True, [], {}]
+    ),
+)
+TEXTS = st.one_of(
+    st.text(max_size=30),
+    st.text("aあ海한é \n\t\u200b\u202e\ud800😀", max_size=30),
+    st.sampled_from(["SUMMER SALE", "W" * 5000, "\n" * 500, "字 " * 900, 5, None, ["x"]]),
+)
+STYLES = st.one_of(
+    st.sampled_from(
+        ["#fff", "red", "rgb(900,0,0)", "hsl(0,100%,50%)", "x" * 200, [1, 2, 3], [1, 2, "3"], [1e300] * 3, 7, None]
+    ),
+    st.text(max_size=8),
+)
+KINDS = st.one_of(st.sampled_from(["title", "image", "background", "shape", "Button "]), st.integers(), st.text())
+LAYERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": KINDS,
+        "x": NUMBERS, "y": NUMBERS, "width": NUMBERS, "height": NUMBERS, "font_size": NUMBERS, "opacity": NUMBERS,
+        "text": TEXTS, "color": STYLES, "fill": STYLES, "align": STYLES, "image_id": NUMBERS,
+    },
+)  # fmt: skip
+BOXES = st.fixed_dictionaries({name: st.integers(-50, 1100) for name in ("x", "y", "width", "height")})
+USABLE = st.builds(lambda layer, box: layer | box, LAYERS, BOXES)
+ANYTHING = st.recursive(
+    NUMBERS | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+)
+
+
+def check(response: str) -> None:
+    (score,) = asyncio.run(score_posters([response], GROUND_TRUTH, judge_of({})))
+    assert score.value is not None and 0.0 <= score.value <= 1.0
+    for name, value in score.metrics.items():
+        assert math.isfinite(value), name
+        assert 0.0 <= value <= 1.0 or name in ("num_layers", "malformed_layers"), name
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.one_of(LAYERS, USABLE, ANYTHING), max_size=12))
+def test_any_layers(layers):
+    check(json.dumps({"layers": layers}))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(USABLE, min_size=1, max_size=12))
+def test_any_layers_as_python_would_write_them(layers):
+    check(json.dumps({"layers": layers}, allow_nan=True, ensure_ascii=False).replace("1e+300", "1e999"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.one_of(st.text(), st.text('{}[]":,layers 01\\', max_size=80), ANYTHING.map(str)))
+def test_any_text(text):
+    check(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_damaged_poster(data):
+    whole = json.dumps(GROUND_TRUTH)
+    start = data.draw(st.integers(0, len(whole)))
+    check(whole[:start] + data.draw(st.text(max_size=5)) + whole[start + data.draw(st.integers(0, 9)) :])
+
+
+FULL = {"type": "text", "x": 0, "y": 0, "width": 1000, "height": 1000}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"text": "ab cd " * 200, "opacity": 0.5},
+        {"text": "字" * 1200},
+        {"text": "WWW " * 280, "font_size": 600},
+        {"text": "W" * 1100, "font_size": 999, "width": 1e6},
+        {"text": "W", "font_size": 1e6, "x": -1e5, "y": -1e5, "width": 1e6, "height": 1e6},
+        {"text": "W" * 1100, "font_size": 0.001},
+        {"text": "W" * 1100, "width": 0.001, "height": 1e6},
+        {"type": "image"},
+        {"type": "shape", "opacity": 0.5, "width": 1e6, "height": 1e6},
+    ],
+)  # fmt: skip
+def test_as_many_layers_as_there_may_be_of_the_worst_kind(layer):
+    check(json.dumps({"layers": [FULL | layer] * MAX_LAYERS}, ensure_ascii=False))
