@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from hone.observe.metrics import find_metric
+from hone.reward.base import component_metrics
 from hone.reward.poster import judge_of
 from hone.reward.poster.accuracy import Text, normalize, score_accuracy
 from hone.reward.poster.lint import WEIGHTS, lint, lint_score, misalignment, overlap
@@ -233,3 +235,16 @@ def test_moving_a_poster_further_never_pays(seed):
     values = [score.value for score in scores]
     assert values == sorted(values, reverse=True)
     assert len(set(values)) == len(values)
+
+
+def test_the_parts_of_the_score_are_metrics_of_their_own(make_group):
+    group = make_group(GOOD, GOOD, "no poster", answer=GROUND_TRUTH)
+    scores = tuple(asyncio.run(score_posters([GOOD, GOOD, "no poster"], GROUND_TRUTH, judge_of({}))))
+    scored = group.scored({"poster": scores}, tuple(score.value for score in scores))
+    same = group.scored({"poster": scores[:1] * 3}, (scores[0].value,) * 3)
+    metrics = component_metrics([scored, same])
+    assert metrics["reward/poster_structure_mean"] == pytest.approx(5 / 6)
+    assert metrics["reward/poster_structure_zero_std_group_frac"] == 0.5
+    assert {"reward/poster_accuracy_mean", "reward/poster_visual_mean", "reward/poster_visual_fit_mean"} <= set(metrics)
+    for name in metrics:
+        find_metric(name)

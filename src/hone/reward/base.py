@@ -234,11 +234,16 @@ def component_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """`reward/<component>_*` of the scored groups of a step; statistics without a single value are left out.
 
     `_zero_std_group_frac` is over groups with two scores or more: those in which the component tells nothing apart.
+    What a component says of its own parts (`Score.metrics`) follows as `reward/<component>_<part>_*`, mean and that.
     """
     metrics: dict[str, float] = {}
     for name in groups[0].scores if groups else ():
         per_group = [group.scores[name] for group in groups]
         metrics |= {f"reward/{name}_{key}": value for key, value in _statistics(per_group).items()}
+        for part in dict.fromkeys(part for scores in per_group for score in scores for part in score.metrics):
+            values = [[score.metrics[part] for score in scores if part in score.metrics] for scores in per_group]
+            metrics[f"reward/{name}_{part}_mean"] = _mean([value for group in values for value in group])
+            metrics |= {f"reward/{name}_{part}_{key}": value for key, value in _silent_groups(values).items()}
     return metrics
 
 
@@ -248,13 +253,21 @@ def _statistics(per_group: Sequence[Sequence[Score]]) -> dict[str, float]:
     num_faults = sum(score.fault is not None for scores in per_group for score in scores)
     found = {"fault_frac": num_faults / max(1, sum(len(scores) for scores in per_group))}
     if flat:
-        mean = math.fsum(flat) / len(flat)
-        variance = math.fsum((value - mean) ** 2 for value in flat) / len(flat)
+        mean = _mean(flat)
+        variance = _mean([(value - mean) ** 2 for value in flat])
         found |= {"mean": mean, "std": math.sqrt(variance), "min": min(flat), "max": max(flat)}
+    return found | _silent_groups(values)
+
+
+def _silent_groups(values: Sequence[Sequence[float]]) -> dict[str, float]:
     comparable = [group for group in values if len(group) > 1]
-    if comparable:
-        found["zero_std_group_frac"] = sum(min(group) == max(group) for group in comparable) / len(comparable)
-    return found
+    if not comparable:
+        return {}
+    return {"zero_std_group_frac": sum(min(group) == max(group) for group in comparable) / len(comparable)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def _weighted_sum(weighted: Sequence[tuple[float, tuple[Score, ...]]], sample: int) -> float | None:
