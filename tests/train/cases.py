@@ -1,5 +1,6 @@
 """A small model in float64, a ragged batch, and the rows that the trainer's tests run over."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -92,12 +93,19 @@ def make_groups(seed: int = 0, *, num_groups: int = 5, group_size: int = 4) -> l
 
 def make_batch(groups: list[Group], algorithm: Algorithm, *, moved: bool = True) -> Batch:
     """Collated, with advantages; where `moved`, old and reference logprobs that differ from the policy's."""
-    batch, _ = algorithm.assign(collate(groups))
-    if moved:
-        # A function of token and mask alone, so that reordered groups bring the same columns.
-        base = -2.0 + 0.1 * batch.token_ids_T.double()
-        batch = batch.with_column("old_logprobs_T", base).with_column("ref_logprobs_T", base - 0.3)
-    return batch
+    batch = collate(groups)
+    # Functions of the token alone, so that reordered groups bring the same columns.
+    base = -2.0 + 0.1 * batch.token_ids_T.double()
+    columns = {"old_logprobs_T": base, "ref_logprobs_T": base - 0.3}
+    extra = {
+        "value_T": 0.1 * batch.token_ids_T.double(),
+        "greedy_reward_N": torch.ones(len(groups)),
+        "greedy_truncated_N": torch.zeros(len(groups)),
+        "greedy_length_N": torch.ones(len(groups)),
+    }
+    batch, _ = algorithm.assign(replace(batch, columns={**batch.columns, **columns, **extra}))
+    kept = {name: column for name, column in batch.columns.items() if moved or name not in columns}
+    return replace(batch, columns=kept)
 
 
 def gradient(trainer: LocalTrainer, batch: Batch, algorithm: Algorithm) -> torch.Tensor:
@@ -111,3 +119,11 @@ def gradient(trainer: LocalTrainer, batch: Batch, algorithm: Algorithm) -> torch
         trainer.optimizer.step = step
     assert len(caught) == 1
     return caught[0]
+
+
+def assert_same_state(first: LocalTrainer, second: LocalTrainer) -> None:
+    """Every tensor that a checkpoint would hold, and every number beside them."""
+    (ours, rest), (theirs, other) = first.state(), second.state()
+    assert rest == other
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())

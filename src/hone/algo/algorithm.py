@@ -151,7 +151,8 @@ class Algorithm:
             value_T, mask_T = batch.columns["value_T"], batch.loss_mask_T
             return_T = (critic_advantage(outcomes) + value_T) * mask_T
             batch = batch.with_column("return_T", return_T)
-            metrics["critic/explained_variance"] = explained_variance(value_T, return_T, mask_T)
+            explained = explained_variance(value_T, return_T, mask_T)
+            metrics |= {} if explained is None else {"critic/explained_variance": explained}
         if self.section.clip == "clip_cov":
             share, low, high = self.section.clip_cov
             logprobs_T = batch.columns.get("old_logprobs_T", batch.sampler_logprobs_T)

@@ -36,13 +36,13 @@ def value_loss(values: Values, clip: float | None) -> tuple[Tensor, Tensor]:
     return 0.5 * torch.maximum(error_T, bounded_error_T), bounded_error_T > error_T
 
 
-def explained_variance(value_T: Tensor, return_T: Tensor, mask_T: Tensor) -> float:
+def explained_variance(value_T: Tensor, return_T: Tensor, mask_T: Tensor) -> float | None:
     """1 - var(R - V) / var(R) over unmasked tokens: 1 is a perfect critic, 0 one that knows only the mean.
 
-    NaN where all returns are equal: there is nothing to explain.
+    None where all returns are equal: there is nothing to explain.
     """
     own = mask_T > 0
     known_T, error_T = return_T[own].double(), (return_T - value_T)[own].double()
     if len(known_T) == 0 or float(known_T.max() - known_T.min()) == 0:
-        return float("nan")
+        return None
     return float(1 - error_T.var(correction=0) / known_T.var(correction=0))

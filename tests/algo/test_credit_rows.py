@@ -1,0 +1,223 @@
+"""From batch to advantages, whole rows: KL in the reward, critics, greedy baselines, shaping in its order."""
+
+import math
+
+import pytest
+import torch
+
+from hone.algo.advantage import CREDIT
+from hone.algo.algorithm import Algorithm
+from hone.algo.loss import covariance_outliers
+from hone.config.run import AlgorithmSection
+from hone.types import Batch, Control
+
+NAN = math.nan
+
+
+def batch_of(rewards, lengths, *, prompt_S=None, mask=None, **columns) -> Batch:
+    total = sum(lengths)
+    prompts = prompt_S or [0] * len(lengths)
+    return Batch(
+        prompts=((1,),) * (max(prompts) + 1),
+        prompt_S=torch.tensor(prompts),
+        length_S=torch.tensor(lengths),
+        token_ids_T=torch.zeros(total, dtype=torch.int64),
+        loss_mask_T=torch.ones(total, dtype=torch.float64) if mask is None else torch.tensor(mask, dtype=torch.float64),
+        sampler_logprobs_T=torch.zeros(total, dtype=torch.float64),
+        reward_S=torch.tensor(rewards, dtype=torch.float64),
+        columns={name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()},
+    )
+
+
+def advantages(section: AlgorithmSection, batch: Batch, **options) -> list[float]:
+    return Algorithm(section, **options).assign(batch)[0].columns["advantages_T"].tolist()
+
+
+# ---- KL in the reward ---------------------------------------------------------------------------------------------
+
+KL = {"old_logprobs_T": [0.0, 0.0, 0.0, 0.0], "ref_logprobs_T": [-1.0, -2.0, 3.0, -1.0]}
+"""k1 of 1, 2, -3 and 1 nats."""
+
+
+def test_kl_in_the_reward_is_paid_from_each_token_on():
+    """Rewards 4 and 0, baseline 2, coefficient 0.1: first sample 2 - 0.1 x (1 + 2) and 2 - 0.1 x 2."""
+    section = AlgorithmSection(credit="group_mean", kl_reward_coef=0.1, kl_estimator="k1")
+    assert advantages(section, batch_of([4.0, 0.0], [2, 2], **KL)) == pytest.approx([1.7, 1.8, -1.8, -2.1])
+
+
+def test_the_discount_is_per_token():
+    section = AlgorithmSection(credit="group_mean", gamma=0.5, kl_reward_coef=0.1, kl_estimator="k1")
+    assert advantages(section, batch_of([4.0, 0.0], [2, 2], **KL)) == pytest.approx(
+        [-0.1 + 0.5 * 1.8, 1.8, 0.3 + 0.5 * -2.1, -2.1]
+    )
+
+
+def test_masked_tokens_pay_nothing_and_are_no_steps():
+    section = AlgorithmSection(credit="group_mean", gamma=0.5, kl_reward_coef=0.1, kl_estimator="k1")
+    batch = batch_of([4.0, 0.0], [3, 1], mask=[1, 0, 1, 1], **KL)
+    assert advantages(section, batch) == pytest.approx([-0.1 + 0.5 * (2 + 0.3), 0, 2.3, -2 - 0.1])
+
+
+def test_reinforce_pp_by_hand():
+    """Returns 3.7, 3.8 and 0.2, -0.1; whitened: mean 1.9, then their unbiased std."""
+    section = AlgorithmSection(credit="reinforce_pp", kl_reward_coef=0.1, kl_estimator="k1")
+    returns = torch.tensor([3.7, 3.8, 0.2, -0.1])
+    expected = ((returns - 1.9) / (returns.std() + 1e-6)).tolist()
+    assert advantages(section, batch_of([4.0, 0.0], [2, 2], **KL)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_kl_costs_is_measured_and_the_trainers_logprobs_are_asked_for():
+    section = AlgorithmSection(credit="group_mean", kl_reward_coef=0.1, kl_estimator="abs")
+    algorithm = Algorithm(section)
+    batch, metrics = algorithm.assign(batch_of([4.0, 0.0], [2, 2], **KL))
+    assert metrics["train/kl_ref"] == (1 + 2 + 3 + 1) / 4
+    assert {"policy_logprobs", "ref_logprobs"} <= algorithm.needs
+    more, alarm = algorithm.after_update(batch, metrics)
+    assert more == {"train/kl_coef": 0.1, "train/kl_ref_sequence": 3.5}
+    assert alarm is None
+
+
+# ---- steering -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("unit", "factor"), [("per_token", 1 + 0.2 * 2 / 10), ("per_sequence", 1 - 0.125 * 2 / 10)])
+def test_a_steered_coefficient_is_used_by_the_next_update_and_knows_the_unit_of_its_target(unit, factor):
+    """1.75 nats per token and 3.5 per sequence; target 4."""
+    target = 1.0 if unit == "per_token" else 4.0
+    section = AlgorithmSection(
+        credit="group_mean",
+        kl_reward_coef=0.1,
+        kl_estimator="abs",
+        kl_target=target,
+        kl_target_unit=unit,
+        kl_horizon_samples=10,
+    )
+    control = Control()
+    algorithm = Algorithm(section, control=control)
+    batch, metrics = algorithm.assign(batch_of([4.0, 0.0], [2, 2], **KL))
+    more, _ = algorithm.after_update(batch, metrics)
+    assert more["train/kl_coef"] == 0.1, "what the update was made with"
+    assert control.kl_coef == algorithm.kl_coef == pytest.approx(0.1 * factor)
+    resumed = Algorithm(section, control=Control(kl_coef=control.kl_coef))
+    again = resumed.assign(batch)[0].columns["advantages_T"]
+    assert again.tolist() == pytest.approx(
+        [2 - 0.1 * factor * 3, 2 - 0.1 * factor * 2, -2 - 0.4 * factor, -2 - 0.1 * factor]
+    )
+
+
+def test_an_unreachable_target_is_told_with_its_unit():
+    section = AlgorithmSection(kl_loss_coef=0.1, kl_target=0.5)
+    algorithm = Algorithm(section, control=Control(kl_missed_steps=-49))
+    _, alarm = algorithm.after_update(batch_of([4.0, 0.0], [2, 2]), {"train/kl_ref": 0.01})
+    assert alarm is not None
+    assert "below algorithm.kl_target = 0.5 nats per token for 50 updates (now 0.01" in alarm
+
+
+# ---- PPO ----------------------------------------------------------------------------------------------------------
+
+
+def test_ppo_advantages_are_whitened_and_its_returns_are_not():
+    """V = 0.5 everywhere, lambda 1: advantages 0.5, 0.5 and -0.5, -0.5; returns 1, 1 and 0, 0."""
+    algorithm = Algorithm(AlgorithmSection(credit="gae", gae_lambda=1.0))
+    batch, metrics = algorithm.assign(batch_of([1.0, 0.0], [2, 2], value_T=[0.5, 0.5, 0.5, 0.5]))
+    std = (4 * 0.25 / 3) ** 0.5
+    expected = [0.5 / std, 0.5 / std, -0.5 / std, -0.5 / std]
+    assert batch.columns["advantages_T"].tolist() == pytest.approx(expected, rel=1e-5)
+    assert batch.columns["return_T"].tolist() == [1, 1, 0, 0]
+    assert metrics == {"critic/explained_variance": 0.0}
+
+
+def test_an_unscored_sample_has_no_advantage_and_no_return():
+    algorithm = Algorithm(AlgorithmSection(credit="gae"))
+    batch, _ = algorithm.assign(batch_of([1.0, NAN], [1, 2], mask=[1, 0, 0], value_T=[0.5, 3.0, 7.0]))
+    assert batch.columns["advantages_T"].tolist() == [0, 0, 0]
+    assert batch.columns["return_T"].tolist() == [1, 0, 0]
+
+
+# ---- ReMax --------------------------------------------------------------------------------------------------------
+
+
+def test_remax_compares_with_the_greedy_sample_of_the_prompt():
+    columns = {"greedy_reward_N": [1.0, NAN], "greedy_length_N": [3.0, 3.0], "greedy_truncated_N": [0.0, 0.0]}
+    batch = batch_of([1.0, 4.0, 9.0, NAN], [1, 1, 1, 1], prompt_S=[0, 0, 1, 1], mask=[1, 1, 1, 0], **columns)
+    assert advantages(AlgorithmSection(credit="remax"), batch) == [0, 3, 0, 0]
+
+
+def test_the_greedy_reward_is_shaped_as_the_others_are():
+    """Clipped to 2, halved when cut, and 1 less at the length limit of 4 with a buffer of 2."""
+    columns = {"greedy_reward_N": [9.0], "greedy_length_N": [4.0], "greedy_truncated_N": [1.0], "truncated_S": [0.0]}
+    section = AlgorithmSection(
+        credit="remax", reward_clip=(-1, 2), truncated_reward_factor=0.5, overlong_buffer_tokens=2
+    )
+    assert advantages(section, batch_of([1.5], [1], **columns), max_response_tokens=4) == [1.5 - (1 - 1)]
+
+
+# ---- shaping ------------------------------------------------------------------------------------------------------
+
+
+def test_a_truncated_sample_keeps_a_fraction_of_a_positive_reward_only():
+    section = AlgorithmSection(credit="group_mean", truncated_reward_factor=0.25)
+    batch = batch_of([4.0, 4.0, -3.0], [1, 1, 1], truncated_S=[0.0, 1.0, 1.0])
+    assert advantages(section, batch) == pytest.approx([4 - 2 / 3, 1 - 2 / 3, -3 - 2 / 3])
+
+
+def test_rewards_are_clipped_before_they_are_normalised_and_penalised_after():
+    """Clipped to 1 and 3: mean 2, std sqrt(2). Lengths 1 and 4 of 4 with a buffer of 2: the second loses 1."""
+    section = AlgorithmSection(
+        credit="group_mean", reward_clip=(1, 3), normalize_rewards=True, overlong_buffer_tokens=2
+    )
+    control = Control()
+    algorithm = Algorithm(section, max_response_tokens=4, control=control)
+    batch, metrics = algorithm.assign(batch_of([-9.0, 9.0], [1, 4]))
+    half = 0.5**0.5
+    expected = (2 * half - 1) / 2
+    assert batch.columns["advantages_T"].tolist() == pytest.approx([-expected] + [expected] * 4, rel=1e-5)
+    assert (control.reward_count, control.reward_mean) == (2, 2.0)
+    assert metrics["train/reward_running_std"] == pytest.approx(2**0.5)
+    assert metrics["train/overlong_penalty_mean"] == pytest.approx(-0.5)
+
+
+# ---- off-policy ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "auto", "in_use"), [("auto", "tis", True), ("auto", "none", False), ("tis", None, True)]
+)
+def test_auto_is_what_the_run_makes_of_it(chosen, auto, in_use):
+    algorithm = Algorithm(AlgorithmSection(correction=chosen), correction=auto)
+    assert ("dropped" in algorithm._token_means) == in_use
+
+
+def test_with_the_sampler_as_old_policy_no_logprobs_are_asked_for():
+    algorithm = Algorithm(AlgorithmSection(old_logprobs="sampler", kl_reward_coef=0.1))
+    assert "policy_logprobs" not in algorithm.needs
+    batch, _ = algorithm.assign(batch_of([1.0, 0.0], [1, 1], ref_logprobs_T=[0.0, 0.0]))
+    assert torch.equal(batch.columns["old_logprobs_T"], batch.sampler_logprobs_T)
+
+
+# ---- Clip-Cov -----------------------------------------------------------------------------------------------------
+
+
+def test_covariance_outliers_by_hand():
+    """Means 0 and 0 over the unmasked: covariances 4, 9, 2, 1; of those inside (1, 9) the largest half of four."""
+    logprobs_T = torch.tensor([2.0, -3.0, 2.0, -1.0, 50.0])
+    advantages_T = torch.tensor([2.0, -3.0, 1.0, -1.0, 50.0]) + 0.25
+    mask_T = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
+
+    def found(share, low, high):
+        return covariance_outliers(logprobs_T, advantages_T, mask_T, share=share, low=low, high=high).tolist()
+
+    covariance = ((logprobs_T[:4] - logprobs_T[:4].mean()) * (advantages_T[:4] - advantages_T[:4].mean())).tolist()
+    assert covariance == pytest.approx([4.5, 8.25, 2.5, 0.75])
+    assert found(0.5, 1.0, 9.0) == [1, 1, 0, 0, 0]
+    assert found(0.5, 1.0, 8.0) == [1, 0, 1, 0, 0]  # the largest is outside, as in the paper
+    assert found(0.0001, 1.0, 9.0) == [0, 1, 0, 0, 0]  # at least one
+    assert found(0.5, 10.0, 20.0) == [0] * 5
+
+
+@pytest.mark.parametrize("name", CREDIT)
+def test_every_credit_is_zero_for_a_sample_of_no_length_and_finite_for_a_batch_of_nothing(name):
+    columns = {"greedy_reward_N": [1.0], "greedy_length_N": [3.0], "greedy_truncated_N": [0.0]}
+    some = batch_of([1.0, 0.0], [0, 2], value_T=[0.0, 0.0], **columns)
+    assert all(math.isfinite(value) for value in advantages(AlgorithmSection(credit=name), some))
+    assert advantages(AlgorithmSection(credit=name), batch_of([1.0, 0.0], [0, 0], value_T=[], **columns)) == []
