@@ -46,7 +46,7 @@ def test_ppo_logs_its_critic_and_its_controller(uninterrupted):
 
 
 def test_resuming_ppo_changes_nothing(uninterrupted, tmp_path):
-    """The last checkpoint is torn, so the run goes on from update 4: after a refresh, and with the coefficient moved."""
+    """The last checkpoint is torn, so the run goes on from update 4: after a refresh, with the coefficient moved."""
     assert train(tmp_path) == 0
     newest = tmp_path / "run" / "checkpoints" / "step-000005" / "state.json"
     newest.write_bytes(newest.read_bytes()[:-7])

@@ -20,7 +20,7 @@ from hone.config.breach import Breach
 from hone.config.run import RunConfig
 from hone.config.wording import nearest
 
-BUILT_IN_REWARDS = ("exact", "gsm8k", "poster", "code")
+BUILT_IN_REWARDS = ("exact", "gsm8k", "poster", "code", "reward_model")
 """Must equal `hone.reward`'s registry, which cannot be imported from here; a test compares them."""
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 """Must equal those that `hone.data` reads; a test compares them."""
@@ -62,7 +62,7 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str, Columns]]:
         train_columns = train_columns + [column for column in sft_columns if column not in train_columns]
     if train_columns:
         yield "data.train", data.train, train_columns
-    if data.eval is not None and config.stages != ("sft",):
+    if data.eval is not None:
         grouped = [("eval.by", config.eval.by)] if config.eval.by is not None else []
         yield "data.eval", data.eval, pair_columns or _columns(config) + grouped
     if does_sft and sft.data is not None:
@@ -243,6 +243,7 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
     """A path that is, or was meant as, a local directory must hold what its key needs. Hub names are believed."""
     for key, text, needed in (
         ("model.path", config.model.path, "config.json"),
+        ("critic.path", config.critic.path, "config.json"),
         ("model.tokenizer", config.model.tokenizer, "tokenizer_config.json"),
     ):
         if text is None:
