@@ -45,7 +45,7 @@ def check_args(args: Mapping[str, Any]) -> None:
 
 def judge_of(args: Mapping[str, Any]) -> Judge:
     """The judge that arguments describe; one for equal arguments."""
-    return _judge(json.dumps(args, sort_keys=True))
+    return _judge(json.dumps(args, sort_keys=True, default=str))
 
 
 def render_png(solution: str, ground_truth: Any, *, picture_px: int = 512, geometry: Any = "xywh") -> bytes:
