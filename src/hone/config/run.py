@@ -264,6 +264,17 @@ class TrainSection(Section):
     """The policy's optimizer."""
 
 
+class LoraSection(Section):
+    rank: int = key(0, ge=0)
+    """Train a low-rank adapter beside frozen weights instead of the weights; 0: train the weights."""
+    alpha: float = key(32.0, gt=0)
+    """The adapter's product counts alpha / rank times."""
+    targets: tuple[str, ...] | None = key(None, min_length=1)
+    """Linear layers that get one, by the last part of their names, such as q_proj; null: all but the output layer."""
+    stages: tuple[Literal["sft", "rl"], ...] = key(("sft", "rl"), min_length=1)
+    """Stages that train an adapter, each a new one, merged at its end; the others train every weight."""
+
+
 class CriticSection(Section):
     path: str | None = key(None)
     """With `credit: gae`: a model or reward model directory to start the critic from; null: the policy's weights."""
@@ -325,6 +336,8 @@ class CheckpointSection(Section):
     """Save every so many updates; 0: only at the end of a stage and when stopped."""
     keep: int = key(2, unit="checkpoints", ge=1)
     """Older ones are removed once a newer one is whole."""
+    best: str | None = key(None)
+    """Evaluation metric, such as eval/accuracy: the step where it is highest is kept too, and exported to hf-best/."""
 
 
 class ObserveSection(Section):
@@ -364,6 +377,7 @@ class RunConfig(Section):
     rollout: RolloutSection = key(RolloutSection())
     algorithm: AlgorithmSection = key(AlgorithmSection())
     train: TrainSection = key(TrainSection())
+    lora: LoraSection = key(LoraSection())
     critic: CriticSection = key(CriticSection())
     sft: SftSection = key(SftSection())
     rm: RewardModelSection = key(RewardModelSection())

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from hone.model.layout import Layout
+    from hone.model.lora import Adapter
 
 
 class CausalModel(nn.Module, ABC):
@@ -29,6 +30,8 @@ class CausalModel(nn.Module, ABC):
     """Longest prompt + response, in tokens."""
     checkpoint_layers: bool = False
     """Recompute each layer's activations in the backward pass instead of storing them."""
+    adapter: Adapter | None = None
+    """What is trained instead of the weights, once `lora.add_adapter` has put it into the model."""
 
     @property
     @abstractmethod
@@ -39,13 +42,23 @@ class CausalModel(nn.Module, ABC):
     def hidden(self, layout: Layout) -> Tensor:
         """(U, h): the final, normed hidden states that predict `layout.target_U`, in that order."""
 
-    @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, detached, under its Hugging Face name and shape; views, not copies."""
+        """Every weight once, detached, under its Hugging Face name and shape; views, not copies.
+
+        With an adapter they are merged: what the adapter changes is a copy, made when its turn comes.
+        """
+        for name, weight in self.own_weights():
+            yield name, weight if self.adapter is None else self.adapter.merged(name, weight)
+
+    @abstractmethod
+    def own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `named_weights`, without the adapter: always views."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies weights in place, converting the dtype. Every name must come, once, in its own shape.
+
+        They are the model's own: an adapter stays as it is.
 
         Raises:
             DataError: a name is missing, unknown or repeated, or a shape differs.

@@ -173,12 +173,12 @@ class Decoder(CausalModel):
         hidden_W = self(layout.token_ids_X, layout.position_X, attend, layout.needed_W)
         return hidden_W.index_select(0, layout.needed_U)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self._weights():
             yield name, weight.detach()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = dict(self.named_weights())
+        own = dict(self.own_weights())
         copy_by_name(own, weights, ignored=("lm_head.weight",) if self.tied else ())
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -196,20 +196,27 @@ def layer_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
     """One layer's weights under their Hugging Face names, the fused ones split into views."""
     yield "input_layernorm.weight", layer.input_norm.weight
     q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    for kind, fused in layer.qkv_proj.named_parameters():
+    for kind, fused in _parameters(layer.qkv_proj):
         for letter, part in zip("qkv", fused.split((q_size, kv_size, kv_size)), strict=True):
             yield f"self_attn.{letter}_proj.{kind}", part
     if layer.qk_normed:
         yield "self_attn.q_norm.weight", layer.q_norm.weight
         yield "self_attn.k_norm.weight", layer.k_norm.weight
-    for kind, weight in layer.o_proj.named_parameters():
+    for kind, weight in _parameters(layer.o_proj):
         yield f"self_attn.o_proj.{kind}", weight
     yield "post_attention_layernorm.weight", layer.post_norm.weight
-    for kind, fused in layer.gate_up_proj.named_parameters():
+    for kind, fused in _parameters(layer.gate_up_proj):
         for name, part in zip(("gate", "up"), fused.chunk(2), strict=True):
             yield f"mlp.{name}_proj.{kind}", part
-    for kind, weight in layer.down_proj.named_parameters():
+    for kind, weight in _parameters(layer.down_proj):
         yield f"mlp.down_proj.{kind}", weight
+
+
+def _parameters(linear: nn.Linear) -> Iterator[tuple[str, Tensor]]:
+    """Weight and bias; a layer with an adapter (lora.py) has them too, and more parameters besides."""
+    yield "weight", linear.weight
+    if linear.bias is not None:
+        yield "bias", linear.bias
 
 
 def rope_table(config: PreTrainedConfig, head_dim: int) -> Tensor:

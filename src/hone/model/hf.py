@@ -52,17 +52,24 @@ class TransformersModel(CausalModel):
         )
         return out.last_hidden_state.flatten(0, 1).index_select(0, rows.predict_U)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         seen: set[int] = set()
-        for name, weight in self.hf.state_dict().items():
+        for name, weight in self._state().items():
             if weight.data_ptr() not in seen:
                 seen.add(weight.data_ptr())
                 yield name, weight
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = dict(self.named_weights())
-        aliases = tuple(name for name in self.hf.state_dict() if name not in own)
+        own = dict(self.own_weights())
+        aliases = tuple(name for name in self._state() if name not in own)
         copy_by_name(own, weights, ignored=aliases)
+
+    def _state(self) -> dict[str, Tensor]:
+        """The module's own weights and their aliases, under the names that they had before peft wrapped layers."""
+        state = self.hf.state_dict()
+        if self.adapter is None:
+            return state
+        return {name.replace(".base_layer.", "."): weight for name, weight in state.items() if ".lora_" not in name}
 
     @torch.no_grad()
     def _check_logits(self) -> None:

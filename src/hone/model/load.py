@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,7 +56,7 @@ def load_model(
     folder = model_folder(path, trust_remote_code=trust_remote_code)
     config = read_config(folder, trust_remote_code=trust_remote_code)
     _shards(folder)  # so that a missing one is told in our words, whoever reads them
-    if _is_ours(config, implementation):
+    if is_ours(config, implementation):
         model = Decoder(config, dtype=dtype, device=device)
         model.load_weights(read_weights(folder))
         return model
@@ -87,7 +88,7 @@ def init_model(
         config = AutoConfig.for_model(model_type, **keys)
     except (ValueError, TypeError) as error:
         raise DataError(f"model.init: {error}") from error
-    if _is_ours(config, implementation):
+    if is_ours(config, implementation):
         model = Decoder(config, dtype=dtype, device=device)
         model.load_weights(_random_weights(model, seed, config.initializer_range))
         return model
@@ -105,15 +106,22 @@ def save_hf(
 ) -> None:
     """Writes config.json, model.safetensors and the tokenizer; an existing `folder` is replaced when all is written."""
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with replaced_when_whole(folder) as aside:
         config = type(hf_config).from_dict(hf_config.to_dict())
         config.dtype = next(iter(tensors.values())).dtype
         config.save_pretrained(aside)
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
+
+
+@contextmanager
+def replaced_when_whole(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` to write into, which takes its place at the end, and is gone if that fails."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield aside
         aside.chmod(0o755)  # mkdtemp makes it private
         if folder.exists():
             shutil.rmtree(folder)
@@ -167,7 +175,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         raise DataError(f"{file}: {error}") from error
 
 
-def _is_ours(config: PreTrainedConfig, implementation: Implementation) -> bool:
+def is_ours(config: PreTrainedConfig, implementation: Implementation) -> bool:
     return implementation == "hone" or (implementation == "auto" and unsupported(config) is None)
 
 

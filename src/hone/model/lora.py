@@ -1,0 +1,392 @@
+"""Low-rank adapters: the weights stay as they are, and beside chosen linear layers a thin product is learnt.
+
+A layer that computed W x then computes W x + alpha / rank * B A x, with A (rank, in) and B (out, rank) (LoRA,
+arXiv:2106.09685). B starts at zero, so an adapter starts as nothing. In Hone's own decoder the adapter sits in the
+fused projections, each part with a pair of its own; elsewhere it is peft's. On disk it is peft's format in both.
+
+A model with an adapter samples and trains as it is, unmerged, so that an engine may share it with the trainer. Its
+`named_weights` are merged: what an engine of its own is sent, and what is exported. `AdapterOff` is the model from
+before, in the same memory. No dropout: the trainer must see the very distribution that was sampled from.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from hone.config.run import LoraSection
+from hone.errors import DataError
+from hone.model.base import CausalModel
+from hone.model.decoder import Decoder
+from hone.model.hf import TransformersModel
+from hone.model.layout import Layout
+from hone.model.load import Implementation, is_ours, replaced_when_whole
+from hone.model.weights import weights_fingerprint
+
+FUSED = {
+    "qkv_proj": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    "o_proj": ("self_attn", ("o_proj",)),
+    "gate_up_proj": ("mlp", ("gate_proj", "up_proj")),
+    "down_proj": ("mlp", ("down_proj",)),
+}
+"""The linear layers of one of the decoder's layers: where Hugging Face has their parts, and the parts' names."""
+
+PEFT_NAME = "default"
+"""What peft calls the one adapter of a model."""
+
+
+class Adapter(ABC):
+    """What `add_adapter` put into a model: the pairs of thin matrices, under the names of the layers they are beside.
+
+    The matrices are parameters of the model, and the only ones that are trained.
+    """
+
+    transposed = False
+    """Whether the layers keep their weights as (in, out), as GPT-2's do."""
+
+    def __init__(self, settings: LoraSection, base: str, names: Sequence[str]) -> None:
+        self.settings = settings
+        self.base = base
+        """Fingerprint of the weights beneath, before they were turned into another dtype."""
+        self.names = tuple(names)
+        """Hugging Face names of the layers with an adapter, such as model.layers.0.mlp.up_proj."""
+        self.scale = settings.alpha / settings.rank
+        self._is_on = True
+
+    @abstractmethod
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """A (rank, in) and B (out, rank) of a layer, detached; views."""
+
+    @abstractmethod
+    def switch(self, on: bool) -> None:
+        """Let every layer add its product, or not."""
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model is the one beneath; for one thread, with nothing else computing."""
+        self.switch(False)
+        self._is_on = False
+        try:
+            yield
+        finally:
+            self._is_on = True
+            self.switch(True)
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """The weight with the adapter's change, in the more precise dtype of both; `weight` itself if there is none.
+
+        The sum is made in float32 at least: in bfloat16 it may round small changes away, as any merged copy does.
+        """
+        layer = name.removesuffix(".weight")
+        if not self._is_on or layer not in self.names:
+            return weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        a, b = self.factors(layer)
+        change = self.scale * (b.to(dtype) @ a.to(dtype))
+        total = weight.to(dtype) + (change.T if self.transposed else change)
+        return total.to(torch.promote_types(weight.dtype, a.dtype))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The matrices under the names that peft gives them on disk; views."""
+        for name in self.names:
+            for letter, factor in zip("AB", self.factors(name), strict=True):
+                yield f"base_model.model.{name}.lora_{letter}.weight", factor
+
+
+class FusedLinear(nn.Module):
+    """A linear layer that may be several side by side, some or all of which have an adapter.
+
+    Args:
+        base_layer: its output is the parts' outputs, one after another.
+        sizes: outputs of each part.
+        adapted: whether each part has an adapter; at least one has.
+    """
+
+    def __init__(self, base_layer: nn.Linear, sizes: Sequence[int], adapted: Sequence[bool], settings: LoraSection):
+        super().__init__()
+        self.base_layer = base_layer
+        self.scale = settings.alpha / settings.rank
+        self.is_on = True
+        ends = torch.tensor(sizes).cumsum(0).tolist()
+        self.spans = [(end - size, end) for end, size, wanted in zip(ends, sizes, adapted, strict=True) if wanted]
+        weight = base_layer.weight
+        self.a = nn.Parameter(weight.new_empty(len(self.spans) * settings.rank, weight.shape[1]))
+        self.b = nn.ParameterList(weight.new_empty(end - start, settings.rank) for start, end in self.spans)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def factors(self, part: int) -> tuple[Tensor, Tensor]:
+        """A and B of one of the parts that have an adapter."""
+        b = self.b[part].detach()
+        return self.a.detach().split(b.shape[1])[part], b
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_on:
+            return self.base_layer(x)
+        return _FusedLowRank.apply(x, self.weight, self.bias, self.scale, self.spans, self.a, *self.b)
+
+
+class _FusedLowRank(torch.autograd.Function):
+    """x W^T + bias + for each part scale * (x A^T) B^T into its span of the outputs.
+
+    Its own backward, because the weight has no gradient, and so that the parts' outputs are added in place: autograd
+    would make and keep a tensor of the whole output for each of them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        spans: list[tuple[int, int]],
+        a: Tensor,
+        *b: Tensor,
+    ) -> Tensor:
+        low = F.linear(x, a).mul_(scale)
+        out = F.linear(x, weight, bias)
+        for (start, end), part, up in zip(spans, low.chunk(len(b), -1), b, strict=True):
+            out[:, start:end].addmm_(part, up.T)
+        ctx.save_for_backward(x, weight, low, a, *b)
+        ctx.scale, ctx.spans = scale, spans
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, low, a, *b = ctx.saved_tensors
+        grad = grads[0]
+        parts = [grad[:, start:end] for start, end in ctx.spans]
+        grad_b = [part.T @ inner for part, inner in zip(parts, low.chunk(len(b), -1), strict=True)]
+        grad_low = torch.cat([part @ up for part, up in zip(parts, b, strict=True)], -1).mul_(ctx.scale)
+        grad_x = torch.addmm(grad @ weight, grad_low, a) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, None, grad_low.T @ x, *grad_b
+
+
+class DecoderAdapter(Adapter):
+    """In Hone's own decoder, whose linear layers it replaces by `FusedLinear`."""
+
+    def __init__(self, model: Decoder, settings: LoraSection) -> None:
+        wanted = wanted_layers(settings, DECODER_LAYERS)
+        self._places: dict[str, tuple[FusedLinear, int]] = {}
+        base = weights_fingerprint(model.own_weights())
+        for number, layer in enumerate(model.layers):
+            for fused, (block, parts) in FUSED.items():
+                adapted = [part in wanted for part in parts]
+                if not any(adapted):
+                    continue
+                linear = FusedLinear(getattr(layer, fused), self._sizes(model, layer, fused), adapted, settings)
+                setattr(layer, fused, linear)
+                names = [f"model.layers.{number}.{block}.{part}" for part in parts if part in wanted]
+                self._places |= {name: (linear, part) for part, name in enumerate(names)}
+        super().__init__(settings, base, tuple(self._places))
+
+    @staticmethod
+    def _sizes(model: Decoder, layer: nn.Module, fused: str) -> list[int]:
+        outputs = getattr(layer, fused).out_features
+        if fused == "qkv_proj":
+            kv_size = model.num_kv_heads * model.head_dim
+            return [outputs - 2 * kv_size, kv_size, kv_size]
+        return [outputs // len(FUSED[fused][1])] * len(FUSED[fused][1])
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        linear, part = self._places[name]
+        return linear.factors(part)
+
+    def switch(self, on: bool) -> None:
+        for linear, _ in self._places.values():
+            linear.is_on = on
+
+
+class PeftAdapter(Adapter):
+    """In a model of Transformers' own class, as peft puts it there."""
+
+    def __init__(self, model: TransformersModel, settings: LoraSection) -> None:
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+            from peft.tuners.lora import LoraLayer
+        except ImportError as error:
+            raise DataError(NO_PEFT) from error
+        wanted = wanted_layers(settings, linear_layers(model.hf))
+        base = weights_fingerprint(model.own_weights())
+        config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=wanted, lora_dropout=0.0)  # type: ignore[arg-type]
+        config.fan_in_fan_out = _is_transposed(model.hf)
+        with torch.random.fork_rng(devices=[]):
+            inject_adapter_in_model(config, model.hf, adapter_name=PEFT_NAME)
+        self._layers: dict[str, Any] = {
+            name: module for name, module in model.hf.named_modules() if isinstance(module, LoraLayer)
+        }
+        self.transposed = config.fan_in_fan_out
+        super().__init__(settings, base, tuple(self._layers))
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        layer = self._layers[name]
+        return layer.lora_A[PEFT_NAME].weight.detach(), layer.lora_B[PEFT_NAME].weight.detach()
+
+    def switch(self, on: bool) -> None:
+        for layer in self._layers.values():
+            layer.enable_adapters(on)
+
+
+DECODER_LAYERS = tuple(part for _, parts in FUSED.values() for part in parts)
+NO_PEFT = (
+    "lora.rank > 0: this model runs in Transformers' own class, for which adapters need peft, which is not installed. "
+    "Install hone-rl[lora]."
+)
+
+
+class AdapterOff(CausalModel):
+    """The model beneath an adapter, in the same memory: the frozen reference of a policy that trains an adapter.
+
+    Not for use while the policy computes in another thread.
+    """
+
+    def __init__(self, policy: CausalModel) -> None:
+        super().__init__()
+        assert policy.adapter is not None
+        self._policy = (policy,)  # in a tuple: the policy's parameters are not this one's
+        self.hf_config = policy.hf_config
+        self.vocab_size, self.hidden_size = policy.vocab_size, policy.hidden_size
+        self.max_positions = policy.max_positions
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self._policy[0].output_weight
+
+    def hidden(self, layout: Layout) -> Tensor:
+        (policy,) = self._policy
+        assert policy.adapter is not None
+        with policy.adapter.off():
+            return policy.hidden(layout)
+
+    def own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._policy[0].own_weights()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._policy[0].load_weights(weights)
+
+
+def add_adapter(model: CausalModel, settings: LoraSection, *, seed: int, dtype: torch.dtype) -> None:
+    """Freeze a model, turn its weights into `dtype`, and put a new adapter into it, a function of `seed`.
+
+    A is uniform in +-1/sqrt(in), as peft starts it, and B is 0. The adapter keeps the dtype that the model had.
+
+    Raises:
+        DataError: targets that the model does not have, or no peft where it is needed.
+    """
+    model.requires_grad_(False)
+    if isinstance(model, Decoder):
+        adapter: Adapter = DecoderAdapter(model, settings)
+    elif isinstance(model, TransformersModel):
+        adapter = PeftAdapter(model, settings)
+    else:
+        raise TypeError(f"no way to put an adapter into a {type(model).__name__}")
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for name in adapter.names:
+        a, b = adapter.factors(name)
+        bound = 1 / math.sqrt(a.shape[1])
+        a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        b.zero_()
+    model.adapter = adapter
+
+
+def merged_copy(model: CausalModel) -> CausalModel:
+    """A model of its own without an adapter that computes the same, for an engine that is sent merged weights."""
+    merged = copy.deepcopy(model)
+    for path, module in list(merged.named_modules()):
+        plain = getattr(module, "base_layer", None)  # what both kinds of adapter call the layer that they replaced
+        if isinstance(plain, nn.Module):
+            merged.set_submodule(path, plain)
+    merged.adapter = None
+    merged.load_weights(model.named_weights())
+    return merged
+
+
+def wanted_layers(settings: LoraSection, layers: Sequence[str]) -> list[str]:
+    """The names among `layers` that get an adapter. Raises DataError for targets that are not among them."""
+    if settings.targets is None:
+        return list(layers)
+    unknown = [name for name in settings.targets if name not in layers]
+    if unknown:
+        raise DataError(
+            f"lora.targets: this model has no linear layer {', '.join(unknown)}. It has: {', '.join(layers)}."
+        )
+    return list(settings.targets)
+
+
+def check_targets(
+    config: PreTrainedConfig, settings: LoraSection, implementation: Implementation, *, trust_remote_code: bool = False
+) -> list[str]:
+    """The names of the layers that would get an adapter, without the model's weights.
+
+    Raises:
+        DataError: as `add_adapter` would.
+    """
+    if is_ours(config, implementation):
+        return wanted_layers(settings, DECODER_LAYERS)
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise DataError(NO_PEFT) from error
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return wanted_layers(settings, linear_layers(hf))
+
+
+def linear_layers(hf: Any) -> list[str]:
+    """Last parts of the names of a Transformers model's linear layers, without the output layer's."""
+    output = hf.get_output_embeddings()
+    kinds = ("Linear", "Conv1D")
+    layers = (name for name, module in hf.named_modules() if type(module).__name__ in kinds and module is not output)
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+
+
+def _is_transposed(hf: Any) -> bool:
+    return any(type(module).__name__ == "Conv1D" for module in hf.modules())
+
+
+def save_adapter(folder: Path, model: CausalModel, base: str) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors, which `peft.PeftModel.from_pretrained` reads.
+
+    Args:
+        base: directory or hub name of the model beneath, for those who load the adapter.
+    """
+    adapter = model.adapter
+    assert adapter is not None
+    keys = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.settings.rank,
+        "lora_alpha": adapter.settings.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(dict.fromkeys(name.rpartition(".")[2] for name in adapter.names)),
+        "fan_in_fan_out": adapter.transposed,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with replaced_when_whole(folder) as aside:
+        (aside / "adapter_config.json").write_text(json.dumps(keys, indent=2) + "\n")
+        tensors = {name: weight.cpu().contiguous() for name, weight in adapter.weights()}
+        save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
