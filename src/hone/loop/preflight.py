@@ -88,11 +88,12 @@ def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: Finding
 
 def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> None:
     """Render and tokenise every row that the run would use; show the first few."""
-    chats = config.sft.messages_column is not None
-    reads_prompts = "rl" in config.stages or ("sft" in config.stages and not chats and config.sft.data is None)
+    learns_preferences = "reward_model" in config.stages
+    reads_train = "rl" in config.stages or (config.sft.messages_column is None and not learns_preferences)
+    reads_eval = config.data.eval is not None and not learns_preferences
     try:
         for part in ("train", "eval"):
-            if not reads_prompts or (part == "eval" and config.data.eval is None):
+            if (part == "train" and not reads_train) or (part == "eval" and not reads_eval):
                 continue
             stream = load_prompts(config.data, tokenizer, folder, seed=config.seed, part=part)
             prompts = stream.rows()
@@ -110,7 +111,7 @@ def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, finding
             findings.lines.append(
                 f"  imitates {tokenizer.decode(rows[0].response)!r}, {len(rows[0].response)} tokens with EOS"
             )
-        if "reward_model" in config.stages:
+        if learns_preferences:
             for part in ("train", "eval"):
                 pairs, report = load_pairs(
                     config.data, config.rm, tokenizer, folder, max_tokens=longest_tokens(config), part=part

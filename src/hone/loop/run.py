@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,19 +21,23 @@ from hone.reward.base import Rewards
 from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env import episode_metrics
 from hone.train.checkpoint import Checkpoints
+from hone.train.pairs import PairTrainer
 from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Progress
 
 T = TypeVar("T")
 
 
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer | PairTrainer)
+
+
 @dataclass
-class Stage:
+class Stage(Generic[AnyTrainer]):
     """What every stage has: settings, a trainer, where it is, and its doors to the outside."""
 
     config: RunConfig
     progress: Progress
-    trainer: Trainer
+    trainer: AnyTrainer
     observer: Observer
     checkpoints: Checkpoints
     compute: Executor
@@ -63,7 +67,7 @@ class Stage:
 
 
 @dataclass
-class PolicyRun(Stage):
+class PolicyRun(Stage[Trainer]):
     """An RL stage."""
 
     prompts: PromptStream

@@ -209,7 +209,7 @@ class UnscoredBound:
 
 def _scorer(component: RewardComponent, folder: Path, pool: WorkerPool, key: str) -> Scorer:
     if component.use in HELD:
-        return load_held(component.use, component.args)
+        return load_held(component.use, component.args, folder=folder, timeout_s=component.timeout_s)
     target = resolve(component.use, folder)
     if target.is_builtin:
         return InProcess(load(target, component.args), component.args)

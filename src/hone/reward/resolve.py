@@ -77,14 +77,17 @@ def load(target: Target, args: Mapping[str, Any]) -> RewardFunction:
     return function
 
 
-def load_held(name: str, args: Mapping[str, Any]) -> Any:
+def load_held(name: str, args: Mapping[str, Any], *, folder: Path, timeout_s: float) -> Any:
     """The scorer of one of `HELD`, made of the component's args; it is not started.
 
+    Its `from_args` also gets the run file's `folder` and the component's `timeout_s` if it takes them.
     Raises:
         Unusable: the args do not fit.
     """
     module, _, scorer = HELD[name].partition(":")
-    return getattr(importlib.import_module(module), scorer).from_args(args)
+    make = getattr(importlib.import_module(module), scorer).from_args
+    context = {"folder": folder, "timeout_s": timeout_s}
+    return make(args, **{name: context[name] for name in context if name in inspect.signature(make).parameters})
 
 
 def _function(module: ModuleType, target: Target) -> Any:

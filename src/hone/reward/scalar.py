@@ -1,0 +1,265 @@
+"""The `reward_model` reward: a model that reads question and answer as text and says one number.
+
+    reward:
+      components:
+        - use: reward_model
+          args: {path: ../../runs/run-rm/hf, normalize: true}
+
+Any Hugging Face sequence-classification directory with one label, Hone's own from `stages: [reward_model]` among them.
+It reads with its own tokenizer and chat template, never the policy's token ids. Architectures that Hone has a decoder
+for compute what the samples of a group share once; others run in Transformers' class. All work is done in one thread
+beside the event loop, one group at a time: waiting for it is bounded by the deadlines of the groups in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+
+from hone.config.run import Section, key
+from hone.data.conversation import ConversationReader, Unreadable
+from hone.errors import DataError
+from hone.model.decoder import unsupported
+from hone.model.heads import FORM, MEAN, STD, ScalarModel, Sequences, last_token_scores, load_scalar_model
+from hone.model.load import model_folder, read_config
+from hone.reward.resolve import Unusable
+from hone.reward.signature import DETAIL_CHARACTERS, all_faulty, describe
+from hone.types import Fault, Group, Prompt, Score
+
+
+class RewardModelSettings(Section):
+    """`args` of the `reward_model` reward."""
+
+    path: str = key(..., min_length=1)
+    """The model: a directory, relative to the run file, or a hub name."""
+    normalize: bool = key(False)
+    """Give (score - mean) / std, with mean and std of held-out data as the model's config.json has them."""
+    batch_tokens: int = key(16384, unit="tokens", ge=1)
+    """Tokens of one forward pass, padding counted; a longer conversation goes alone. Memory, never the result."""
+    device: Literal["auto", "cpu", "cuda"] = key("auto")
+    """auto: a GPU when torch sees one, and bfloat16 there; float32 on a CPU."""
+
+
+class Model(Protocol):
+    """Token ids of conversations to their scores."""
+
+    def scores(self, conversations: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[tuple[int, float]]:
+        """(index, score) of each conversation, one microbatch after the other."""
+        ...
+
+
+class RewardModel:
+    """The scorer (`base.Held`): loaded by `start`, given up by `close`."""
+
+    def __init__(self, settings: RewardModelSettings, *, folder: Path, timeout_s: float) -> None:
+        self.settings = settings
+        self._folder, self._timeout_s = folder, timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
+        self._turn = asyncio.Lock()
+        self._given_up = Event()
+        """Set when nobody waits for the work in hand any more."""
+        self._loaded: Loaded | None = None
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any], *, folder: Path, timeout_s: float) -> Self:
+        """Raises Unusable when the args do not fit."""
+        try:
+            settings = RewardModelSettings.model_validate(dict(args))
+        except ValidationError as error:
+            problems = [f"args.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+            raise Unusable("; ".join(problems)) from error
+        return cls(settings, folder=folder, timeout_s=timeout_s)
+
+    async def start(self) -> list[str]:
+        """Load the model; returns what is wrong with it."""
+        try:
+            self._loaded = await self._in_thread(Loaded.of, self.settings, self._folder)
+        except DataError as error:
+            return [f"reward_model: {error}"]
+        return []
+
+    async def close(self) -> None:
+        self._given_up.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._loaded = None
+
+    async def score(self, group: Group) -> tuple[Score, ...]:
+        assert self._loaded is not None, "`start` came first and found nothing wrong"
+        async with self._turn:
+            given_up = self._given_up = Event()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await self._in_thread(self._loaded.score, group, given_up)
+            except TimeoutError:
+                return all_faulty(len(group.samples), f"not done within {self._timeout_s:g} s (timeout_s)")
+            except Exception as error:  # boundary: a foreign model may raise anything, memory may run out
+                return all_faulty(len(group.samples), f"raised {describe(error)}")
+            finally:
+                given_up.set()  # the thread cannot be stopped, but it looks here before each microbatch
+
+    async def _in_thread(self, work: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+
+class Loaded:
+    """A reward model in memory, with what it needs to read."""
+
+    def __init__(
+        self, model: Model, reader: ConversationReader, config: PreTrainedConfig, settings: RewardModelSettings
+    ) -> None:
+        self.model, self.reader, self.settings = model, reader, settings
+        self.mean, self.std = _mean_and_std(config) if settings.normalize else (0.0, 1.0)
+        self.max_tokens = getattr(config, "max_position_embeddings", None) or math.inf
+        tokens = reader.tokenizer.added_tokens_decoder.values()
+        self.special = [token.content for token in tokens if token.special]
+
+    @classmethod
+    def of(cls, settings: RewardModelSettings, folder: Path) -> Self:
+        """Raises DataError for whatever is not a reward model, or lacks what is asked of it."""
+        local = folder / Path(settings.path).expanduser()
+        place = model_folder(local if local.is_dir() else settings.path)
+        config = read_config(place)
+        if config.num_labels != 1:
+            raise DataError(f"{place}: has {config.num_labels} labels; a reward model has one (num_labels: 1)")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise DataError(f"{place}: its tokenizer cannot be loaded: {describe(error)}") from error
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise DataError(f"{place}: {type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), as needed")
+        form = getattr(config, FORM, None) or ("text" if tokenizer.chat_template is None else "chat")
+        device = _device(settings.device)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        if unsupported(config) is None:
+            model = OwnModel(load_scalar_model(place, dtype=dtype, device=device, config=config))
+        else:
+            model = TransformersClassifier(place, dtype, device)
+        return cls(model, ConversationReader(tokenizer, form), config, settings)
+
+    def score(self, group: Group, given_up: Event) -> tuple[Score, ...]:
+        """One score per sample; what cannot be read is a fault of the data, what is not finite one of ours."""
+        scores = [Score(None, Fault.INFRA, "given up")] * len(group.samples)
+        conversations: list[list[int]] = []
+        sample_of: list[int] = []
+        for number, sample in enumerate(group.samples):
+            try:
+                conversations.append(self.read(group.prompt, sample.text))
+                sample_of.append(number)
+            except Unreadable as error:
+                scores[number] = Score(None, Fault.DATA, str(error)[:DETAIL_CHARACTERS])
+        if not conversations:
+            return tuple(scores)
+        with torch.inference_mode():
+            for index, value in self.model.scores(conversations, self.settings.batch_tokens):
+                scores[sample_of[index]] = self.normalised(value)
+                if given_up.is_set():
+                    break
+        return tuple(scores)
+
+    def read(self, prompt: Prompt, answer: str) -> list[int]:
+        """Token ids of a conversation. Raises Unreadable when this model cannot be given it."""
+        spelled = next((token for token in self.special if token in answer), None)
+        if spelled is not None:  # it would be read as the end of the answer, or as somebody else's words
+            raise Unreadable(f"the response spells {spelled!r}, a special token of the reward model")
+        ids = self.reader.read(prompt.text if prompt.messages is None else list(map(dict, prompt.messages)), answer)
+        if len(ids) > self.max_tokens:
+            raise Unreadable(f"{len(ids)} tokens are more than the {self.max_tokens} that the reward model can read")
+        return ids
+
+    def normalised(self, value: float) -> Score:
+        value = (value - self.mean) / self.std
+        return Score(value) if math.isfinite(value) else Score(None, Fault.INFRA, f"gave {value}, not a finite number")
+
+
+class OwnModel:
+    """A reward model of an architecture that Hone has a decoder for."""
+
+    def __init__(self, model: ScalarModel) -> None:
+        self.model = model.eval()
+
+    def scores(self, conversations: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[tuple[int, float]]:
+        pad_id = self.model.hf_config.pad_token_id
+        sequences = Sequences.of([[_without_padding(ids, pad_id) for ids in conversations]])
+        for samples in _microbatches(sequences, batch_tokens):
+            yield from zip(samples.tolist(), last_token_scores(self.model, sequences, samples).tolist(), strict=True)
+
+
+class TransformersClassifier:
+    """Any other architecture, in Transformers' own class."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+        model, report = loaded
+        missing = sorted(report["missing_keys"])
+        if missing:  # Transformers would leave these random
+            raise DataError(f"{folder}: {len(missing)} weights are missing, {missing[0]} among them: no reward model")
+        self.model, self.device = model.to(device).eval(), device
+
+    def scores(self, conversations: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[tuple[int, float]]:
+        pad_id = self.model.config.pad_token_id
+        order = sorted(range(len(conversations)), key=lambda index: len(conversations[index]))
+        while order:
+            longest = len(conversations[order[-1]])
+            # Without a padding token the class cannot tell where a row ends, so each goes alone.
+            count = max(1, batch_tokens // longest) if pad_id is not None else 1
+            order, batch = order[:-count], order[-count:]
+            ids = torch.full((len(batch), longest), pad_id or 0)
+            mask = torch.zeros_like(ids)
+            for row, index in enumerate(batch):
+                ids[row, : len(conversations[index])] = torch.tensor(conversations[index])
+                mask[row, : len(conversations[index])] = 1
+            logits = self.model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits
+            yield from zip(batch, logits[:, 0].float().tolist(), strict=True)
+
+
+def _microbatches(sequences: Sequences, batch_tokens: int) -> Iterator[NDArray[np.int64]]:
+    """Runs of consecutive sequences of at most so many tokens; what they share counts once in each."""
+    shared = len(sequences.prompts[0]) if len(sequences.prompts) == 1 else 0
+    first, tokens = 0, shared
+    for number, length in enumerate(sequences.length_S.tolist()):
+        cost = length - 1 + (0 if shared else len(sequences.prompts[sequences.prompt_S[number]]))
+        if number > first and tokens + cost > batch_tokens:
+            yield np.arange(first, number)
+            first, tokens = number, shared
+        tokens += cost
+    if len(sequences.length_S):
+        yield np.arange(first, len(sequences.length_S))
+
+
+def _without_padding(ids: Sequence[int], pad_id: int | None) -> Sequence[int]:
+    """Up to the last token that is no padding, where Transformers' classes take the score too."""
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad_id:
+        end -= 1
+    return ids[:end]
+
+
+def _mean_and_std(config: PreTrainedConfig) -> tuple[float, float]:
+    mean, std = getattr(config, MEAN, None), getattr(config, STD, None)
+    if mean is None or std is None:
+        raise DataError(
+            f"normalize: true, but the model's config.json has no {MEAN} and {STD}. Models that Hone trained to the "
+            "end of their stage have them; for another one, add what you measured, or set normalize: false."
+        )
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise DataError(f"normalize: true, but config.json says {MEAN} = {mean} and {STD} = {std}; no scale is in that")
+    return float(mean), float(std)
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise DataError("args.device = cuda, but torch sees no GPU. Set it to cpu or auto.")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
