@@ -352,24 +352,24 @@ def make_critic(job: Job, policy: CausalModel) -> Critic:
     Raises:
         DataError: a model with other tokens than the policy's, whose ids it is given.
     """
-    config, settings = job.config, job.config.critic
-    if settings.path is None:
+    config = job.config
+    if config.critic.path is None:
         model = ScalarModel(copy.deepcopy(policy))
     else:
-        model = critic_from(resolve_model(settings.path, job.base_dir), config, job.device)
+        model = critic_from(resolve_model(config.critic.path, job.base_dir), config, job.device)
     if model.body.vocab_size != policy.vocab_size:
         raise DataError(
-            f"critic.path = {settings.path}: a vocabulary of {model.body.vocab_size} tokens, the policy's has "
+            f"critic.path = {config.critic.path}: a vocabulary of {model.body.vocab_size} tokens, the policy's has "
             f"{policy.vocab_size}. The critic reads the policy's token ids: take a model with the same tokenizer."
         )
     model.body.checkpoint_layers = config.train.activation_checkpointing
     return Critic(
         model,
-        optimizer=settings.optimizer,
+        optimizer=config.critic.optimizer,
         total_optimizer_steps=critic_steps_total(config),
         precision=config.run.precision,
         tokens_per_microbatch=config.train.tokens_per_microbatch,
-        value_clip=settings.value_clip,
+        value_clip=config.critic.value_clip,
     )
 
 

@@ -28,7 +28,8 @@ def test_a_key_with_every_layer_and_what_derives_from_it(run_file, capsys):
         "  samples per update = 256 samples  (prompts_per_step x group_size)",
         "  optimizer steps per update = 1 optimizer steps  "
         "(passes_per_batch x prompts_per_step x group_size / samples_per_optimizer_step)",
-        "  optimizer steps in all = 100 optimizer steps  (steps x optimizer steps per update)",
+        "  optimizer steps in all = 100 optimizer steps  "
+        "((steps, less critic.warmup_updates with a critic) x optimizer steps per update)",
         "  samples in all = 25600 samples  (steps x prompts_per_step x group_size)",
         "  response tokens per update = 16384 tokens at most  (prompts_per_step x group_size x max_response_tokens)",
     ]
@@ -80,7 +81,7 @@ def test_json(run_file, capsys):
     [
         ("rollout.groupsize", "unknown key. Did you mean rollout.group_size?"),
         ("reward.components.7.use", "unknown key"),
-        ("lr", "unknown key here. Did you mean train.optimizer.lr or sft.optimizer.lr?"),
+        ("lr", "unknown key here. Did you mean train.optimizer.lr or critic.optimizer.lr or sft.optimizer.lr?"),
     ],
 )
 def test_an_unknown_key(run_file, capsys, key, said):
