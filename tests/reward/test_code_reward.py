@@ -317,13 +317,12 @@ def test_a_group_of_good_wrong_and_hostile_programs(scored):
         "import os; os._exit(0)",
         "def f(:",
         "import os, time\nos.kill(-1, 9)\ntime.sleep(9)",
-        "while True: pass",
         GOOD + "  # again",
         score="fraction",
         tests=SUMS[:2],
     )
-    assert [s.value for s in scores] == [1, 0.5, 0, 0, 0, 0, 1]
-    assert [s.fault for s in scores] == [None, None, None, Fault.MODEL, Fault.MODEL, Fault.MODEL, None]
+    assert [s.value for s in scores] == [1, 0.5, 0, 0, 0, 1]
+    assert [s.fault for s in scores] == [None, None, None, Fault.MODEL, Fault.MODEL, None]
 
 
 def test_expected_outputs_are_nowhere_in_the_sandbox(scored):
@@ -423,16 +422,10 @@ asyncio.run(main())
 def test_scores_are_those_of_another_time_exactly(scored):
     """Sets come out in one order: a program's output does not change from run to run."""
     program = "print({'a', 'b', 'c', 'd', input()})"
-    tests = [{"stdin": "e", "stdout": "x"}]
-    assert scored(program, tests=tests) == scored(program, tests=tests)
-    order = subprocess.run(
-        [sys.executable, "-c", "print({'a', 'b', 'c', 'd', 'e'})"],
-        env={"PYTHONHASHSEED": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert scored(program, tests=[{"stdin": "e", "stdout": order}]) == (Score(1.0),)
+    ours = {"args": [sys.executable, "-c", program], "env": {"PYTHONHASHSEED": "0"}, "input": "e", "text": True}
+    order = subprocess.run(**ours, capture_output=True, check=True).stdout
+    for _ in range(2):
+        assert scored(program, tests=[{"stdin": "e", "stdout": order}]) == (Score(1.0),)
 
 
 def test_stdin_and_calls_in_one_row(scored):

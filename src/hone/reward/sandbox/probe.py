@@ -7,6 +7,7 @@ other processes. So the limits are tried, on this machine, with this user.
 from __future__ import annotations
 
 import json
+import socket
 from typing import TYPE_CHECKING
 
 from hone.reward.sandbox.base import Call, Ending, SandboxFault, SandboxLost, SandboxUnavailable, Stdin
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _PROGRAM = """
 import os, sys
 
-def breaches(processes):
+def breaches(processes, port):
     found = []
     if os.getuid() == 0:
         found.append("programs run as root")
@@ -28,14 +29,11 @@ def breaches(processes):
         if os.access(path, os.W_OK):
             found.append(f"{path} can be written")
     import socket
-    with socket.socket() as network:
-        network.settimeout(0.2)
-        try:
-            network.connect(("192.0.2.1", 9))
-            found.append("the network can be reached")
-        except OSError as error:
-            if isinstance(error, TimeoutError):
-                found.append("the network can be tried")
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=2).close()
+        found.append("the network can be reached")
+    except OSError:
+        pass
     children = 0
     try:
         for _ in range(processes + 8):
@@ -66,7 +64,8 @@ async def prove(sandbox: Sandbox, *, isolated: bool, processes: int = 0) -> None
                 raise SandboxUnavailable(f"a program that turns a line round {echo.ending}: {echo.detail}")
             if not isolated:
                 return
-            tried = await session.run(Call("breaches", (processes,)))
+            with socket.create_server(("127.0.0.1", 0)) as server:  # something that is there to be reached
+                tried = await session.run(Call("breaches", (processes, server.getsockname()[1])))
     except SandboxUnavailable:
         raise
     except (SandboxFault, SandboxLost) as error:

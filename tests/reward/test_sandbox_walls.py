@@ -1,0 +1,186 @@
+"""What a sandbox is built of: the filter of system calls, the folders that it shows, the trial of its walls."""
+
+import asyncio
+import errno
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from hone.reward.code import CodeSettings
+from hone.reward.sandbox import local
+from hone.reward.sandbox.bare import BareProcess
+from hone.reward.sandbox.base import Ending, Limits, SandboxFault, SandboxUnavailable, Stdin
+from hone.reward.sandbox.bubblewrap import Bubblewrap
+from hone.reward.sandbox.interpreter import Interpreter
+from hone.reward.sandbox.seccomp import seccomp_filter
+
+LIMITS = Limits(cpu_s=2, wall_s=10.0, memory_bytes=512 << 20, processes=8, output_bytes=1 << 16, disk_bytes=8 << 20)
+ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+X86_64, AARCH64, I386 = 0xC000003E, 0xC00000B7, 0x40000003
+
+
+def verdict(program: bytes, architecture: int, number: int, first_argument: int = 0) -> int:
+    """Run a filter as the kernel would (the five instructions that it is made of)."""
+    data = struct.pack("=IIQQ", number, architecture, 0, first_argument)
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    at = accumulator = 0
+    while True:
+        code, if_true, if_false, value = instructions[at]
+        if code == 0x06:
+            return value
+        if code == 0x20:
+            accumulator = struct.unpack_from("=I", data, value)[0]
+            at += 1
+            continue
+        holds = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: bool(accumulator & value)}[code]
+        at += 1 + (if_true if holds else if_false)
+
+
+CALLS = ("read", "clone", "ptrace", "unshare", "memfd_create", "openat")
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture", "calls"),
+    [("x86_64", X86_64, (0, 56, 101, 272, 319, 257)), ("aarch64", AARCH64, (63, 220, 117, 97, 279, 56))],
+)
+def test_the_filter_refuses_what_it_says(machine, architecture, calls):
+    program, numbers = seccomp_filter(machine), dict(zip(CALLS, calls, strict=True))
+    assert program is not None and len(program) < 4096  # what a pipe takes at once
+    call = {name: verdict(program, architecture, number) for name, number in numbers.items()}
+    assert call == {
+        "read": ALLOW,
+        "clone": ALLOW,
+        "ptrace": EPERM,
+        "unshare": EPERM,
+        "memfd_create": EPERM,
+        "openat": ALLOW,
+    }
+    new_user, plain_fork, thread = 0x10000000, 17, 0x3D0F00
+    assert verdict(program, architecture, numbers["clone"], new_user | 17) == EPERM
+    assert verdict(program, architecture, numbers["clone"], plain_fork) == ALLOW
+    assert verdict(program, architecture, numbers["clone"], thread) == ALLOW
+    assert verdict(program, architecture, 435) == ENOSYS  # clone3
+    assert verdict(program, architecture, 425) == EPERM  # io_uring_setup
+    assert verdict(program, architecture, 0x40000000) == ENOSYS  # x32
+    assert verdict(program, I386, numbers["read"]) == KILL
+
+
+def test_machines_whose_calls_are_not_known_have_no_filter():
+    assert seccomp_filter("riscv64") is None
+
+
+def test_only_what_the_interpreter_needs_is_shown():
+    interpreter = Interpreter.find(None)
+    arguments = Bubblewrap(LIMITS, num_places=1)._walls(interpreter)
+    shown = {arguments[i + 1] for i, word in enumerate(arguments) if word == "--ro-bind"}
+    allowed = {interpreter.executable, f"{interpreter.prefix}/lib", f"{interpreter.prefix}/lib64"}
+    assert shown <= allowed | {"/usr/lib", "/usr/lib64", "/lib", "/lib64"}
+    assert not any(word.startswith(("--bind", "--dev-bind")) for word in arguments)
+    assert {"--die-with-parent", "--new-session", "--clearenv"} <= set(arguments)
+    assert arguments[arguments.index("--cap-drop") + 1] == "ALL"
+
+
+def test_an_ordinary_user_unshares_everything(monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    arguments = Bubblewrap(LIMITS, num_places=1)._walls(Interpreter.find(None))
+    assert "--unshare-all" in arguments and "--cap-add" not in arguments
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    arguments = Bubblewrap(LIMITS, num_places=1)._walls(Interpreter.find(None))
+    unshared = {word for word in arguments if word.startswith("--unshare")}
+    assert unshared >= {"--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"}
+    assert [arguments[i + 1] for i, word in enumerate(arguments) if word == "--cap-add"] == ["CAP_SETUID", "CAP_SETGID"]
+
+
+def run(sandbox, source):
+    async def go():
+        try:
+            await sandbox.start()
+        except SandboxUnavailable as error:
+            pytest.skip(f"needs bubblewrap: {error}")
+        async with sandbox.open(source) as session:
+            return await session.run(Stdin(""))
+
+    return asyncio.run(go())
+
+
+def test_installed_packages_are_there_when_an_interpreter_is_named():
+    source = "import psutil, sys\nprint(psutil.__name__, sys.flags.no_user_site)"
+    without = run(Bubblewrap(LIMITS, num_places=1), source)
+    assert (without.ending, without.detail) == (Ending.CRASHED, "ModuleNotFoundError: No module named 'psutil'")
+    with_packages = run(Bubblewrap(LIMITS, num_places=1, python=sys.executable), source)
+    assert with_packages.output == b"psutil 1\n"
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false"])
+def test_an_interpreter_that_does_not_run_makes_no_sandbox(python):
+    with pytest.raises(SandboxUnavailable, match="does not run"):
+        Interpreter.find(python)
+
+
+def test_walls_that_do_not_stand_are_found(monkeypatch):
+    """A bubblewrap that shares the network, shows /etc and lets processes multiply is refused, each named."""
+    sandbox = Bubblewrap(LIMITS, num_places=1)
+    real = Bubblewrap._walls
+
+    def leaky(self, interpreter):
+        walls = [word for word in real(self, interpreter) if word not in ("--unshare-net", "--unshare-all")]
+        if "--unshare-pid" not in walls:
+            walls += ["--unshare-user", "--unshare-pid", "--unshare-ipc"]
+        return ["--ro-bind", "/etc", "/etc", *walls]
+
+    run(Bubblewrap(LIMITS, num_places=1), "pass")  # or skip
+    monkeypatch.setattr(Bubblewrap, "_walls", leaky)
+    monkeypatch.setattr(
+        "hone.reward.sandbox.local.WARDEN", local.WARDEN.replace('most = setup["processes"] + 2', "most = 40")
+    )
+    with pytest.raises(SandboxUnavailable) as refused:
+        asyncio.run(sandbox.start())
+    for breach in (
+        "/etc/passwd can be seen",
+        "16 processes can be started, 8 are allowed",
+        "the network can be reached",
+    ):
+        assert breach in str(refused.value)
+
+
+def test_a_bwrap_that_cannot_work_is_unavailable_and_says_what_it_said(tmp_path, monkeypatch):
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(SandboxUnavailable, match="No permissions to create new namespace"):
+        asyncio.run(Bubblewrap(LIMITS, num_places=1).start())
+
+
+def test_a_sandbox_that_was_not_started_runs_nothing():
+    async def go(sandbox):
+        async with sandbox.open("pass"):
+            pass
+
+    for sandbox in (Bubblewrap(LIMITS, num_places=1), BareProcess(LIMITS, num_places=1)):
+        with pytest.raises(SandboxFault, match="not started"):
+            asyncio.run(go(sandbox))
+
+
+def test_the_bare_process_ends_what_a_program_left_behind(tmp_path):
+    mark = tmp_path / "alive"
+    source = f"""
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(0.3)
+        open({str(mark)!r}, "w").close()
+    os._exit(0)
+print("born")
+"""
+    assert run(BareProcess(LIMITS, num_places=1), source).output == b"born\n"
+    asyncio.run(asyncio.sleep(0.5))
+    assert not mark.exists()
+
+
+def test_every_setting_is_documented():
+    page = (Path(__file__).parents[2] / "docs/rewards-code.md").read_text()
+    assert [name for name in CodeSettings.model_fields if f"`{name}`" not in page] == []
