@@ -32,7 +32,7 @@ def test_releasing_before_publishing_is_caught():
     source = textwrap.dedent(inspect.getsource(policy.train_policy))
     release = "buffer.release(prompts_per_step)  # only now may generation run ahead again"
     assert release in source
-    mutated = source.replace(f"        {release}\n", "")
+    mutated = source.replace(f"            {release}\n", "")
     mutated = mutated.replace(
         "            with run.observer.span", f"            {release}\n            with run.observer.span", 1
     )

@@ -48,10 +48,11 @@ async def train_policy(run: PolicyRun) -> None:
             progress.next_prompt = finished[-1].group.prompt.index + 1
             with run.observer.span("publish"):
                 await run.publish()
-            buffer.release(prompts_per_step)  # only now may generation run ahead again
             metrics |= {"time/generate_s": generated - started, "time/reward_s": taken - generated}
             run.log_step(metrics, seconds=now() - started)
-            await housekeeping(run)
+            await evaluate_if_due(run)  # before the next groups: what is decoded together decides the last bits
+            buffer.release(prompts_per_step)  # only now may generation run ahead again
+            await save_if_due(run)
         producer.cancel()
         buffer.cancel()
 
@@ -105,9 +106,8 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     return metrics
 
 
-async def housekeeping(run: PolicyRun) -> None:
-    """Evaluate and checkpoint when due. Never changes what the next update computes."""
-    await evaluate_if_due(run)
+async def save_if_due(run: PolicyRun) -> None:
+    """Write a checkpoint every `checkpoint.every` updates."""
     step = run.progress.step
     if due(step, run.config.checkpoint.every) and step < run.config.run.steps:  # the end of a stage is always saved
         await run.save()

@@ -102,7 +102,7 @@ class EpisodeEngine:
             playing = [draft for draft, on in zip(playing, goes_on, strict=True) if on]
             if not playing:
                 return
-            await self._rounds.next(request.prompt.index)
+            await self._rounds.next((request.stream, request.prompt.index, request.num_samples))
             turns = await _all(self._engine.generate(draft.next_request()) for draft in playing)
             for draft, (sampled,) in zip(playing, turns, strict=True):
                 draft.append_turn(sampled)
@@ -204,7 +204,7 @@ class Rounds:
     def __init__(self, in_step: bool) -> None:
         self._in_step = in_step
         self._num_playing = 0
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[tuple[str, int, int], asyncio.Future[None]]] = []
 
     @contextmanager
     def playing(self) -> Iterator[None]:
@@ -216,7 +216,7 @@ class Rounds:
             self._num_playing -= 1
             self._wake_if_all_wait()
 
-    async def next(self, order: int) -> None:
+    async def next(self, order: tuple[str, int, int]) -> None:
         """Wait for the others. All wake in one pass of the event loop, by `order` and not by who came first."""
         if not self._in_step:
             return
