@@ -78,6 +78,17 @@ BROKEN = [
     ({"eval__pass_k": "[1, 4]"}, "eval.pass_k: must be between 1 and eval.samples = 1 each (got 4)"),
     ({"eval__temperature": "0", "eval__samples": "4"}, "eval.samples: must be 1 with eval.temperature = 0 (got 4)"),
     ({"eval__every": "5"}, "eval.every: = 5 needs data.eval"),
+    ({"checkpoint__best": "eval/acuracy"}, "must be one of eval/accuracy, eval/reward_mean, eval/pass@1, of which"),
+    ({"checkpoint__best": "eval/accuracy[a=1]", "eval__by": "b"}, "eval/accuracy[b=...], of which more is better"),
+    ({"checkpoint__best": "eval/accuracy"}, "checkpoint.best: = eval/accuracy needs evaluations to choose from"),
+    ({"lora__alpha": "8"}, "lora.rank: is required with lora.alpha: without it every weight is trained"),
+    ({"lora": "{rank: 4, targets: [q_proj, lm_head]}"}, "lora.targets: may not name lm_head"),
+    ({"lora": "{rank: 4, stages: [sft]}"}, "lora.stages: names sft, and this run's stages are rl"),
+    ({"lora__rank": "4"}, "lora.stages: includes rl, which starts from random weights (model.init)"),
+    (
+        SFT | {"lora": "{rank: 4, stages: [rl]}", "algorithm": "{reference_refresh_every: 5, kl_loss_coef: 0.1}"},
+        "algorithm.reference_refresh_every: = 5, but with an adapter the reference is the model beneath it",
+    ),
     ({"run__dir": "'runs/{nme}'"}, "run.dir: may hold {name} and no other brace"),
     ({"run__dir": "."}, "run.dir: must be a folder of the run's own"),
     ({"run__dir": "/"}, "run.dir: must be a folder of the run's own"),
@@ -104,6 +115,8 @@ def test_a_broken_rule_says_what_to_do(problems_of, changes, said):
         {"data__template": "'Q: {prompt} {{answer}} { }'"},
         {"train__samples_per_optimizer_step": "256", "algorithm": "{ratio: none, clip: none}"},
         {"data__train_rows": "':-100'"},
+        SFT | {"lora": "{rank: 4, stages: [rl]}"},
+        {"lora": "{rank: 0, alpha: 8}"},
     ],
 )
 def test_what_is_unusual_and_right_is_let_through(problems_of, changes):

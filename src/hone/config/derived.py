@@ -90,6 +90,16 @@ def needs_critic(config: RunConfig) -> bool:
     return "rl" in config.stages and config.algorithm.credit == "gae"
 
 
+def trains_adapter(config: RunConfig, stage: str) -> bool:
+    """Whether a stage trains a low-rank adapter instead of the weights."""
+    return config.lora.rank > 0 and stage in config.lora.stages and stage in config.stages
+
+
+def adapter_stages(config: RunConfig) -> str | None:
+    """The stages that train an adapter; None when none does."""
+    return ", ".join(stage for stage in config.stages if trains_adapter(config, stage)) or None
+
+
 def correction(config: RunConfig) -> str:
     """The off-policy correction that `auto` stands for, or the one that was chosen."""
     algorithm = config.algorithm
@@ -172,6 +182,13 @@ DERIVED: tuple[Derived, ...] = (
         "kl_loss_coef > 0 or kl_reward_coef > 0, in stage rl",
         ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef", "stages"),
         needs_reference,
+    ),
+    Derived(
+        "stages with an adapter",
+        "",
+        "rank > 0, lora.stages in stages",
+        ("lora.rank", "lora.stages", "stages"),
+        adapter_stages,
     ),
     Derived("critic", "", "credit = gae in stage rl", ("algorithm.credit", "stages"), needs_critic),
     Derived(

@@ -13,6 +13,7 @@ from pathlib import Path
 from hone.config.breach import Breach
 from hone.config.derived import longest_tokens, needs_critic, run_dir, samples_per_update
 from hone.config.files import FILE_RULES, context_limit, template_columns
+from hone.config.lora_rules import LORA_RULES
 from hone.config.run import RewardComponent, RunConfig
 
 Rule = Callable[[RunConfig], Iterator[Breach]]
@@ -417,6 +418,22 @@ def evaluation_is_possible(config: RunConfig) -> Iterator[Breach]:
         )
 
 
+def best_can_be_told(config: RunConfig) -> Iterator[Breach]:
+    """`checkpoint.best` needs evaluations to compare, by a metric of which more is better."""
+    best, settings = config.checkpoint.best, config.eval
+    if best is None:
+        return
+    known = ["eval/accuracy", "eval/reward_mean", *(f"eval/pass@{k}" for k in settings.pass_k)]
+    per_value = settings.by is not None and re.fullmatch(rf"eval/accuracy\[{re.escape(settings.by)}=.*\]", best)
+    if best not in known and not per_value:
+        known += [f"eval/accuracy[{settings.by}=...]"] if settings.by is not None else []
+        keys = ("checkpoint.best", "eval.pass_k", "eval.by")
+        yield Breach(keys, f"must be one of {', '.join(known)}, of which more is better (got {best!r})")
+    if settings.every == 0 or "rl" not in config.stages:
+        keys = ("checkpoint.best", "eval.every", "stages")
+        yield Breach(keys, f"= {best} needs evaluations to choose from: stage rl with eval.every above 0")
+
+
 def run_folder_is_its_own(config: RunConfig, run_file: Path) -> Iterator[Breach]:
     """`--fresh` moves the run's folder aside: it must never be one that holds anything else."""
     text = config.run.dir
@@ -466,4 +483,6 @@ RULES: tuple[Rule, ...] = (
     reward_clip_is_a_range,
     betas_are_decay_rates,
     evaluation_is_possible,
+    best_can_be_told,
+    *LORA_RULES,
 )
