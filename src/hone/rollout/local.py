@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class LocalEngine:
         eos_ids: tokens that end every response.
         max_concurrent: rows decoded together, at most.
         timeout_s: an engine that makes no step for so long is given up (EngineError).
+        executor: one thread to compute on, shared with the trainer in a synchronous run; None: a thread of its own.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class LocalEngine:
         eos_ids: tuple[int, ...],
         max_concurrent: int,
         timeout_s: float,
+        executor: Executor | None = None,
         version: int = 0,
     ) -> None:
         self.version = version
@@ -54,7 +56,9 @@ class LocalEngine:
         self._eos_ids = eos_ids
         self._scheduler = Scheduler(make_stepper(model, max_concurrent), decode, max_concurrent)
         self._promises: dict[Job, Future[tuple[Sample, ...]]] = {}  # the worker's; a job is in it while it runs
-        self._worker = Worker(lambda: not self._scheduler.idle, self._step, name="hone-engine", timeout_s=timeout_s)
+        self._worker = Worker(
+            lambda: not self._scheduler.idle, self._step, executor=executor, name="hone-engine", timeout_s=timeout_s
+        )
         self._unsent: list[Action] = []
         self._awake = True
 

@@ -1,8 +1,11 @@
-"""One thread that does the arithmetic of an engine, and the only door between it and the event loop.
+"""One thread at a time does the arithmetic of an engine; this is the only door between it and the event loop.
 
-The event loop puts actions into `_inbox`; the worker takes all of them between two steps of its work, in order. What
-callers await are promises: each is kept by the worker, or broken with the reason when the worker ends. Nobody waits
-without a deadline: an idle worker looks up every second, a caller gives up on a worker without signs of life.
+The event loop puts actions into `_inbox`; the worker takes all of them between two steps of its work, in order, and
+gives its thread back when nothing is left to do. The thread comes from an executor: a synchronous run hands in the one
+that trains, because two threads that each bring a team of OpenMP threads slow each other down by half even when they
+take turns (libgomp stops spinning when there are more threads than cores). What callers await are promises: each is
+kept by the worker, or broken with the reason when the worker ends. Nobody waits without a deadline: a caller gives up
+on a worker without signs of life.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +24,6 @@ from hone.errors import EngineError
 T = TypeVar("T")
 Action = Callable[[], Any]
 
-_IDLE_POLL_S = 1.0
 _CLOSE_S = 30.0
 
 
@@ -29,23 +31,31 @@ class Worker:
     """Runs actions, and `work()` again and again while `busy()`.
 
     Args:
+        executor: whose thread does the work, one task at a time; None makes a thread of the worker's own.
         timeout_s: an awaited promise fails when the worker shows no sign of life for so long.
     """
 
-    def __init__(self, busy: Callable[[], bool], work: Action, *, name: str, timeout_s: float) -> None:
+    def __init__(
+        self, busy: Callable[[], bool], work: Action, *, executor: Executor | None, name: str, timeout_s: float
+    ) -> None:
         self._busy, self._work, self._timeout_s = busy, work, timeout_s
         self._inbox: queue.SimpleQueue[Sequence[Action]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the two below; held for a few instructions only
+        self._own = ThreadPoolExecutor(1, thread_name_prefix=name) if executor is None else None
+        self._executor = executor or self._own
+        self._lock = threading.Lock()  # guards the four below; held for a few instructions only
+        self._turn: Future[None] | None = None  # runs from the first action until nothing is left to do
         self._promises: set[Future[Any]] = set()
         self._ended: BaseException | None = None
-        self._closing = threading.Event()
+        self._closing = False
         self._beats = 0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
 
     def post(self, actions: Sequence[Action]) -> None:
         """Have the worker run these, together and in order, before its next step."""
         self._inbox.put(actions)
+        with self._lock:
+            if self._turn is None and self._ended is None:
+                assert self._executor is not None
+                self._turn = self._executor.submit(self._take_turn)
 
     def promise(self) -> Future[Any]:
         """Something that the worker will `keep`. Raises EngineError when it has ended."""
@@ -93,37 +103,56 @@ class Worker:
 
     async def close(self) -> None:
         """End the worker between two steps and wait for it; outstanding promises are broken."""
-        self._closing.set()
-        self.post([])
-        await asyncio.to_thread(self._thread.join, _CLOSE_S)
-        if self._thread.is_alive():
-            raise EngineError(f"the engine's worker did not end within {_CLOSE_S:g} s of being told to.")
+        with self._lock:
+            self._closing = True
+            turn = self._turn
+        if turn is None:
+            self._end(EngineError("it was closed"))
+        else:
+            done, _ = await asyncio.wait({asyncio.wrap_future(turn)}, timeout=_CLOSE_S)
+            if not done:
+                raise EngineError(f"the engine's worker did not end within {_CLOSE_S:g} s of being told to.")
+        if self._own is not None:
+            self._own.shutdown(wait=False)
 
-    def _run(self) -> None:
-        ended: BaseException = EngineError("it was closed")
+    def _take_turn(self) -> None:
+        """Work until nothing is left to do, or until closed."""
         try:
             with torch.no_grad():
-                while not self._closing.is_set():
-                    self._take_actions(wait=not self._busy())
+                while not self._nothing_left():
+                    self._take_actions()
                     if self._busy():
                         self._work()
                     self._beats += 1
         except BaseException as failure:  # the boundary of the thread: whatever it is, those who wait must hear of it
-            ended = failure
-        with self._lock:
-            self._ended, broken = ended, list(self._promises)
-            self._promises.clear()
-        for promise in broken:
-            promise.set_exception(_described(ended))
+            self._end(failure)
+        else:
+            if self._closing:
+                self._end(EngineError("it was closed"))
 
-    def _take_actions(self, *, wait: bool) -> None:
+    def _nothing_left(self) -> bool:
+        with self._lock:
+            over = self._closing or (self._inbox.empty() and not self._busy())
+            if over and not self._closing:
+                self._turn = None  # the next action starts another
+            return over
+
+    def _take_actions(self) -> None:
         try:
             while True:
-                for action in self._inbox.get(block=wait, timeout=_IDLE_POLL_S):
+                for action in self._inbox.get_nowait():
                     action()
-                wait = False
         except queue.Empty:
             return
+
+    def _end(self, reason: BaseException) -> None:
+        with self._lock:
+            if self._ended is None:
+                self._ended = reason
+            broken = list(self._promises)
+            self._promises.clear()
+        for promise in broken:
+            promise.set_exception(_described(reason))
 
 
 def _described(ended: BaseException) -> EngineError:
