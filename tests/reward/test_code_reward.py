@@ -398,7 +398,7 @@ from hone.reward.sandbox.bubblewrap import Bubblewrap
 async def main():
     sandbox = Bubblewrap(Limits(60, 60.0, 256 << 20, 8, 1 << 16, 8 << 20), num_places=1)
     await sandbox.start()
-    async with sandbox.open("import os, time\\nos.fork()\\nos.setsid()\\nos.fork()\\ntime.sleep(60)") as session:
+    async with sandbox.open("import os, time\\nos.fork() or os.setsid()\\nos.fork()\\ntime.sleep(60)") as session:
         await session.run(Stdin(""))
 asyncio.run(main())
 """
@@ -410,8 +410,8 @@ asyncio.run(main())
         return []
 
     async def go():
-        found = await until(lambda: found if len(found := inside()) >= 6 else [], 20)
-        assert len(found) >= 6  # bwrap twice, the warden, and the program's four
+        found = await until(lambda: found if len(found := inside()) >= 7 else [], 20)
+        assert len(found) >= 7  # bwrap twice, the warden, and the program's four
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
         return await until(lambda: not any(p.is_running() and p.status() != "zombie" for p in found))
