@@ -33,6 +33,14 @@ BROKEN = [
     (SFT | {"data__answer_column": None}, "sft.response_column: is required for stage sft (or data.answer_column)"),
     ({"reward__components": "[{use: exact, name: a/b}]"}, "reward.components.0.name: must be letters, digits and _"),
     ({"reward__components": "[{use: exact}, {use: exact}]"}, "components.1.name: 'exact' is also entry 0's name"),
+    ({"rollout__environment": "{args: {a: 1}}"}, "rollout.environment.use: is required with rollout.environment.args"),
+    (
+        {
+            "rollout__environment": "{use: 'hone.errors:HoneError'}",
+            "reward__components": "[{use: exact, name: environment}]",
+        },
+        "reward.components.0.name: 'environment' is the name of the environment's own reward",
+    ),
     ({"train__samples_per_optimizer_step": "100"}, "x group_size = 32 x 8 = 256 (got 100). Nearest: 64 and 128"),
     ({"train__samples_per_optimizer_step": "999"}, "(got 999). Nearest: 256"),
     (NO_RATIO | {"train__passes_per_batch": "2"}, "train.passes_per_batch: = 2 needs algorithm.ratio = token"),

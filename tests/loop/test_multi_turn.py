@@ -131,7 +131,7 @@ def test_an_environment_that_always_fails_ends_the_run(tmp_path, capsys):
     [
         ("game.py:Game", "game.py:Gaem", "game.py defines no 'Gaem'"),
         ("game.py:Game", "gaem.py:Game", "gaem.py does not exist"),
-        ("game.py:Game", "Game", "must be package.module:Class or file.py:Class"),
+        ("game.py:Game", "Game", "must be package.module:class or file.py:class"),
         ("use: game.py:Game, ", "", "rollout.environment.use: is required with rollout.environment.args"),
         ("break_every: 0", "break: 0", "does not fit args {'break': 0}"),
     ],

@@ -165,34 +165,36 @@ def _reward_problem(use: str, folder: Path) -> str | None:
         close = nearest(use, BUILT_IN_REWARDS, cutoff=60)
         hint = f"Did you mean {close}?" if close else f"Built in: {', '.join(BUILT_IN_REWARDS)}."
         return f"no built-in reward is called {use!r}. {hint} Your own: package.module:function or file.py:function"
-    return _code_problem(use, folder)
+    return _code_problem(use, folder, "function")
 
 
 def environment_can_be_had(config: RunConfig, folder: Path) -> Iterator[Breach]:
     use = config.rollout.environment.use
     if use is None:
         return
-    problem = _code_problem(use, folder) if ":" in use else "must be package.module:Class or file.py:Class"
+    problem = _code_problem(use, folder, "class")
     if problem:
         yield Breach(("rollout.environment.use",), problem)
 
 
-def _code_problem(use: str, folder: Path) -> str | None:
-    target, _, name = use.rpartition(":")
+def _code_problem(use: str, folder: Path, kind: str) -> str | None:
+    target, colon, name = use.rpartition(":")
+    if not colon:
+        return f"must be package.module:{kind} or file.py:{kind} (got {use!r})"
     if not name.isidentifier():
-        return f"must end in the name of a function or class after the colon (got {use!r})"
+        return f"must end in the name of a {kind} after the colon (got {use!r})"
     if target.endswith(".py"):
         path = folder / Path(target).expanduser()
         if not _is_file(path):
             return f"{target} does not exist, looked for at {path}"
         return _defines(path, name, target)
-    return _module_problem(target, name)
+    return _module_problem(target, name, kind)
 
 
-def _module_problem(module: str, name: str) -> str | None:
+def _module_problem(module: str, name: str, kind: str) -> str | None:
     """Finds a module's file without importing anything, not even its parent packages."""
     if not all(part.isidentifier() for part in module.split(".")):
-        return f"must be package.module:function or file.py:function (got {module}:{name})"
+        return f"must be package.module:{kind} or file.py:{kind} (got {module}:{name})"
     first, *rest = module.split(".")
     spec = importlib.util.find_spec(first)
     for part in rest:
