@@ -24,7 +24,7 @@ from hone.data.prompts import load_prompts
 from hone.data.sources import BadRow, read_rows
 from hone.errors import ConfigError, DataError
 from hone.loop.sft import imitation_rows
-from hone.model.load import describe_model
+from hone.model.load import describe_model, read_config
 from hone.reward.base import Rewards
 from hone.reward.builtin import BUILTIN
 from hone.rollout.env_pool import EnvironmentPool
@@ -52,6 +52,8 @@ async def check(loaded: Loaded) -> CheckReport:
     """Look at everything a run of this file would use. Problems are collected; only a bug raises."""
     config, folder, findings = loaded.config, loaded.run_file.parent, Findings()
     tokenizer = check_tokenizer_and_model(config, folder, findings)
+    if config.critic.path is not None:
+        check_critic(config, folder, tokenizer, findings)
     if tokenizer is not None:
         check_prompts(config, folder, tokenizer, findings)
     if config.reward.components and config.data.answer_column is not None:
@@ -84,6 +86,38 @@ def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: Finding
         else:
             findings.problems.append(str(error))
         return None
+
+
+def check_critic(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: Findings) -> None:
+    """The directory that the critic starts from: it must read the policy's token ids, and its longest sample."""
+    path = str(config.critic.path)
+    try:
+        place = Path(resolve_model(path, folder))
+        if not place.is_dir():
+            findings.not_checked.append(f"critic {path}: a hub name; it is fetched when training starts")
+            return
+        trust = config.model.trust_remote_code
+        described = describe_model(place, trust_remote_code=trust)
+        findings.figures |= {f"critic, {name}": value for name, value in described.items()}
+        critic = read_config(place, trust_remote_code=trust)
+        policy = Path(resolve_model(config.model.path, folder)) if config.model.path is not None else None
+    except DataError as error:
+        findings.problems.append(f"critic.path: {error}")
+        return
+    wanted = tokenizer.vocab_size if tokenizer is not None and policy is None else None
+    if policy is not None and policy.is_dir():
+        wanted = getattr(read_config(policy, trust_remote_code=trust), "vocab_size", None)
+    found, limit = getattr(critic, "vocab_size", None), getattr(critic, "max_position_embeddings", None)
+    if None not in (wanted, found) and wanted != found:
+        findings.problems.append(
+            f"critic.path: {path} has a vocabulary of {found} tokens, the policy's has {wanted}. The critic reads the "
+            "policy's token ids: take a model with the same tokenizer."
+        )
+    if limit is not None and limit < longest_tokens(config):
+        findings.problems.append(
+            f"critic.path: {path} reads {limit} tokens (max_position_embeddings), the longest sample has "
+            f"{longest_tokens(config)}."
+        )
 
 
 def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> None:
