@@ -13,9 +13,10 @@ import copy
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ from hone.config.derived import (
     longest_tokens,
     optimizer_steps_total,
     samples_per_update,
+    trains_adapter,
 )
 from hone.config.load import Loaded
 from hone.config.report import CheckReport
@@ -45,6 +47,7 @@ from hone.loop.sft import SftRun, imitation_rows, total_steps, train_sft
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel, load_scalar_model, reward_config
 from hone.model.load import init_model, load_model, read_config, save_hf
+from hone.model.lora import AdapterOff, add_adapter, merged_copy, save_adapter
 from hone.observe.observer import Observer
 from hone.reward.base import Component, Rewards
 from hone.reward.environment import FromEnvironment
@@ -55,11 +58,12 @@ from hone.rollout.local import LocalEngine
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.critic import Critic
-from hone.train.local import LocalTrainer
+from hone.train.local import LocalTrainer, refuse_other_base
 from hone.train.optim import FlatWeights
 from hone.train.pairs import PairTrainer
 from hone.types import Progress
 
+T = TypeVar("T")
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
 
@@ -84,6 +88,10 @@ class Job:
     def base_dir(self) -> Path:
         """Where relative paths of the run file start."""
         return self.loaded.run_file.parent
+
+    async def computed(self, work: Callable[[], T]) -> T:
+        """Work done on the compute thread. All arithmetic belongs there: see `rollout.worker` for why."""
+        return await asyncio.get_running_loop().run_in_executor(self.compute, work)
 
 
 def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
@@ -126,7 +134,11 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
 
 
 def set_up_arithmetic(config: RunConfig) -> torch.device:
-    """Threads, determinism, and the device that `run` asks for."""
+    """Threads, kernel caches, and the device that `run` asks for."""
+    # oneDNN keeps a compiled kernel for every shape it meets, and packed token counts hardly ever repeat: without a
+    # bound, training in bfloat16 grew by 18 MiB a step.
+    for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, "64")
     torch.set_num_threads(config.run.threads or len(os.sched_getaffinity(0)))
     wanted = config.run.device
     if wanted == "auto":
@@ -134,7 +146,8 @@ def set_up_arithmetic(config: RunConfig) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise DataError("run.device = cuda, but torch sees no GPU. Set run.device=cpu, or check the driver.")
     if wanted == "cpu":
-        use_fast_float32_products()
+        with ThreadPoolExecutor(1) as passing:  # its OpenMP threads end with it
+            passing.submit(use_fast_float32_products).result()
     return torch.device(wanted)
 
 
@@ -172,7 +185,8 @@ async def run_sft(job: Job, saved: Saved | None) -> None:
     rows, report = imitation_rows(job.config, job.tokenizer, job.base_dir)
     job.observer.say(f"imitating {report}")
     steps = total_steps(job.config.sft, len(rows))
-    trainer = make_trainer(job, starting_model(job, "sft"), job.config.sft.optimizer, steps)
+    model = with_adapter(job.config, starting_model(job, "sft"), "sft")
+    trainer = make_trainer(job, model, job.config.sft.optimizer, steps)
     progress = restored(trainer, saved) or Progress(stage="sft")
     job.observer.begin("sft", steps)
     run = SftRun(job.config, progress, trainer, job.observer, job.checkpoints, job.compute, job.stop, rows=rows)
@@ -234,14 +248,22 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         correction=correction(config),
         control=progress.control,
     )
-    model = starting_model(job, "rl")
-    reference = copy.deepcopy(model) if "ref_logprobs" in algorithm.needs else None
-    critic = make_critic(job, model) if "values" in algorithm.needs else None
-    trainer = make_trainer(job, model, config.train.optimizer, optimizer_steps_total(config), reference, critic)
-    restored(trainer, saved)
     shared = config.rollout.max_staleness == 0
-    sampled = trainer.model if shared else copy.deepcopy(trainer.model)
-    engine = await make_engine(config, job.tokenizer, sampled, job.base_dir)
+
+    def assemble() -> tuple[LocalTrainer, CausalModel]:
+        model = starting_model(job, "rl")
+        critic = make_critic(job, model) if "values" in algorithm.needs else None
+        model = with_adapter(config, model, "rl")
+        reference = make_reference(model) if "ref_logprobs" in algorithm.needs else None
+        trainer = make_trainer(job, model, config.train.optimizer, optimizer_steps_total(config), reference, critic)
+        restored(trainer, saved)
+        if not shared and job.device.type == "cpu":  # sampling and training at the same time: half the cores each
+            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        return trainer, trainer.model if shared else merged_copy(trainer.model)
+
+    trainer, sampled = await job.computed(assemble)
+    executor = job.compute if shared else None
+    engine = await make_engine(config, job.tokenizer, sampled, job.base_dir, executor)
     rewards = make_rewards(config, job.base_dir, window_samples=20 * samples_per_update(config))
     evaluation = held_out_evaluation(job, engine, rewards)
     job.observer.begin("rl", config.run.steps)
@@ -267,6 +289,7 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         async with rewards:
             await train_policy(run)
         await finish_stage(job, run)
+        export_best(job, run)
     finally:
         await engine.close()
 
@@ -275,19 +298,55 @@ async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> No
     """Save where the stage ended; when it was not stopped, also its weights as a Hugging Face directory."""
     await run.save()
     if not job.stop.is_set():
-        folder = stage_weights(job, run.progress.stage)
-        model = run.trainer.model
-        save_hf(folder, model.hf_config, run.trainer.master_weights(), job.tokenizer.hf)
+        folder = stage_weights(job.folder, job.config, run.progress.stage)
+        config, tokenizer = run.trainer.model.hf_config, job.tokenizer.hf
+        await job.computed(lambda: save_hf(folder, config, run.trainer.master_weights(), tokenizer))
+
+
+def export_best(job: Job, run: PolicyRun) -> None:
+    """Leave the weights of the step where `checkpoint.best` was highest in hf-best/. The trainer holds them then."""
+    step = run.progress.best_step
+    if step is None or job.stop.is_set():
+        return
+    saved = job.checkpoints.at("rl", step)
+    run.trainer.restore(saved.tensors, saved.rest)
+    save_hf(job.folder.hf_best, run.trainer.model.hf_config, run.trainer.master_weights(), job.tokenizer.hf)
+    value = f"{job.config.checkpoint.best} = {run.progress.best_value:.4g}"
+    job.observer.say(f"best weights: {job.folder.hf_best} ({value}, step {step})")
 
 
 def starting_model(job: Job, stage: str) -> CausalModel:
     """The float32 model that a stage begins with: what the stage before it left, else the run file's."""
-    stages: tuple[str, ...] = job.config.stages
+    return model_before(stage, job.loaded, job.folder, job.tokenizer, job.device)
+
+
+def model_before(
+    stage: str, loaded: Loaded, folder: RunFolder, tokenizer: Tokenizer, device: torch.device
+) -> CausalModel:
+    """As `starting_model`, where no job is running."""
+    weights = weights_before(stage, loaded.config, folder)
+    if weights is None:
+        return named_model(loaded.config, tokenizer, loaded.run_file.parent, device)
+    return load_model(weights, dtype=torch.float32, device=device, implementation=loaded.config.model.implementation)
+
+
+def weights_before(stage: str, config: RunConfig, folder: RunFolder) -> Path | None:
+    """Where the stage before this one left its weights; None when there is none before it."""
+    stages: tuple[str, ...] = config.stages
     before = stages[: stages.index(stage)]
-    if not before:
-        return named_model(job.config, job.tokenizer, job.base_dir, job.device)
-    weights = stage_weights(job, before[-1])
-    return load_model(weights, dtype=torch.float32, device=job.device, implementation=job.config.model.implementation)
+    return stage_weights(folder, config, before[-1]) if before else None
+
+
+def with_adapter(config: RunConfig, model: CausalModel, stage: str) -> CausalModel:
+    """The model, frozen and with a new adapter in it, if the stage trains one."""
+    if trains_adapter(config, stage):
+        add_adapter(model, config.lora, seed=config.seed, dtype=getattr(torch, config.run.precision))
+    return model
+
+
+def make_reference(model: CausalModel) -> CausalModel:
+    """The policy as it is now, which will not change: beneath its adapter it never does."""
+    return AdapterOff(model) if model.adapter else copy.deepcopy(model)
 
 
 def named_model(config: RunConfig, tokenizer: Tokenizer, base_dir: Path, device: torch.device) -> CausalModel:
@@ -312,9 +371,9 @@ def named_model(config: RunConfig, tokenizer: Tokenizer, base_dir: Path, device:
     )
 
 
-def stage_weights(job: Job, stage: str) -> Path:
+def stage_weights(folder: RunFolder, config: RunConfig, stage: str) -> Path:
     """Where a stage leaves its final weights: hf/ for the last one, hf-<stage>/ for one before it."""
-    return job.folder.hf if stage == job.config.stages[-1] else job.folder.path / f"hf-{stage}"
+    return folder.hf if stage == config.stages[-1] else folder.path / f"hf-{stage}"
 
 
 def make_trainer(
@@ -397,8 +456,10 @@ def restored(trainer: LocalTrainer | PairTrainer, saved: Saved | None) -> Progre
     return saved.progress
 
 
-async def make_engine(config: RunConfig, tokenizer: Tokenizer, model: CausalModel, base_dir: Path) -> Engine:
-    """The embedded engine; with an environment, one whose samples meet it."""
+async def make_engine(
+    config: RunConfig, tokenizer: Tokenizer, model: CausalModel, base_dir: Path, executor: Executor | None = None
+) -> Engine:
+    """The embedded engine, computing on a thread of `executor`; with an environment, one whose samples meet it."""
     settings = config.rollout.environment
     environments = EnvironmentPool(settings, base_dir)
     if settings.use is not None:
@@ -409,6 +470,7 @@ async def make_engine(config: RunConfig, tokenizer: Tokenizer, model: CausalMode
         eos_ids=tokenizer.eos_ids,
         max_concurrent=config.rollout.max_concurrent_samples,
         timeout_s=config.rollout.timeout_s,
+        executor=executor,
     )
     if settings.use is None:
         return engine
@@ -497,27 +559,63 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
         raise first_cause(group) from group
 
 
-def export_run(loaded: Loaded, *, to: Path, step: int | None = None) -> Path:
+def export_run(loaded: Loaded, *, to: Path, step: int | None = None, best: bool = False, adapter: bool = False) -> Path:
     """Write the weights of a checkpoint as a Hugging Face directory that must not exist yet.
 
     Args:
         step: of the RL stage (or of the only stage); None takes the newest whole checkpoint.
+        best: take the step where `checkpoint.best` was highest instead.
+        adapter: write the adapter alone, in peft's format; else what it was learnt beside, with it merged in.
     """
     if to.exists():
         raise DataError(f"{to} exists. Name a folder that does not; nothing is overwritten.")
-    config, base_dir = loaded.config, loaded.run_file.parent
     folder = RunFolder.read(loaded.run_dir)
+    saved = wanted_checkpoint(loaded.config, folder, step, best=best)
+    tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent)
+    model = model_of(saved, loaded, folder, tokenizer)
+    if adapter:
+        if not isinstance(model, CausalModel) or model.adapter is None:
+            raise DataError(f"{saved.path}: stage {saved.progress.stage} trained every weight: there is no adapter.")
+        place = weights_before(saved.progress.stage, loaded.config, folder)
+        named = resolve_model(loaded.config.model.path or "", loaded.run_file.parent) if place is None else place
+        save_adapter(to, model, str(Path(named).resolve()) if Path(named).is_dir() else str(named))
+    else:
+        save_hf(to, model.hf_config, ((name, w.float()) for name, w in model.named_weights()), tokenizer.hf)
+    return to
+
+
+def wanted_checkpoint(config: RunConfig, folder: RunFolder, step: int | None, *, best: bool) -> Saved:
+    """The checkpoint that was asked for; the newest whole one if none was."""
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
-    saved = checkpoints.newest() if step is None else checkpoints.at(config.stages[-1], step)
+    if step is not None and best:
+        raise DataError("--step and --best exclude each other; choose one.")
+    if step is not None:
+        return checkpoints.at(config.stages[-1], step)
+    saved = checkpoints.newest()
     if saved is None:
         raise DataError(f"{folder.checkpoints}: no checkpoint yet. The run writes one every checkpoint.every updates.")
-    tokenizer = load_tokenizer(config.model, base_dir)
-    model = named_model(config, tokenizer, base_dir, torch.device("cpu"))
-    if saved.progress.stage == "reward_model":
+    if not best:
+        return saved
+    if saved.progress.best_step is None:
+        raise DataError(
+            f"{folder.checkpoints}: no step is known as the best. Set checkpoint.best to a metric of evaluation, "
+            "such as eval/accuracy, and go on with --resume."
+        )
+    return checkpoints.at("rl", saved.progress.best_step)
+
+
+def model_of(saved: Saved, loaded: Loaded, folder: RunFolder, tokenizer: Tokenizer) -> CausalModel | ScalarModel:
+    """The model that a checkpoint was taken of, on the CPU, at the precision of its master weights."""
+    config, stage, device = loaded.config, saved.progress.stage, torch.device("cpu")
+    if trains_adapter(config, stage):
+        model = with_adapter(config, model_before(stage, loaded, folder, tokenizer, device), stage)
+        refuse_other_base(model, saved.rest)
+    else:
+        model = named_model(config, tokenizer, loaded.run_file.parent, device)
+    if stage == "reward_model":
         model = scalar_model(config, tokenizer, model)
     FlatWeights(model, torch.float32).master.copy_(saved.tensors["master"])
-    save_hf(to, model.hf_config, model.named_weights(), tokenizer.hf)
-    return to
+    return model
 
 
 def tell_where_it_starts(job: Job, saved: Saved | None) -> None:

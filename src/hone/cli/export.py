@@ -10,7 +10,12 @@ import typer
 from hone.cli.arguments import Overrides, RunFile, examples
 from hone.config.load import load_config
 
-EXAMPLES = examples("hone export run.yaml --to my-model", "hone export run.yaml --to my-model --step 100")
+EXAMPLES = examples(
+    "hone export run.yaml --to my-model",
+    "hone export run.yaml --to my-model --step 100",
+    "hone export run.yaml --to my-model --best",
+    "hone export run.yaml --to my-adapter --adapter",
+)
 
 
 def export(
@@ -18,9 +23,13 @@ def export(
     overrides: Overrides = None,
     to: Annotated[Path, typer.Option(help="Folder to write; must not exist.")] = Path("hf"),
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest whole one if left out.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The step where checkpoint.best was highest.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the adapter, in peft's format; without it, merged weights.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a directory that Transformers loads."""
     loaded = load_config(run_file, overrides or ())
     from hone import build
 
-    typer.echo(build.export_run(loaded, to=to, step=step))
+    typer.echo(build.export_run(loaded, to=to, step=step, best=best, adapter=adapter))

@@ -2,7 +2,7 @@
 
     run.yaml         the resolved configuration, for people       .identity.json   the same, for comparing
     metrics.jsonl    samples/    logs/    tensorboard/            trace.json       report.html
-    checkpoints/     hf/                                          .lock            held while a run is going
+    checkpoints/     hf/    hf-best/                              .lock            held while a run is going
 
 Opening answers one question: new, resumed, or refused? A folder with other people's files is refused in any case,
 and nothing is ever deleted: `fresh` moves the old run aside. What is in the files is the business of others.
@@ -75,6 +75,10 @@ class RunFolder:
     @property
     def hf(self) -> Path:
         return self.path / "hf"
+
+    @property
+    def hf_best(self) -> Path:
+        return self.path / "hf-best"
 
     @property
     def logs(self) -> Path:

@@ -16,7 +16,7 @@ from hone.loop.gate import check_first_step
 from hone.loop.run import PolicyRun, due, now, summarize
 from hone.reward.base import component_metrics
 from hone.rollout.engine import Request
-from hone.types import Group, Prompt
+from hone.types import Batch, Group, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ async def train_policy(run: PolicyRun) -> None:
     progress, prompts_per_step = run.progress, run.config.train.prompts_per_step
     buffer: GroupBuffer[Finished] = GroupBuffer((run.config.rollout.max_staleness + 1) * prompts_per_step)
     await run.publish()
-    await evaluate_if_due(run)
+    if await evaluate_if_due(run) and progress.step < run.config.run.steps:
+        await run.save()
 
     async with asyncio.TaskGroup() as tasks:  # a failure in any background task surfaces here
         producer = tasks.create_task(produce(run, buffer, tasks))
@@ -50,9 +51,10 @@ async def train_policy(run: PolicyRun) -> None:
                 await run.publish()
             metrics |= {"time/generate_s": generated - started, "time/reward_s": taken - generated}
             run.log_step(metrics, seconds=now() - started)
-            await evaluate_if_due(run)  # before the next groups: what is decoded together decides the last bits
+            # Before the next groups start: what is decoded together decides the last bits.
+            is_best = await evaluate_if_due(run)
             buffer.release(prompts_per_step)  # only now may generation run ahead again
-            await save_if_due(run)
+            await save_if_due(run, is_best=is_best)
         producer.cancel()
         buffer.cancel()
 
@@ -80,47 +82,58 @@ async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
 
 async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     """One policy update, possibly of several optimizer steps, on `prompts_per_step` groups."""
-    version, dropped = run.progress.step, run.take_dropped()
-    metrics = summarize(groups, version=version, dropped=len(dropped), threshold=run.config.eval.threshold)
+    dropped = run.take_dropped()
+    metrics = summarize(groups, version=run.progress.step, dropped=len(dropped), threshold=run.config.eval.threshold)
     metrics |= component_metrics(groups)
     with run.observer.span("train"):
-        batch = collate(groups)
-        if not run.gate_passed:
-            agreement = await run.in_compute_thread(check_first_step, run, groups, batch)
-            metrics |= agreement if version == 0 else {}  # a resumed run logs what the uninterrupted one would
-            run.gate_passed = True
-        if "ref_logprobs" in run.algorithm.needs:
-            reference = await run.in_compute_thread(lambda: run.trainer.logprobs(batch, reference=True))
-            batch = batch.with_column("ref_logprobs_T", reference)
-        if "policy_logprobs" in run.algorithm.needs:
-            batch = batch.with_column("old_logprobs_T", await run.in_compute_thread(run.trainer.logprobs, batch))
-        if "values" in run.algorithm.needs:
-            batch = batch.with_column("value_T", await run.in_compute_thread(run.trainer.values, batch))
-        batch, credit_metrics = run.algorithm.assign(batch)
-        metrics |= credit_metrics | await run.in_compute_thread(run.trainer.update, batch, run.algorithm)
-        more, alarm = run.algorithm.after_update(batch, metrics)
-        metrics |= more
-        if alarm is not None:
-            run.observer.warn(alarm)
+        batch, learned = await run.in_compute_thread(learn, run, groups)
     run.record(groups, dropped, batch)
-    return metrics
+    return metrics | learned
 
 
-async def save_if_due(run: PolicyRun) -> None:
-    """Write a checkpoint every `checkpoint.every` updates."""
+def learn(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
+    """The arithmetic of an update, on the compute thread: what the row needs, credit, then the optimizer steps."""
+    trainer, algorithm, metrics = run.trainer, run.algorithm, {}
+    batch = collate(groups)
+    if not run.gate_passed:
+        agreement = check_first_step(run, groups, batch)
+        metrics |= agreement if run.progress.step == 0 else {}  # a resumed run logs what the uninterrupted one would
+        run.gate_passed = True
+    if "ref_logprobs" in algorithm.needs:
+        batch = batch.with_column("ref_logprobs_T", trainer.logprobs(batch, reference=True))
+    if "policy_logprobs" in algorithm.needs:
+        batch = batch.with_column("old_logprobs_T", trainer.logprobs(batch))
+    if "values" in algorithm.needs:
+        batch = batch.with_column("value_T", trainer.values(batch))
+    batch, credit_metrics = algorithm.assign(batch)
+    metrics |= credit_metrics | trainer.update(batch, algorithm)
+    more, alarm = algorithm.after_update(batch, metrics)
+    if alarm is not None:
+        run.observer.warn(alarm)
+    return batch, metrics | more
+
+
+async def save_if_due(run: PolicyRun, *, is_best: bool) -> None:
+    """Write a checkpoint every `checkpoint.every` updates, and of the best policy so far."""
     step = run.progress.step
-    if due(step, run.config.checkpoint.every) and step < run.config.run.steps:  # the end of a stage is always saved
+    is_due = is_best or due(step, run.config.checkpoint.every)
+    if is_due and step < run.config.run.steps:  # the end of a stage is always saved
         await run.save()
 
 
-async def evaluate_if_due(run: PolicyRun) -> None:
-    """Log held-out metrics of the live policy: before the first update, after the last, and every `eval.every`."""
+async def evaluate_if_due(run: PolicyRun) -> bool:
+    """Log held-out metrics of the live policy: before the first update, after the last, and every `eval.every`.
+
+    Returns whether it is the best so far by `checkpoint.best`.
+    """
     step, last = run.progress.step, run.config.run.steps
     is_due = step in (0, last) or due(step, run.config.eval.every)
     if run.evaluate is None or not is_due or run.progress.evaluated_step == step:
-        return
+        return False
     with run.observer.span("evaluate"):
         metrics = await run.unless_stopped(run.evaluate())
-    if metrics is not None:
-        run.progress.evaluated_step = step
-        run.observer.log("rl", step, metrics)
+    if metrics is None:
+        return False
+    run.progress.evaluated_step = step
+    run.observer.log("rl", step, metrics)
+    return run.is_best_so_far(metrics)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -15,7 +16,7 @@ import torch
 from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
 from hone.data.prompts import PromptStream
-from hone.errors import RewardError
+from hone.errors import DataError, RewardError
 from hone.observe.observer import Observer
 from hone.reward.base import Rewards
 from hone.rollout.engine import Engine, Sampling
@@ -88,6 +89,19 @@ class PolicyRun(Stage[Trainer]):
         """Make the trainer's weights live in the engine, as version `progress.step`."""
         weights = None if self.weights_are_shared else self.trainer.weights()
         await self.engine.load(weights, self.progress.step)
+
+    def is_best_so_far(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these are the best evaluation metrics by `checkpoint.best`; if so, `progress` remembers the step."""
+        name, progress = self.config.checkpoint.best, self.progress
+        if name is None:
+            return False
+        if name not in metrics:
+            raise DataError(f"checkpoint.best = {name}: evaluation measures only {', '.join(sorted(metrics))}.")
+        value = metrics[name]
+        if math.isnan(value) or (progress.best_value is not None and value <= progress.best_value):
+            return False
+        progress.best_step, progress.best_value = progress.step, value
+        return True
 
     def keeps(self, group: Group) -> bool:
         """Whether a scored group is worth a place in the update; a dropped one is remembered for the record."""

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,14 +74,15 @@ class Loaded:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; the newest `keep` of them stay on disk."""
+    """The checkpoints of one run, in `folder`; the newest `keep` of them and the best one stay on disk."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
 
     def save(self, progress: Progress, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, then remove the ones older than the newest `keep`. Returns its folder.
+        """Write a checkpoint, then remove the ones older than the newest `keep`, except the one at
+        `progress.best_step`. Returns its folder.
 
         `tensors` may live on any device and share memory; one tensor at a time is copied to the CPU. `rest` holds
         plain JSON values. A checkpoint of the same stage and step is replaced; at every moment, also after a
@@ -113,7 +114,8 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        self._remove_older_than(final)
+        best = None if progress.best_step is None else _name(replace(progress, step=progress.best_step))
+        self._remove_older_than(final, spare=best)
         return final
 
     def newest(self) -> Loaded | None:
@@ -176,12 +178,17 @@ class Checkpoints:
                 found.append((STAGE_ORDER.index(stage), int(match["step"]), not path.name.startswith("."), path))
         return [path for *_, path in sorted(found)]
 
-    def _remove_older_than(self, newest: Path) -> None:
-        """Keep `newest` and the `keep - 1` before it. Later ones are torn (else the run would be past them)."""
+    def _remove_older_than(self, newest: Path, *, spare: str | None) -> None:
+        """Keep `newest`, the `keep - 1` before it, and the one named `spare`.
+
+        Later ones are torn (else the run would be past them).
+        """
         self._sweep()
         paths = self.paths()
         older = paths[: paths.index(newest)]
         for path in older[: max(0, len(older) - (self.keep - 1))]:
+            if path.name == spare:
+                continue
             path.rename(path.with_name(_REMOVED + path.name))  # first: a kill must not leave half a checkpoint
         self._sweep()
 

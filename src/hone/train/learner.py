@@ -50,9 +50,10 @@ class Learner(Generic[M]):
         return self.model.named_weights()
 
     def master_weights(self) -> list[tuple[str, Tensor]]:
-        """Copies of the float32 master weights, under their Hugging Face names."""
+        """Copies of the float32 master weights, under their Hugging Face names; merged, where there is an adapter."""
+        dtype = self.flat.master.dtype
         with self.flat.showing_master():
-            return [(name, weight.clone()) for name, weight in self.model.named_weights()]
+            return [(name, weight.to(dtype, copy=True)) for name, weight in self.model.named_weights()]
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything needed to continue bit for bit; see `Trainer.state`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from hone.algo.algorithm import Algorithm
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, count_totals, optimizer_steps, plan_microbatches
+from hone.errors import CheckpointError
 from hone.model.base import CausalModel
 from hone.train.critic import Critic
 from hone.train.learner import Learner
@@ -26,13 +27,14 @@ class LocalTrainer(Learner[CausalModel]):
     """Trains `model` in place.
 
     Args:
-        model: the policy; its parameters become views of a flat buffer in `precision`.
+        model: the policy; its parameters become views of a flat buffer in `precision`. With an adapter, only its
+            parameters: what is beneath has no master weights and no optimizer state, and is in no checkpoint.
         optimizer: learning rate, schedule, clipping.
         total_optimizer_steps: of the whole stage; where the schedule ends.
         temperature: of the sampler; logprobs are of the same distribution.
         tokens_per_microbatch, logprob_chunk_tokens: memory, never the result.
         precision: arithmetic of forward and backward; the rest is float32.
-        reference: another copy of the initial weights, where the algorithm needs one; it is frozen.
+        reference: the initial weights, where the algorithm needs them; frozen. A copy, or the policy's `AdapterOff`.
         samples_per_optimizer_step: None makes an update one optimizer step per pass.
         passes_per_batch: times that an update goes over its batch.
         seed: of the shuffling of samples over optimizer steps.
@@ -194,15 +196,32 @@ class LocalTrainer(Learner[CausalModel]):
             tensors |= {CRITIC + name: tensor for name, tensor in critic_tensors.items()}
         if self.reference is not None and self.reference_refresh_every:
             tensors |= {REFERENCE + name: tensor for name, tensor in self.reference.named_weights()}
+        if self.model.adapter is not None:
+            rest["base"] = self.model.adapter.base
         return tensors, rest
 
     def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+        refuse_other_base(self.model, rest)
         super().restore(tensors, rest)
         self.update_count = int(rest["updates"])
         if self.critic is not None:
             self.critic.restore(_under(CRITIC, tensors), rest["critic"])
         if self.reference is not None and self.reference_refresh_every:
             self.reference.load_weights(_under(REFERENCE, tensors).items())
+
+
+def refuse_other_base(model: CausalModel, rest: Mapping[str, Any]) -> None:
+    """Raises CheckpointError when what a checkpoint holds was learnt beside other weights than `model`'s."""
+    ours, theirs = model.adapter.base if model.adapter else None, rest.get("base")
+    if ours != theirs:
+        raise CheckpointError(
+            f"the checkpoint is of {_called(theirs)}, and here is {_called(ours)}. Put back the model directory that "
+            "the stage started from, or start with --fresh."
+        )
+
+
+def _called(base: str | None) -> str:
+    return f"an adapter of weights that hash to {base[:12]}" if base else "a model without an adapter"
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
