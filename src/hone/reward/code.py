@@ -62,7 +62,7 @@ class CodeSettings(Section):
     allow_unsafe_local_exec: bool = key(False)
     """Where bubblewrap does not work, run programs as plain processes that can do all that you can."""
     python: str | None = key(None)
-    """Interpreter (3.11 or newer) for programs, with its installed packages; null: Hone's own, standard library alone."""
+    """Interpreter (3.11 or newer) with its packages; null: Hone's own, standard library alone."""
     parallel: int = key(0, unit="programs", ge=0)
     """Programs at one time; 0: one per usable core, or 32 at a service."""
     test_cpu_s: int = key(5, unit="CPU seconds", ge=1)
