@@ -95,7 +95,9 @@ def test_a_steered_coefficient_is_used_by_the_next_update_and_knows_the_unit_of_
     control = Control()
     algorithm = Algorithm(section, control=control)
     batch, metrics = algorithm.assign(batch_of([4.0, 0.0], [2, 2], **KL))
-    more, _ = algorithm.after_update(batch, metrics)
+    algorithm.after_update(batch, metrics)
+    assert control.kl_coef is None, "the policy did not learn: a critic is warming up"
+    more, _ = algorithm.after_update(batch, metrics | {"train/loss": 0.0})
     assert more["train/kl_coef"] == 0.1, "what the update was made with"
     assert control.kl_coef == algorithm.kl_coef == pytest.approx(0.1 * factor)
     resumed = Algorithm(section, control=Control(kl_coef=control.kl_coef))
@@ -108,7 +110,7 @@ def test_a_steered_coefficient_is_used_by_the_next_update_and_knows_the_unit_of_
 def test_an_unreachable_target_is_told_with_its_unit():
     section = AlgorithmSection(kl_loss_coef=0.1, kl_target=0.5)
     algorithm = Algorithm(section, control=Control(kl_missed_steps=-49))
-    _, alarm = algorithm.after_update(batch_of([4.0, 0.0], [2, 2]), {"train/kl_ref": 0.01})
+    _, alarm = algorithm.after_update(batch_of([4.0, 0.0], [2, 2]), {"train/kl_ref": 0.01, "train/loss": 0.0})
     assert alarm is not None
     assert "below algorithm.kl_target = 0.5 nats per token for 50 updates (now 0.01" in alarm
 

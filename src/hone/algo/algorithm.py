@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.algo.advantage import CREDIT, Outcomes, critic_advantage
-from hone.algo.control import ALARM_STEPS, normalized, observe_rewards, reward_std, steer_kl
+from hone.algo.control import ALARM_STEPS, steer_kl
 from hone.algo.correction import CORRECTION
 from hone.algo.kl import KL, MAX_LOG_RATIO, k3
 from hone.algo.loss import (
@@ -26,7 +26,7 @@ from hone.algo.loss import (
     covariance_outliers,
     log_ratio,
 )
-from hone.algo.shaping import clip_rewards, informative, keep_fraction, overlong_penalty
+from hone.algo.shaping import Shaping, informative
 from hone.algo.value import explained_variance
 from hone.config.run import AlgorithmSection
 from hone.types import Batch, Control, Totals
@@ -75,6 +75,7 @@ class Algorithm:
         self.section = section
         self.max_response_tokens = max_response_tokens or 0
         self.control = control or Control()
+        self._shaping = Shaping(section, self.control, self.max_response_tokens)
         self._credit = CREDIT[section.credit]
         self._ratio = RATIO[section.ratio]
         self._clip = CLIP[section.clip]
@@ -125,12 +126,12 @@ class Algorithm:
     def assign(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Shape the rewards and give every token its advantage, as column `advantages_T` (float32).
 
-        Order: clip of the raw reward, truncation, normalisation, overlong penalty, baseline, KL in the reward. With a
-        critic also its targets, as `return_T`. Returns the batch and what was measured.
+        Order: what `Shaping` does, baseline, KL in the reward. With a critic also its targets, as `return_T`. Returns
+        the batch and what was measured.
         """
         if self.section.old_logprobs == "sampler":
             batch = batch.with_column("old_logprobs_T", batch.sampler_logprobs_T)
-        reward_S, metrics = self._shape(batch)
+        reward_S, metrics = self._shaping.of_samples(batch)
         penalty_T, kl_metrics = self._penalties(batch)
         sample_T = torch.arange(len(batch.length_S), device=reward_S.device).repeat_interleave(batch.length_S)
         outcomes = Outcomes(
@@ -141,7 +142,7 @@ class Algorithm:
             batch.loss_mask_T,
             penalty_T=penalty_T,
             value_T=batch.columns.get("value_T"),
-            greedy_reward_N=self._greedy_rewards(batch),
+            greedy_reward_N=self._shaping.of_greedy(batch),
             gamma=self.section.gamma,
             gae_lambda=self.section.gae_lambda,
         )
@@ -179,7 +180,7 @@ class Algorithm:
         )
         per_sequence = kl * float(count_S.sum() / (count_S > 0).sum().clamp(min=1))
         more = {"train/kl_coef": self.kl_coef, "train/kl_ref_sequence": per_sequence}
-        if section.kl_target is None:
+        if section.kl_target is None or "train/loss" not in metrics:  # while a critic warms up, nothing can steer
             return more, None
         alarm = steer_kl(
             self.control,
@@ -201,58 +202,6 @@ class Algorithm:
             f"{ALARM_STEPS}), and the coefficient, now {self.kl_coef:.3g}, does not bring it there. Check the target "
             "and its unit (algorithm.kl_target_unit), or lower algorithm.kl_horizon_samples."
         )
-
-    def _shape(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """(S,) shaped rewards, and what shaping did to the scored ones."""
-        section, metrics, raw_S = self.section, {}, batch.reward_S
-        scored_S = ~raw_S.isnan()
-        num_scored = max(int(scored_S.sum()), 1)
-        truncated_S = batch.columns.get("truncated_S")
-        reward_S = self._cut(raw_S, truncated_S)
-        if section.reward_clip is not None:
-            outside_S = clip_rewards(raw_S, section.reward_clip) != raw_S
-            metrics["train/reward_clipped_frac"] = int(outside_S[scored_S].sum()) / num_scored
-        if section.normalize_rewards:
-            observe_rewards(self.control, reward_S)
-            metrics["train/reward_running_mean"] = self.control.reward_mean
-            metrics["train/reward_running_std"] = reward_std(self.control)
-        before_S = self._normalized(reward_S)
-        reward_S = self._penalised(before_S, batch.length_S)
-        if section.overlong_buffer_tokens:
-            metrics["train/overlong_penalty_mean"] = float((reward_S - before_S)[scored_S].sum()) / num_scored
-        return reward_S, metrics
-
-    def _greedy_rewards(self, batch: Batch) -> Tensor | None:
-        """(N,) rewards of the greedy samples, shaped as those that are compared with them; None without any."""
-        reward_N = batch.columns.get("greedy_reward_N")
-        if reward_N is None:
-            return None
-        cut_N = self._cut(reward_N, batch.columns["greedy_truncated_N"])
-        return self._penalised(self._normalized(cut_N), batch.columns["greedy_length_N"])
-
-    def _cut(self, reward: Tensor, truncated: Tensor | None) -> Tensor:
-        section = self.section
-        if section.reward_clip is not None:
-            reward = clip_rewards(reward, section.reward_clip)
-        if section.truncated_reward_factor < 1:
-            assert truncated is not None, "truncated_reward_factor needs to know which samples were cut"
-            reward = keep_fraction(reward, truncated, section.truncated_reward_factor)
-        return reward
-
-    def _normalized(self, reward: Tensor) -> Tensor:
-        return normalized(reward, self.control) if self.section.normalize_rewards else reward
-
-    def _penalised(self, reward: Tensor, length: Tensor) -> Tensor:
-        section = self.section
-        if not section.overlong_buffer_tokens:
-            return reward
-        penalty = overlong_penalty(
-            length,
-            max_tokens=self.max_response_tokens,
-            buffer_tokens=section.overlong_buffer_tokens,
-            factor=section.overlong_penalty,
-        )
-        return reward + penalty.to(reward.dtype)
 
     def _penalties(self, batch: Batch) -> tuple[Tensor | None, dict[str, float]]:
         """(T,) minus the weighted KL of each token, or None without KL in the reward; and the mean KL."""

@@ -1,4 +1,4 @@
-"""What happens to a reward before any baseline is taken from it: clip of the raw value, truncation, length penalty.
+"""What happens to a reward before any baseline is taken from it: clip, truncation, normalisation, length penalty.
 
 The order matters: a clip after the baseline would not bound the reward. Not here: how scores become a reward (that is
 `reward/`), or a reward an advantage (`advantage.py`).
@@ -10,6 +10,73 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from hone.algo.control import normalized, observe_rewards, reward_std
+from hone.config.run import AlgorithmSection
+from hone.types import Batch, Control
+
+
+class Shaping:
+    """The shaping of a row, in its order.
+
+    Args:
+        control: holds the running statistics that `normalize_rewards` divides by; changed by `of_samples`.
+        max_response_tokens: the rollout's limit; only the overlong penalty needs it.
+    """
+
+    def __init__(self, section: AlgorithmSection, control: Control, max_response_tokens: int) -> None:
+        self.section, self.control, self.max_response_tokens = section, control, max_response_tokens
+
+    def of_samples(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """(S,) shaped rewards, NaN where unscored; and what shaping did to the scored ones, as metrics."""
+        section, metrics, raw_S = self.section, {}, batch.reward_S
+        scored_S = ~raw_S.isnan()
+        num_scored = max(int(scored_S.sum()), 1)
+        cut_S = self._cut(raw_S, batch.columns.get("truncated_S"))
+        if section.reward_clip is not None:
+            outside_S = clip_rewards(raw_S, section.reward_clip) != raw_S
+            metrics["train/reward_clipped_frac"] = int(outside_S[scored_S].sum()) / num_scored
+        if section.normalize_rewards:
+            observe_rewards(self.control, cut_S)
+            metrics["train/reward_running_mean"] = self.control.reward_mean
+            metrics["train/reward_running_std"] = reward_std(self.control)
+        before_S = self._normalized(cut_S)
+        reward_S = self._penalised(before_S, batch.length_S)
+        if section.overlong_buffer_tokens:
+            metrics["train/overlong_penalty_mean"] = float((reward_S - before_S)[scored_S].sum()) / num_scored
+        return reward_S, metrics
+
+    def of_greedy(self, batch: Batch) -> Tensor | None:
+        """(N,) rewards of the greedy samples, shaped as those that are compared with them; None without any."""
+        reward_N = batch.columns.get("greedy_reward_N")
+        if reward_N is None:
+            return None
+        cut_N = self._cut(reward_N, batch.columns["greedy_truncated_N"])
+        return self._penalised(self._normalized(cut_N), batch.columns["greedy_length_N"])
+
+    def _cut(self, reward: Tensor, truncated: Tensor | None) -> Tensor:
+        section = self.section
+        if section.reward_clip is not None:
+            reward = clip_rewards(reward, section.reward_clip)
+        if section.truncated_reward_factor < 1:
+            assert truncated is not None, "truncated_reward_factor needs to know which samples were cut"
+            reward = keep_fraction(reward, truncated, section.truncated_reward_factor)
+        return reward
+
+    def _normalized(self, reward: Tensor) -> Tensor:
+        return normalized(reward, self.control) if self.section.normalize_rewards else reward
+
+    def _penalised(self, reward: Tensor, length: Tensor) -> Tensor:
+        section = self.section
+        if not section.overlong_buffer_tokens:
+            return reward
+        penalty = overlong_penalty(
+            length,
+            max_tokens=self.max_response_tokens,
+            buffer_tokens=section.overlong_buffer_tokens,
+            factor=section.overlong_penalty,
+        )
+        return reward + penalty.to(reward.dtype)
 
 
 def clip_rewards(reward_S: Tensor, bounds: tuple[float, float]) -> Tensor:
