@@ -387,7 +387,7 @@ def make_trainer(
     """The trainer of one stage; what is only of RL is neutral for imitation."""
     config, train = job.config, job.config.train
     model.checkpoint_layers = train.activation_checkpointing
-    return LocalTrainer(
+    trainer = LocalTrainer(
         model,
         optimizer=optimizer,
         total_optimizer_steps=steps,
@@ -403,6 +403,10 @@ def make_trainer(
         critic_warmup_updates=config.critic.warmup_updates if critic else 0,
         reference_refresh_every=config.algorithm.reference_refresh_every if reference else 0,
     )
+    if model.adapter is not None:
+        trained = trainer.flat.master.numel()
+        job.observer.say(f"training an adapter of {trained:,} parameters; the weights beneath it stay as they are")
+    return trainer
 
 
 def make_critic(job: Job, policy: CausalModel) -> Critic:

@@ -24,7 +24,8 @@ from hone.data.prompts import load_prompts
 from hone.data.sources import BadRow, read_rows
 from hone.errors import ConfigError, DataError
 from hone.loop.sft import imitation_rows
-from hone.model.load import describe_model, read_config
+from hone.model.load import describe_model, init_config, read_config
+from hone.model.lora import check_targets
 from hone.reward.base import Rewards
 from hone.reward.builtin import BUILTIN
 from hone.rollout.env_pool import EnvironmentPool
@@ -54,6 +55,8 @@ async def check(loaded: Loaded) -> CheckReport:
     tokenizer = check_tokenizer_and_model(config, folder, findings)
     if config.critic.path is not None:
         check_critic(config, folder, tokenizer, findings)
+    if config.lora.rank > 0:
+        check_adapter(config, folder, tokenizer, findings)
     if tokenizer is not None:
         check_prompts(config, folder, tokenizer, findings)
     if config.reward.components and config.data.answer_column is not None:
@@ -162,6 +165,27 @@ def preview(prompt: Prompt) -> str:
     text = prompt.text if len(prompt.text) <= 300 else f"{prompt.text[:200]} ... {prompt.text[-100:]}"
     first = ", ".join(map(str, prompt.token_ids[:12])) + (", ..." if len(prompt.token_ids) > 12 else "")
     return f"  {text!r} -> {len(prompt.token_ids)} tokens: {first}"
+
+
+def check_adapter(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: Findings) -> None:
+    """The layers that get an adapter: whether the model has them is known from its architecture alone."""
+    model = config.model
+    try:
+        if model.init is not None:
+            architecture = init_config(model.init, vocab_size=tokenizer.vocab_size if tokenizer else None)
+        else:
+            place = Path(resolve_model(str(model.path), folder))
+            if not place.is_dir():
+                findings.not_checked.append(f"lora.targets: {model.path} is a hub name, read when training starts")
+                return
+            architecture = read_config(place, trust_remote_code=model.trust_remote_code)
+        layers = check_targets(
+            architecture, config.lora, model.implementation, trust_remote_code=model.trust_remote_code
+        )
+        findings.lines.append(f"adapter of rank {config.lora.rank} beside every {', '.join(layers)}")
+    except DataError as error:
+        if str(error) not in findings.problems:  # a model that cannot be read was told already
+            findings.problems.append(str(error))
 
 
 async def check_environment(config: RunConfig, folder: Path, findings: Findings) -> None:

@@ -78,16 +78,7 @@ def init_model(
         architecture: the keys of a config.json, `model_type` among them.
         vocab_size: tokens of the tokenizer in use; replaces the architecture's own. None leaves it.
     """
-    keys = dict(architecture)
-    model_type = keys.pop("model_type", None)
-    if model_type is None:
-        raise DataError("model.init: no model_type. Name the architecture, for example model_type: qwen3.")
-    if vocab_size is not None:
-        keys["vocab_size"] = vocab_size
-    try:
-        config = AutoConfig.for_model(model_type, **keys)
-    except (ValueError, TypeError) as error:
-        raise DataError(f"model.init: {error}") from error
+    config = init_config(architecture, vocab_size=vocab_size)
     if is_ours(config, implementation):
         model = Decoder(config, dtype=dtype, device=device)
         model.load_weights(_random_weights(model, seed, config.initializer_range))
@@ -96,6 +87,20 @@ def init_model(
         torch.manual_seed(seed)
         hf = AutoModelForCausalLM.from_config(without_dropout(config), dtype=dtype)
     return TransformersModel(hf.to(device), config)
+
+
+def init_config(architecture: Mapping[str, Any], *, vocab_size: int | None) -> PreTrainedConfig:
+    """The config of a model that `init_model` would make; arguments as there."""
+    keys = dict(architecture)
+    model_type = keys.pop("model_type", None)
+    if model_type is None:
+        raise DataError("model.init: no model_type. Name the architecture, for example model_type: qwen3.")
+    if vocab_size is not None:
+        keys["vocab_size"] = vocab_size
+    try:
+        return AutoConfig.for_model(model_type, **keys)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"model.init: {error}") from error
 
 
 def save_hf(
