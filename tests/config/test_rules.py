@@ -82,6 +82,7 @@ BROKEN = [
     ({"algorithm__overlong_buffer_tokens": "300"}, "must be at most rollout.max_response_tokens = 256 (got 300)"),
     ({"algorithm__reward_clip": "[1, 1]"}, "must be [low, high] with low below high (got [1.0, 1.0])"),
     ({"train__optimizer": "{betas: [0.9, 1.0]}"}, "train.optimizer.betas: must be at least 0 and below 1 each"),
+    ({"critic__optimizer": "{betas: [0.9, 1.0]}"}, "critic.optimizer.betas: must be at least 0 and below 1 each"),
     ({"sft__optimizer": "{betas: [-0.1, 0.9]}"}, "sft.optimizer.betas: must be at least 0 and below 1 each"),
     ({"eval__pass_k": "[1, 4]"}, "eval.pass_k: must be between 1 and eval.samples = 1 each (got 4)"),
     ({"eval__temperature": "0", "eval__samples": "4"}, "eval.samples: must be 1 with eval.temperature = 0 (got 4)"),

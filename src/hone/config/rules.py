@@ -1,7 +1,8 @@
 """What must hold between keys: one small function per rule, all of them asked, all answers reported together.
 
-A rule sees a valid `RunConfig` and yields breaches. Rules that look at the world outside the run file (data files,
-rewards, model directories) are in `files.py`. Bounds of one key alone are in `run.py`.
+A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm are in `algorithm_rules.py`, and of adapters
+in `lora_rules.py`; those that look at the world outside the run file (data files, rewards, model directories) are in
+`files.py`. Bounds of one key alone are in `run.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hone.config.algorithm_rules import ALGORITHM_RULES
 from hone.config.breach import Breach
-from hone.config.derived import longest_tokens, needs_critic, run_dir, samples_per_update
+from hone.config.derived import longest_tokens, run_dir, samples_per_update
 from hone.config.files import FILE_RULES, context_limit, template_columns
 from hone.config.lora_rules import LORA_RULES
 from hone.config.run import RewardComponent, RunConfig
@@ -168,166 +170,6 @@ def optimizer_steps_divide_the_update(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def several_optimizer_steps_need_a_ratio(config: RunConfig) -> Iterator[Breach]:
-    if "rl" not in config.stages or config.algorithm.ratio != "none":
-        return
-    cure = "needs algorithm.ratio = token: after the first optimizer step the samples are no longer the policy's own"
-    if config.train.passes_per_batch > 1:
-        yield Breach(("train.passes_per_batch", "algorithm.ratio"), f"= {config.train.passes_per_batch} {cure}")
-    wanted, total = config.train.samples_per_optimizer_step, samples_per_update(config)
-    if wanted is not None and wanted < total:
-        yield Breach(
-            ("train.samples_per_optimizer_step", "algorithm.ratio", "train.prompts_per_step", "rollout.group_size"),
-            f"= {wanted} of {total} makes {total // wanted} optimizer steps of an update, which {cure}",
-        )
-
-
-def clip_has_a_ratio(config: RunConfig) -> Iterator[Breach]:
-    if config.algorithm.ratio == "none" and config.algorithm.clip != "none":
-        yield Breach(
-            ("algorithm.clip", "algorithm.ratio"),
-            f"= {config.algorithm.clip} bounds a ratio, but algorithm.ratio = none. Set this to none too, or ratio to "
-            "token",
-        )
-
-
-def clip_settings_are_of_the_clip(config: RunConfig) -> Iterator[Breach]:
-    algorithm = config.algorithm
-    if algorithm.dual_clip is not None and algorithm.clip not in ("ppo", "clip_cov"):
-        keys = ("algorithm.dual_clip", "algorithm.clip")
-        yield Breach(keys, f"is only used by clip = ppo and clip_cov (got clip = {algorithm.clip}). Set it to null")
-    if algorithm.clip == "geo_mean" and algorithm.ratio == "sequence":
-        keys = ("algorithm.ratio", "algorithm.clip")
-        yield Breach(keys, "must be token for clip = geo_mean (got sequence): the clip itself takes the mean")
-    if min(algorithm.sapo_tau) <= 0:
-        yield Breach(("algorithm.sapo_tau",), f"must be above 0 each (got {list(algorithm.sapo_tau)})")
-
-
-def correction_bounds_are_a_range(config: RunConfig) -> Iterator[Breach]:
-    low, high = config.algorithm.correction_low, config.algorithm.correction_high
-    if low >= high:
-        keys = ("algorithm.correction_low", "algorithm.correction_high")
-        yield Breach(keys, f"must be below algorithm.correction_high = {high} (got {low})")
-
-
-NO_SIBLINGS = ("remax", "reinforce_pp", "gae")
-"""Credits that judge a sample by itself; the others against the prompt's other samples."""
-
-
-def group_credit_has_a_group(config: RunConfig) -> Iterator[Breach]:
-    size = config.rollout.group_size
-    if "rl" in config.stages and size < 2 and config.algorithm.credit not in NO_SIBLINGS:
-        yield Breach(
-            ("rollout.group_size", "algorithm.credit"),
-            f"must be at least 2 for algorithm.credit = {config.algorithm.credit} (got {size}): a sample is judged "
-            "against its siblings",
-        )
-    if config.reward.min_valid_per_group > size >= 2:
-        yield Breach(
-            ("reward.min_valid_per_group", "rollout.group_size"),
-            f"must be at most rollout.group_size = {size} (got {config.reward.min_valid_per_group}), "
-            "or every group is dropped",
-        )
-
-
-def dropping_compares_siblings(config: RunConfig) -> Iterator[Breach]:
-    if config.algorithm.drop_uninformative and config.rollout.group_size < 2:
-        yield Breach(
-            ("algorithm.drop_uninformative", "rollout.group_size"),
-            "needs rollout.group_size of at least 2 (got 1): the one reward of a group always equals itself, so every "
-            "group would be dropped",
-        )
-
-
-def critic_settings_have_a_critic(config: RunConfig) -> Iterator[Breach]:
-    critic = config.critic
-    if not needs_critic(config):
-        for name, value in (("path", critic.path), ("warmup_updates", critic.warmup_updates)):
-            if value:
-                yield Breach(
-                    (f"critic.{name}", "algorithm.credit", "stages"),
-                    f"= {value}, but only algorithm.credit = gae in stage rl has a critic "
-                    f"(got {config.algorithm.credit}). Leave it out",
-                )
-    elif critic.warmup_updates >= config.run.steps > 0:
-        yield Breach(
-            ("critic.warmup_updates", "run.steps", "algorithm.credit", "stages"),
-            f"must be below run.steps = {config.run.steps} (got {critic.warmup_updates}), or the policy never learns",
-        )
-
-
-def kl_has_a_gradient(config: RunConfig) -> Iterator[Breach]:
-    algorithm = config.algorithm
-    if algorithm.kl_loss_coef > 0 and algorithm.kl_estimator == "k1":
-        yield Breach(
-            ("algorithm.kl_estimator", "algorithm.kl_loss_coef"),
-            "= k1 has no gradient on average in a loss: it would only add noise. Take k2 or k3, or put the KL into the "
-            "reward with algorithm.kl_reward_coef",
-        )
-
-
-def kl_control_has_one_coefficient(config: RunConfig) -> Iterator[Breach]:
-    algorithm = config.algorithm
-    coefs = {"kl_loss_coef": algorithm.kl_loss_coef, "kl_reward_coef": algorithm.kl_reward_coef}
-    keys = ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef")
-    given = [name for name, coef in coefs.items() if coef > 0]
-    if algorithm.kl_target is not None and len(given) != 1:
-        yield Breach(
-            ("algorithm.kl_target", *keys),
-            f"steers one KL coefficient; set one of kl_loss_coef and kl_reward_coef above 0, where it starts "
-            f"(got {' and '.join(given) or 'neither'})",
-        )
-    elif len(given) == 2:
-        yield Breach(keys, "is set, and kl_reward_coef too: set one of them to 0")
-    if algorithm.reference_refresh_every > 0 and not given:
-        yield Breach(
-            ("algorithm.reference_refresh_every", *keys),
-            f"= {algorithm.reference_refresh_every}, but both KL coefficients are 0: there is no reference",
-        )
-
-
-def correction_has_a_difference_to_correct(config: RunConfig) -> Iterator[Breach]:
-    algorithm = config.algorithm
-    if algorithm.old_logprobs == "sampler" and algorithm.correction not in ("auto", "none"):
-        yield Breach(
-            ("algorithm.correction", "algorithm.old_logprobs"),
-            f"= {algorithm.correction} weighs the trainer's old logprobs against the sampler's, but "
-            "algorithm.old_logprobs = sampler makes them the same: the ratio does it all. Set this to none",
-        )
-    if algorithm.old_logprobs == "sampler" and algorithm.ratio == "none":
-        keys = ("algorithm.old_logprobs", "algorithm.ratio")
-        yield Breach(keys, "= sampler is what the ratio is taken to, but algorithm.ratio = none. Leave it out")
-
-
-def covariances_are_a_range(config: RunConfig) -> Iterator[Breach]:
-    share, low, high = config.algorithm.clip_cov
-    if not 0 < share < 1 or low >= high:
-        yield Breach(
-            ("algorithm.clip_cov",),
-            f"must be [share, low, high] with a share between 0 and 1 and low below high (got {[share, low, high]})",
-        )
-
-
-def truncated_sampling_is_correctable(config: RunConfig) -> Iterator[Breach]:
-    """The trainer's logprobs are of the full softmax, so those of a truncated sampler can never agree with them."""
-    rollout = config.rollout
-    truncations = {
-        "top_k": (rollout.top_k, rollout.top_k > 0, "0"),
-        "top_p": (rollout.top_p, rollout.top_p < 1, "1"),
-        "min_p": (rollout.min_p, rollout.min_p > 0, "0"),
-    }
-    if "rl" not in config.stages or (config.algorithm.ratio == "none" and not config.gate.enabled):
-        return
-    for name, (value, truncates, off) in truncations.items():
-        if truncates:
-            yield Breach(
-                (f"rollout.{name}", "algorithm.ratio", "gate.enabled"),
-                f"= {value} samples from a truncated distribution, while the trainer's logprobs are of the whole one: "
-                f"ratios would be biased. Set it to {off} (off); or accept the bias with algorithm.ratio = none and "
-                "gate.enabled = false",
-            )
-
-
 def stops_are_usable(config: RunConfig) -> Iterator[Breach]:
     if "" in config.rollout.stop:
         yield Breach(("rollout.stop",), "holds an empty text, which would end every response at once")
@@ -376,23 +218,9 @@ def _longest(config: RunConfig) -> str:
     return f"max_prompt_tokens + max_response_tokens = {prompt} + {response} = {prompt + response}"
 
 
-def overlong_buffer_fits(config: RunConfig) -> Iterator[Breach]:
-    buffer, limit = config.algorithm.overlong_buffer_tokens, config.rollout.max_response_tokens
-    if buffer > limit:
-        yield Breach(
-            ("algorithm.overlong_buffer_tokens", "rollout.max_response_tokens"),
-            f"must be at most rollout.max_response_tokens = {limit} (got {buffer}). Nearest: {limit}",
-        )
-
-
-def reward_clip_is_a_range(config: RunConfig) -> Iterator[Breach]:
-    clip = config.algorithm.reward_clip
-    if clip is not None and clip[0] >= clip[1]:
-        yield Breach(("algorithm.reward_clip",), f"must be [low, high] with low below high (got {list(clip)})")
-
-
 def betas_are_decay_rates(config: RunConfig) -> Iterator[Breach]:
-    for path, optimizer in (("train", config.train.optimizer), ("sft", config.sft.optimizer)):
+    sections = {"train": config.train, "critic": config.critic, "sft": config.sft}
+    for path, optimizer in ((name, section.optimizer) for name, section in sections.items()):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield Breach(
                 (f"{path}.optimizer.betas",), f"must be at least 0 and below 1 each (got {list(optimizer.betas)})"
@@ -465,24 +293,11 @@ RULES: tuple[Rule, ...] = (
     rewards_have_distinct_names,
     environment_is_whole,
     optimizer_steps_divide_the_update,
-    several_optimizer_steps_need_a_ratio,
-    clip_has_a_ratio,
-    clip_settings_are_of_the_clip,
-    correction_bounds_are_a_range,
-    group_credit_has_a_group,
-    dropping_compares_siblings,
-    critic_settings_have_a_critic,
-    kl_has_a_gradient,
-    kl_control_has_one_coefficient,
-    correction_has_a_difference_to_correct,
-    covariances_are_a_range,
-    truncated_sampling_is_correctable,
     stops_are_usable,
     a_sample_fits_a_microbatch,
-    overlong_buffer_fits,
-    reward_clip_is_a_range,
     betas_are_decay_rates,
     evaluation_is_possible,
     best_can_be_told,
+    *ALGORITHM_RULES,
     *LORA_RULES,
 )
