@@ -1,4 +1,4 @@
-"""Pages made from the code: docs/config.md from the configuration tree, docs/metrics.md from the metrics registry.
+"""Pages made from the code: docs/config.md, docs/metrics.md and docs/algorithms.md, each from its registry.
 
 Run as `python -m hone.cli.docs` (`make docs`); a test compares the committed pages with what this makes.
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 
+from hone.cli.algorithm_page import algorithms_page
 from hone.config import schema
 from hone.config.layers import PRESETS, preset_names
 from hone.config.render import inline
@@ -37,7 +38,8 @@ Every number that a run can log, in `metrics.jsonl`, TensorBoard, Weights & Bias
 
 def pages() -> Mapping[str, str]:
     """File name -> text of every generated page."""
-    return {"config.md": config_page(), "metrics.md": metrics_page()}
+    algorithms = f"{_NOTE}\n\n{algorithms_page()}"
+    return {"config.md": config_page(), "metrics.md": metrics_page(), "algorithms.md": algorithms}
 
 
 def config_page() -> str:
