@@ -113,6 +113,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(finished, tm
     assert metrics_of(finished) == metrics_of(tmp_path)
 
 
+def test_an_asynchronous_run_meets_environments_too(tmp_path):
+    assert main(["train", str(write_run(tmp_path)), "rollout.max_staleness=1"]) == 0
+    samples = [recorded.sample for step in range(1, 7) for recorded in read_samples(tmp_path / "run", step)]
+    assert len(samples) == 6 * 32 and sum(len(sample.turns) for sample in samples) > 2 * len(samples)
+    assert all(sample.versions == tuple(sorted(sample.versions)) for sample in samples)
+
+
 def test_samples_that_the_environment_fails_are_unscored_and_the_rest_is_trained_on(tmp_path):
     assert main(["train", str(write_run(tmp_path, break_every=4, max_unscored_frac=0.5))]) == 0
     dropped = [recorded for recorded in read_samples(tmp_path / "run", 1) if recorded.reward is None]

@@ -36,7 +36,7 @@ class EnvironmentFault(Exception):
 
 
 class EnvironmentPool:
-    """All episodes of a run. `async with` starts the process and ends it."""
+    """All episodes of a run, in one process at a time."""
 
     def __init__(self, settings: EnvironmentSection, folder: Path) -> None:
         """`folder`: the run file's; `file.py:Class` is relative to it."""

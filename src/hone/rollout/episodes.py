@@ -83,8 +83,10 @@ class EpisodeEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        await self._engine.close()
-        await self._environments.close()
+        try:
+            await self._engine.close()
+        finally:
+            await self._environments.close()
 
     def fingerprint(self) -> str:
         """See `Engine.fingerprint`."""
