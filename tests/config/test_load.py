@@ -157,7 +157,7 @@ def test_a_wrong_override_is_named(folder, override, said):
         ("run__precision", "float23", 'must be one of float32, bfloat16 (got "float23"). Did you mean float32?'),
         ("algorithm__reward_clip", "[1]", "must be a list of 2 numbers or null (got [1])"),
         ("train", "7", "must be a section: keys and values, indented under it (got 7)"),
-        ("stages", "[]", "must be a list, each one of sft, rl, not empty (got [])"),
+        ("stages", "[]", "must be a list, each one of sft, reward_model, rl, not empty (got [])"),
         ("reward__components", "3", "must be a list of sections, each starting with `- ` (got 3)"),
     ],
 )  # fmt: skip
@@ -172,7 +172,7 @@ def test_a_wrong_value_gets_rule_what_was_got_and_a_cure(problems_of, key, value
         ("train__group_size", "unknown key here. Did you mean rollout.group_size?"),
         ("group_size", "unknown key here. Did you mean rollout.group_size?"),
         ("rolout", "unknown key. Did you mean rollout?"),
-        ("train__lr", "unknown key here. Did you mean train.optimizer.lr or sft.optimizer.lr?"),
+        ("train__lr", "unknown key here. Did you mean train.optimizer.lr or critic.optimizer.lr or sft.optimizer.lr?"),
         ("rollout__n_samples_per_prompt", "unknown key. Hone's word for it is rollout.group_size"),
         ("gate__xyzzy", "unknown key. gate has: enabled, max_logprob_gap"),
     ],

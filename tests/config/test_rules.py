@@ -31,6 +31,19 @@ BROKEN = [
     ({"reward__components": "[]"}, "reward.components: is required for stage rl"),
     ({"reward__components": "[{use: exact, weight: 0}]"}, "reward.components: every weight is 0"),
     (SFT | {"data__answer_column": None}, "sft.response_column: is required for stage sft (or data.answer_column)"),
+    (
+        {"stages": "[sft, reward_model, rl]"},
+        "stages: reward_model must come last and without rl (got sft, reward_model, rl)",
+    ),
+    ({"stages": "[reward_model]"}, "data.eval: is required for stage reward_model: held-out pairs"),
+    (
+        {"stages": "[sft]", "sft": "{messages_column: talk, response_column: a}"},
+        "sft.messages_column: contradicts sft.response_column",
+    ),
+    (
+        {"stages": "[reward_model]", "data__eval": "x/y", "train__tokens_per_microbatch": "2000"},
+        "must hold the longest pair of stage reward_model, twice max_prompt_tokens + max_response_tokens",
+    ),
     ({"reward__components": "[{use: exact, name: a/b}]"}, "reward.components.0.name: must be letters, digits and _"),
     ({"reward__components": "[{use: exact}, {use: exact}]"}, "components.1.name: 'exact' is also entry 0's name"),
     ({"rollout__environment": "{args: {a: 1}}"}, "rollout.environment.use: is required with rollout.environment.args"),

@@ -35,7 +35,7 @@ def test_there_are_about_130_keys_each_with_a_meaning():
         ("model.path", "text or null"),
         ("model.init", "a mapping or null"),
         ("train.optimizer.betas", "a list of 2 numbers"),
-        ("stages", "a list, each one of sft, rl, not empty"),
+        ("stages", "a list, each one of sft, reward_model, rl, not empty"),
         ("train.samples_per_optimizer_step", "a whole number or null, at least 1"),
     ],
 )

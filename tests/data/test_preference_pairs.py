@@ -2,7 +2,7 @@
 
 import pytest
 
-from hone.config.run import DataSection, ModelSection, RewardModelSection
+from hone.config.run import DataSection, ModelSection, PreferenceSection
 from hone.data.chat import load_tokenizer
 from hone.data.pairs import load_pairs
 from hone.errors import DataError
@@ -13,7 +13,7 @@ def load(tmp_path, digits):
     def load(name, *, tokenizer=digits, part="train", max_tokens=100, rm=None, **data):
         section = DataSection(train=name, **data)
         return load_pairs(
-            section, RewardModelSection(**(rm or {})), tokenizer, tmp_path, max_tokens=max_tokens, part=part
+            section, PreferenceSection(**(rm or {})), tokenizer, tmp_path, max_tokens=max_tokens, part=part
         )
 
     return load

@@ -303,7 +303,7 @@ class SftSection(Section):
     """Its own optimizer and schedule."""
 
 
-class RewardModelSection(Section):
+class PreferenceSection(Section):
     chosen_column: str = key("chosen")
     """Column with the better response: text, or with `data.chat` also a list of messages."""
     rejected_column: str = key("rejected")
@@ -380,7 +380,7 @@ class RunConfig(Section):
     lora: LoraSection = key(LoraSection())
     critic: CriticSection = key(CriticSection())
     sft: SftSection = key(SftSection())
-    rm: RewardModelSection = key(RewardModelSection())
+    rm: PreferenceSection = key(PreferenceSection())
     eval: EvalSection = key(EvalSection())
     checkpoint: CheckpointSection = key(CheckpointSection())
     observe: ObserveSection = key(ObserveSection())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hone.config.run import DataSection, RewardModelSection
+from hone.config.run import DataSection, PreferenceSection
 from hone.data.chat import Message, Tokenizer
 from hone.data.conversation import ConversationReader, Unreadable
 from hone.data.render import Malformed, Renderer, as_text, column
@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
 def load_pairs(
     data: DataSection,
-    rm: RewardModelSection,
+    rm: PreferenceSection,
     tokenizer: Tokenizer,
     folder: Path,
     *,
@@ -68,7 +68,7 @@ def load_pairs(
 class _Reading:
     """What a row becomes."""
 
-    def __init__(self, data: DataSection, rm: RewardModelSection, tokenizer: Tokenizer) -> None:
+    def __init__(self, data: DataSection, rm: PreferenceSection, tokenizer: Tokenizer) -> None:
         self.data, self.rm = data, rm
         self.renderer = Renderer(data, tokenizer)
         self.reader = ConversationReader(tokenizer.hf, "chat" if data.chat else "text")

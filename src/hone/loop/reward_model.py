@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hone.config.run import RewardModelSection
+from hone.config.run import PreferenceSection
 from hone.data.pairs import Pair
 from hone.loop.run import Stage, due, now
 from hone.loop.sft import rows_of_step
@@ -26,7 +26,7 @@ class RewardModelRun(Stage[PairTrainer]):
     held_out: Sequence[Pair]
 
 
-def total_steps(settings: RewardModelSection, num_pairs: int) -> int:
+def total_steps(settings: PreferenceSection, num_pairs: int) -> int:
     """Optimizer steps of the whole stage."""
     return math.ceil(settings.epochs * num_pairs / settings.pairs_per_step)
 
