@@ -1,11 +1,18 @@
-"""docs/algorithms.md: the mathematics of every row and function, from the registries and the presets."""
+"""docs/algorithms.md: the mathematics of every row and function, from the presets and the tables of `algo`.
+
+Written by hand is what no table knows: the notation, what happens around the functions, and where ours differs from
+others on purpose. Every number there is computed by `tests/algo/test_algorithm_page.py`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hone.config.layers import PRESETS, preset_names
+from hone.config.render import inline
 from hone.config.run import AlgorithmSection
 from hone.config.source import read_yaml
 
@@ -17,15 +24,27 @@ _INTRO = """\
 
 A row of choices, `algorithm` in the run file, and no code of its own:
 
-    loss = sum_t weight_t * (-correction_t * clip(ratio_t, A_t) + kl_loss_coef * KL_t - entropy_coef * H_t)
+    loss = aggregate( -w J + kl_loss_coef KL - entropy_coef H )
 
-`credit` makes the advantages A, before the update; `ratio` and `clip` make what is maximised of them; `aggregate` makes
-the weights, from counts over the whole optimizer step on all ranks, so that a gradient never depends on how the step
-is divided. Any combination may be asked for; `hone check` refuses what contradicts itself, or what a run cannot give.
+`credit` makes the advantages A, before the update; `ratio` and `clip` make J of them, what is maximised; `aggregate`
+adds the tokens up, by counts over the whole optimizer step on all ranks, so that a gradient never depends on how the
+step is divided. Any combination may be asked for; `hone check` refuses what contradicts itself, or what a run cannot
+give.
 
-l is the logprob of a token now, l_old before the update, l_s when it was sampled, l_ref under the reference; rho =
-exp(l - l_old); R is the shaped reward of a sample; m is 1 on tokens that the policy wrote, and only those are tokens
-here: what an environment wrote is no time step."""
+    m           1 on tokens that the policy wrote; only those are tokens here: what an environment wrote is no time step
+    l           logprob of a token now; l_old before the update, l_s when it was sampled, l_ref under the reference
+    rho         what `ratio` gives, the multiplier of the advantage
+    w           exp(l_old - l_s), what `correction` bounds; 1 without correction
+    d           l - l_ref, what a KL estimator reads
+    H           entropy of the policy at a token
+    R           shaped reward of a sample; mean, std and best are over the scored samples of its prompt, its group
+    r_t         reward of token t: R at its sample's last token, less kl_reward_coef KL_t"""
+
+_CURVES = """\
+![Accuracy of every row over its steps](presets.svg)
+
+Every row on the arithmetic of GSM8K, from one supervised model, with one optimizer and none of them tuned
+(`benchmarks/presets.py`)."""
 
 _CREDIT = """\
 Rewards are shaped first, each step optional: `reward_clip` of the raw reward, `truncated_reward_factor`,
@@ -39,8 +58,8 @@ with m = 0 unchanged. The critic's target is A + V before whitening, its loss 0.
 V_old, +-value_clip) - target)^2), weighted as the row weighs tokens. V_t is of the state before token t."""
 
 _KL = """\
-d = l - l_ref. d = 0.5 gives 0.5, 0.125, 0.10653 and 0.5; d = -1 gives -1, 0.5, 0.71828 and 1. In a loss k1 has no
-gradient on average and is refused. With `kl_target` the one coefficient that is set follows
+d = 0.5 gives 0.5, 0.125, 0.10653 and 0.5; d = -1 gives -1, 0.5, 0.71828 and 1. With `kl_target` the one coefficient
+that is set follows
 
     coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples of the update / kl_horizon_samples
 
@@ -48,25 +67,80 @@ where KL is a mean over tokens or over whole responses, as `kl_target_unit` says
 one side are told as a warning. Coefficient and count are in the checkpoint."""
 
 _CORRECTION = """\
-w = exp(l_old - l_s), detached, its log bounded to +-20 first. `auto` is `tis` where samples may be stale, else none.
-`old_logprobs: sampler` takes the ratio to l_s itself: no pass for l_old, and one clip bounds staleness and mismatch."""
+w is detached, its log bounded to +-20 first. `auto` is `tis` where samples may be stale, else none. `old_logprobs:
+sampler` takes the ratio to l_s itself: no pass for l_old, and one clip bounds staleness and mismatch."""
 
-_DIFFERENCES = """\
-## Different from others on purpose
+_ON_PURPOSE = """\
+## Where ours differs on purpose
 
-| Here | Elsewhere | The number |
-|---|---|---|
-| A tool's tokens are no time steps of GAE | steps like any other | 200 of them turn an advantage of 0 into -0.5 at \
-lambda 0.95 |
-| A group of one scored sample has advantage 0 | its reward, or NaN | R = 7 gives 0, not 7 |
-| A group of equal rewards has advantage exactly 0 | rounding over 1e-6 | eight times 0.1 in float32 |
-| The reward is clipped before the baseline | after it | R = 9 clipped to 1 beside 0: 0.5, not 1 |
-| An unscored sample is in no baseline | a reward of 0 | 1, -, 3, 5 has mean 3, not 2.25 |
-| Standard deviations are unbiased | some divide by n | 0, 0, 0, 1 has 0.5, not 0.433 |
-| Denominators are counts of the whole optimizer step | of the microbatch | gradients equal to 1e-6 for any split |
-| The KL target says its unit | per sequence or per token, unsaid | 0.1 per token of 200 tokens is 20 per sequence |
-| Clip-Cov takes the largest covariances inside its range | draws at random there | a batch alone decides |
-| A truncated sample keeps a part of a positive reward only | of any reward | -3 stays -3, not -1.5 |"""
+Each of these changes what is learnt. Others are read at verl 012be9d, OpenRLHF 01359b4 and TRL v0.11.
+
+### Tool tokens are no time steps
+
+Generalised advantages and discounted returns step over the policy's own tokens, however many a tool wrote in between.
+Say the policy writes one token, reads 200 tokens of a tool and writes one more, the critic says 0.5 before both, and
+the reward is 0.5: all goes as expected, and the advantage of the first token is exactly 0. With values and rewards of
+the tool masked but its tokens counted as steps it is -0.50 at lambda 0.95. verl does as we do, OpenRLHF counts them.
+
+### The reward is clipped, not what a baseline left of it
+
+Rewards of 100 and 0 with `reward_clip: [0, 1]` have advantages of 0.5 and -0.5. Clipped after the group's mean was
+taken, they are 1 and 0: nothing bounds the reward, and the worse sample is not discouraged. OpenRLHF clips after it.
+
+### A group of one says nothing
+
+A sample without scored siblings has nothing to be compared with: with a reward of 7 its advantage is 0. verl takes a
+mean of 0 and a deviation of 1 for such a group, and the advantage is 7.
+
+### Equal rewards say nothing, to the last bit
+
+Eight float32 rewards of 0.1 differ from their mean by -7.5e-09. Over their deviation, that is an advantage of -0.83
+with OpenRLHF's floor of 1e-09, and of -0.0074 with 1e-06. Here the range of the rewards decides, and the advantage is
+exactly 0.
+
+### A sample that nobody scored is not a bad sample
+
+Of eight right answers one could not be scored: the others are equal, and all advantages are 0. The sample is masked
+from the loss and from the baseline. Given a reward of 0 instead, it has -2.47 and its siblings 0.35: the policy learns
+that a network error is a wrong answer.
+
+### The KL target says its unit
+
+A KL of 0.03 nats per token is 6 per sequence of 200 tokens. With `kl_target: 6` and `kl_target_unit: per_sequence` the
+coefficient stays as it is; read as nats per token the same target is far off, and after 200 updates of 256 samples, at
+a horizon of 10,000, the coefficient is 0.36 of what it was. verl hands its controller a mean over tokens and TRL a sum
+over the sequence, both as `target`.
+
+### Denominators are counts of the whole optimizer step
+
+Of two microbatches one has 10 tokens with a loss of 1 each, the other 90 tokens with a loss of 0. Their token mean is
+0.1, the mean of the means of both is 0.5. Here it is 0.1 however the step is divided.
+
+### k1 is refused in the loss
+
+Its expected gradient is that of log pi under pi, and so 0: it adds noise and holds nothing. Under a policy of 0.7, 0.2
+and 0.1 and a uniform reference the KL has the gradient 0.31, -0.16, -0.15 in the logits. In a loss, k1 has 0.00, 0.00,
+0.00 on average; k2 has 0.31, -0.16, -0.15; k3 has 0.37, -0.13, -0.23, that of the KL the other way round. In the reward
+k1 is right.
+
+### A truncated sample is never better off
+
+`truncated_reward_factor: 0.5` makes 1.5 of a reward of 3, and leaves -3 as it is: half of it would be a reward for
+running into the limit.
+
+### Clip-Cov decides by the batch alone
+
+The paper draws at random among the tokens whose covariance is in its range; here the largest are taken."""
+
+_NEEDS = {
+    "siblings": "a group of 2 or more",
+    "old_logprobs": "logprobs from before the update",
+    "ref_logprobs": "a frozen reference",
+    "values": "a critic",
+    "greedy_reward": "a greedy sample of each prompt",
+    "policy_logprobs": "the policy's logprobs before credit",
+}
+"""How people call what `Entry.needs` names."""
 
 
 def algorithms_page() -> str:
@@ -76,27 +150,44 @@ def algorithms_page() -> str:
     from hone.algo.kl import KL
     from hone.algo.loss import AGGREGATE, CLIP, RATIO
 
-    parts = [_INTRO, "## Rows", _rows()]
+    presets = [Preset.read(name) for name in preset_names() if name.startswith("algorithm/")]
+    parts = [_INTRO, "## Rows", _overview(presets), _CURVES, *map(_row, presets)]
     parts += ["## Credit", _CREDIT, _table(CREDIT), _CRITIC]
     parts += ["## Ratio", _table(RATIO), "## Clip", _table(CLIP), "## Aggregation", _table(AGGREGATE)]
-    parts += ["## KL", _table(KL), _KL, "## Off-policy correction", _table(CORRECTION), _CORRECTION, _DIFFERENCES]
+    parts += ["## KL", _table(KL), _KL, "## Off-policy correction", _table(CORRECTION), _CORRECTION, _ON_PURPOSE]
     return "\n\n".join(parts) + "\n"
 
 
-def _rows() -> str:
+@dataclass(frozen=True)
+class Preset:
+    """One file of config/presets/algorithm/."""
+
+    name: str
+    """What `extends:` takes."""
+    comment: str
+    """Whose row it is, and why it is so."""
+    values: Mapping[str, Any]
+    """The keys that the file sets."""
+    row: AlgorithmSection
+
+    @classmethod
+    def read(cls, name: str) -> Preset:
+        text = (PRESETS / f"{name}.yaml").read_text("utf-8")
+        node, _ = read_yaml(text, name)
+        assert node is not None, f"preset {name} cannot be read"
+        values: dict[str, Any] = node.plain()["algorithm"]
+        comment = "\n".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("#"))
+        comment = re.sub(r" Sets the whole of `algorithm`[^.]*\.", "", comment)
+        return cls(name, comment, values, AlgorithmSection(**values))
+
+
+def _overview(presets: list[Preset]) -> str:
     lines = ["| `extends:` | credit | ratio | clip | aggregate | KL |", "|---|---|---|---|---|---|"]
-    for name in preset_names():
-        if name.startswith("algorithm/"):
-            row = _row_of(name)
-            cells = (row.credit, row.ratio, _clip(row), row.aggregate, _kl(row))
-            lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    for preset in presets:
+        row = preset.row
+        cells = (row.credit, row.ratio, _clip(row), row.aggregate, _kl(row))
+        lines.append(f"| `{preset.name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _row_of(name: str) -> AlgorithmSection:
-    node, _ = read_yaml((PRESETS / f"{name}.yaml").read_text("utf-8"), name)
-    values: Any = node.plain() if node is not None else {}
-    return AlgorithmSection(**values["algorithm"])
 
 
 def _clip(row: AlgorithmSection) -> str:
@@ -115,10 +206,49 @@ def _kl(row: AlgorithmSection) -> str:
     return f"{row.kl_reward_coef:g} {row.kl_estimator} in the reward" if row.kl_reward_coef else "none"
 
 
+def _row(preset: Preset) -> str:
+    """One preset: what its file says of it, what it computes, its numbers and its needs."""
+    from hone.algo.algorithm import Algorithm
+
+    block = "\n".join(f"    {line}" for line in _mathematics(preset.row))
+    numbers = [f"`{k}: {inline(value)}`" for k, value in preset.values.items() if value and not isinstance(value, str)]
+    needs = _needs(Algorithm(preset.row, max_response_tokens=1).needs)
+    facts = [f"Numbers: {', '.join(numbers)}."] if numbers else []
+    facts += [f"Needs: {needs}."] if needs else []
+    return "\n\n".join([f"### `{preset.name}`", _linked(preset.comment), block, "\n".join(facts)])
+
+
+def _mathematics(row: AlgorithmSection) -> list[str]:
+    """The formulas of a row's choices, one to a line."""
+    from hone.algo.advantage import CREDIT
+    from hone.algo.kl import KL
+    from hone.algo.loss import AGGREGATE, CLIP, RATIO
+
+    ratio, kl = RATIO[row.ratio].formula, KL[row.kl_estimator].formula
+    penalty = f" + {row.kl_loss_coef:g} KL" if row.kl_loss_coef else ""
+    lines = [
+        f"reward     r_t = R at the last token, less {row.kl_reward_coef:g} KL_t" if row.kl_reward_coef else "",
+        f"KL         {kl}" if row.kl_reward_coef or row.kl_loss_coef else "",
+        f"credit     A = {CREDIT[row.credit].formula}",
+        f"ratio      {ratio if ' = ' in ratio else f'rho_t = {ratio}'}",
+        f"clip       J = {CLIP[row.clip].formula}",
+        f"aggregate  loss = {AGGREGATE[row.aggregate].formula}, of -J{penalty}",
+    ]
+    return [line for line in lines if line]
+
+
 def _table(entries: Mapping[str, Entry[Any]]) -> str:
     lines = ["| Name | Formula | Paper | Needs |", "|---|---|---|---|"]
     for name, entry in entries.items():
         formula = entry.formula.replace("|", "\\|")
-        needs = ", ".join(sorted(entry.needs)).replace("_", " ")
-        lines.append(f"| `{name}` | {formula} | {entry.paper} | {needs} |")
+        lines.append(f"| `{name}` | {formula} | {_linked(entry.paper)} | {_needs(entry.needs)} |")
     return "\n".join(lines)
+
+
+def _needs(needs: frozenset[str]) -> str:
+    return ", ".join(text for need, text in _NEEDS.items() if need in needs)
+
+
+def _linked(text: str) -> str:
+    """The text with every arXiv number a link."""
+    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
