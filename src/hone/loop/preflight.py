@@ -26,10 +26,10 @@ from hone.errors import ConfigError, DataError
 from hone.loop.sft import imitation_rows
 from hone.model.load import describe_model, init_config, read_config
 from hone.model.lora import check_targets
-from hone.reward.base import Rewards
-from hone.reward.builtin import BUILTIN
+from hone.reward.base import Rewards, component_name
+from hone.reward.builtin import BUILTIN, POOLED
 from hone.rollout.env_pool import EnvironmentPool
-from hone.types import Group, Prompt, Sample
+from hone.types import Fault, Group, Prompt, Sample
 
 PREVIEWS = 2
 MAX_ROWS_OF_USER_REWARDS = 256
@@ -209,6 +209,10 @@ async def check_rewards(config: RunConfig, folder: Path, findings: Findings) -> 
         return
     settings = config.reward.model_copy(update={"max_unscored_frac": 1.0, "min_valid_per_group": 1})
     async with Rewards.from_config(settings, folder, window_samples=len(checked)) as rewards:
+        away = services_away(await rewards.score(as_group(checked[0], checked[0].answer)), config)
+        if away:
+            findings.not_checked += away
+            return
         right = [await rewards.score(as_group(prompt, prompt.answer)) for prompt in checked]
         wrong = [
             await rewards.score(as_group(prompt, answer))
@@ -218,6 +222,13 @@ async def check_rewards(config: RunConfig, folder: Path, findings: Findings) -> 
     findings.figures["gold answers"] = len(checked)
     for name in right[0].scores:
         report_component(name, right, wrong, findings, must_be_exact=builtin)
+
+
+def services_away(group: Group, config: RunConfig) -> list[str]:
+    """What built-in rewards say that asked a service in vain: it may be started only with the run, or after this."""
+    ours = [component_name(component) for component in config.reward.components if component.use in POOLED]
+    first = [(name, group.scores[name][0]) for name in ours]
+    return [f"reward {name}: {score.detail}" for name, score in first if score.fault is Fault.INFRA]
 
 
 def report_component(
