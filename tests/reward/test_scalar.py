@@ -142,7 +142,7 @@ def test_normalising_by_nothing_is_an_error(save_model, make_rewards, make_group
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        ({"path": "nothing/like/this"}, "is not a directory"),
+        ({"path": "nothing/like/this"}, "reward_model: model nothing/like/this: no directory at"),
         ({"normalise": True}, "args.normalise: Extra inputs are not permitted"),
         ({"batch_tokens": 0}, "args.batch_tokens"),
     ],

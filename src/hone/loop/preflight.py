@@ -17,7 +17,7 @@ import numpy as np
 from hone.config.derived import longest_tokens
 from hone.config.load import Loaded
 from hone.config.report import CheckReport
-from hone.config.run import DataSection, RunConfig
+from hone.config.run import RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
@@ -126,11 +126,10 @@ def check_critic(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, f
 def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> None:
     """Render and tokenise every row that the run would use; show the first few."""
     learns_preferences = "reward_model" in config.stages
-    reads_train = "rl" in config.stages or (config.sft.messages_column is None and not learns_preferences)
     reads_eval = config.data.eval is not None and not learns_preferences
     try:
         for part in ("train", "eval"):
-            if (part == "train" and not reads_train) or (part == "eval" and not reads_eval):
+            if (part == "train" and not train_has_prompts(config)) or (part == "eval" and not reads_eval):
                 continue
             stream = load_prompts(config.data, tokenizer, folder, seed=config.seed, part=part)
             prompts = stream.rows()
@@ -203,7 +202,7 @@ async def check_environment(config: RunConfig, folder: Path, findings: Findings)
 async def check_rewards(config: RunConfig, folder: Path, findings: Findings) -> None:
     """Score each gold answer as if the policy had written it, then each gold answer under another row's question."""
     builtin = all(component.use in BUILTIN for component in config.reward.components)
-    prompts = gold_prompts(config.data, folder, findings)
+    prompts = gold_prompts(config, folder, findings)
     checked = prompts if builtin else prompts[:MAX_ROWS_OF_USER_REWARDS]
     if not checked:
         return
@@ -257,9 +256,15 @@ def report_component(
         )
 
 
-def gold_prompts(data: DataSection, folder: Path, findings: Findings) -> list[Prompt]:
+def train_has_prompts(config: RunConfig) -> bool:
+    """Whether `data.train` holds prompts, and not only pairs or whole conversations."""
+    return "rl" in config.stages or (config.sft.messages_column is None and "reward_model" not in config.stages)
+
+
+def gold_prompts(config: RunConfig, folder: Path, findings: Findings) -> list[Prompt]:
     """The rows of train and eval as prompts without tokens: rewards read text. Rows without an answer are a problem."""
-    sources = [(data.train, data.train_split, data.train_rows)]
+    data = config.data
+    sources = [(data.train, data.train_split, data.train_rows)] if train_has_prompts(config) else []
     if data.eval is not None:
         sources.append((data.eval, data.eval_split, data.eval_rows))
     prompts: list[Prompt] = []
@@ -271,9 +276,10 @@ def gold_prompts(data: DataSection, folder: Path, findings: Findings) -> list[Pr
             elif row.values.get(data.answer_column or "") is None:
                 unusable.append(f"{row.where}: no answer in column {data.answer_column}")
             else:
-                text = str(row.values.get(data.prompt_column, ""))
+                asked = row.values.get(data.prompt_column, "")
                 answer = row.values[data.answer_column or ""]
-                prompts.append(Prompt(f"{source}:{number}", number, text, (), answer, row.values))
+                messages = tuple(asked) if isinstance(asked, list) else None
+                prompts.append(Prompt(f"{source}:{number}", number, str(asked), (), answer, row.values, messages))
     findings.figures["rows without a gold answer"] = len(unusable)
     if unusable and data.on_bad_row == "error":
         findings.problems.append(f"{unusable[0]} ({len(unusable)} such rows)")

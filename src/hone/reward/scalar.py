@@ -28,6 +28,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from hone.config.run import Section, key
+from hone.data.chat import resolve_model
 from hone.data.conversation import ConversationReader, Unreadable
 from hone.errors import DataError
 from hone.model.decoder import unsupported
@@ -127,8 +128,7 @@ class Loaded:
     @classmethod
     def of(cls, settings: RewardModelSettings, folder: Path) -> Self:
         """Raises DataError for whatever is not a reward model, or lacks what is asked of it."""
-        local = folder / Path(settings.path).expanduser()
-        place = model_folder(local if local.is_dir() else settings.path)
+        place = model_folder(resolve_model(settings.path, folder))
         config = read_config(place)
         if config.num_labels != 1:
             raise DataError(f"{place}: has {config.num_labels} labels; a reward model has one (num_labels: 1)")
