@@ -62,7 +62,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         normed, inverse, weight = ctx.saved_tensors
         grad = grads[0]
-        grad_weight = (grad * normed).sum(0)
+        grad_weight = (grad * normed).sum(0) if ctx.needs_input_grad[1] else None  # none beneath an adapter
         return _norm_backward(grad * weight, normed, inverse), grad_weight, None
 
 
@@ -120,8 +120,9 @@ class _SplitAndRotate(torch.autograd.Function):
         if normed_qk:
             qkv, inverse, weight_HD = normed_qk
             normed = _scaled(qkv[:, : heads + kv_heads], inverse)
-            grad_weight_HD = (grad_qk * normed).sum(0)
-            grad_q_weight, grad_k_weight = grad_weight_HD[:heads].sum(0), grad_weight_HD[heads:].sum(0)
+            if ctx.needs_input_grad[5]:
+                grad_weight_HD = (grad_qk * normed).sum(0)
+                grad_q_weight, grad_k_weight = grad_weight_HD[:heads].sum(0), grad_weight_HD[heads:].sum(0)
             grad_qk = _norm_backward(grad_qk.mul_(weight_HD), normed, inverse)
         grad_qkv[:, : heads + kv_heads] = grad_qk
         return grad_qkv, None, None, None, None, grad_q_weight, grad_k_weight, None
