@@ -1,11 +1,14 @@
-"""Make the example's tasks and its tokenizer: train.jsonl.gz, test.jsonl.gz and tokenizer/, beside this file.
+"""Make the example's tasks and its tokenizer: sft, train and test.jsonl.gz, and tokenizer/, beside this file.
 
     python make_data.py
 
 A row has a brief ("hero: BIG SALE; FREE ENTRY; BOOK NOW"), the ground truth as JSON with its canvas, and the response
-to imitate: the same layers, without spaces. The tokenizer has one token for each piece of such a JSON text, each
-number and each word, so that a poster of four layers takes about 60 tokens, not 350; every other printable character
-is a token as well, so the policy can write anything, and much of it is no poster.
+to imitate: the same layers, without spaces. The posters to imitate are sloppier than the ground truths of train and
+test, so that there is something left for the reward to teach.
+
+The tokenizer has one token for each piece of such a JSON text, each number and each word, so that a poster of four
+layers takes about 60 tokens, not 350. Every other printable character is a token as well: the policy can write
+anything, and much of it is no poster.
 """
 
 import gzip
@@ -19,7 +22,9 @@ from transformers import PreTrainedTokenizerFast
 from hone.reward.poster.tasks import COMPOSITIONS, WORDS, make_task
 
 CANVAS = (100, 140)
-ROWS = {"train": 3000, "test": 100}
+SLOPPY, TIDY = 6, 1
+"""How far boxes stand from their composition, in hundredths of the canvas: to imitate, and as ground truth."""
+ROWS = {"sft": 1500, "train": 1500, "test": 100}
 FRAGMENTS = (
     '{"layers":[', ',{"type":"', '{"type":"', '","x":', ',"y":', ',"width":', ',"height":', ',"text":"', '"}', "]}",
     ": ", "; ", "\n",
@@ -28,7 +33,8 @@ FRAGMENTS = (
 
 def rows(split: str) -> list[dict[str, str]]:
     seed = list(ROWS).index(split)
-    tasks = [make_task(seed, number, canvas=CANVAS, styled=False) for number in range(ROWS[split])]
+    jitter = SLOPPY if split == "sft" else TIDY
+    tasks = [make_task(seed, number, canvas=CANVAS, styled=False, jitter=jitter) for number in range(ROWS[split])]
     return [
         {
             "prompt": task.brief,
