@@ -189,3 +189,20 @@ def test_pictures_come_from_their_folder_by_handle_and_from_nowhere_else(tmp_pat
     assert corner("7", image_root=root) == RED
     assert corner("7") != RED
     assert corner("red.png", image_root=root) != RED
+
+
+def test_only_the_part_of_a_picture_that_shows_is_scaled(tmp_path):
+    two = Image.new("RGB", (200, 100), RED)
+    two.paste((0, 0, 255), (100, 0, 200, 100))
+    two.save(tmp_path / "two.png")
+
+    def drawn(**box: float) -> Image.Image:
+        layer = Layer("image", **({"x": 0, "y": 0, "width": 1000, "height": 1000} | box), image="7")
+        return render(canvas(layer), 512, images={"7": "two.png"}, image_root=tmp_path).image
+
+    whole, moved = drawn(), drawn(x=-500)
+    assert (whole.getpixel((100, 9)), whole.getpixel((400, 9))) == (RED, (0, 0, 255))
+    assert (moved.getpixel((100, 9)), moved.getpixel((400, 9))) == ((0, 0, 255), WHITE)
+    huge = drawn(x=-1e6 + 250, y=-1e6 + 500, width=1e6, height=1e6)  # 512,000 pixels square, were it scaled whole
+    assert (huge.getpixel((100, 100)), huge.getpixel((200, 100))) == ((0, 0, 255), WHITE)
+    assert drawn(x=999.9, width=1e-3, height=1e6).size == (512, 512)

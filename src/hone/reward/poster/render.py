@@ -156,9 +156,8 @@ class _Drawing:
         left, top, right, bottom = box
         found = self.find_picture(layer)
         if found is not None:
-            whole = found.resize((max(1, round(layer.width * self.scale)), max(1, round(layer.height * self.scale))))
-            x, y = round(layer.x * self.scale), round(layer.y * self.scale)
-            self.paste(whole.crop((left - x, top - y, right - x, bottom - y)), box, layer.opacity)
+            part = self.part_of(found, layer, box)
+            self.paste(found.resize((right - left, bottom - top), Image.Resampling.BILINEAR, part), box, layer.opacity)
             self.pictured[top:bottom, left:right] = False
             return
         placeholder = Image.new("RGB", (right - left, bottom - top), _PLACEHOLDER_FILL)
@@ -172,6 +171,16 @@ class _Drawing:
         self.paste(placeholder, box, layer.opacity)
         if is_opaque(layer):
             self.pictured[top:bottom, left:right] = True
+
+    def part_of(self, picture: Image.Image, layer: Layer, box: Box) -> tuple[float, float, float, float]:
+        """Which part of a picture that fills a layer falls into a box of the canvas: only that much is ever scaled."""
+        across = picture.width / (layer.width * self.scale)
+        down = picture.height / (layer.height * self.scale)
+        left, top = (box[0] - layer.x * self.scale) * across, (box[1] - layer.y * self.scale) * down
+        right, bottom = left + (box[2] - box[0]) * across, top + (box[3] - box[1]) * down
+        # The box was rounded to whole pixels, so it may stand out of the layer by a little.
+        left, top = min(max(left, 0.0), picture.width - 1e-3), min(max(top, 0.0), picture.height - 1e-3)
+        return (left, top, max(left + 1e-3, min(right, picture.width)), max(top + 1e-3, min(bottom, picture.height)))
 
     def find_picture(self, layer: Layer) -> Image.Image | None:
         """The picture that the ground truth gives a handle for; no path in a response is ever opened."""
@@ -240,7 +249,8 @@ class _Drawing:
                 left, top, right, bottom = self.clip(blocks[number].box)
                 area = cover[top:bottom, left:right]
                 shares[number] = float(area.mean()) if area.size else 0.0
-                cover[top:bottom, left:right] = True
+                if layer.opacity > 0:
+                    cover[top:bottom, left:right] = True
             if is_opaque(layer):
                 left, top, right, bottom = self.layer_box(layer)
                 cover[top:bottom, left:right] = True
