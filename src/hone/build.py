@@ -306,7 +306,7 @@ async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> No
 def export_best(job: Job, run: PolicyRun) -> None:
     """Leave the weights of the step where `checkpoint.best` was highest in hf-best/. The trainer holds them then."""
     step = run.progress.best_step
-    if step is None or job.stop.is_set():
+    if step is None or job.config.checkpoint.best is None or job.stop.is_set():
         return
     saved = job.checkpoints.at("rl", step)
     run.trainer.restore(saved.tensors, saved.rest)

@@ -195,8 +195,10 @@ class Progress:
     """Index in the prompt stream of the first prompt that no finished update has consumed."""
     evaluated_step: int = -1
     """The step whose evaluation was logged last, so that one cut short by a stop is made up for."""
+    best_metric: str | None = None
+    """What `checkpoint.best` named when it was last measured."""
     best_step: int | None = None
-    """The step where the metric of `checkpoint.best` was highest, and how high; None before an evaluation."""
+    """The step where that metric was highest, and how high; None before an evaluation."""
     best_value: float | None = None
     metrics_bytes: int = 0
     """Length of metrics.jsonl when the checkpoint was written; a resumed run truncates the file to it."""

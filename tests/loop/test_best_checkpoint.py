@@ -50,6 +50,14 @@ def test_the_last_step_may_be_the_best_and_what_was_not_measured_never_is():
     assert run.progress.best_step == 6
 
 
+def test_another_metric_after_a_resume_starts_anew():
+    run, _ = run_with([0.1, 0.3, 0.3, 0.2])
+    assert run.progress.best_metric == "eval/accuracy"
+    run.config = run.config.model_validate(run.config.model_dump() | {"checkpoint": {"best": "eval/reward_mean"}})
+    assert run.is_best_so_far({"eval/reward_mean": -1.0})
+    assert (run.progress.best_step, run.progress.best_value) == (6, -1.0)
+
+
 def test_a_metric_that_evaluation_does_not_measure_ends_the_run_before_it_trains():
     with pytest.raises(DataError, match=r"measures only eval/accuracy, eval/reward_mean"):
         run_with([0.1], metric="eval/pass@8")

@@ -98,6 +98,8 @@ class PolicyRun(Stage[Trainer]):
         if name not in metrics:
             raise DataError(f"checkpoint.best = {name}: evaluation measures only {', '.join(sorted(metrics))}.")
         value = metrics[name]
+        if progress.best_metric != name:  # the run was resumed with another one
+            progress.best_metric, progress.best_step, progress.best_value = name, None, None
         if math.isnan(value) or (progress.best_value is not None and value <= progress.best_value):
             return False
         progress.best_step, progress.best_value = progress.step, value
