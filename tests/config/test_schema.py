@@ -64,7 +64,7 @@ def _reader_files() -> Iterator[Path]:
     for path in SOURCES.rglob("*.py"):
         if path.relative_to(SOURCES).parts[0] not in NOT_READERS:
             yield path
-    yield SOURCES / "config" / "derived.py"  # its functions are called by build.py and stand for the keys they read
+    yield SOURCES / "config" / "derived.py"  # its functions are called by build and stand for the keys they read
     yield SOURCES / "config" / "load.py"  # run_dir
 
 

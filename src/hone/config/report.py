@@ -1,4 +1,4 @@
-"""What `hone check` found beyond the configuration: made by `build.py`, shown by `cli/check.py`."""
+"""What `hone check` found beyond the configuration: made by `build`, shown by `cli/check.py`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,180 @@
+"""Models and trainers of a stage, from what the run file says and what the stage before it left on disk."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+
+from hone.build.job import Job
+from hone.config.derived import critic_steps_total, trains_adapter
+from hone.config.load import Loaded
+from hone.config.run import OptimizerSection, RunConfig
+from hone.data.chat import Tokenizer, resolve_model
+from hone.errors import DataError
+from hone.loop.folder import RunFolder
+from hone.model.base import CausalModel
+from hone.model.heads import ScalarModel, load_scalar_model, reward_config
+from hone.model.load import init_model, load_model, read_config
+from hone.model.lora import AdapterOff, add_adapter
+from hone.train.checkpoint import Loaded as Saved
+from hone.train.critic import Critic
+from hone.train.local import LocalTrainer
+from hone.train.pairs import PairTrainer
+from hone.types import Progress
+
+
+def starting_model(job: Job, stage: str) -> CausalModel:
+    """The float32 model that a stage begins with: what the stage before it left, else the run file's."""
+    return model_before(stage, job.loaded, job.folder, job.tokenizer, job.device)
+
+
+def model_before(
+    stage: str, loaded: Loaded, folder: RunFolder, tokenizer: Tokenizer, device: torch.device
+) -> CausalModel:
+    """As `starting_model`, where no job is running."""
+    weights = weights_before(stage, loaded.config, folder)
+    if weights is None:
+        return named_model(loaded.config, tokenizer, loaded.run_file.parent, device)
+    return load_model(weights, dtype=torch.float32, device=device, implementation=loaded.config.model.implementation)
+
+
+def weights_before(stage: str, config: RunConfig, folder: RunFolder) -> Path | None:
+    """Where the stage before this one left its weights; None when there is none before it."""
+    stages: tuple[str, ...] = config.stages
+    before = stages[: stages.index(stage)]
+    return stage_weights(folder, config, before[-1]) if before else None
+
+
+def stage_weights(folder: RunFolder, config: RunConfig, stage: str) -> Path:
+    """Where a stage leaves its final weights: hf/ for the last one, hf-<stage>/ for one before it."""
+    return folder.hf if stage == config.stages[-1] else folder.path / f"hf-{stage}"
+
+
+def named_model(config: RunConfig, tokenizer: Tokenizer, base_dir: Path, device: torch.device) -> CausalModel:
+    """The float32 model of the run file: from `model.path`, or `model.init` with the seed's random weights."""
+    model = config.model
+    dtype, implementation = torch.float32, model.implementation
+    if model.init is not None:
+        return init_model(
+            model.init,
+            vocab_size=tokenizer.vocab_size,
+            seed=config.seed,
+            dtype=dtype,
+            device=device,
+            implementation=implementation,
+        )
+    return load_model(
+        resolve_model(model.path or "", base_dir),
+        dtype=dtype,
+        device=device,
+        implementation=implementation,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def with_adapter(config: RunConfig, model: CausalModel, stage: str) -> CausalModel:
+    """The model, frozen and with a new adapter in it, if the stage trains one."""
+    if trains_adapter(config, stage):
+        add_adapter(model, config.lora, seed=config.seed, dtype=getattr(torch, config.run.precision))
+    return model
+
+
+def make_reference(model: CausalModel) -> CausalModel:
+    """The policy as it is now, which will not change: beneath its adapter it never does."""
+    return AdapterOff(model) if model.adapter else copy.deepcopy(model)
+
+
+def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> ScalarModel:
+    """A reward model on a policy's body, described so that Transformers loads it as a sequence classifier."""
+    # Transformers scores the last token that is no padding, so the end of a response must not look like padding.
+    pad_id = None if tokenizer.pad_id in tokenizer.eos_ids else tokenizer.pad_id
+    body.checkpoint_layers = config.train.activation_checkpointing
+    model = ScalarModel(body)
+    model.hf_config = reward_config(model.hf_config, pad_id=pad_id, form="chat" if config.data.chat else "text")
+    return model
+
+
+def make_trainer(
+    job: Job,
+    model: CausalModel,
+    optimizer: OptimizerSection,
+    steps: int,
+    reference: CausalModel | None = None,
+    critic: Critic | None = None,
+) -> LocalTrainer:
+    """The trainer of one stage; what is only of RL is neutral for imitation."""
+    config, train = job.config, job.config.train
+    model.checkpoint_layers = train.activation_checkpointing
+    trainer = LocalTrainer(
+        model,
+        optimizer=optimizer,
+        total_optimizer_steps=steps,
+        temperature=config.rollout.temperature,
+        tokens_per_microbatch=train.tokens_per_microbatch,
+        logprob_chunk_tokens=train.logprob_chunk_tokens,
+        precision=config.run.precision,
+        reference=reference,
+        samples_per_optimizer_step=train.samples_per_optimizer_step,
+        passes_per_batch=train.passes_per_batch,
+        seed=config.seed,
+        critic=critic,
+        critic_warmup_updates=config.critic.warmup_updates if critic else 0,
+        reference_refresh_every=config.algorithm.reference_refresh_every if reference else 0,
+    )
+    if model.adapter is not None:
+        trained = trainer.flat.master.numel()
+        job.observer.say(f"training an adapter of {trained:,} parameters; the weights beneath it stay as they are")
+    return trainer
+
+
+def make_critic(job: Job, policy: CausalModel) -> Critic:
+    """A critic that starts from `critic.path`, or from a copy of the policy.
+
+    Raises:
+        DataError: a model with other tokens than the policy's, whose ids it is given.
+    """
+    config = job.config
+    if config.critic.path is None:
+        model = ScalarModel(copy.deepcopy(policy))
+    else:
+        model = critic_from(resolve_model(config.critic.path, job.base_dir), config, job.device)
+    if model.body.vocab_size != policy.vocab_size:
+        raise DataError(
+            f"critic.path = {config.critic.path}: a vocabulary of {model.body.vocab_size} tokens, the policy's has "
+            f"{policy.vocab_size}. The critic reads the policy's token ids: take a model with the same tokenizer."
+        )
+    model.body.checkpoint_layers = config.train.activation_checkpointing
+    return Critic(
+        model,
+        optimizer=config.critic.optimizer,
+        total_optimizer_steps=critic_steps_total(config),
+        precision=config.run.precision,
+        tokens_per_microbatch=config.train.tokens_per_microbatch,
+        value_clip=config.critic.value_clip,
+    )
+
+
+def critic_from(place: str, config: RunConfig, device: torch.device) -> ScalarModel:
+    """A reward model with its head, or a language model with a new one."""
+    folder = Path(place)
+    classes = (read_config(folder).architectures or []) if folder.is_dir() else []
+    if any(name.endswith("ForSequenceClassification") for name in classes):
+        return load_scalar_model(folder, dtype=torch.float32, device=device)
+    body = load_model(
+        place,
+        dtype=torch.float32,
+        device=device,
+        implementation=config.model.implementation,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return ScalarModel(body)
+
+
+def restored(trainer: LocalTrainer | PairTrainer, saved: Saved | None) -> Progress | None:
+    """Put a checkpoint into the trainer; where it was taken, or None without one."""
+    if saved is None:
+        return None
+    trainer.restore(saved.tensors, saved.rest)
+    return saved.progress

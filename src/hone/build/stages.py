@@ -1,0 +1,227 @@
+"""`hone train`: the stages of a run file in order, each assembled from its parts.
+
+A stage starts from weights on disk (the model of the run file, or what the stage before it exported), so that a run
+that is resumed goes on from the same bytes as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from hone.algo.algorithm import Algorithm
+from hone.build.job import Job, first_cause, set_up_arithmetic, signals_ask_to_stop, tell_where_it_starts
+from hone.build.models import (
+    make_critic,
+    make_reference,
+    make_trainer,
+    restored,
+    scalar_model,
+    stage_weights,
+    starting_model,
+    with_adapter,
+)
+from hone.build.sampling import held_out_evaluation, make_engine, make_rewards, sampling_of
+from hone.config.derived import correction, longest_tokens, optimizer_steps_total, samples_per_update
+from hone.config.load import Loaded
+from hone.data.chat import load_tokenizer
+from hone.data.pairs import load_pairs
+from hone.data.prompts import load_prompts
+from hone.errors import Stopped
+from hone.loop.folder import RunFolder
+from hone.loop.policy import train_policy
+from hone.loop.reward_model import RewardModelRun, train_reward_model
+from hone.loop.reward_model import total_steps as pair_steps
+from hone.loop.run import PolicyRun
+from hone.loop.sft import SftRun, imitation_rows, total_steps, train_sft
+from hone.model.base import CausalModel
+from hone.model.load import save_hf
+from hone.model.lora import merged_copy
+from hone.observe.observer import Observer
+from hone.train.checkpoint import Checkpoints
+from hone.train.checkpoint import Loaded as Saved
+from hone.train.local import LocalTrainer
+from hone.train.pairs import PairTrainer
+from hone.types import Progress
+
+
+def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
+    """Run every stage of a run file, or go on with it. Returns the run's folder.
+
+    Raises:
+        HoneError: what went wrong; its `exit_code` is the process's. The newest checkpoint is then still there.
+    """
+    config = loaded.config
+    device = set_up_arithmetic(config)
+    tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
+    identity = config.model_dump(mode="json")
+    with RunFolder.open(
+        loaded.run_dir, run_yaml=loaded.as_yaml(), config=identity, resume=resume, fresh=fresh
+    ) as folder:
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+        saved = checkpoints.newest() if folder.resumed else None
+        observer = Observer(
+            folder.path,
+            config.observe,
+            title=loaded.name,
+            total_steps=config.run.steps,
+            resume_bytes=saved.progress.metrics_bytes if saved else None,
+            decode=tokenizer.decode,
+        )
+        outcome = "failed"
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="compute") as compute:
+                job = Job(loaded, folder, observer, tokenizer, checkpoints, compute, asyncio.Event(), device)
+                asyncio.run(run_stages(job, saved))
+            outcome = "finished"
+        except Stopped:
+            outcome = "stopped by the user; --resume goes on"
+            raise
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        finally:
+            observer.close(outcome)
+        return folder.path
+
+
+async def run_stages(job: Job, saved: Saved | None) -> None:
+    """The stages in order, beginning with the one that `saved` was in."""
+    tell_where_it_starts(job, saved)
+    with signals_ask_to_stop(job.stop, job.observer):
+        stages = job.config.stages
+        first = stages.index(saved.progress.stage) if saved else 0  # type: ignore[arg-type]
+        for number, stage in enumerate(stages[first:], first):
+            runner = {"sft": run_sft, "reward_model": run_reward_model, "rl": run_rl}[stage]
+            await runner(job, saved if saved and saved.progress.stage == stage else None)
+            if job.stop.is_set():
+                raise Stopped(f"stopped; `hone train {job.loaded.run_file} --resume` goes on from the checkpoint")
+            if number + 1 == len(stages):
+                job.observer.say(f"final weights: {job.folder.hf}")
+
+
+async def run_sft(job: Job, saved: Saved | None) -> None:
+    """Supervised fine-tuning from the run file's model; leaves its weights in `stage_weights(job, "sft")`."""
+    rows, report = imitation_rows(job.config, job.tokenizer, job.base_dir)
+    job.observer.say(f"imitating {report}")
+    steps = total_steps(job.config.sft, len(rows))
+    model = with_adapter(job.config, starting_model(job, "sft"), "sft")
+    trainer = make_trainer(job, model, job.config.sft.optimizer, steps)
+    progress = restored(trainer, saved) or Progress(stage="sft")
+    job.observer.begin("sft", steps)
+    run = SftRun(job.config, progress, trainer, job.observer, job.checkpoints, job.compute, job.stop, rows=rows)
+    await train_sft(run)
+    await finish_stage(job, run)
+
+
+async def run_reward_model(job: Job, saved: Saved | None) -> None:
+    """Learning from preferences, from the run file's model or from what the SFT stage left."""
+    config, tokenizer = job.config, job.tokenizer
+    longest = longest_tokens(config)
+    pairs, report = load_pairs(config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest)
+    held_out, other = load_pairs(config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest, part="eval")
+    job.observer.say(f"pairs to learn from: {report}; held out: {other}")
+    steps = pair_steps(config.rm, len(pairs))
+    trainer = PairTrainer(
+        scalar_model(config, tokenizer, starting_model(job, "reward_model")),
+        optimizer=config.train.optimizer,
+        total_optimizer_steps=steps,
+        tokens_per_microbatch=config.train.tokens_per_microbatch,
+        precision=config.run.precision,
+    )
+    progress = restored(trainer, saved) or Progress(stage="reward_model")
+    job.observer.begin("reward_model", steps)
+    run = RewardModelRun(
+        config,
+        progress,
+        trainer,
+        job.observer,
+        job.checkpoints,
+        job.compute,
+        job.stop,
+        pairs=pairs,
+        held_out=held_out,
+    )
+    await train_reward_model(run)
+    await finish_stage(job, run)
+
+
+async def run_rl(job: Job, saved: Saved | None) -> None:
+    """The policy loop, from the run file's model or from what the SFT stage left."""
+    config = job.config
+    prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed)
+    job.observer.say(f"training on {prompts.report}")
+    progress = saved.progress if saved else Progress(stage="rl")
+    algorithm = Algorithm(
+        config.algorithm,
+        max_response_tokens=config.rollout.max_response_tokens,
+        correction=correction(config),
+        control=progress.control,
+    )
+    shared = config.rollout.max_staleness == 0
+
+    def assemble() -> tuple[LocalTrainer, CausalModel]:
+        model = starting_model(job, "rl")
+        critic = make_critic(job, model) if "values" in algorithm.needs else None
+        model = with_adapter(config, model, "rl")
+        reference = make_reference(model) if "ref_logprobs" in algorithm.needs else None
+        trainer = make_trainer(job, model, config.train.optimizer, optimizer_steps_total(config), reference, critic)
+        restored(trainer, saved)
+        if not shared and job.device.type == "cpu":  # sampling and training at the same time: half the cores each
+            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        return trainer, trainer.model if shared else merged_copy(trainer.model)
+
+    trainer, sampled = await job.computed(assemble)
+    executor = job.compute if shared else None
+    engine = await make_engine(config, job.tokenizer, sampled, job.base_dir, executor)
+    rewards = make_rewards(config, job.base_dir, window_samples=20 * samples_per_update(config))
+    evaluation = held_out_evaluation(job, engine, rewards)
+    job.observer.begin("rl", config.run.steps)
+    run = PolicyRun(
+        config,
+        progress,
+        trainer,
+        job.observer,
+        job.checkpoints,
+        job.compute,
+        job.stop,
+        prompts=prompts,
+        engine=engine,
+        rewards=rewards,
+        algorithm=algorithm,
+        sampling=sampling_of(config),
+        eos_ids=frozenset(job.tokenizer.eos_ids),
+        weights_are_shared=shared,
+        evaluate=evaluation,
+        gate_passed=False,
+    )
+    try:
+        async with rewards:
+            await train_policy(run)
+        await finish_stage(job, run)
+        export_best(job, run)
+    finally:
+        await engine.close()
+
+
+async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> None:
+    """Save where the stage ended; when it was not stopped, also its weights as a Hugging Face directory."""
+    await run.save()
+    if not job.stop.is_set():
+        folder = stage_weights(job.folder, job.config, run.progress.stage)
+        config, tokenizer = run.trainer.model.hf_config, job.tokenizer.hf
+        await job.computed(lambda: save_hf(folder, config, run.trainer.master_weights(), tokenizer))
+
+
+def export_best(job: Job, run: PolicyRun) -> None:
+    """Leave the weights of the step where `checkpoint.best` was highest in hf-best/. The trainer holds them then."""
+    step = run.progress.best_step
+    if step is None or job.config.checkpoint.best is None or job.stop.is_set():
+        return
+    saved = job.checkpoints.at("rl", step)
+    run.trainer.restore(saved.tensors, saved.rest)
+    save_hf(job.folder.hf_best, run.trainer.model.hf_config, run.trainer.master_weights(), job.tokenizer.hf)
+    value = f"{job.config.checkpoint.best} = {run.progress.best_value:.4g}"
+    job.observer.say(f"best weights: {job.folder.hf_best} ({value}, step {step})")
