@@ -98,6 +98,11 @@ def test_lines_that_do_not_fit_are_left_out_and_counted():
     assert typeset(words(font_size=400), 1.0).fit == 0.0
 
 
+def test_text_keeps_off_the_sides_of_a_box_with_a_colour():
+    left, _, right, _ = typeset(words("x" * 40), 1.0, padded=True).box
+    assert left >= 100 + 0.15 * 200 and right <= 900 - 0.15 * 200
+
+
 def test_alignment_moves_a_line_in_its_box():
     lefts = [typeset(words(font_size=60, align=align), 1.0).box[0] for align in ("left", "center", "right")]
     width = sum(map(fonts.advance, "SALE")) * 60

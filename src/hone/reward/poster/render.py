@@ -105,7 +105,8 @@ class _Drawing:
         for number, layer in enumerate(self.poster.layers):
             self.box(layer)
             if layer.text.strip():
-                block = typeset(layer, self.scale, max_characters=min(MAX_TYPESET, self.characters_left))
+                room = min(MAX_TYPESET, self.characters_left)
+                block = typeset(layer, self.scale, padded=fill_of(layer) is not None, max_characters=room)
                 self.characters_left -= min(len(layer.text), self.characters_left)
                 under = self.look_under(layer, block)
                 self.text(layer, block, under)

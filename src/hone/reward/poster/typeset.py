@@ -24,7 +24,7 @@ TIGHT = 1.1
 MAX_TYPESET = 2000
 """Characters of one layer that are set at most; the rest counts as not fitting."""
 PADDING = 0.15
-"""Between the sides of a filled box and its text, as a fraction of the box's height."""
+"""Between the sides of a coloured box and its text, as a fraction of the box's height."""
 _AUTO_STEPS = 8
 """Halvings in the search for the largest size that fits: within half a percent."""
 
@@ -56,13 +56,14 @@ class Block:
     """Left, top, right and bottom of the characters; without area when there are none."""
 
 
-def typeset(layer: Layer, scale: float, *, max_characters: int = MAX_TYPESET) -> Block:
+def typeset(layer: Layer, scale: float, *, padded: bool = False, max_characters: int = MAX_TYPESET) -> Block:
     """Set a layer's text in its box, centred in height.
 
     Args:
         scale: pixels drawn per canvas pixel; the result is in pixels drawn.
+        padded: keep a little off the sides, as in a box that has a colour.
     """
-    padding = min(PADDING * layer.height, layer.width / 4) if layer.fill is not None else 0.0
+    padding = min(PADDING * layer.height, layer.width / 4) if padded else 0.0
     left, width = (layer.x + padding) * scale, (layer.width - 2 * padding) * scale
     top, height = layer.y * scale, layer.height * scale
     tokens = [_piece(token) for token in _TOKEN.findall(layer.text[:max_characters])]
