@@ -37,6 +37,7 @@ async def train_policy(run: PolicyRun) -> None:
 
     async with asyncio.TaskGroup() as tasks:  # a failure in any background task surfaces here
         producer = tasks.create_task(produce(run, buffer, tasks))
+        logging_s = 0.0
         while progress.step < run.config.run.steps and not run.stop.is_set():
             started = now()
             finished = await run.unless_stopped(buffer.take(prompts_per_step, on_drop=run.check_drops))
@@ -50,7 +51,9 @@ async def train_policy(run: PolicyRun) -> None:
             with run.observer.span("publish"):
                 await run.publish()
             metrics |= {"time/generate_s": generated - started, "time/reward_s": taken - generated}
-            run.log_step(metrics, seconds=now() - started)
+            ended = now()
+            run.log_step(metrics, seconds=ended - started + logging_s)
+            logging_s = now() - ended  # counts as part of the next step; evaluations and checkpoints of none
             # Before the next groups start: what is decoded together decides the last bits.
             is_best = await evaluate_if_due(run)
             buffer.release(prompts_per_step)  # only now may generation run ahead again
