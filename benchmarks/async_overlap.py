@@ -55,10 +55,8 @@ def main() -> None:
         for staleness in options.staleness:
             rows = run(model, staleness, seed, options)
             found[staleness].append(rows)
-            print(
-                f"seed {seed}, max_staleness {staleness}: {median_s(rows[FIRST_STEPS:], 'step'):.3f} s a step",
-                flush=True,
-            )
+            step_s = median_s(rows[FIRST_STEPS:], "step")
+            print(f"seed {seed}, max_staleness {staleness}: {step_s:.3f} s a step", flush=True)
     print_tables(found)
 
 
@@ -105,9 +103,8 @@ def print_tables(found: dict[int, list[list[Row]]]) -> None:
     print("`generate` and `reward` are what a step waits for them.")
     print("\nmean reward over each tenth of the run, and its range over rounds")
     for staleness, runs in found.items():
-        print(
-            f"{staleness:<4}", "  ".join(curve_points([[row["rollout/reward_mean"] for row in rows] for rows in runs]))
-        )
+        curves = [[row["rollout/reward_mean"] for row in rows] for rows in runs]
+        print(f"{staleness:<4}", "  ".join(curve_points(curves)))
 
 
 if __name__ == "__main__":
