@@ -12,10 +12,10 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv with the pinned dependencies
 
-# The stamp is written last, so a set-up that was interrupted is done again.
+# The stamp is written last, so a set-up that was interrupted is done again; a half-made .venv has no pip.
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Hone needs Python 3.11 or newer: make PYTHON=/path/to/python3.x"; exit 2; }
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(RUN) pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(RUN) pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
