@@ -49,7 +49,7 @@ def main() -> None:
         options.rounds, options.steps = 1, FIRST_STEPS + 3
     os.environ |= {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TRL)}
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = starting_point()
+    model = starting_point(CASE)
     found: dict[int, list[list[Row]]] = {staleness: [] for staleness in options.staleness}
     for seed in range(options.rounds):
         for staleness in options.staleness:
@@ -60,11 +60,11 @@ def main() -> None:
     print_tables(found)
 
 
-def starting_point() -> Path:
-    """The model directory that both sides start from, the comparison with TRL's own; made where it is not there yet."""
-    model = ROOT / "runs" / "trl" / CASE
+def starting_point(name: str) -> Path:
+    """The model directory that a case of the comparison with TRL starts from; made where it is not there yet."""
+    model = ROOT / "runs" / "trl" / name
     if not (model / "tokenizer.json").exists():  # written last
-        subprocess.run([sys.executable, TRL / "prepare.py", "--case", CASE, "--folder", model], check=True)
+        subprocess.run([sys.executable, TRL / "prepare.py", "--case", name, "--folder", model], check=True)
     return model
 
 
