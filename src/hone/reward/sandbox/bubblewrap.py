@@ -65,11 +65,11 @@ class Bubblewrap:
             walls += ["--unshare-all"]
         for name, value in environment().items():
             walls += ["--setenv", name, value]
-        for path in interpreter.folders:
-            walls += _shown(path)
         walls += ["--proc", "/proc", "--dev", "/dev"]
         walls += ["--perms", "1777", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
         walls += ["--perms", "1777", "--size", str(self._limits.disk_bytes), "--tmpfs", SCRATCH]
+        for path in interpreter.folders:  # after the scratch folder, which would hide those that lie under it
+            walls += _shown(path)
         walls += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", SCRATCH]
         return walls
 
