@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -79,7 +80,8 @@ def run(model: Path, staleness: int, seed: int, options: argparse.Namespace) -> 
     tree["rollout"]["max_staleness"] = staleness
     run_file = options.folder / f"{name}.yaml"
     run_file.write_text(json.dumps(tree, indent=1))  # is YAML too
-    command = [sys.executable, "-m", "hone.cli.main", "train", run_file, "--fresh"]
+    command = [sys.executable, "-m", "hone.cli.main", "train", run_file]
+    shutil.rmtree(options.folder / name, ignore_errors=True)
     run_measured(command, options.folder / f"{name}.txt")
     lines = (options.folder / name / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "time/step_s" in row]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -29,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from async_overlap import ROOT, TRL, starting_point
-from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 from trl_compare import hone_run
 
 from hone import build
@@ -92,8 +94,9 @@ def measure(name: str, model: Path, steps: int, threads: int, folder: Path) -> S
     tree["observe"] = {"console": "quiet"}
     run_file.write_text(json.dumps(tree, indent=1))  # is YAML too
     watch = Watch(plain_from=FIRST_STEPS, profiled_from=FIRST_STEPS + steps, until=FIRST_STEPS + 2 * steps)
+    shutil.rmtree(run_dir, ignore_errors=True)
     with watch:
-        build.train(load_config(run_file, []), fresh=True)
+        build.train(load_config(run_file, []))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     plain = [row for row in rows if "time/step_s" in row][FIRST_STEPS : FIRST_STEPS + steps]
     inside_s = sum(row["time/generate_s"] + row["time/train_s"] for row in plain)
