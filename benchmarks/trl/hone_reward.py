@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from cases import correct as is_correct
+import sys
+from pathlib import Path
 
 from hone.types import Group
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import correct as is_correct  # noqa: E402
 
 
 def correct(group: Group) -> list[float]:

@@ -6,6 +6,7 @@ memory with nothing left to try, 130 stopped by the user.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; None takes the process's own.
     """
+    # OpenMP threads that wait by spinning starve each other as soon as anything else runs: steps of 0.1 s became steps
+    # of 4 s beside one busy process. It is read when torch is loaded, which happens after this.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     try:
         outcome = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0
