@@ -7,6 +7,7 @@ import textwrap
 import pytest
 from fakes import fake_run, run_virtually
 
+from hone.errors import EngineError
 from hone.loop import policy
 
 
@@ -78,6 +79,18 @@ def test_a_failure_in_the_background_ends_the_run(fault, error):
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(policy.train_policy(fake_run(1, **fault)))
     assert caught.group_contains(error)
+
+
+def test_a_group_that_takes_too_long_ends_the_run_with_a_message():
+    run = fake_run(0)
+
+    async def never(request):
+        await asyncio.sleep(1e6)
+
+    run.engine.generate = never
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(policy.train_policy(run))
+    assert caught.group_contains(EngineError, match=r"rollout\.timeout_s = 600 s")
 
 
 def test_a_stop_drops_the_step_in_flight():

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hone.data.pack import collate
+from hone.errors import EngineError
 from hone.loop.buffer import GroupBuffer
 from hone.loop.gate import check_first_step
 from hone.loop.run import PolicyRun, due, now, summarize
@@ -75,8 +76,14 @@ async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
     request = Request(prompt, config.rollout.group_size, run.sampling, config.seed, "train")
     greedy = Request(prompt, 1, replace(run.sampling, temperature=0.0), config.seed, "train")
     requests = [request, greedy] if "greedy_reward" in run.algorithm.needs else [request]
-    async with asyncio.timeout(config.rollout.timeout_s):
-        sampled = await asyncio.gather(*map(run.engine.generate, requests))
+    try:
+        async with asyncio.timeout(config.rollout.timeout_s):
+            sampled = await asyncio.gather(*map(run.engine.generate, requests))
+    except TimeoutError as error:
+        raise EngineError(
+            f"prompt {prompt.id}: no group of {request.num_samples} samples within rollout.timeout_s = "
+            f"{config.rollout.timeout_s:g} s. Raise it, or lower rollout.max_response_tokens or group_size."
+        ) from error
     generated_at = now()
     group, *baseline = [await run.rewards.score(Group(prompt, samples)) for samples in sampled]
     group = replace(group, greedy=baseline[0] if baseline else None)
