@@ -12,7 +12,7 @@ from hone.errors import DataError
 from hone.model.decoder import Decoder
 from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
-from hone.model.load import init_model, load_model, save_hf, weights_fingerprint
+from hone.model.load import init_config, init_model, load_model, save_hf, weights_fingerprint
 
 SIZES = {
     "vocab_size": 40,
@@ -207,3 +207,7 @@ def test_one_file_directory(tmp_path):
     save_file({n: w.clone() for n, w in model.named_weights()}, tmp_path / "model.safetensors", {"format": "pt"})
     assert isinstance(model.hf_config, GPTNeoXConfig)
     torch.testing.assert_close(logits(load_model(tmp_path, **CPU_FLOAT32)), logits(model), atol=1e-6, rtol=0)
+
+
+def test_a_new_model_says_which_class_it_is():
+    assert init_config({"model_type": "qwen3"}, vocab_size=12).architectures == ["Qwen3ForCausalLM"]

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hone.errors import DataError
 from hone.model.base import CausalModel
@@ -98,9 +99,12 @@ def init_config(architecture: Mapping[str, Any], *, vocab_size: int | None) -> P
     if vocab_size is not None:
         keys["vocab_size"] = vocab_size
     try:
-        return AutoConfig.for_model(model_type, **keys)
+        config = AutoConfig.for_model(model_type, **keys)
     except (ValueError, TypeError) as error:
         raise DataError(f"model.init: {error}") from error
+    if config.architectures is None and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # vLLM goes by it
+    return config
 
 
 def save_hf(
