@@ -8,7 +8,7 @@ from pathlib import Path
 from hone.types import Group
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import correct as is_correct  # noqa: E402
+from cases import correct as is_correct
 
 
 def correct(group: Group) -> list[float]:
