@@ -48,7 +48,7 @@ def survive(run_file: str, kills: int, seed: int) -> dict:
         if number % 4 == 0:
             kill_during_save(pid, checkpoints)
         else:
-            time.sleep(rng.uniform(0.05, 1.5))
+            time.sleep(rng.uniform(0.05, 1.0))
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         killed += os.WIFSIGNALED(status)
