@@ -1,0 +1,461 @@
+"""What crosses the wire of `POST /v1/rewards`: requests, replies; how a group becomes items and items become groups.
+
+Both ends use this file, so a reward scores the same in process and served. Models are strict: no unknown field, no text
+for a number, nothing that is not finite. An item carries what a reward function may look at; of a sample's own columns
+the service never sees the place in the run (`Prompt.index`). Not here: how bytes travel (`transport.py`), limits and
+routes (`hone.serve`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, NoReturn, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from hone.types import Fault, FinishReason, Group, Prompt, Sample, Score, Turn
+
+SCHEMA_VERSION = "1"
+MAX_JSON_DEPTH = 64
+MAX_ID_CHARACTERS = 256
+SUM_TOLERANCE = 1e-6
+"""How far a score may be from the weighted sum of its components, relative to their size where that is above 1."""
+
+Mode = Literal["pointwise", "groupwise"]
+
+
+class Wire(BaseModel):
+    """Base of everything on the wire: closed, frozen, strict about types."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class Message(Wire):
+    """One message of a chat; what else it carries (a name, tool calls) is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: Any = None
+
+
+class TurnItem(Wire):
+    """`types.Turn`: one turn of a sample that met an environment."""
+
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+    reward: FiniteFloat = 0.0
+    metrics: dict[str, FiniteFloat] = {}
+
+
+class Item(Wire):
+    """One sample to score, with the row it answers."""
+
+    id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
+    """Echoed in the result; each once in a request."""
+    group_id: str | None = Field(None, min_length=1, max_length=MAX_ID_CHARACTERS)
+    """Samples of one prompt share it; `mode: groupwise` needs it. It is the prompt's id for rewards."""
+    index: int | None = Field(None, ge=0)
+    """Which sample of its prompt this is; null: its place among the items of its group."""
+    data_source: str | None = None
+    """Name of the data set; rewards find it among the columns."""
+    prompt: str | list[Message] = ""
+    """The rendered prompt, or its messages."""
+    messages: list[Message] | None = None
+    """The messages that a rendered `prompt` came from."""
+    solution_str: str
+    """The response, without special tokens."""
+    ground_truth: Any = None
+    """The row's answer, any JSON."""
+    extra_info: dict[str, Any] = {}
+    """Every other column of the row."""
+    finish_reason: FinishReason = "stop"
+    """`length`: the response was cut."""
+    response_tokens: int | None = Field(None, ge=0)
+    """Length of the response, for those who do not send its ids."""
+    response_token_ids: list[int] | None = None
+    """Its tokens, in the policy's vocabulary."""
+    prompt_token_ids: list[int] | None = None
+    sampler_logprobs: list[FiniteFloat] | None = None
+    versions: list[int] | None = None
+    loss_mask: list[bool] | None = None
+    turns: list[TurnItem] = []
+
+    @model_validator(mode="after")
+    def _per_token_lists_fit(self) -> Self:
+        ids = self.response_token_ids
+        for name in ("sampler_logprobs", "versions", "loss_mask"):
+            values = getattr(self, name)
+            if values is not None and (ids is None or len(values) != len(ids)):
+                raise ValueError(f"{name} needs response_token_ids of the same length")
+        if ids is not None and self.response_tokens not in (None, len(ids)):
+            raise ValueError(f"response_tokens is {self.response_tokens}, but there are {len(ids)} response_token_ids")
+        return self
+
+
+class RewardRequest(Wire):
+    """The body of `POST /v1/rewards`."""
+
+    schema_version: Literal["1"] = SCHEMA_VERSION
+    reward: str | None = None
+    """A component's name; null: the weighted whole."""
+    mode: Mode = "pointwise"
+    """Whether each item is scored on its own, or the items of a `group_id` together."""
+    timeout_ms: int | None = Field(None, ge=1)
+    """What is not scored by then is an error with `retryable: true`; null: the server's own limit."""
+    seed: int = 0
+    """Part of an item's identity: another seed asks a sampled judge again."""
+    items: list[Item]
+
+    @model_validator(mode="after")
+    def _ids_are_unique(self) -> Self:
+        ids = [item.id for item in self.items]
+        if len(set(ids)) < len(ids):
+            twice = next(id for number, id in enumerate(ids) if id in ids[:number])
+            raise ValueError(f"id {twice!r} is there more than once")
+        return self
+
+
+class ComponentResult(Wire):
+    """What one component said of an item."""
+
+    score: FiniteFloat | None
+    weight: FiniteFloat
+    fault: Fault | None = Field(None, strict=False)
+    """`model`: the response broke the scorer and earned the minimum; `data` and `infra` come without a score."""
+    detail: str = ""
+    metrics: dict[str, FiniteFloat] = {}
+
+    @model_validator(mode="after")
+    def _score_or_fault(self) -> Self:
+        if (self.score is None) != (self.fault in (Fault.DATA, Fault.INFRA)):
+            raise ValueError(f"score {self.score} does not go with fault {self.fault}")
+        return self
+
+
+class ItemError(Wire):
+    """Why an item has no score."""
+
+    fault: Literal["data", "infra"]
+    """Whose it is: the row's, or ours."""
+    retryable: bool
+    """Whether the same item may be scored later; a row does not mend itself."""
+    component: str | None = None
+    """The first component without a score; null: the item did not come so far."""
+    detail: str
+
+
+class ItemResult(Wire):
+    """The verdict on one item: a finite score in [min, max], or an error."""
+
+    id: str
+    status: Literal["ok", "error"]
+    score: FiniteFloat | None
+    """The weighted sum, or the score of the one component that was asked for."""
+    min: FiniteFloat | None = None
+    """Least that the reward can be; null: not declared."""
+    max: FiniteFloat | None = None
+    components: dict[str, ComponentResult] = {}
+    metrics: dict[str, FiniteFloat | None] = {}
+    """`<component>_<part>` of everything components measure: the same names in every result, null where unknown."""
+    flags: list[str] = []
+    """`truncated`: cut at the length limit; `model_fault`: it broke a scorer."""
+    cached: bool = False
+    """Whether it was scored before, for this or another request."""
+    elapsed_ms: FiniteFloat = Field(0.0, ge=0)
+    error: ItemError | None = None
+
+    @model_validator(mode="after")
+    def _score_iff_ok(self) -> Self:
+        is_ok = self.status == "ok"
+        if is_ok != (self.score is not None) or is_ok != (self.error is None):
+            raise ValueError(f"status {self.status!r} with score {self.score} and error {self.error}")
+        if self.score is not None:
+            self._check_number(self.score)
+        return self
+
+    def _check_number(self, score: float) -> None:
+        low, high = self.min, self.max
+        slack = SUM_TOLERANCE * max(1.0, abs(score))
+        if (low is not None and score < low - slack) or (high is not None and score > high + slack):
+            raise ValueError(f"score {score} is outside [{low}, {high}]")
+        if self.components:
+            terms = [c.weight * c.score for c in self.components.values() if c.weight and c.score is not None]
+            if abs(score - math.fsum(terms)) > SUM_TOLERANCE * max(1.0, *(abs(term) for term in terms), abs(score)):
+                raise ValueError(f"score {score} is not the weighted sum of its components, {math.fsum(terms)}")
+
+
+class ServerInfo(Wire):
+    """Who answered."""
+
+    name: str
+    version: str
+    boot_id: str
+    """New at every start of the server."""
+    fingerprint: str
+    """Hash of everything that a score depends on besides the item."""
+
+
+class Summary(Wire):
+    n: int
+    ok: int
+    error: int
+
+
+class RewardReply(Wire):
+    """The answer to `POST /v1/rewards`: one result per item, in the order of the request."""
+
+    schema_version: Literal["1"] = SCHEMA_VERSION
+    server: ServerInfo
+    results: list[ItemResult]
+    summary: Summary
+    elapsed_ms: FiniteFloat = Field(ge=0)
+
+    def check(self, items: Sequence[Item]) -> None:
+        """Raises ValueError unless there is one result per item, in order."""
+        if len(self.results) != len(items):
+            raise ValueError(f"{len(self.results)} results for {len(items)} items")
+        for number, (result, item) in enumerate(zip(self.results, items, strict=True)):
+            if result.id != item.id:
+                raise ValueError(f"result {number} is of item {result.id!r}, not of {item.id!r}")
+
+
+# ---- a group to items, items to groups
+
+
+def items_of(group: Group, *, trace: bool = False) -> list[Item]:
+    """A group as items for one request, whose ids are `<prompt id>:<sample index>`.
+
+    Args:
+        trace: also send what only rewards that look inside the sampling need, at several times the bytes: the prompt's
+            tokens, and logprobs, versions, mask and turns of the response.
+    Raises:
+        ValueError: the row holds something that JSON cannot say.
+    """
+    prompt = group.prompt
+    row: dict[str, Any] = {
+        "group_id": prompt.id,
+        "prompt": prompt.text,
+        "messages": plain(prompt.messages, "messages"),
+        "ground_truth": plain(prompt.answer, "answer"),
+        "extra_info": plain(prompt.columns, "columns"),
+    }
+    if trace:
+        row["prompt_token_ids"] = list(prompt.token_ids)
+    return [Item.model_validate(row | _sample_fields(sample, trace)) for sample in group.samples]
+
+
+def _sample_fields(sample: Sample, trace: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "id": f"{sample.prompt_id}:{sample.index}",
+        "index": sample.index,
+        "solution_str": sample.text,
+        "finish_reason": sample.finish_reason,
+        "response_token_ids": list(sample.token_ids),
+    }
+    if trace:
+        fields |= {
+            "sampler_logprobs": list(sample.sampler_logprobs),
+            "versions": list(sample.versions),
+            "loss_mask": None if sample.loss_mask is None else list(sample.loss_mask),
+            "turns": [
+                {"start": turn.start, "end": turn.end, "reward": turn.reward, "metrics": dict(turn.metrics)}
+                for turn in sample.turns
+            ],
+        }
+    return fields
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A group made of items, and which items of the request they are."""
+
+    group: Group
+    places: tuple[int, ...]
+
+
+class Disagreement(ValueError):
+    """Items of one group that say different things of its prompt; `place` is the first that does."""
+
+    def __init__(self, place: int, message: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+def groups_of(items: Sequence[Item], mode: Mode) -> list[Work]:
+    """The groups that items ask to have scored: one per item, or in `groupwise` mode one per `group_id`.
+
+    Raises:
+        Disagreement: an item without `group_id` in `groupwise` mode, or unlike its group's first.
+    """
+    if mode == "pointwise":
+        return [Work(_group([item]), (place,)) for place, item in enumerate(items)]
+    places: dict[str, list[int]] = {}
+    for place, item in enumerate(items):
+        if item.group_id is None:
+            raise Disagreement(place, "mode groupwise needs a group_id")
+        places.setdefault(item.group_id, []).append(place)
+    for same in places.values():
+        first = _row(items[same[0]])
+        for place in same[1:]:
+            differing = [name for name, value in _row(items[place]).items() if value != first[name]]
+            if differing:
+                raise Disagreement(place, f"differs from the first item of its group in {', '.join(differing)}")
+    return [Work(_group([items[place] for place in same]), tuple(same)) for same in places.values()]
+
+
+_ROW_FIELDS = ("data_source", "prompt", "messages", "ground_truth", "extra_info", "prompt_token_ids")
+
+
+def _row(item: Item) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in _ROW_FIELDS}
+
+
+def _group(items: Sequence[Item]) -> Group:
+    prompt = _prompt(items[0])
+    return Group(prompt, tuple(_sample(item, prompt.id, place) for place, item in enumerate(items)))
+
+
+def _prompt(item: Item) -> Prompt:
+    given = item.messages if isinstance(item.prompt, str) else item.prompt
+    messages = None if given is None else tuple(message.model_dump() for message in given)
+    text = item.prompt if isinstance(item.prompt, str) else "\n\n".join(str(m.content) for m in item.prompt)
+    source = {} if item.data_source is None else {"data_source": item.data_source}
+    return Prompt(
+        id=item.group_id or item.id,
+        index=0,
+        text=text,
+        token_ids=tuple(item.prompt_token_ids or ()),
+        answer=item.ground_truth,
+        columns={**item.extra_info, **source},
+        messages=messages,
+    )
+
+
+def _sample(item: Item, prompt_id: str, place: int) -> Sample:
+    ids = item.response_token_ids
+    if ids is None:
+        ids = [UNKNOWN_TOKEN] * (item.response_tokens or 0)
+    return Sample(
+        prompt_id=prompt_id,
+        index=place if item.index is None else item.index,
+        token_ids=tuple(ids),
+        sampler_logprobs=tuple(item.sampler_logprobs or [0.0] * len(ids)),
+        versions=tuple(item.versions or [0] * len(ids)),
+        finish_reason=item.finish_reason,
+        text=item.solution_str,
+        loss_mask=None if item.loss_mask is None else tuple(item.loss_mask),
+        turns=tuple(Turn(turn.start, turn.end, turn.reward, turn.metrics) for turn in item.turns),
+    )
+
+
+UNKNOWN_TOKEN = -1
+"""Stands for each token of a response of which only the length was sent."""
+
+
+# ---- verdicts
+
+
+def component_result(score: Score, weight: float) -> ComponentResult:
+    """A component's score as it is sent; what it measured that is not finite is left out."""
+    metrics = {name: value for name, value in score.metrics.items() if math.isfinite(value)}
+    return ComponentResult(
+        score=score.value, weight=weight, fault=score.fault, detail=printable(score.detail), metrics=metrics
+    )
+
+
+def score_of(result: ItemResult) -> Score:
+    """A result as the score of one component: the whole of what was served, with everything it measured."""
+    if result.error is not None:
+        return Score(None, Fault(result.error.fault), result.error.detail)
+    broken = [part.detail for part in result.components.values() if part.fault is Fault.MODEL]
+    metrics = {name: value for name, value in result.metrics.items() if value is not None}
+    detail = "; ".join(part.detail for part in result.components.values() if part.detail)
+    return Score(result.score, Fault.MODEL if broken else None, detail, metrics)
+
+
+# ---- JSON without surprises
+
+_BRACKETS_ONLY = re.compile(rb'"(?:[^"\\]|\\.)*+"|[^\[\]{}"]++', re.DOTALL)
+_STEP = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def decode_json(body: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
+    """JSON text as Python data.
+
+    Python's own reader takes `NaN`, `1e999` and nesting until the interpreter gives up; none of that is accepted here.
+    Half of a surrogate pair, which no UTF-8 text can hold, becomes U+FFFD, so that one odd item spoils nothing.
+    Raises:
+        ValueError: not UTF-8, not JSON, a number that is not finite, nested deeper than `max_depth`.
+    """
+    brackets = _BRACKETS_ONLY.sub(b"", body)
+    depth = max(accumulate(_STEP.get(bracket, 0) for bracket in brackets), default=0)
+    if depth > max_depth:
+        raise ValueError(f"nested {depth} deep; at most {max_depth} is allowed")
+    value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+    return _whole_characters(value) if _SURROGATE_ESCAPE.search(body) else value
+
+
+def encode_json(value: Any) -> bytes:
+    """Plain data as JSON text. Raises ValueError for a number that is not finite."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def printable(text: str) -> str:
+    """Text that UTF-8 can hold: half of a surrogate pair becomes U+FFFD."""
+    return _LONE_SURROGATE.sub("\ufffd", text)
+
+
+def plain(value: Any, path: str = "value") -> Any:
+    """Data of a row as what JSON can say: NumPy numbers and arrays as numbers and lists, what is not finite as null.
+
+    Raises:
+        ValueError: something that has no JSON form, with its path.
+    """
+    if value is None or isinstance(value, str | bool):
+        return value
+    if hasattr(value, "tolist"):  # NumPy and torch, without importing either
+        value = value.tolist()
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, int | str) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(child, f"{path}.{name}") for name, child in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, bytes):
+        return [plain(child, f"{path}[{number}]") for number, child in enumerate(value)]
+    raise ValueError(f"{path} is {type(value).__name__}, which JSON cannot say; turn it into text or numbers")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is out of range")
+    return number
+
+
+def _whole_characters(value: Any) -> Any:
+    """Recursion is bounded by the depth that was checked before."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(name): _whole_characters(child) for name, child in value.items()}
+    return [_whole_characters(child) for child in value] if isinstance(value, list) else value
