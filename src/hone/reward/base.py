@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 from hone.config.run import RewardComponent, RewardSection
@@ -93,7 +93,13 @@ class Rewards:
 
     @classmethod
     def from_config(
-        cls, settings: RewardSection, folder: Path, *, window_samples: int, extra: Sequence[Component] = ()
+        cls,
+        settings: RewardSection,
+        folder: Path,
+        *,
+        window_samples: int,
+        extra: Sequence[Component] = (),
+        services: Mapping[str, str] = MappingProxyType({}),
     ) -> Self:
         """The rewards of a run file.
 
@@ -101,6 +107,7 @@ class Rewards:
             folder: the run file's; `file.py:function` is relative to it, and modules beside it can be imported.
             window_samples: samples of 20 steps, the window of `reward.max_unscored_frac`.
             extra: components that the run file does not list, such as the environment's own.
+            services: base URLs of the run file's services that are running, by name.
         Raises:
             ConfigError: every component that names no reward, names used twice, no component with a weight.
         """
@@ -114,7 +121,8 @@ class Rewards:
             if name in (other.name for other in components):
                 problems.append(f"{key}.name: {name!r} is taken by another component; give this one a name of its own.")
             try:
-                components.append(Component(name, component.weight, _scorer(component, folder, pool, f"{key}.use")))
+                scorer = _scorer(component, folder, pool, f"{key}.use", services)
+                components.append(Component(name, component.weight, scorer))
             except Unusable as error:
                 problems.append(f"{key}.use: {error}")
         if problems:
@@ -207,9 +215,12 @@ class UnscoredBound:
         )
 
 
-def _scorer(component: RewardComponent, folder: Path, pool: WorkerPool, key: str) -> Scorer:
+def _scorer(
+    component: RewardComponent, folder: Path, pool: WorkerPool, key: str, services: Mapping[str, str]
+) -> Scorer:
     if component.use in HELD:
-        return load_held(component.use, component.args, folder=folder, timeout_s=component.timeout_s)
+        timeout_s = component.timeout_s
+        return load_held(component.use, component.args, folder=folder, timeout_s=timeout_s, services=services)
     target = resolve(component.use, folder)
     if target.is_builtin:
         return InProcess(load(target, component.args), component.args)

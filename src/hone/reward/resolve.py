@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from hone.reward.builtin import BUILTIN, HELD, POOLED
@@ -77,16 +77,24 @@ def load(target: Target, args: Mapping[str, Any]) -> RewardFunction:
     return function
 
 
-def load_held(name: str, args: Mapping[str, Any], *, folder: Path, timeout_s: float) -> Any:
+def load_held(
+    name: str,
+    args: Mapping[str, Any],
+    *,
+    folder: Path,
+    timeout_s: float,
+    services: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
     """The scorer of one of `HELD`, made of the component's args; it is not started.
 
-    Its `from_args` also gets the run file's `folder` and the component's `timeout_s` if it takes them.
+    Its `from_args` also gets the run file's `folder`, the component's `timeout_s` and the base URLs of the running
+    `services` by name, each if it takes them.
     Raises:
         Unusable: the args do not fit.
     """
     module, _, scorer = HELD[name].partition(":")
     make = getattr(importlib.import_module(module), scorer).from_args
-    context = {"folder": folder, "timeout_s": timeout_s}
+    context = {"folder": folder, "timeout_s": timeout_s, "services": services}
     return make(args, **{name: context[name] for name in context if name in inspect.signature(make).parameters})
 
 
