@@ -1,0 +1,455 @@
+"""The HTTP transport of everything on the reward side that calls out: services, judges, remote sandboxes.
+
+    endpoints = Endpoints(["http://a:8899", "http://b:8899"], token=token, ready_path="/readyz")
+    reply = await endpoints.post("/v1/rewards", body, deadline_s=60, check=parse_reply)
+
+One JSON body goes to one of several endpoints that give the same answers: to the less loaded of two drawn at random.
+What may go better another time is tried again, elsewhere if there is an elsewhere, until the deadline; what is wrong
+with the request itself is not. Scoring is pure, so that a request may be sent twice. What an answer means is the
+caller's business (`check`); what it may never be is decided here: too long, not JSON, not finite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, NoReturn, TypeVar
+
+import httpx
+
+from hone.reward.wire import decode_json, encode_json
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 5.0
+READY_TIMEOUT_S = 5.0
+"""For an endpoint to say that it is ready again."""
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+"""Bounds of the random wait before another try, and of the rest of an endpoint that failed; they double each time."""
+MAX_RETRY_AFTER_S = 300.0
+"""An endpoint that asks for a longer rest, through a clock that is wrong for example, is tried again after this."""
+EJECT_AFTER = 3
+"""Failures in a row that take an endpoint out of service until it proves well."""
+RETRIES_PER_REQUEST, RETRIES_PER_S, MAX_SAVED_RETRIES = 0.1, 10.0, 100.0
+"""The retry budget: what each request and each second add, and how much can be saved up."""
+KEEPALIVE_S = 3.0
+"""An idle connection is closed before usual servers close it (5 s), which would fail the request that reuses it."""
+DETAIL_CHARACTERS = 200
+_TRIED_AGAIN = frozenset({408, 425, 429})
+_REASON_BYTES = 64 << 10
+_HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+
+
+class Unavailable(Exception):
+    """No valid answer was to be had before the deadline. An infra fault."""
+
+
+class Refused(Exception):
+    """The endpoint says that the request is wrong, or not allowed; it will not be right another time."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(f"HTTP {status}: {detail}" if detail else f"HTTP {status}")
+        self.status, self.detail = status, detail
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start; for metrics and tests."""
+
+    requests: int = 0
+    tries: int = 0
+    """HTTP requests sent."""
+    failed: int = 0
+    """Tries without an answer: not connected, cut off, out of time, or an HTTP status that is tried again."""
+    invalid: int = 0
+    """Tries whose answer was not what it must be."""
+    refused: int = 0
+    unavailable: int = 0
+    """Requests given up."""
+    ejections: int = 0
+
+
+class Endpoints:
+    """One or more base URLs behind one pool of connections. Use in one event loop; `close` when done.
+
+    Args:
+        urls: http or https, such as `http://127.0.0.1:8899`; a path in them is kept in front of each request's.
+        token: sent as a bearer token to these URLs, and nowhere else: redirects are not followed.
+        max_in_flight: requests at one time, for each endpoint.
+        ready_path: answers 200 when the endpoint can be used; asked before an ejected endpoint is used again. None:
+            the next request is the proof.
+        max_response_bytes: a longer answer is cut off and counts as invalid.
+        ca_file: PEM file with the authorities to trust for https; None: the usual public ones.
+        transport: what carries the requests, in tests.
+    Raises:
+        ValueError: no URL, or one that cannot be used.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str | None = None,
+        max_in_flight: int = 64,
+        ready_path: str | None = None,
+        max_response_bytes: int = 32 << 20,
+        ca_file: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if not urls:
+            raise ValueError("no URL")
+        self._endpoints = [Endpoint(_base_url(url), max_in_flight) for url in urls]
+        self._ready_path, self._max_response_bytes = ready_path, max_response_bytes
+        self.budget = RetryBudget()
+        self._news = asyncio.Event()
+        self.counts = Counts()
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),  # each try as a whole has a deadline
+            limits=httpx.Limits(max_keepalive_connections=max_in_flight * len(urls), keepalive_expiry=KEEPALIVE_S),
+            verify=ssl.create_default_context(cafile=ca_file) if ca_file else True,
+            transport=transport,
+            trust_env=False,  # a proxy from the environment has no business between a run and its services
+        )
+
+    async def post(
+        self,
+        path: str,
+        body: Any,
+        *,
+        deadline_s: float,
+        check: Callable[[Any], T],
+        try_s: float | None = None,
+    ) -> T:
+        """The answer to `body`, as `check` returns it.
+
+        Args:
+            deadline_s: for all tries and the waits between them. Waiting for the requests in front of this one does
+                not count while an endpoint is in service.
+            check: gets the decoded JSON; raises ValueError when that is no valid answer, which is tried again.
+            try_s: for one try; None: half of the deadline, so that one hang is survived.
+        Raises:
+            Unavailable: no valid answer before the deadline.
+            Refused: an endpoint refused the request: 4xx but 408, 425 and 429, a redirect, or 501.
+            ValueError: `body` cannot be written as JSON.
+        """
+        return await self.call(deadline_s=deadline_s, try_s=try_s).post(path, body, check)
+
+    def call(self, *, deadline_s: float, try_s: float | None = None) -> Call:
+        """For what takes several posts under one deadline: `call.post`, `call.again`, `call.post` of the rest."""
+        return Call(self, deadline_s, try_s or deadline_s / 2)
+
+    async def close(self) -> None:
+        """Close the connections; requests in flight fail. May be called twice."""
+        await self._client.aclose()
+
+    # ---- for Call
+
+    @contextlib.asynccontextmanager
+    async def place(self, call: Call) -> AsyncIterator[Endpoint]:
+        """A place in flight at an endpoint in service. The call's clock starts when it is had, or cannot be had."""
+        while True:
+            endpoint = self._choose(call.last)
+            if endpoint is None:
+                call.start_clock()
+                await self._wait_for_service(call)
+                continue
+            with self._standing_in_line(endpoint) as is_trial:
+                async with endpoint.places:
+                    if endpoint.is_resting() or (endpoint.ejected and not is_trial):
+                        continue  # it failed while this call stood in line
+                    call.start_clock()
+                    call.last = endpoint
+                    started = time.monotonic()
+                    if endpoint.ejected and not await self._is_ready(endpoint):
+                        self.failed(endpoint, started, f"{self._ready_path} does not answer 200")
+                        continue
+                    yield endpoint
+                    return
+
+    async def send(self, endpoint: Endpoint, path: str, content: bytes) -> Any:
+        """One try: the decoded answer. Raises TryAgain and Refused; bounding its time is the caller's."""
+        try:
+            async with self._client.stream("POST", endpoint.url + path, content=content, headers=_HEADERS) as response:
+                if response.status_code == 200:
+                    return _decoded(await _body(response, self._max_response_bytes))
+                raise _failure(response, _reason(await _body(response, _REASON_BYTES)))
+        except httpx.HTTPError as error:
+            raise TryAgain(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+
+    def succeeded(self, endpoint: Endpoint) -> None:
+        """It answered: what was against it is forgotten."""
+        endpoint.failures = endpoint.failed_trials = 0
+        if endpoint.ejected:
+            endpoint.ejected = False
+            self._tell_waiting()
+
+    def failed(self, endpoint: Endpoint, started: float, why: str) -> None:
+        """Count a try that began at `started` against the endpoint; several in a row take it out of service."""
+        endpoint.problem = why
+        if started < endpoint.ejected_at:
+            return  # it was in flight when the endpoint fell: one fall, however many saw it
+        endpoint.failures += 1
+        if endpoint.failures >= EJECT_AFTER:
+            endpoint.failed_trials += endpoint.ejected
+            self.counts.ejections += not endpoint.ejected
+            endpoint.ejected, endpoint.ejected_at = True, time.monotonic()
+            endpoint.rest(backoff_s(endpoint.failed_trials))
+
+    def _choose(self, avoid: Endpoint | None) -> Endpoint | None:
+        """The less loaded of two of the endpoints in service, drawn at random; `avoid` when there is no other."""
+        in_service = [e for e in self._endpoints if not e.is_resting() and not (e.ejected and e.on_trial)]
+        others = [endpoint for endpoint in in_service if endpoint is not avoid] or in_service
+        two = random.sample(others, min(2, len(others)))
+        return min(two, key=lambda endpoint: endpoint.load, default=None)
+
+    @contextlib.contextmanager
+    def _standing_in_line(self, endpoint: Endpoint) -> Iterator[bool]:
+        """Counts as load. Whether this is the one call that tries an ejected endpoint."""
+        is_trial = endpoint.ejected
+        endpoint.on_trial |= is_trial
+        endpoint.load += 1
+        try:
+            yield is_trial
+        finally:
+            endpoint.load -= 1
+            if is_trial:
+                endpoint.on_trial = False
+                self._tell_waiting()
+
+    async def _wait_for_service(self, call: Call) -> None:
+        """Return when an endpoint may be in service. Raises Unavailable when none will be before the deadline."""
+        now = time.monotonic()
+        resting = [endpoint.resting_until for endpoint in self._endpoints if endpoint.is_resting()]
+        none_on_trial = len(resting) == len(self._endpoints)
+        if now >= call.deadline or (none_on_trial and min(resting) >= call.deadline):
+            call.give_up("; ".join(f"{endpoint.url}: {endpoint.problem}" for endpoint in self._endpoints))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min([*resting, call.deadline]) - now):
+                await self._news.wait()
+
+    def _tell_waiting(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _is_ready(self, endpoint: Endpoint) -> bool:
+        if self._ready_path is None:
+            return True
+        try:
+            async with (
+                asyncio.timeout(READY_TIMEOUT_S),
+                self._client.stream("GET", endpoint.url + self._ready_path) as response,
+            ):
+                return response.status_code == 200
+        except (TimeoutError, httpx.HTTPError):
+            return False
+
+
+class Call:
+    """One thing to be had from the endpoints before a deadline, over as many tries as it takes."""
+
+    def __init__(self, endpoints: Endpoints, deadline_s: float, try_s: float) -> None:
+        self._endpoints, self._deadline_s, self._try_s = endpoints, deadline_s, try_s
+        self._failures = 0
+        self.deadline = math.inf
+        """On the clock of `time.monotonic`; infinite until the clock is started."""
+        self.last: Endpoint | None = None
+        """Where the last try went; the next one goes elsewhere if it can."""
+
+    def start_clock(self) -> None:
+        self.deadline = min(self.deadline, time.monotonic() + self._deadline_s)
+
+    async def post(self, path: str, body: Any, check: Callable[[Any], T]) -> T:
+        """See `Endpoints.post`."""
+        content = encode_json(body)
+        self._endpoints.counts.requests += 1
+        self._endpoints.budget.earn()
+        while True:
+            async with self._endpoints.place(self) as endpoint:
+                try:
+                    return await self._try(endpoint, path, content, check)
+                except TryAgain as failure:
+                    problem = f"{endpoint.url}{path}: {failure}"
+            await self.again(problem)
+
+    async def again(self, problem: str) -> None:
+        """Wait before another try, within the retry budget. Raises Unavailable when the deadline comes first."""
+        wait_s = max(backoff_s(self._failures), self._endpoints.budget.spend())
+        self._failures += 1
+        if time.monotonic() + wait_s >= self.deadline:
+            self.give_up(problem)
+        await asyncio.sleep(wait_s)
+
+    def give_up(self, problem: str) -> NoReturn:
+        """Raises Unavailable."""
+        self._endpoints.counts.unavailable += 1
+        raise Unavailable(f"{problem} (failed {self._failures} times; {self._deadline_s:g} s allowed)")
+
+    async def _try(self, endpoint: Endpoint, path: str, content: bytes, check: Callable[[Any], T]) -> T:
+        """Raises TryAgain and Refused, both counted."""
+        counts, started = self._endpoints.counts, time.monotonic()
+        counts.tries += 1
+        seconds = min(self._try_s, self.deadline - started)
+        try:
+            try:
+                async with asyncio.timeout(seconds):
+                    answer = await self._endpoints.send(endpoint, path, content)
+            except TimeoutError:
+                raise TryAgain(f"no answer in {seconds:.3g} s") from None
+            try:
+                result = check(answer)
+            except ValueError as error:
+                raise TryAgain(f"not a valid answer: {_one_line(str(error))}", is_invalid=True) from error
+        except TryAgain as failure:
+            counts.invalid += failure.is_invalid
+            counts.failed += not failure.is_invalid
+            if failure.rest_s is not None:
+                endpoint.rest(failure.rest_s)  # it is well enough to say when
+                endpoint.problem = str(failure)
+            else:
+                self._endpoints.failed(endpoint, started, str(failure))
+            raise
+        except Refused:
+            counts.refused += 1
+            self._endpoints.succeeded(endpoint)
+            raise
+        self._endpoints.succeeded(endpoint)
+        return result
+
+
+class TryAgain(Exception):
+    """One try failed in a way that another may not."""
+
+    def __init__(self, why: str, *, rest_s: float | None = None, is_invalid: bool = False) -> None:
+        super().__init__(why)
+        self.rest_s = rest_s
+        """How long the endpoint wants to be left alone; None: it did not say."""
+        self.is_invalid = is_invalid
+        """It answered, but not with what an answer must be."""
+
+
+class Endpoint:
+    """What is known of one base URL."""
+
+    def __init__(self, url: str, max_in_flight: int) -> None:
+        self.url = url
+        self.places = asyncio.Semaphore(max_in_flight)
+        self.load = 0
+        """Calls in flight and in line here."""
+        self.failures = 0
+        """In a row."""
+        self.ejected = False
+        self.ejected_at = 0.0
+        self.failed_trials = 0
+        """Since it was ejected."""
+        self.on_trial = False
+        """A call is finding out whether it is well again."""
+        self.resting_until = 0.0
+        self.problem = ""
+        """Of the last failure."""
+
+    def is_resting(self) -> bool:
+        return time.monotonic() < self.resting_until
+
+    def rest(self, seconds: float) -> None:
+        self.resting_until = max(self.resting_until, time.monotonic() + seconds)
+
+
+class RetryBudget:
+    """Bounds retries to a share of the requests and a small rate, so that retrying never keeps a service down.
+
+    A retry beyond it waits for its turn; failing it instead would leave a sample without its reward.
+    """
+
+    def __init__(self) -> None:
+        self._saved, self._at = RETRIES_PER_S, time.monotonic()
+
+    def earn(self) -> None:
+        """For a request made."""
+        self._saved = min(MAX_SAVED_RETRIES, self._saved + RETRIES_PER_REQUEST)
+
+    def spend(self) -> float:
+        """Take a retry; returns the seconds until it may be made."""
+        now = time.monotonic()
+        self._saved = min(MAX_SAVED_RETRIES, self._saved + (now - self._at) * RETRIES_PER_S) - 1
+        self._at = now
+        return max(0.0, -self._saved / RETRIES_PER_S)
+
+
+def backoff_s(failures: int) -> float:
+    """Full jitter: uniform up to a bound that doubles, so that those who failed together do not return together."""
+    return random.uniform(0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(failures, 32)))
+
+
+def _base_url(url: str) -> str:
+    parsed = httpx.URL(url)
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"{url!r} is no http URL; write it like http://127.0.0.1:8899")
+    if parsed.userinfo or parsed.query or parsed.fragment:
+        raise ValueError(f"{parsed.host}: a base URL has no password, query or fragment; a token goes with the request")
+    return url.rstrip("/")
+
+
+async def _body(response: httpx.Response, max_bytes: int) -> bytes:
+    """The body, as it came. Raises TryAgain when it is compressed, which was not asked for and could be a bomb, or
+    longer than `max_bytes`."""
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise TryAgain("the answer is compressed, which was not asked for", is_invalid=True)
+    body = bytearray()
+    async for part in response.aiter_raw():
+        body += part
+        if len(body) > max_bytes:
+            raise TryAgain(f"the answer is longer than {max_bytes:,} bytes", is_invalid=True)
+    return bytes(body)
+
+
+def _decoded(body: bytes) -> Any:
+    try:
+        return decode_json(body)
+    except ValueError as error:
+        raise TryAgain(f"the answer is not JSON: {error}", is_invalid=True) from None
+
+
+def _failure(response: httpx.Response, reason: str) -> TryAgain | Refused:
+    """What an HTTP status other than 200 means."""
+    status = response.status_code
+    if status in _TRIED_AGAIN or (status >= 500 and status != 501):
+        rest_s = _retry_after_s(response.headers.get("Retry-After"))
+        return TryAgain(
+            f"HTTP {status}: {reason}".rstrip(": "), rest_s=0.0 if rest_s is None and status == 429 else rest_s
+        )
+    return Refused(status, reason or response.headers.get("Location", ""))
+
+
+def _reason(body: bytes) -> str:
+    """What an error's JSON says: `detail` or `title` (RFC 9457), or OpenAI's `error.message`; else nothing."""
+    try:
+        said = decode_json(body)
+    except ValueError:
+        return ""
+    match said:
+        case {"detail": str(reason)} | {"title": str(reason)} | {"error": {"message": str(reason)}}:
+            return _one_line(reason)
+    return ""
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:DETAIL_CHARACTERS]
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """Seconds from now, from a number of them or an HTTP date; None when there is neither."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value) if value.strip().isdecimal() else parsedate_to_datetime(value).timestamp() - time.time()
+    except ValueError:
+        return None
+    return min(MAX_RETRY_AFTER_S, max(0.0, seconds))
