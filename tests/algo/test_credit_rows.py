@@ -136,6 +136,55 @@ def test_an_unscored_sample_has_no_advantage_and_no_return():
     assert batch.columns["return_T"].tolist() == [1, 0, 0]
 
 
+# ---- rewards of single turns --------------------------------------------------------------------------------------
+
+
+def test_ppo_learns_from_a_turns_reward_up_to_that_turn_only():
+    """Two turns of one token with a tool's token between; 1 of the reward of 3 was given to the first."""
+    section = AlgorithmSection(credit="gae", gae_lambda=1.0)
+    batch = batch_of([3.0], [3], mask=[1, 0, 1], value_T=[0.5, 9.0, 0.25], turn_reward_T=[1.0, 0.0, 0.0])
+    assert Algorithm(section).assign(batch)[0].columns["return_T"].tolist() == [3, 0, 2]
+
+
+def test_reinforce_pp_discounts_a_turns_reward_from_where_it_was_given():
+    """gamma 0.5: returns 1 + 2 / 2, 2 and 1.5, whitened: deviations 1/6, 1/6, -1/3, std 1 / sqrt(12)."""
+    section = AlgorithmSection(credit="reinforce_pp", gamma=0.5)
+    placed = batch_of([3.0, 1.5], [2, 1], turn_reward_T=[1.0, 0.0, 0.0])
+    assert advantages(section, placed) == pytest.approx([3**-0.5, 3**-0.5, -2 * 3**-0.5], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(set(CREDIT) - {"gae", "reinforce_pp"}))
+def test_a_baseline_of_whole_samples_reads_their_sum(name):
+    columns = {"greedy_reward_N": [1.0], "greedy_length_N": [3.0], "greedy_truncated_N": [0.0]}
+    section = AlgorithmSection(credit=name, gamma=0.5)
+    plain = batch_of([3.0, 1.0], [2, 2], **columns)
+    placed = batch_of([3.0, 1.0], [2, 2], turn_reward_T=[1.0, 2.0, 1.0, 0.0], **columns)
+    assert advantages(section, placed) == advantages(section, plain)
+
+
+def test_an_unscored_sample_has_no_rewards_of_turns_either():
+    section = AlgorithmSection(credit="gae", gae_lambda=1.0)
+    batch = batch_of([1.0, NAN], [1, 2], mask=[1, 0, 0], value_T=[0.5, 3.0, 7.0], turn_reward_T=[0.0, 5.0, 5.0])
+    assert Algorithm(section).assign(batch)[0].columns["return_T"].tolist() == [1, 0, 0]
+
+
+def test_the_clip_bounds_what_is_still_to_come_after_every_turn():
+    """Turns of 5, 5, -20 in [0, 1] give 1, 0, -1; the sample's sum of -10 becomes 0, so nothing is left."""
+    section = AlgorithmSection(credit="gae", gae_lambda=1.0, reward_clip=(0, 1))
+    values = [0.0] * 4
+    batch = batch_of([-10.0, 0.5], [3, 1], value_T=values, turn_reward_T=[5.0, 5.0, -20.0, 0.5])
+    assert Algorithm(section).assign(batch)[0].columns["return_T"].tolist() == [0, -1, -1, 0.5]
+
+
+def test_normalising_scales_a_turns_reward_and_moves_the_sample_only():
+    """Rewards 1 and 3: mean 2, std sqrt(2). The second sample's first turn was given 1 of its 3."""
+    section = AlgorithmSection(credit="gae", gae_lambda=1.0, normalize_rewards=True)
+    batch = batch_of([1.0, 3.0], [1, 2], value_T=[0.0] * 3, turn_reward_T=[0.0, 1.0, 0.0])
+    half = 0.5**0.5
+    found = Algorithm(section).assign(batch)[0].columns["return_T"].tolist()
+    assert found == pytest.approx([-half, half, 0.0], abs=1e-5)
+
+
 # ---- ReMax --------------------------------------------------------------------------------------------------------
 
 

@@ -114,3 +114,43 @@ def test_long_responses_cost_passes_in_the_logarithm_of_their_length(monkeypatch
     monkeypatch.setattr(torch, "where", lambda *args: (passes.append(1), where(*args))[1])
     discounted_sums(torch.ones(5000), torch.zeros(5000, dtype=torch.int64), 1.0)
     assert len(passes) == 13
+
+
+# ---- rewards of single turns --------------------------------------------------------------------------------------
+
+TURNS = {"sample_T": torch.zeros(5, dtype=torch.int64), "mask_T": float64(1, 1, 0, 0, 1)}
+"""Two tokens of the policy, two of a tool, one of the policy: turns end at tokens 1 and 4."""
+
+
+def test_what_a_turn_was_given_is_at_its_last_token_and_the_rest_at_the_samples():
+    """5 in all: 2 for the first turn, 1 for the second, 2 from other components."""
+    given = float64(0, 2, 0, 0, 1)
+    assert token_rewards(float64(5), None, **TURNS, turn_reward_T=given).tolist() == [0, 2, 0, 0, 3]
+    penalty = float64(-0.5, -0.5, -9, -9, -0.5)
+    rewards = token_rewards(float64(5), penalty, **TURNS, turn_reward_T=given)
+    assert rewards.tolist() == [-0.5, 1.5, 0, 0, 2.5]
+
+
+def test_gae_with_rewards_of_turns_by_hand():
+    """V 1, 2, 3 on own tokens, lambda 0.5: deltas 2 - 1, 2 + 3 - 2, 3 - 3; A 1 + 3 / 2, 3, 0. Tool tokens: nothing."""
+    reward_T = token_rewards(float64(5), None, **TURNS, turn_reward_T=float64(0, 2, 0, 0, 1))
+    advantage_T = gae(reward_T, float64(1, 2, 77, 77, 3), **TURNS, gamma=1.0, lam=0.5)
+    assert advantage_T.tolist() == [2.5, 3, 0, 0, 0]
+    at_the_end = token_rewards(float64(5), None, **TURNS)
+    assert gae(at_the_end, float64(1, 2, 77, 77, 3), **TURNS, gamma=1.0, lam=0.5).tolist() == [2, 2, 0, 0, 2]
+    assert discounted_returns(reward_T, **TURNS, gamma=0.5).tolist() == [0 + 0.5 * 3.5, 2 + 0.5 * 3, 0, 0, 3]
+
+
+def test_at_gamma_and_lambda_one_a_first_tokens_return_is_the_samples_reward():
+    """Whatever was given where, penalties apart; what stands on a tool's token is not the policy's and moves on."""
+    _, value_T, sample_T, mask_T = ragged()
+    generator = torch.Generator().manual_seed(1)
+    turn_reward_T = torch.randn(len(mask_T), generator=generator, dtype=torch.float64)
+    earned_S = torch.randn(6, generator=generator, dtype=torch.float64)
+    reward_T = token_rewards(earned_S, None, sample_T, mask_T, turn_reward_T=turn_reward_T)
+    return_T = gae(reward_T, value_T, sample_T, mask_T, gamma=1.0, lam=1.0) + value_T * mask_T
+    own = mask_T.nonzero()[:, 0]
+    first = [int(own[sample_T[own] == s][0]) for s in range(6) if (sample_T[own] == s).any()]
+    assert len(first) == 4, "witness: one sample is empty, one has no token of its own"
+    torch.testing.assert_close(return_T[first], earned_S[sample_T[first]], rtol=1e-12, atol=1e-12)
+    assert reward_T[mask_T == 0].tolist() == [0] * int((mask_T == 0).sum())

@@ -21,6 +21,7 @@ from hone.rollout.engine import Request
 from hone.rollout.env import Observation
 from hone.rollout.episodes import EpisodeEngine
 from hone.rollout.local import LocalEngine
+from hone.train.local import LocalTrainer
 from hone.types import Group, Prompt, Score
 
 ENVIRONMENT = '''
@@ -111,6 +112,26 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(finished, tm
     assert main(["train", str(run_file), "--resume"]) == 0
     assert weights_of(finished) == weights_of(tmp_path)
     assert metrics_of(finished) == metrics_of(tmp_path)
+
+
+def test_a_critic_learns_from_each_turn_where_it_was_rewarded(tmp_path, monkeypatch):
+    """The first token's return is the sample's reward; a later turn's lacks what was given before it."""
+    learnt = []
+    update = LocalTrainer.update
+    monkeypatch.setattr(LocalTrainer, "update", lambda *args: (learnt.append(args[1]), update(*args))[1])
+    settings = ["algorithm.credit=gae", "algorithm.gae_lambda=1", "algorithm.kl_loss_coef=0", "run.steps=1"]
+    assert main(["train", str(write_run(tmp_path)), *settings]) == 0
+    return_T, start, partly = learnt[0].columns["return_T"], 0, 0
+    for recorded in read_samples(tmp_path / "run", 1):
+        turns, to_come = recorded.sample.turns, recorded.reward
+        for turn in turns:
+            assert return_T[start + turn.start : start + turn.end].tolist() == pytest.approx(
+                [to_come] * (turn.end - turn.start), abs=1e-6
+            )
+            to_come -= turn.reward
+        partly += 0 < turns[0].reward < recorded.reward
+        start += len(recorded.sample.token_ids)
+    assert start == len(return_T) and partly, "witness: some sample was rewarded in its first turn and again later"
 
 
 def test_an_asynchronous_run_meets_environments_too(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hone.data.pack import Shape, collate, count_totals, optimizer_steps, plan_microbatches
 from hone.errors import DataError
-from hone.types import Group, Prompt, Sample
+from hone.types import Group, Prompt, Sample, Turn
 
 
 def sample(tokens, logprobs=None, mask=None):
@@ -164,3 +164,19 @@ def test_columns_are_torch_tensors_on_the_cpu():
     batch = collate([group([1], [sample([4])], [1.0])])
     assert batch.token_ids_T.dtype == torch.int64
     assert batch.reward_S.dtype == batch.loss_mask_T.dtype == batch.sampler_logprobs_T.dtype == torch.float32
+
+
+def test_rewards_of_turns_are_at_the_turns_last_tokens():
+    """Tokens 0-1 and 4 are turns, 2-3 a tool's; a turn without a token is nowhere."""
+
+    def played(index, *turns):
+        mask = (True, True, False, False, True)
+        return Sample("p", index, (1, 2, 3, 4, 5), (-1.0,) * 5, (0,) * 5, "stop", "", mask, turns=turns)
+
+    first = played(0, Turn(0, 2, reward=0.5), Turn(4, 5, reward=2.0))
+    second = played(1, Turn(0, 0, reward=9.0), Turn(0, 2, reward=-1.0), Turn(4, 5))
+    prompt = Prompt("p", 0, "", (7,))
+    batch = collate([Group(prompt, (first, second), {}, (2.5, 8.0))])
+    assert batch.columns["turn_reward_T"].tolist() == [0, 0.5, 0, 0, 2.0, 0, -1.0, 0, 0, 0]
+    without = collate([Group(prompt, (played(0, Turn(0, 2), Turn(4, 5)),), {}, (1.0,))])
+    assert "turn_reward_T" not in without.columns, "no turn was given anything: the batch is as it is without turns"

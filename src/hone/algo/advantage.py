@@ -3,7 +3,9 @@
 Conventions that hold for every function: NaN marks an unscored sample, which enters no baseline and gets advantage 0;
 standard deviations are unbiased; a group with one scored member, or with all rewards equal, has nothing to say and
 gets 0, never NaN and never the reward itself. What a sample earned over its baseline is a reward at its last token;
-with a KL penalty in the reward, or a discount, an earlier token's advantage is the return from there on.
+with a KL penalty in the reward, or a discount, an earlier token's advantage is the return from there on. Where no
+baseline is taken from whole samples (`reinforce_pp`, `gae`), what an environment gave for a turn is a reward at the
+turn's last token.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class Outcomes:
     """(T,) float, 1 where the policy wrote the token and its sample was scored."""
     penalty_T: Tensor | None = None
     """(T,) reward of each token alone, such as minus the KL to the reference; None: there is none."""
+    turn_reward_T: Tensor | None = None
+    """(T,) the part of `reward_S` that was given for single turns, at the turns' last tokens; None: there is none."""
     value_T: Tensor | None = None
     """(T,) the critic's value of the state before each token; only where the row needs `values`."""
     greedy_reward_N: Tensor | None = None
@@ -141,15 +145,25 @@ def group_mean_whitened(outcomes: Outcomes) -> Tensor:
 
 def whitened_return(outcomes: Outcomes) -> Tensor:
     """Discounted return of the token rewards, whitened over the batch (REINFORCE++, arXiv:2501.03262). (T,)."""
-    return whiten(spread(outcomes.reward_S.nan_to_num(0.0), outcomes), outcomes.loss_mask_T)
+    o = outcomes
+    return_T = discounted_returns(_rewards_of_tokens(o), o.sample_T, o.loss_mask_T, gamma=o.gamma)
+    return whiten(return_T.to(o.reward_S.dtype), o.loss_mask_T)
 
 
 def critic_advantage(outcomes: Outcomes) -> Tensor:
     """(T,) generalised advantages over a critic's values, in reward units; see `returns.gae`."""
     o = outcomes
     assert o.value_T is not None, "the row needs a critic's values but the batch has no value_T"
-    reward_T = token_rewards(o.reward_S.nan_to_num(0.0), o.penalty_T, o.sample_T, o.loss_mask_T)
-    return gae(reward_T, o.value_T, o.sample_T, o.loss_mask_T, gamma=o.gamma, lam=o.gae_lambda).to(o.reward_S.dtype)
+    return gae(_rewards_of_tokens(o), o.value_T, o.sample_T, o.loss_mask_T, gamma=o.gamma, lam=o.gae_lambda).to(
+        o.reward_S.dtype
+    )
+
+
+def _rewards_of_tokens(o: Outcomes) -> Tensor:
+    """(T,) float64: the sample's reward at its last own token, but for what single turns were given."""
+    return token_rewards(
+        o.reward_S.nan_to_num(0.0), o.penalty_T, o.sample_T, o.loss_mask_T, turn_reward_T=o.turn_reward_T
+    )
 
 
 def whitened_gae(outcomes: Outcomes) -> Tensor:

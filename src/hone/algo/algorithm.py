@@ -141,6 +141,7 @@ class Algorithm:
             sample_T,
             batch.loss_mask_T,
             penalty_T=penalty_T,
+            turn_reward_T=self._shaping.of_turns(batch, sample_T),
             value_T=batch.columns.get("value_T"),
             greedy_reward_N=self._shaping.of_greedy(batch),
             gamma=self.section.gamma,

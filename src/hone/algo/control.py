@@ -55,6 +55,11 @@ def reward_std(control: Control) -> float:
     return math.sqrt(control.reward_squares / max(control.reward_count - 1, 1))
 
 
+def reward_scale(control: Control) -> float:
+    """What normalising divides by, in reward units."""
+    return reward_std(control) + STD_FLOOR
+
+
 def normalized(reward_S: Tensor, control: Control) -> Tensor:
     """(reward - running mean) / running std, dimensionless; NaN stays NaN."""
-    return (reward_S - control.reward_mean) / (reward_std(control) + STD_FLOOR)
+    return (reward_S - control.reward_mean) / reward_scale(control)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hone.algo.segments import segment_sum
+
 
 def discounted_sums(value_K: Tensor, segment_K: Tensor, factor: float) -> Tensor:
     """y_k = value_k + factor * y_(k+1) within each segment of adjacent elements; (K,).
@@ -26,14 +28,30 @@ def discounted_sums(value_K: Tensor, segment_K: Tensor, factor: float) -> Tensor
     return total_K
 
 
-def token_rewards(earned_S: Tensor, penalty_T: Tensor | None, sample_T: Tensor, mask_T: Tensor) -> Tensor:
-    """(T,) reward of each token: its penalty, if there are any, and at a sample's last own token what it earned."""
+def token_rewards(
+    earned_S: Tensor,
+    penalty_T: Tensor | None,
+    sample_T: Tensor,
+    mask_T: Tensor,
+    *,
+    turn_reward_T: Tensor | None = None,
+) -> Tensor:
+    """(T,) float64 reward of each token: its penalty, if there is any, and at a sample's last own token what it earned.
+
+    `turn_reward_T` is the part of that which an environment gave for single turns, each at its turn's last token: it
+    stays there, and the last token has the rest. Without penalties the rewards of a sample's tokens add up to what it
+    earned, with or without turns.
+    """
     own = mask_T.nonzero()[:, 0]
     sample_K = sample_T[own]
     is_last = torch.ones_like(sample_K, dtype=torch.bool)
     is_last[:-1] = sample_K[1:] != sample_K[:-1]
     reward_T = torch.zeros_like(mask_T, dtype=torch.float64) if penalty_T is None else penalty_T.double() * mask_T
-    return reward_T.index_add(0, own[is_last], earned_S.double()[sample_K[is_last]])
+    left_S = earned_S.double()
+    if turn_reward_T is not None:
+        given_T = turn_reward_T.double() * mask_T
+        reward_T, left_S = reward_T + given_T, left_S - segment_sum(given_T, sample_T, len(earned_S))
+    return reward_T.index_add(0, own[is_last], left_S[sample_K[is_last]])
 
 
 def discounted_returns(reward_T: Tensor, sample_T: Tensor, mask_T: Tensor, *, gamma: float) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hone.algo.control import normalized, observe_rewards, reward_std
+from hone.algo.control import normalized, observe_rewards, reward_scale, reward_std
 from hone.config.run import AlgorithmSection
 from hone.types import Batch, Control
 
@@ -45,6 +45,19 @@ class Shaping:
         if section.overlong_buffer_tokens:
             metrics["train/overlong_penalty_mean"] = float((reward_S - before_S)[scored_S].sum()) / num_scored
         return reward_S, metrics
+
+    def of_turns(self, batch: Batch, sample_T: Tensor) -> Tensor | None:
+        """(T,) what of the shaped reward belongs to single turns, at their last tokens; None without such a part.
+
+        To be called after `of_samples`. The clip bounds the sum so far, the deviation divides each turn's reward; what
+        else shaping does is done to the sample, at its end.
+        """
+        turn_reward_T = batch.columns.get("turn_reward_T")
+        if turn_reward_T is None:
+            return None
+        if self.section.reward_clip is not None:
+            turn_reward_T = clip_running_sums(turn_reward_T, sample_T, self.section.reward_clip)
+        return turn_reward_T / reward_scale(self.control) if self.section.normalize_rewards else turn_reward_T
 
     def of_greedy(self, batch: Batch) -> Tensor | None:
         """(N,) rewards of the greedy samples, shaped as those that are compared with them; None without any."""
@@ -82,6 +95,21 @@ class Shaping:
 def clip_rewards(reward_S: Tensor, bounds: tuple[float, float]) -> Tensor:
     """(S,) raw rewards kept in [low, high]; NaN (unscored) stays NaN."""
     return reward_S.clamp(*bounds)
+
+
+def clip_running_sums(reward_T: Tensor, sample_T: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """(T,) float64 rewards whose sums from a sample's start on are kept in [low, high] (and 0, where nothing is yet).
+
+    So what is still to come is never more than the bounds are apart. Bounds of 0 and 1 make 1, 0, -1 of 5, 5, -20.
+    """
+    low, high = min(bounds[0], 0.0), max(bounds[1], 0.0)
+    total_T = reward_T.double().cumsum(0)
+    starts_T = torch.ones_like(sample_T, dtype=torch.bool)
+    starts_T[1:] = sample_T[1:] != sample_T[:-1]
+    before_start_K = (total_T - reward_T.double())[starts_T]
+    so_far_T = (total_T - before_start_K[starts_T.cumsum(0) - 1]).clamp(low, high)
+    before_T = torch.where(starts_T, 0.0, so_far_T.roll(1))
+    return so_far_T - before_T
 
 
 def keep_fraction(reward_S: Tensor, truncated_S: Tensor, factor: float) -> Tensor:

@@ -38,7 +38,8 @@ give.
     d           l - l_ref, what a KL estimator reads
     H           entropy of the policy at a token
     R           shaped reward of a sample; mean, std and best are over the scored samples of its prompt, its group
-    r_t         reward of token t: R at its sample's last token, less kl_reward_coef KL_t"""
+    r_t         reward of token t: R at its sample's last token, but for what an environment gave for single turns,
+                which stands at their last tokens; less kl_reward_coef KL_t"""
 
 _CURVES = """\
 ![Accuracy of every row over its steps](presets.svg)
@@ -51,7 +52,9 @@ _CREDIT = """\
 Rewards are shaped first, each step optional: `reward_clip` of the raw reward, `truncated_reward_factor`,
 `normalize_rewards` (running mean and deviation, in the checkpoint), `overlong_buffer_tokens`. What a sample earned over
 its baseline is a reward at its last own token; `kl_reward_coef` takes each token's KL from that token's reward; an
-advantage is the return from there on, discounted by `gamma`."""
+advantage is the return from there on, discounted by `gamma`. `gae` and `reinforce_pp` take no baseline from whole
+samples: with them an environment's reward for a turn stands at the turn's last own token, and the sample's last has the
+rest of R, so that the rewards of its tokens still add up to R."""
 
 _CRITIC = """\
 With a critic: delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lambda A_(t+1), both carried over tokens

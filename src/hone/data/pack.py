@@ -43,6 +43,8 @@ def collate(groups: Sequence[Group]) -> Batch:
     columns = {"truncated_S": torch.tensor([float(s.finish_reason == "length") for s in samples])}
     if any(group.greedy for group in groups):
         columns |= _greedy_columns(groups)
+    if any(turn.reward for s in samples for turn in s.turns):
+        columns["turn_reward_T"] = _turn_rewards(samples, lengths)
     return Batch(
         prompts=tuple(group.prompt.token_ids for group in groups),
         prompt_S=torch.from_numpy(np.repeat(np.arange(len(groups)), group_sizes)),
@@ -69,6 +71,16 @@ def _greedy_columns(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
         "greedy_length_N": torch.tensor(lengths),
         "greedy_truncated_N": torch.tensor(truncated),
     }
+
+
+def _turn_rewards(samples: Sequence[Sample], lengths: Indices) -> torch.Tensor:
+    """(T,) what an environment gave for each turn, at the turn's last token."""
+    reward_T = np.zeros(int(lengths.sum()), np.float32)
+    for start, sample in zip((np.cumsum(lengths) - lengths).tolist(), samples, strict=True):
+        for turn in sample.turns:
+            if turn.end > turn.start:
+                reward_T[start + turn.end - 1] = turn.reward
+    return torch.from_numpy(reward_T)
 
 
 def _mask(sample: Sample) -> tuple[bool, ...]:

@@ -1,8 +1,9 @@
 """What an environment thought of a sample's turns, as one more component of the reward. Nothing is judged here.
 
 The reward of a sample that met an environment is the sum of its turns' rewards, with weight 1, plus the weighted sum of
-the run file's components. Where each turn's reward belongs among the tokens stays on the sample (`types.Turn`). A
-sample whose environment failed has no reward at all, whatever other components think of the part that there is.
+the run file's components. Where each turn's reward belongs among the tokens stays on the sample (`types.Turn`), and
+`algo.returns` puts it there. A sample whose environment failed has no reward at all, whatever other components think of
+the part that there is.
 """
 
 from __future__ import annotations
