@@ -1,0 +1,1 @@
+"""Servers: what is used in process, over HTTP. `http.py` is what they share; each other file is one of them."""

@@ -1,0 +1,505 @@
+"""What every server of Hone shares: who may ask, how much, and how a server starts, drains and ends.
+
+    app = guarded_app("hone-reward", lifecycle, settings)
+    ... routes ...
+    await serve(app, service, lifecycle, settings)
+
+`Guard` stands in front of an app: request id, bearer token, body limit while it streams in (after inflating too), no
+new work while starting or draining, one line in the log for each request. SIGTERM or SIGINT drains: readiness turns
+503, new work is refused, what is in flight may finish, then the process ends with 0; a second signal cancels it.
+Routes and what they do are their servers' own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import logging
+import os
+import re
+import signal
+import socket
+import time
+import uuid
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import hone
+from hone.errors import ConfigError, DataError, Stopped
+from hone.reward.wire import decode_json
+from hone.serve.problem import RESPONSES, Problem, answer_with_problems
+
+T = TypeVar("T")
+
+log = logging.getLogger("hone.serve")
+_REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+_HEALTH = frozenset({"/livez", "/readyz", "/health"})
+"""Routes that need no token, are answered at any time and are not logged while all is well."""
+_CHUNK_BYTES = 1 << 18
+_CANCEL_TIMEOUT_S = 2
+"""For requests that were cancelled to come to their end."""
+
+
+class HttpSettings(BaseModel):
+    """Settings of a server itself; the one place of their defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Others than this machine's own need a token."""
+    port: int = Field(8899, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    token_env: str | None = None
+    """Environment variable with the bearer tokens that are accepted, separated by spaces or commas."""
+    token_file: Path | None = None
+    """File with bearer tokens, one a line; read again when it changes, so that tokens can be rotated."""
+    open_metrics: bool = False
+    """Answer /metrics without a token."""
+    max_body_mib: float = Field(32.0, gt=0)
+    """Largest body of a request, in MiB, also after it is inflated."""
+    body_timeout_s: float = Field(30.0, gt=0)
+    """For a body to arrive, in seconds."""
+    drain_timeout_s: float = Field(30.0, ge=0)
+    """For requests in flight to finish after SIGTERM, in seconds."""
+
+
+class Tokens:
+    """Bearer tokens that are accepted. None at all: everybody may ask."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        """Raises ConfigError when a place for tokens is named and holds none."""
+        self._file = settings.token_file
+        self._of_env = _words(os.environ.get(settings.token_env, "")) if settings.token_env else []
+        self._of_file: list[bytes] = []
+        self._file_stamp: tuple[int, int] | None = None
+        if settings.token_env and not self._of_env:
+            raise ConfigError([f"--token-env: the environment has no {settings.token_env}, or it is empty; set it."])
+        self._read_file()
+        if self._file is not None and not self._of_file:
+            raise ConfigError([f"--token-file: {self._file} is not there or holds no token; write one a line."])
+        self.required = bool(self._of_env or self._of_file)
+
+    def accepts(self, authorization: bytes) -> bool:
+        """Whether an Authorization header carries one of the tokens; takes the same time for any wrong one."""
+        if not self.required:
+            return True
+        self._read_file()
+        scheme, _, given = authorization.partition(b" ")
+        matches = [hmac.compare_digest(given.strip(), token) for token in (*self._of_env, *self._of_file)]
+        return scheme.lower() == b"bearer" and any(matches)
+
+    def _read_file(self) -> None:
+        """A file that is gone or empty for a moment, as while it is replaced, leaves the tokens as they were."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            status = self._file.stat()
+            stamp = (status.st_mtime_ns, status.st_ino)
+            if stamp != self._file_stamp and (tokens := _words(self._file.read_text("utf-8"))):
+                self._of_file, self._file_stamp = tokens, stamp
+
+
+def _words(text: str) -> list[bytes]:
+    return [word.encode() for word in text.replace(",", " ").split()]
+
+
+def refuse_open_door(settings: HttpSettings, tokens: Tokens) -> None:
+    """Raises ConfigError when others than this machine could ask without a token."""
+    if not tokens.required and not _is_loopback(settings.host):
+        raise ConfigError(
+            [
+                f"--host {settings.host}: other machines can reach it, so it needs a token. Put one in a file or the "
+                "environment and name it with --token-file or --token-env, or listen on 127.0.0.1."
+            ]
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+class Lifecycle:
+    """Where a server is between its start and its end, and how many requests it is working on."""
+
+    def __init__(self) -> None:
+        self.phase: Literal["starting", "ready", "draining"] = "starting"
+        self.in_flight = 0
+        self.started_at = time.monotonic()
+        self.boot_id = uuid.uuid4().hex
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no request is in flight."""
+        await self._idle.wait()
+
+
+class StrictRequest(Request):
+    """A request whose JSON is read strictly; see `wire.decode_json`."""
+
+    async def json(self) -> Any:
+        try:
+            return decode_json(await self.body())
+        except ValueError as error:
+            raise Problem(400, "bad-json", f"the body is not JSON as RFC 8259 has it: {error}") from None
+
+
+class StrictRoute(APIRoute):
+    """A route that hands its endpoint strict JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Any:
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+def strict_router() -> APIRouter:
+    """A router for endpoints with JSON bodies."""
+    return APIRouter(route_class=StrictRoute, responses=RESPONSES)
+
+
+def guarded_app(
+    title: str,
+    lifecycle: Lifecycle,
+    settings: HttpSettings,
+    tokens: Tokens,
+    *,
+    on_done: Callable[[str, int], None] = lambda route, status: None,
+) -> FastAPI:
+    """An app without routes that answers errors as problems, with a guard in front.
+
+    Args:
+        on_done: told the route's path (`other` where there is none) and the status of every response.
+    """
+    app = FastAPI(title=title, version=hone.__version__, docs_url=None, redoc_url=None)
+    answer_with_problems(app)
+    app.add_middleware(Guard, lifecycle=lifecycle, settings=settings, tokens=tokens, on_done=on_done)
+    return app
+
+
+class Guard:
+    """ASGI middleware; see the module."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        lifecycle: Lifecycle,
+        settings: HttpSettings,
+        tokens: Tokens,
+        on_done: Callable[[str, int], None],
+    ) -> None:
+        self._app, self._lifecycle, self._tokens, self._on_done = app, lifecycle, tokens, on_done
+        self._max_body_bytes = int(settings.max_body_mib * (1 << 20))
+        self._body_timeout_s = settings.body_timeout_s
+        self._routes: frozenset[str] | None = None
+        self._open = _HEALTH | ({"/metrics"} if settings.open_metrics else frozenset())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, send)
+        try:
+            self._admit(scope, exchange)
+            if scope["path"] in _HEALTH:
+                await self._app(scope, receive, exchange.send)
+            else:
+                with self._lifecycle.working():
+                    await self._app(scope, await self._with_body(scope, receive, exchange), exchange.send)
+        except ClientGone:
+            exchange.status = 499  # as others log a client that hung up; nothing can be sent
+        except Problem as problem:
+            await problem.response(exchange.request_id)(scope, receive, exchange.send)
+        except Exception:  # boundary: a mistake in a server must not take the answer's form and the log line with it
+            log.exception("request %s failed", exchange.request_id)
+            if not exchange.started:
+                problem = Problem(500, "internal-error", "the server made a mistake; its log says more", retryable=True)
+                await problem.response(exchange.request_id)(scope, receive, exchange.send)
+        finally:
+            route = self._route(scope)
+            self._on_done(route, exchange.status)
+            if scope["path"] not in _HEALTH or exchange.status not in (200, 503):
+                log.info(
+                    "%s %s %d %.1f ms request=%s%s",
+                    *(scope["method"], route, exchange.status, exchange.elapsed_ms, exchange.request_id),
+                    f" traceparent={exchange.traceparent.decode('latin-1')}" if exchange.traceparent else "",
+                )
+
+    def _route(self, scope: Scope) -> str:
+        """The path if it is one of the app's, so that nobody can fill metrics with names."""
+        if self._routes is None:
+            self._routes = frozenset(route.path for route in scope["app"].routes)
+        return scope["path"] if scope["path"] in self._routes else "other"
+
+    def _admit(self, scope: Scope, exchange: _Exchange) -> None:
+        path = scope["path"]
+        if path not in self._open and not self._tokens.accepts(exchange.headers.get(b"authorization", b"")):
+            raise Problem(401, "unauthorized", "send one of the server's tokens: Authorization: Bearer TOKEN")
+        if scope["method"] != "POST" or path in _HEALTH:
+            return
+        if self._lifecycle.phase == "draining":
+            raise Problem(503, "draining", "the server is going down", retryable=True, retry_after_s=5, close=True)
+        if self._lifecycle.phase == "starting":
+            raise Problem(503, "starting", "the server is not ready yet", retryable=True, retry_after_s=2)
+        kind = exchange.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            shown = kind.decode("latin-1")[:60] or "nothing"
+            raise Problem(415, "not-json", f"send Content-Type: application/json (got {shown})", close=True)
+        if exchange.headers.get(b"content-encoding", b"identity").lower() not in (b"identity", b"gzip"):
+            raise Problem(415, "unknown-encoding", "Content-Encoding may be gzip or identity", close=True)
+        length = exchange.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            raise self._too_large()
+
+    async def _with_body(self, scope: Scope, receive: Receive, exchange: _Exchange) -> Receive:
+        """A `receive` that gives the whole body at once, inflated, and then waits for the client to hang up."""
+        if scope["method"] != "POST":
+            return receive
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                body = await self._read(receive, gzipped=exchange.gzipped)
+        except TimeoutError:
+            raise Problem(408, "body-too-slow", "the body did not arrive in time", retryable=True, close=True) from None
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_whole() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return receive_whole
+
+    async def _read(self, receive: Receive, *, gzipped: bool) -> bytes:
+        parts = _inflated(_chunks(receive)) if gzipped else _chunks(receive)
+        body = bytearray()
+        async for part in parts:
+            body += part
+            if len(body) > self._max_body_bytes:
+                raise self._too_large()
+        return bytes(body)
+
+    def _too_large(self) -> Problem:
+        return Problem(413, "body-too-large", f"a body has at most {self._max_body_bytes} bytes", close=True)
+
+
+class _Exchange:
+    """One request and its answer, as far as the guard is concerned."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self.traceparent = self.headers.get(b"traceparent", b"")[:128]
+        self.status, self.started = 0, False
+        self._send, self._began = send, time.monotonic()
+        scope.setdefault("state", {})["request_id"] = self.request_id
+
+    @property
+    def gzipped(self) -> bool:
+        return self.headers.get(b"content-encoding", b"").lower() == b"gzip"
+
+    @property
+    def elapsed_ms(self) -> float:
+        return (time.monotonic() - self._began) * 1000
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started, self.status = True, message["status"]
+            extra = [(b"x-request-id", self.request_id.encode())]
+            if self.traceparent:
+                extra.append((b"traceparent", self.traceparent))
+            message = {**message, "headers": [*message.get("headers", []), *extra]}
+        await self._send(message)
+
+
+class ClientGone(Exception):
+    """The client hung up; nobody waits for an answer."""
+
+
+async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return
+
+
+async def _inflated(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Gzip, in bounded pieces: a small body must not become a large one before its size is looked at."""
+    inflate = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    try:
+        async for chunk in chunks:
+            while chunk:
+                yield inflate.decompress(chunk, _CHUNK_BYTES)
+                chunk = inflate.unconsumed_tail
+        if not inflate.eof or inflate.unused_data:
+            raise Problem(400, "bad-gzip", "the body is not one whole gzip stream")
+    except zlib.error:
+        raise Problem(400, "bad-gzip", "the body is not gzip") from None
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Await `work`, but cancel it when the client hangs up.
+
+    Raises ClientGone, which the guard takes as the end of the request. Call it once the body has been read.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Service(Protocol):
+    """What a server serves: made ready after the port is open, ended after the last request."""
+
+    async def start(self) -> None:
+        """Make ready, as long as it takes. An error of Hone's ends the server with its message."""
+        ...
+
+    async def close(self) -> None:
+        """End everything it holds, within seconds; may be called without a start."""
+        ...
+
+
+async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: HttpSettings, *, name: str) -> None:
+    """Listen, start the service, serve until SIGTERM or SIGINT, drain.
+
+    Prints `NAME: listening on URL`, then `NAME: ready`. Health is answered from the first moment.
+    Raises:
+        DataError: the port cannot be had.
+        Stopped: a second signal cancelled what was in flight.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # a server's log is its stderr
+    log.setLevel(logging.INFO)
+    listener = _listen(settings)
+    print(f"{name}: listening on {_url(settings.host, listener)}", flush=True)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False)
+    config.timeout_graceful_shutdown = _CANCEL_TIMEOUT_S
+    server = _Server(config)
+    stop = _Stop(lifecycle, server, settings.drain_timeout_s)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(_start(service, lifecycle, name))
+    try:
+        with stop.on_signals():
+            await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                await starting  # raises what went wrong
+            await serving
+    finally:
+        starting.cancel()
+        server.should_exit = True
+        await asyncio.gather(serving, starting, return_exceptions=True)
+        await service.close()
+    if stop.forced:
+        raise Stopped(f"{name}: requests in flight were cancelled")
+    print(f"{name}: drained", flush=True)
+
+
+async def _start(service: Service, lifecycle: Lifecycle, name: str) -> None:
+    await service.start()
+    if lifecycle.phase == "starting":
+        lifecycle.phase = "ready"
+        print(f"{name}: ready", flush=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which closes the door before anybody could see readiness turn."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stop:
+    """What signals do: the first drains, the second cancels."""
+
+    def __init__(self, lifecycle: Lifecycle, server: uvicorn.Server, drain_timeout_s: float) -> None:
+        self._lifecycle, self._server, self._drain_timeout_s = lifecycle, server, drain_timeout_s
+        self._draining: asyncio.Task[None] | None = None
+        self.forced = False
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self._signalled)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _signalled(self) -> None:
+        if self._draining is None:
+            self._lifecycle.phase = "draining"
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            self.forced = self._server.force_exit = self._server.should_exit = True
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await self._lifecycle.idle()
+        except TimeoutError:
+            log.warning("%d requests did not finish in time and are cancelled", self._lifecycle.in_flight)
+        self._server.should_exit = True
+
+
+def _listen(settings: HttpSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise DataError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}. "
+            "Stop what is there, or choose another port (--port 0 takes a free one)."
+        ) from None
+    return listener
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

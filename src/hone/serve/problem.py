@@ -1,0 +1,144 @@
+"""Errors of a server as RFC 9457 `application/problem+json`, FastAPI's and Starlette's own among them.
+
+Beyond the standard's fields a body says whether the same request may succeed later (`retryable`), and for each thing
+that is wrong with the body where it is (`errors`: JSON pointer and what is wrong). Nothing of what was sent is repeated
+but the pointer, and no internals are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from hone.reward.wire import encode_json
+
+MEDIA_TYPE = "application/problem+json"
+MAX_ERRORS = 20
+"""Problems of one body that are listed."""
+
+
+class ProblemError(BaseModel):
+    """One thing that is wrong with a request's body."""
+
+    pointer: str
+    """JSON pointer as a URI fragment, `#/items/3/id`; `#` is the whole body."""
+    detail: str
+
+
+class ProblemBody(BaseModel):
+    """The body of every response that is an error."""
+
+    type: str
+    title: str
+    status: int = Field(ge=400, le=599)
+    detail: str
+    instance: str
+    retryable: bool
+    errors: list[ProblemError]
+
+
+def _schema() -> dict[str, Any]:
+    """The body's schema in one piece, for a description that knows nothing of `$defs`."""
+    schema = ProblemBody.model_json_schema()
+    schema["properties"]["errors"]["items"] = schema.pop("$defs")["ProblemError"]
+    return schema
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    codes: {"description": meaning, "content": {MEDIA_TYPE: {"schema": _schema()}}}
+    for codes, meaning in (("4XX", "The request is wrong."), ("5XX", "It cannot be answered now."))
+}
+"""For the OpenAPI description of a route."""
+
+
+class Problem(HTTPException):
+    """An error to answer with. Raise it anywhere while a request is handled."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        detail: str,
+        *,
+        retryable: bool = False,
+        retry_after_s: float | None = None,
+        errors: Sequence[tuple[str, str]] = (),
+        close: bool = False,
+    ) -> None:
+        """
+        Args:
+            kind: short name in words-and-dashes; the same for the same kind of mistake, for programs.
+            retry_after_s: sent in whole seconds, rounded up; 429 and 503 always have one.
+            errors: JSON pointer without the `#`, and what is wrong there.
+            close: the connection cannot be used further.
+        """
+        super().__init__(status, detail)
+        self.kind, self.retryable, self.errors = kind, retryable, tuple(errors)
+        if retry_after_s is None and status in (429, 503):
+            retry_after_s = 1.0
+        self.extra_headers: dict[str, str] = {}
+        if retry_after_s is not None:
+            self.extra_headers["Retry-After"] = str(max(1, -int(-retry_after_s // 1)))
+        if close:
+            self.extra_headers["Connection"] = "close"
+        if status == 401:
+            self.extra_headers["WWW-Authenticate"] = "Bearer"
+
+    def response(self, request_id: str) -> Response:
+        body = ProblemBody(
+            type=f"urn:hone:problem:{self.kind}",
+            title=self.kind.replace("-", " ").capitalize(),
+            status=self.status_code,
+            detail=str(self.detail),
+            instance=f"urn:hone:request:{request_id}",
+            retryable=self.retryable,
+            errors=[ProblemError(pointer=f"#{pointer}", detail=what) for pointer, what in self.errors[:MAX_ERRORS]],
+        )
+        content = encode_json(body.model_dump())
+        return Response(content, self.status_code, headers=self.extra_headers, media_type=MEDIA_TYPE)
+
+
+def answer_with_problems(app: FastAPI) -> None:
+    """Make every error of an app a problem: ours, Starlette's (404, 405) and FastAPI's refusal of a body (422)."""
+    app.add_exception_handler(Problem, _ours)
+    app.add_exception_handler(StarletteHTTPException, _starlettes)
+    app.add_exception_handler(RequestValidationError, _refused_body)
+
+
+def _ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem)
+    return error.response(request.state.request_id)
+
+
+def _starlettes(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StarletteHTTPException)
+    status = HTTPStatus(error.status_code)
+    problem = Problem(status.value, status.phrase.lower().replace(" ", "-"), f"{status.phrase}: {request.url.path}")
+    problem.extra_headers |= dict(error.headers or {})  # 405 says what is allowed
+    return problem.response(request.state.request_id)
+
+
+def _refused_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    errors = [(_pointer(details["loc"]), _what(details)) for details in error.errors()]
+    first = f"{errors[0][0].lstrip('/') or 'body'}: {errors[0][1]}" if errors else "the body does not fit"
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return Problem(422, "unprocessable-body", first + more, errors=errors).response(request.state.request_id)
+
+
+def _what(details: Mapping[str, Any]) -> str:
+    return (
+        "unknown field" if details["type"] == "extra_forbidden" else str(details["msg"]).removeprefix("Value error, ")
+    )
+
+
+def _pointer(location: Sequence[str | int]) -> str:
+    """`/items/3/id` of FastAPI's ("body", "items", 3, "id"), escaped as RFC 6901 says."""
+    return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in location[1:])
