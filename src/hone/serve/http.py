@@ -257,7 +257,7 @@ class Guard:
     def _route(self, scope: Scope) -> str:
         """The path if it is one of the app's, so that nobody can fill metrics with names."""
         if self._routes is None:
-            self._routes = frozenset(route.path for route in scope["app"].routes)
+            self._routes = frozenset(scope["app"].openapi()["paths"])
         return scope["path"] if scope["path"] in self._routes else "other"
 
     def _admit(self, scope: Scope, exchange: _Exchange) -> None:
