@@ -1,4 +1,4 @@
-"""Curves as small multiples in one SVG file: a panel for each, with all the others behind it in grey.
+"""Curves of shares as small multiples in one SVG file: a panel for each.
 
 Written directly, so that a figure needs no plotting library. Not a plotting library itself: one kind of picture.
 """
@@ -6,7 +6,7 @@ Written directly, so that a figure needs no plotting library. Not a plotting lib
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 Points = Sequence[tuple[float, float]]
@@ -42,11 +42,15 @@ def scale_of(curves: Mapping[str, Points]) -> Scale:
     return Scale(max((x for points in curves.values() for x, _ in points), default=1) or 1, low, max(high, low + grid))
 
 
-def small_multiples(curves: Mapping[str, Points], *, title: str, subtitle: str, x_label: str) -> str:
+def small_multiples(
+    curves: Mapping[str, Points], *, title: str, subtitle: str, x_label: str, comparable: bool = True
+) -> str:
     """The figure as SVG text.
 
     Args:
         curves: panel title -> points in order of x; without points a panel says so.
+        comparable: all panels share their x axis, and each has all the others behind it in grey; else each has an x
+            axis of its own. They share the y axis in any case.
     """
     scale, names = scale_of(curves), list(curves)
     rows = -(-len(names) // COLUMNS)
@@ -66,14 +70,18 @@ def small_multiples(curves: Mapping[str, Points], *, title: str, subtitle: str, 
     for number, name in enumerate(names):
         row, column = divmod(number, COLUMNS)
         x, y = LEFT + column * (PANEL_W + GAP_X), TOP + row * (PANEL_H + GAP_Y) + 12
+        if not comparable:
+            scale = replace(scale, x_max=scale_of({name: curves[name]}).x_max)
         below = number + COLUMNS >= len(names)
         parts.append(f"<g transform='translate({x} {y})'>")
-        parts += _panel(name, curves[name], scale, y_labels=column == 0, x_labels=below)
+        parts += _axes(scale, y_labels=column == 0, x_labels=below or not comparable)
+        parts += ["<use href='#all'/>"] if comparable else []
+        parts += _panel(name, curves[name], scale)
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(name: str, points: Points, scale: Scale, *, y_labels: bool, x_labels: bool) -> list[str]:
+def _axes(scale: Scale, *, y_labels: bool, x_labels: bool) -> list[str]:
     parts = []
     for tick in scale.y_ticks():
         y = scale.place(0, tick)[1]
@@ -83,7 +91,11 @@ def _panel(name: str, points: Points, scale: Scale, *, y_labels: bool, x_labels:
     if x_labels:
         parts.append(_text(0, PANEL_H + 14, "0", size=10, color=QUIET))
         parts.append(_text(PANEL_W, PANEL_H + 14, f"{scale.x_max:g}", size=10, color=QUIET, anchor="end"))
-    parts += ["<use href='#all'/>", _text(0, -7, name, size=11, weight=600)]
+    return parts
+
+
+def _panel(name: str, points: Points, scale: Scale) -> list[str]:
+    parts = [_text(0, -7, name, size=11, weight=600)]
     if not points:
         return [*parts, _text(PANEL_W / 2, PANEL_H / 2, "not run", size=11, color=QUIET, anchor="middle")]
     x, y = scale.place(*points[-1])

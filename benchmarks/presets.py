@@ -26,7 +26,6 @@ import gc
 import io
 import json
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks._figure import Points, small_multiples  # noqa: E402
+from benchmarks._runs import QUIET, lines_of, train_until  # noqa: E402
 from hone.algo.algorithm import Algorithm  # noqa: E402
 from hone.cli.main import main as hone  # noqa: E402
 from hone.config.layers import preset_names  # noqa: E402
@@ -58,7 +58,6 @@ EXAMPLE = ROOT / "examples" / "gsm8k-arithmetic" / "run.yaml"
 FIGURE = ROOT / "docs" / "presets.svg"
 NAMES = [name.removeprefix("algorithm/") for name in preset_names() if name.startswith("algorithm/")]
 BASELINE = "grpo"
-QUIET = ["observe.console=quiet", "observe.tensorboard=false", "observe.trace=false", "observe.samples_max_mib=0"]
 ADJUSTED: dict[str, list[str]] = {
     "dapo": ["algorithm.overlong_buffer_tokens=2"],  # a fifth of the limit, as in the paper
     "ppo": [
@@ -108,12 +107,6 @@ def write_run_file(preset: str, folder: Path, start: Path) -> Path:
         "eval: {every: 0, by: null}\n"
     )
     return run_file
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    """What a run logged; nothing if it has not begun."""
-    file = run / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
 
 
 # ---- cost ---------------------------------------------------------------------------------------------------------
@@ -285,23 +278,10 @@ def curve_of(run: Path) -> Points:
 
 def learn(preset: str, start: Path, folder: Path, options: argparse.Namespace, deadline: float) -> bool:
     """Run one preset, or go on with it, until it is done or time is up. Returns whether it is done."""
-    run_file, run = write_run_file(preset, folder, start), folder / preset
-    if (run / "hf").is_dir():
-        return True
-    settings = [f"run.dir={run}", f"run.steps={options.steps}", f"run.threads={options.threads}", *QUIET]
+    settings = [f"run.steps={options.steps}", f"run.threads={options.threads}"]
     settings += [f"eval.every={max(options.steps // 15, 1)}", "eval.samples=2", f"data.eval_rows={HELD_OUT}"]
     settings += ["checkpoint.every=25", "checkpoint.keep=1", *ADJUSTED.get(preset, ())]
-    command = [sys.executable, "-m", "hone.cli.main", "train", str(run_file), *settings]
-    process = subprocess.Popen([*command, *(["--resume"] if run.exists() else [])], cwd=ROOT)
-    try:
-        code = process.wait(max(deadline - time.monotonic(), 0))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # it saves where it is
-        process.wait(120)
-        return False
-    if code:
-        sys.exit(f"the run of {preset} failed")
-    return True
+    return train_until(deadline, write_run_file(preset, folder, start), folder / preset, settings)
 
 
 def curves(options: argparse.Namespace) -> None:
@@ -310,7 +290,7 @@ def curves(options: argparse.Namespace) -> None:
     start = make_start(options.threads)
     folder = FOLDER / f"curves-{options.steps}"
     for preset in options.presets:
-        if time.monotonic() > deadline or not learn(preset, start, folder, options, deadline):
+        if not learn(preset, start, folder, options, deadline):
             print("time is up; call again to go on", flush=True)
             break
         print(f"{preset}: {curve_of(folder / preset)[-1][1]:.1%} after {options.steps} steps", flush=True)
