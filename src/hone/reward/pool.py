@@ -1,5 +1,8 @@
 """Killable processes that run the user's reward functions: a hang or a crash costs one group, never the run.
 
+Where a function judges one response at a time and says that a hang is the response's fault (`reward(overrun=...)`), it
+costs that response alone: the others of the group are scored in a fresh process, and their scores are what they are.
+
 A thread cannot be stopped, and code stuck in C holds the whole interpreter; so each function runs in a process of
 its own, one task at a time, and whatever overruns is killed with its children and replaced. A worker is started anew
 (not forked), so it never holds a copy of the model. Every wait has a deadline, but one: for a free worker, which is
@@ -17,22 +20,35 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import psutil
 
 from hone.reward.signature import all_faulty
-from hone.reward.worker import HEADER, Hello, Job, Task
-from hone.types import Group, Score
+from hone.reward.worker import HEADER, Hello, Job, Ready, Task
+from hone.types import Fault, Group, Score
 
 START_TIMEOUT_S = 60.0
 """Until a new worker must have imported the rewards."""
 CLOSE_TIMEOUT_S = 2.0
 """Until a worker that was asked to end is killed."""
+BUSY_FRAC = 0.25
+"""A worker that overran its time was computing if it had this share of it on a processor; less, and the machine or the
+process was held up: no fault of the response. Well below 1, for workers share cores."""
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+"""What a process dies of by its own doing."""
 _MAIN = "import sys; sys.path[:] = {path!r}; from hone.reward.worker import main; main({fd}, {pid})"
 
 
 class WorkerDied(Exception):
     """A worker ended in the middle of something; says how."""
+
+    def __init__(self, how: str, *, crashed: bool = False) -> None:
+        super().__init__(how)
+        self.crashed = crashed
+        """By its own doing, as far as one can tell."""
 
 
 class WorkerPool:
@@ -45,6 +61,7 @@ class WorkerPool:
     def __init__(self, *, num_workers: int, folder: Path) -> None:
         """`folder`, the run file's, is put on the workers' import path."""
         self._jobs: list[Job] = []
+        self._overrun_scores: tuple[float | None, ...] = ()
         self._closed = False
         self._python_path = (str(folder.resolve()), *sys.path)
         self._workers = [_Worker() for _ in range(num_workers)]
@@ -67,11 +84,12 @@ class WorkerPool:
                 return [f"{', '.join(job.key for job in self._jobs)}: the process that imports it {outcome}"]
             if isinstance(outcome, BaseException):
                 raise outcome
-            if outcome:
-                return outcome
+            if outcome.problems:
+                return outcome.problems
+            self._overrun_scores = outcome.overrun_scores
         return []
 
-    async def _start(self, worker: _Worker) -> list[str]:
+    async def _start(self, worker: _Worker) -> Ready:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 return await worker.start(Hello(tuple(self._jobs), self._python_path))
@@ -79,30 +97,111 @@ class WorkerPool:
             raise WorkerDied(f"did not finish within {START_TIMEOUT_S:g} s") from None
 
     async def score(self, job: int, group: Group, *, timeout_s: float) -> tuple[Score, ...]:
-        """Scores of a group, or one fault for all its samples when the worker hangs or dies. Cancelling kills it."""
-        worker = await self._free.get()
+        """Scores of a group. Cancelling kills the worker.
+
+        `timeout_s` is for the group, or for each response where the function judges them one at a time. After a hang
+        the rest of such a group queues again, behind the groups that waited.
+        """
+        task = _Scoring(job, group, self._overrun_scores[job], timeout_s)
+        while not task.is_done:
+            worker = await self._free.get()
+            try:
+                if self._closed:
+                    raise RuntimeError("a group came to be scored after the rewards were closed")
+                if worker.alive or await self._restarted(worker, task):
+                    await task.run(worker)
+            except asyncio.CancelledError:
+                await worker.kill()  # busy with a task that nobody waits for any more
+                raise
+            finally:
+                self._free.put_nowait(worker)
+        return tuple(task.scores)
+
+    async def _restarted(self, worker: _Worker, task: _Scoring) -> bool:
+        """Start a worker that has died; when that fails, nobody can score the rest of the task."""
         try:
-            if self._closed:
-                raise RuntimeError("a group came to be scored after the rewards were closed")
-            if not worker.alive:
-                await self._start(worker)
-            async with asyncio.timeout(timeout_s):
-                return await worker.ask(Task(job, group))
-        except TimeoutError:
-            await worker.kill()
-            return all_faulty(len(group.samples), f"took longer than {timeout_s:g} s; its process was killed")
+            await self._start(worker)
         except WorkerDied as error:
-            return all_faulty(len(group.samples), f"its process {error}")
-        except asyncio.CancelledError:
-            await worker.kill()  # busy with a task that nobody waits for any more
-            raise
-        finally:
-            self._free.put_nowait(worker)
+            task.fail(f"its process {error}")
+            return False
+        return True
 
     async def close(self) -> None:
         """End all workers, by force after CLOSE_TIMEOUT_S."""
         self._closed = True
         await asyncio.gather(*(worker.close() for worker in self._workers))
+
+
+class _Scoring:
+    """A group on its way through the workers: the scores so far, and what a hang or a death means for the next ones."""
+
+    def __init__(self, job: int, group: Group, overrun_score: float | None, timeout_s: float) -> None:
+        self.scores: list[Score] = []
+        self._job, self._group, self._timeout_s = job, group, timeout_s
+        self._overrun_score = overrun_score
+        self._row_done = False
+        self._deaths = 0
+        """Under the response that is next."""
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.scores) >= len(self._group.samples)
+
+    async def run(self, worker: _Worker) -> None:
+        """Take the scores that are missing from a worker, up to its first hang or death."""
+        rest = replace(self._group, samples=self._group.samples[len(self.scores) :])
+        self._row_done = False
+        used_s = worker.processor_s()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                scores = await worker.ask(Task(self._job, rest))
+            while not self._take(scores):
+                used_s = worker.processor_s()
+                async with asyncio.timeout(self._timeout_s):
+                    scores = await worker.receive()
+        except TimeoutError:
+            used_s = worker.processor_s() - used_s
+            await worker.kill()
+            self._hung(used_s)
+        except WorkerDied as error:
+            self._died(error)
+
+    def _take(self, scores: tuple[Score, ...]) -> bool:
+        self.scores += scores
+        self._row_done = True
+        if scores:
+            self._deaths = 0
+        return self.is_done
+
+    def fail(self, detail: str, fault: Fault = Fault.INFRA) -> None:
+        """The same fault for every sample that has no score yet."""
+        self.scores += all_faulty(len(self._group.samples) - len(self.scores), detail, fault)
+
+    def _hung(self, used_s: float) -> None:
+        detail = f"took longer than {self._timeout_s:g} s; its process was killed"
+        if self._overrun_score is None:
+            self.fail(detail)
+        elif used_s < BUSY_FRAC * self._timeout_s:
+            self._next(None, Fault.INFRA, f"{detail} after {used_s:.1f} s of processor time")
+        elif not self._row_done:
+            self.fail(f"the row {detail}", Fault.DATA)
+        else:
+            self._next(self._overrun_score, Fault.MODEL, detail)
+
+    def _died(self, error: WorkerDied) -> None:
+        self._deaths += 1
+        if self._overrun_score is None:
+            self.fail(f"its process {error}")
+        elif self._deaths == 1:
+            return  # once may be chance or a hand from outside: the same response again, in a fresh process
+        elif error.crashed and self._row_done:
+            self._next(self._overrun_score, Fault.MODEL, f"its process {error}, twice")
+        else:
+            self._next(None, Fault.INFRA, f"its process {error}, twice")
+
+    def _next(self, value: float | None, fault: Fault, detail: str) -> None:
+        self.scores.append(Score(value, fault, detail))
+        self._deaths = 0
 
 
 class _Worker:
@@ -124,8 +223,16 @@ class _Worker:
         except ConnectionError:
             return False
 
-    async def start(self, hello: Hello) -> list[str]:
-        """Start the process. Returns its problems with the jobs. Raises WorkerDied."""
+    def processor_s(self) -> float:
+        """Seconds of processor time that the process has used; 0 when it is gone."""
+        try:
+            times = psutil.Process(self.process.pid).cpu_times() if self.process is not None else None
+        except psutil.Error:
+            return 0.0
+        return times.user + times.system if times is not None else 0.0
+
+    async def start(self, hello: Hello) -> Ready:
+        """Start the process. Returns what it found of the jobs. Raises WorkerDied."""
         await self.kill()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -143,18 +250,28 @@ class _Worker:
         return await self.ask(hello)
 
     async def ask(self, message: Any) -> Any:
-        """Send a message and await the answer. Raises WorkerDied, saying how, when the process ends first."""
-        channel = self.channel
-        assert channel is not None
+        """Send a message and await its first answer. Raises WorkerDied, saying how, when the process ends first."""
+        assert self.channel is not None
         body = pickle.dumps(message)
         try:
-            await asyncio.get_running_loop().sock_sendall(channel, HEADER.pack(len(body)) + body)
-            (length,) = HEADER.unpack(await self._read(channel, HEADER.size))
-            return pickle.loads(await self._read(channel, length))
+            await asyncio.get_running_loop().sock_sendall(self.channel, HEADER.pack(len(body)) + body)
+        except ConnectionError:
+            await self._bury()
+        return await self.receive()
+
+    async def receive(self) -> Any:
+        """Await the next answer. Raises as `ask`."""
+        assert self.channel is not None
+        try:
+            (length,) = HEADER.unpack(await self._read(self.channel, HEADER.size))
+            return pickle.loads(await self._read(self.channel, length))
         except (ConnectionError, EOFError):
-            code = await self.kill()
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            raise WorkerDied(how) from None
+            await self._bury()
+
+    async def _bury(self) -> NoReturn:
+        code = await self.kill()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise WorkerDied(how, crashed=-code in _CRASHES) from None
 
     @staticmethod
     async def _read(channel: socket.socket, num_bytes: int) -> bytes:

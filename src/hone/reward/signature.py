@@ -44,11 +44,24 @@ class Range:
         return None
 
 
-def reward(*, minimum: float | None = None, maximum: float | None = None) -> Callable[[RewardFunction], RewardFunction]:
-    """Declare the range of a reward function's values; what lies outside is then a fault, not a score."""
+def reward(
+    *, minimum: float | None = None, maximum: float | None = None, overrun: Fault = Fault.INFRA
+) -> Callable[[RewardFunction], RewardFunction]:
+    """Declare what a reward function promises.
+
+    Args:
+        minimum, maximum: of its values; what lies outside is then a fault, not a score.
+        overrun: whose fault it is that the function does not come back. INFRA, the default: ours, and the whole group
+            goes without scores. MODEL: it only computes, on one response at a time, so a response that it hangs on or
+            crashes over has done that, and earns the minimum. It is then called with groups of one sample, after a
+            group of none: what hangs there is the row.
+    """
+    if overrun is Fault.DATA or (overrun is Fault.MODEL and minimum is None):
+        raise ValueError(f"overrun={overrun}: choose Fault.INFRA, or Fault.MODEL with the minimum that it earns")
 
     def declare(function: RewardFunction) -> RewardFunction:
         function.hone_range = Range(minimum, maximum)  # type: ignore[attr-defined]
+        function.hone_overrun = overrun  # type: ignore[attr-defined]
         return function
 
     return declare
@@ -56,6 +69,12 @@ def reward(*, minimum: float | None = None, maximum: float | None = None) -> Cal
 
 def declared_range(function: RewardFunction) -> Range:
     return getattr(function, "hone_range", Range())
+
+
+def overrun_score(function: RewardFunction) -> float | None:
+    """What a response earns that the function never comes back from; None when that is no fault of the response."""
+    blames_response = getattr(function, "hone_overrun", Fault.INFRA) is Fault.MODEL
+    return declared_range(function).minimum if blames_response else None
 
 
 def check_scores(returned: Any, group: Group, declared: Range) -> tuple[Score, ...]:

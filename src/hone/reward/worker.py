@@ -15,12 +15,12 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hone.reward.resolve import Target, Unusable, load
-from hone.reward.signature import RewardFunction, all_faulty, check_scores, declared_range, describe
+from hone.reward.signature import RewardFunction, all_faulty, check_scores, declared_range, describe, overrun_score
 from hone.types import Group, Score
 
 HEADER = struct.Struct("!Q")
@@ -40,15 +40,29 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message to a worker; it answers with a list of problems, empty when all is well."""
+    """The first message to a worker, answered with a Ready."""
 
     jobs: tuple[Job, ...]
     python_path: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """What a worker has found of its jobs."""
+
+    problems: list[str]
+    """Of the run file; empty when all is well."""
+    overrun_scores: tuple[float | None, ...]
+    """Of each job: what a response earns that its function does not come back from; None: no fault of the response."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
-    """Score `group` by job number `job`; the worker answers with one Score per sample."""
+    """Score `group` by job number `job`.
+
+    The worker answers with tuples of Scores until there is one for each sample: with all at once, or, for a job with an
+    overrun score, with an empty tuple when it is done with the row, then one by one.
+    """
 
     job: int
     group: Group
@@ -64,11 +78,11 @@ def main(channel_fd: int, parent_pid: int) -> None:
             return
         sys.path[:] = hello.python_path
         functions, problems = _load_all(hello.jobs)
-        _send(channel, problems)
+        _send(channel, Ready(problems, tuple(map(overrun_score, functions))))
         with asyncio.Runner() as runner:  # one event loop for all tasks: async rewards may keep their connections
             while (task := _receive(channel)) is not None:
-                job = hello.jobs[task.job]
-                _send(channel, _score(runner, functions[task.job], job.args, task.group))
+                for scores in _answers(runner, functions[task.job], hello.jobs[task.job].args, task.group):
+                    _send(channel, scores)
 
 
 def _load_all(jobs: tuple[Job, ...]) -> tuple[list[RewardFunction], list[str]]:
@@ -80,6 +94,16 @@ def _load_all(jobs: tuple[Job, ...]) -> tuple[list[RewardFunction], list[str]]:
         except Unusable as error:
             problems.append(f"{job.key}: {error}")
     return functions, problems
+
+
+def _answers(
+    runner: asyncio.Runner, function: RewardFunction, args: Mapping[str, Any], group: Group
+) -> Iterator[tuple[Score, ...]]:
+    if overrun_score(function) is None:
+        yield _score(runner, function, args, group)
+        return
+    for samples in ((), *((sample,) for sample in group.samples)):
+        yield _score(runner, function, args, replace(group, samples=samples))
 
 
 def _score(
