@@ -94,6 +94,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     Raises:
         ConfigError: with every problem of every layer.
     """
+    return _load(path, overrides, needed=None)
+
+
+def load_rewards(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Resolve a run file for its `reward` section alone, for who only scores: a file with nothing else will do.
+
+    What other sections lack, or how they fit together, is no problem here, and they are not to be read; unknown keys
+    and wrong values are problems as ever. Raises ConfigError.
+    """
+    return _load(path, overrides, needed="reward")
+
+
+def _load(path: str | Path, overrides: Sequence[str], *, needed: str | None) -> Loaded:
+    """`needed`: the one section that must be whole and keep the rules; None: all of them."""
     run_file, stack = Path(path), Stack()
     tree = stack.read(run_file, str(path), asked_by=None)
     if tree is None:
@@ -113,15 +127,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         problems += [_problem(layer, error) for error in _value_errors(layer) if error.kind != "missing"]
     errors = _value_errors(tree)
     is_whole = not stack.problems  # what a broken layer would have set is not missing
-    problems += [_problem(tree, error) for error in errors if is_whole or error.kind != "missing"]
+    problems += [
+        _problem(tree, error)
+        for error in errors
+        if error.kind != "missing" or (is_whole and _concerns(needed, error.path))
+    ]
     config = _validated(tree, errors)
     if config is not None and is_whole:
         bad_paths = [error.path for error in errors] + [secret.key for secret in secrets]
         found = (breach for breach in breaches(config, run_file) if not _touches(breach, bad_paths))
-        problems += [_breach_problem(tree, breach) for breach in found]
+        problems += [_breach_problem(tree, breach) for breach in found if _concerns(needed, breach.keys[0])]
     if problems or config is None:
         raise _error(problems)
     return Loaded(config=config, run_file=run_file, tree=tree, settings=tuple(settings))
+
+
+def _concerns(section: str | None, path: str) -> bool:
+    """Whether a path lies in a section; None is the whole file."""
+    return section is None or path.partition(".")[0] == section
 
 
 def _settings(layer: Node, path: str = "") -> list[Setting]:
