@@ -3,7 +3,7 @@
 import asyncio
 import random
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -67,7 +67,7 @@ class Engine:
     def __init__(self, clock, explode_at=None):
         self.version, self.clock, self.active, self.explode_at = -1, clock, 0, explode_at
 
-    async def generate(self, request):
+    async def generate(self, request, on_sample=None):
         if request.prompt.index == self.explode_at:
             raise ValueError("engine exploded")
         version, self.active = self.version, self.active + 1
@@ -89,6 +89,10 @@ class Engine:
 class RandomRewards:
     def __init__(self, clock, equal_frac):
         self.clock, self.equal_frac = clock, equal_frac
+
+    @asynccontextmanager
+    async def begin(self, prompt):
+        yield SimpleNamespace(on_sample=None, finish=lambda samples: self.score(Group(prompt, samples)))
 
     async def score(self, group: Group) -> Group:
         await asyncio.sleep(self.clock.choice([0, 0.1, 2]))

@@ -84,7 +84,7 @@ def test_a_failure_in_the_background_ends_the_run(fault, error):
 def test_a_group_that_takes_too_long_ends_the_run_with_a_message():
     run = fake_run(0)
 
-    async def never(request):
+    async def never(request, on_sample):
         await asyncio.sleep(1e6)
 
     run.engine.generate = never

@@ -60,7 +60,7 @@ class ScriptedEngine:
     def __init__(self, *turns):
         self.turns, self.asked, self.closed = list(turns), [], False
 
-    async def generate(self, request):
+    async def generate(self, request, on_sample=None):
         self.asked.append(request)
         samples = []
         for index in range(request.first_sample, request.first_sample + request.num_samples):
@@ -163,7 +163,7 @@ def test_a_failure_ends_the_sample_and_says_why():
 
 def test_an_engine_that_fails_fails_the_call():
     class Failing(ScriptedEngine):
-        async def generate(self, request):
+        async def generate(self, request, on_sample=None):
             if request.first_position:
                 raise EngineError("out of order")
             return await super().generate(request)

@@ -32,8 +32,9 @@ async def evaluate(
     """Sample `settings.samples` responses per prompt and score them."""
 
     async def one(prompt: Prompt) -> Group:
-        samples = await engine.generate(Request(prompt, settings.samples, sampling, seed, "eval"))
-        return await rewards.score(Group(prompt, samples))
+        async with rewards.begin(prompt) as scoring:
+            request = Request(prompt, settings.samples, sampling, seed, "eval")
+            return await scoring.finish(await engine.generate(request, scoring.on_sample))
 
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(one(prompt)) for prompt in prompts]

@@ -76,18 +76,28 @@ async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
     request = Request(prompt, config.rollout.group_size, run.sampling, config.seed, "train")
     greedy = Request(prompt, 1, replace(run.sampling, temperature=0.0), config.seed, "train")
     requests = [request, greedy] if "greedy_reward" in run.algorithm.needs else [request]
-    try:
-        async with asyncio.timeout(config.rollout.timeout_s):
-            sampled = await asyncio.gather(*map(run.engine.generate, requests))
-    except TimeoutError as error:
-        raise EngineError(
-            f"prompt {prompt.id}: no group of {request.num_samples} samples within rollout.timeout_s = "
-            f"{config.rollout.timeout_s:g} s. Raise it, or lower rollout.max_response_tokens or group_size."
-        ) from error
-    generated_at = now()
-    group, *baseline = [await run.rewards.score(Group(prompt, samples)) for samples in sampled]
-    group = replace(group, greedy=baseline[0] if baseline else None)
-    return Finished(group, generated_at) if run.keeps(group) else None
+    finished, *baseline = await asyncio.gather(*(sample_and_score(run, request) for request in requests))
+    if baseline:
+        finished = Finished(
+            replace(finished.group, greedy=baseline[0].group), max(finished.generated_at, baseline[0].generated_at)
+        )
+    return finished if run.keeps(finished.group) else None
+
+
+async def sample_and_score(run: PolicyRun, request: Request) -> Finished:
+    """One request's samples with their scores, begun for each sample as it finishes where the rewards allow it."""
+    timeout_s = run.config.rollout.timeout_s
+    async with run.rewards.begin(request.prompt) as scoring:
+        try:
+            async with asyncio.timeout(timeout_s):
+                samples = await run.engine.generate(request, scoring.on_sample)
+        except TimeoutError as error:
+            raise EngineError(
+                f"prompt {request.prompt.id}: no group of {request.num_samples} samples within rollout.timeout_s = "
+                f"{timeout_s:g} s. Raise it, or lower rollout.max_response_tokens or group_size."
+            ) from error
+        generated_at = now()
+        return Finished(await scoring.finish(samples), generated_at)
 
 
 async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:

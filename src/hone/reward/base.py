@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -21,9 +21,9 @@ from hone.errors import ConfigError, RewardError
 from hone.reward.builtin import HELD
 from hone.reward.pool import WorkerPool
 from hone.reward.resolve import Unusable, load, load_held, resolve
-from hone.reward.signature import RewardFunction, check_scores, declared_range
+from hone.reward.signature import RewardFunction, ScoreSample, check_scores, declared_range
 from hone.reward.worker import Job
-from hone.types import Group, Score
+from hone.types import Group, Prompt, Sample, Score
 
 
 class Scorer(Protocol):
@@ -42,6 +42,15 @@ class Held(Scorer, Protocol):
 
     async def close(self) -> None:
         """End everything it holds, within seconds; may be called without a start, and twice."""
+        ...
+
+
+@runtime_checkable
+class Early(Scorer, Protocol):
+    """A scorer to which a sample's siblings do not matter, so that each can be scored as soon as it is finished."""
+
+    def begin(self, prompt: Prompt) -> ScoreSample | None:
+        """What scores the samples of this prompt, each as `score` would; None: only `score` can, as args have it."""
         ...
 
 
@@ -84,6 +93,7 @@ class Rewards:
         self, components: Sequence[Component], settings: RewardSection, *, window_samples: int, pool: WorkerPool
     ) -> None:
         self.components = tuple(components)
+        self.early = {c.name: c.scorer for c in components if isinstance(c.scorer, Early)}
         self._min_valid_per_group = settings.min_valid_per_group
         self._bound = UnscoredBound(settings.max_unscored_frac, window_samples)
         self._pool = pool
@@ -143,10 +153,15 @@ class Rewards:
 
         Raises RewardError when more samples than `reward.max_unscored_frac` allows could not be scored lately.
         """
-        if len(self.components) == 1:
-            results = [await self.components[0].scorer.score(group)]
-        else:
-            results = await asyncio.gather(*(component.scorer.score(group) for component in self.components))
+        async with self.begin(group.prompt) as scoring:
+            return await scoring.finish(group.samples)
+
+    def begin(self, prompt: Prompt) -> Scoring:
+        """For a prompt whose samples are still being generated: scoring that starts with the first finished one."""
+        return Scoring(self, prompt)
+
+    def combine(self, group: Group, results: Sequence[tuple[Score, ...]]) -> Group:
+        """The group with every component's scores and their weighted sums; raises what `score` does."""
         scores = {component.name: result for component, result in zip(self.components, results, strict=True)}
         weighted = [(c.weight, result) for c, result in zip(self.components, results, strict=True) if c.weight]
         rewards = tuple(_weighted_sum(weighted, sample) for sample in range(len(group.samples)))
@@ -174,6 +189,57 @@ class Rewards:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class Scoring:
+    """The scores of one prompt's samples, begun as each sample finishes where the scorer allows it.
+
+        async with rewards.begin(prompt) as scoring:
+            samples = await engine.generate(request, scoring.on_sample)
+            group = await scoring.finish(samples)
+
+    Leaving it ends what is still being scored.
+    """
+
+    def __init__(self, rewards: Rewards, prompt: Prompt) -> None:
+        self._rewards, self._prompt = rewards, prompt
+        begun = {name: scorer.begin(prompt) for name, scorer in rewards.early.items()}
+        self._early = {name: score_sample for name, score_sample in begun.items() if score_sample is not None}
+        self._running: dict[tuple[str, int], asyncio.Future[Score]] = {}
+        """Component name and sample index -> its score."""
+        self.on_sample: Callable[[Sample], None] | None = self._start if self._early else None
+        """To be told of each finished sample; None when no scorer can use it."""
+
+    def _start(self, sample: Sample) -> None:
+        for name, score_sample in self._early.items():
+            self._running[name, sample.index] = asyncio.ensure_future(score_sample(sample))
+
+    async def finish(self, samples: tuple[Sample, ...]) -> Group:
+        """The scored group, as `Rewards.score` would give it; raises what that does."""
+        group = Group(self._prompt, samples)
+        components = self._rewards.components
+        if len(components) == 1:  # a task for a function of microseconds would cost more than it
+            return self._rewards.combine(group, [await self._scores(components[0], group)])
+        results = await asyncio.gather(*(self._scores(component, group) for component in components))
+        return self._rewards.combine(group, results)
+
+    async def _scores(self, component: Component, group: Group) -> tuple[Score, ...]:
+        running = [self._running.get((component.name, sample.index)) for sample in group.samples]
+        begun = [score for score in running if score is not None]
+        if len(begun) < len(running):
+            return await component.scorer.score(group)
+        return tuple(await asyncio.gather(*begun))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._early = {}  # an engine's last words may still come after the call was cancelled
+        for score in self._running.values():
+            score.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
 
 
 class UnscoredBound:

@@ -29,9 +29,9 @@ from hone.reward.sandbox.base import Ending, Limits, Run, Sandbox, SandboxFault,
 from hone.reward.sandbox.bubblewrap import Bubblewrap
 from hone.reward.sandbox.cases import BadTests, UnitTest, read_tests
 from hone.reward.sandbox.remote import Remote, token_from
-from hone.reward.signature import DETAIL_CHARACTERS, Range, all_faulty
+from hone.reward.signature import DETAIL_CHARACTERS, Range, ScoreSample
 from hone.reward.snippet import NoProgram, last_program
-from hone.types import Fault, Group, Score
+from hone.types import Fault, Group, Prompt, Sample, Score
 
 START_AGAIN_S = 30.0
 """A sandbox that could not be had is tried again after this long: a service may come back."""
@@ -124,24 +124,28 @@ class CodeReward:
         if sandbox is not None:
             await sandbox.close()
 
+    def begin(self, prompt: Prompt) -> ScoreSample:
+        """See `base.Early`. Equal programs of one prompt are run once."""
+        column = self._settings.column
+        try:
+            tests = read_tests(prompt.answer if column is None else prompt.columns.get(column))
+        except BadTests as error:
+            return _always(Score(None, Fault.DATA, str(error)[:DETAIL_CHARACTERS]))
+        verdicts: dict[str, asyncio.Task[Score]] = {}
+
+        async def score_sample(sample: Sample) -> Score:
+            program = _program(sample.text)
+            if isinstance(program, Score):
+                return program
+            if program not in verdicts:
+                verdicts[program] = asyncio.create_task(self._judge(program, tests))
+            return await verdicts[program]
+
+        return score_sample
+
     async def score(self, group: Group) -> tuple[Score, ...]:
         """One score per sample; waits for free places, and is bounded by the limits of the programs in front."""
-        settings = self._settings
-        tests = group.prompt.answer if settings.column is None else group.prompt.columns.get(settings.column)
-        try:
-            tests = read_tests(tests)
-        except BadTests as error:
-            return all_faulty(len(group.samples), str(error), Fault.DATA)
-        if self.sandbox is None:
-            await self._start()
-        sandbox = self.sandbox
-        if sandbox is None:
-            return all_faulty(len(group.samples), f"sandbox_unavailable: {self._unavailable}")
-        programs = [_program(sample.text) for sample in group.samples]
-        sources = tuple(dict.fromkeys(program for program in programs if isinstance(program, str)))
-        verdicts = await asyncio.gather(*(self._judge(sandbox, source, tests) for source in sources))
-        by_source = dict(zip(sources, verdicts, strict=True))
-        return tuple(by_source[program] if isinstance(program, str) else program for program in programs)
+        return tuple(await asyncio.gather(*map(self.begin(group.prompt), group.samples)))
 
     async def _start(self) -> None:
         async with self._starting:
@@ -161,8 +165,13 @@ class CodeReward:
             self._unavailable = "; ".join(reasons) + _hint(self._settings)
             self._next_start = time.monotonic() + START_AGAIN_S
 
-    async def _judge(self, sandbox: Sandbox, source: str, tests: Sequence[UnitTest]) -> Score:
+    async def _judge(self, source: str, tests: Sequence[UnitTest]) -> Score:
         """The score of one program. Nothing that it does can make its score better than a wrong output would."""
+        if self.sandbox is None:
+            await self._start()
+        sandbox = self.sandbox
+        if sandbox is None:
+            return Score(None, Fault.INFRA, f"sandbox_unavailable: {self._unavailable}"[:DETAIL_CHARACTERS])
         failed = lost = 0
         while True:
             try:
@@ -229,6 +238,13 @@ def _program(text: str) -> str | Score:
         return last_program(text)
     except NoProgram as error:
         return Score(0.0, Fault.MODEL, str(error))
+
+
+def _always(score: Score) -> ScoreSample:
+    async def score_sample(sample: Sample) -> Score:
+        return score
+
+    return score_sample
 
 
 def _candidates(settings: CodeSettings, reasons: list[str]) -> list[Sandbox]:

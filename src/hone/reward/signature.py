@@ -17,10 +17,12 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any
 
-from hone.types import Fault, Group, Score
+from hone.types import Fault, Group, Sample, Score
 
 Scores = Sequence[float | Score | None]
 RewardFunction = Callable[..., Scores | Awaitable[Scores]]
+ScoreSample = Callable[[Sample], Awaitable[Score]]
+"""Scores one sample of a prompt that was given before, without its siblings."""
 
 DETAIL_CHARACTERS = 200
 """Longest cause that a fault carries."""

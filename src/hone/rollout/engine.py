@@ -6,7 +6,7 @@ a text that people and rewards can read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Stream = Literal["train", "eval"]
+OnSample = Callable[[Sample], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,10 @@ class Engine(Protocol):
         """Policy version (number of updates made) of the weights that the next token is sampled with."""
         ...
 
-    async def generate(self, request: Request) -> tuple[Sample, ...]:
+    async def generate(self, request: Request, on_sample: OnSample | None = None) -> tuple[Sample, ...]:
         """Draw `num_samples` samples, in the order of their index; the prompt is computed once for all.
 
+        `on_sample` is called in the event loop with each sample as it is finished, in that order, before this returns.
         Cancelling the call frees its rows. Raises EngineError when asleep, closed or broken.
         """
         ...

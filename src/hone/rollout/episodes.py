@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.errors import DataError
-from hone.rollout.engine import Engine, Request
+from hone.rollout.engine import Engine, OnSample, Request
 from hone.rollout.env import Episode, Observation, describe, episode_seed
 from hone.rollout.env_pool import EnvironmentFault, EnvironmentPool, EpisodeHandle
 from hone.types import FinishReason, Sample, Turn
@@ -57,13 +57,13 @@ class EpisodeEngine:
         """See `Engine.version`."""
         return self._engine.version
 
-    async def generate(self, request: Request) -> tuple[Sample, ...]:
+    async def generate(self, request: Request, on_sample: OnSample | None = None) -> tuple[Sample, ...]:
         """See `Engine.generate`. `request.sampling.max_tokens` bounds a whole sample, tool tokens included."""
         with self._rounds.playing():
             first = await self._engine.generate(request)
             drafts = [Draft(request, sample, self._open(request, sample.index), self._encode) for sample in first]
             try:
-                await self._play(request, drafts)
+                await self._play(request, drafts, on_sample)
             finally:
                 for draft in drafts:
                     draft.environment.close()
@@ -96,11 +96,18 @@ class EpisodeEngine:
         seed = episode_seed(request.seed, request.stream, request.prompt.index, sample_index)
         return self._environments.open(Episode(request.prompt, sample_index, seed))
 
-    async def _play(self, request: Request, drafts: Sequence[Draft]) -> None:
+    async def _play(self, request: Request, drafts: Sequence[Draft], on_sample: OnSample | None) -> None:
         """Turn by turn, until no sample goes on."""
+
+        async def answer(draft: Draft, is_last: bool) -> bool:
+            goes_on = await draft.answer(is_last=is_last)
+            if not goes_on and on_sample is not None:
+                on_sample(draft.sample())
+            return goes_on
+
         playing = drafts
         for turn in range(1, self._max_turns + 1):
-            goes_on = await _all(draft.answer(is_last=turn == self._max_turns) for draft in playing)
+            goes_on = await _all(answer(draft, turn == self._max_turns) for draft in playing)
             playing = [draft for draft, on in zip(playing, goes_on, strict=True) if on]
             if not playing:
                 return

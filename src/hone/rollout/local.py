@@ -19,7 +19,7 @@ from hone.model.decoder import Decoder
 from hone.model.hf import TransformersModel
 from hone.model.load import weights_fingerprint
 from hone.rollout.decoding import DecoderStepper
-from hone.rollout.engine import Request
+from hone.rollout.engine import OnSample, Request
 from hone.rollout.rows import Job
 from hone.rollout.scheduler import Decode, Scheduler
 from hone.rollout.stepper import Stepper
@@ -62,14 +62,16 @@ class LocalEngine:
         self._unsent: list[Action] = []
         self._awake = True
 
-    async def generate(self, request: Request) -> tuple[Sample, ...]:
+    async def generate(self, request: Request, on_sample: OnSample | None = None) -> tuple[Sample, ...]:
         """See `Engine.generate`. Raises DataError when the prompt leaves no position for a response."""
         if not self._awake:
             raise EngineError(f"prompt {request.prompt.id}: the engine is asleep; wake it before generating.")
-        job, promise = self._job(request), self._worker.promise()
+        job, promise, loop = self._job(request), self._worker.promise(), asyncio.get_running_loop()
+        if on_sample is not None:
+            job.on_sample = lambda sample: loop.call_soon_threadsafe(on_sample, sample)
         self._unsent.append(lambda: self._start(job, promise))
         if len(self._unsent) == 1:
-            asyncio.get_running_loop().call_soon(self._send_when_quiet, 1)
+            loop.call_soon(self._send_when_quiet, 1)
         try:
             return await self._worker.wait_for(promise, f"prompt {request.prompt.id}")
         except asyncio.CancelledError:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hone.rollout.engine import Request
+from hone.rollout.engine import OnSample, Request
 from hone.rollout.sampling import Controls, request_key, row_keys, uniforms
 from hone.types import Sample
 
@@ -25,6 +25,8 @@ class Job:
     """The stepper's id of the prompt, once computed."""
     samples: list[Sample] = field(default_factory=list)
     """Finished ones, in order of finishing."""
+    on_sample: OnSample | None = None
+    """Told of each of them at once, where the arithmetic is done."""
 
 
 class Rows:

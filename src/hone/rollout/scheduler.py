@@ -142,17 +142,18 @@ class Scheduler:
         for row in done.tolist():
             job, length = rows.jobs[row], int(rows.length[row])
             token_ids = rows.tokens[row, :length].tolist()
-            job.samples.append(
-                Sample(
-                    prompt_id=job.request.prompt.id,
-                    index=int(rows.sample_index[row]),
-                    token_ids=tuple(token_ids),
-                    sampler_logprobs=tuple(rows.logprobs[row, :length].tolist()),
-                    versions=tuple(rows.versions[row, :length].tolist()),
-                    finish_reason="stop" if stopped_B[row] else "length",
-                    text=cut_texts[row] if row in cut_texts else self._decode(token_ids),
-                )
+            finished = Sample(
+                prompt_id=job.request.prompt.id,
+                index=int(rows.sample_index[row]),
+                token_ids=tuple(token_ids),
+                sampler_logprobs=tuple(rows.logprobs[row, :length].tolist()),
+                versions=tuple(rows.versions[row, :length].tolist()),
+                finish_reason="stop" if stopped_B[row] else "length",
+                text=cut_texts[row] if row in cut_texts else self._decode(token_ids),
             )
+            job.samples.append(finished)
+            if job.on_sample is not None:
+                job.on_sample(finished)
             if len(job.samples) == job.request.num_samples:
                 job.samples.sort(key=lambda s: s.index)
                 complete.append(job)
