@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live view on a terminal, plain lines elsewhere, or only warnings.
 
-Only shows; nothing here is kept. The live view draws on its own thread from a snapshot, so logging never waits for
-a terminal; plain output never contains control characters.
+And logs/training.log, which keeps the plain lines. The live view draws on its own thread from a snapshot, so logging
+never waits for a terminal; plain output never contains control characters.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.console import Console as RichConsole
@@ -182,7 +184,25 @@ class PlainView:
             self._print(plain_line(self._state))
 
     def _print(self, text: str) -> None:
-        print("".join(c if c.isprintable() else " " for c in text), file=self._stream, flush=True)
+        self._write("".join(c if c.isprintable() else " " for c in text))
+
+    def _write(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+class LogView(PlainView):
+    """logs/training.log: what the plain view shows, each line with the time. A full disk ends nothing else."""
+
+    def __init__(self, path: Path, title: str, total_steps: int, *, resume: bool) -> None:
+        """Begins the file anew unless the run is resumed."""
+        super().__init__(title, total_steps, sys.stdout)
+        self._path = path
+        if not resume:
+            path.write_text("")
+
+    def _write(self, line: str) -> None:
+        with suppress(OSError), self._path.open("a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
 class LiveView:

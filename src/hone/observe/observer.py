@@ -23,7 +23,7 @@ import psutil
 
 from hone.errors import HoneError
 from hone.observe.background import Background
-from hone.observe.console import View, open_view
+from hone.observe.console import LogView, View, open_view
 from hone.observe.metrics import find_metric
 from hone.observe.recorder import Recorder
 from hone.observe.report import Summary, write_report
@@ -71,7 +71,7 @@ class Observer:
             ConfigError: Weights & Biases is asked for and its package or key is missing.
             RunFolderError: metrics.jsonl is not the one that `resume_bytes` was taken from.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
         resume = bool(resume_bytes)
         self._folder, self._decode = folder, decode
         self._lock = threading.Lock()
@@ -88,20 +88,18 @@ class Observer:
             warn=self.warn,
             last_step=self._metrics.last_step,
         )
-        self._log_path = folder / "logs" / "training.log"
-        self._log_path.parent.mkdir(exist_ok=True)
-        if not resume:
-            self._log_path.write_text("")
         self._summary = Summary.begin(folder, title=title, versions=versions(), resume=resume)
         self._process = psutil.Process()
         self._peak_gib = 0.0
         self._not_finite: set[str] = set()
         """Metrics that were warned of."""
-        self._view: View = open_view(settings.console, title, total_steps)
+        log = LogView(folder / "logs" / "training.log", title, total_steps, resume=resume)
+        self._views: tuple[View, View] = (log, open_view(settings.console, title, total_steps))
 
     def begin(self, stage: str, total_steps: int) -> None:
         """A stage of so many steps begins; for the views' progress and remaining time."""
-        self._view.begin(stage, total_steps)
+        for view in self._views:
+            view.begin(stage, total_steps)
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Time what happens inside: `time/<name>_s` of the next line, and an event with `args` in trace.json."""
@@ -121,7 +119,8 @@ class Observer:
         with self._lock:
             self._metrics.write(stage, step, line)
         self._warn_of_non_finite(stage, step, line)
-        self._view.update(stage, step, line)
+        for view in self._views:
+            view.update(stage, step, line)
         unix_s, events = time.time(), self._spans.take_events()
         self._background.submit(lambda: self._write_slow(stage, step, line, unix_s, events))
 
@@ -136,13 +135,18 @@ class Observer:
 
     def say(self, message: str) -> None:
         """One plain line for people, on the console and in logs/training.log."""
-        self._keep_message(message)
-        self._view.say(message)
+        for view in self._views:
+            view.say(message)
+
+    def relay(self, name: str, line: str) -> None:
+        """A line of another process's log, shown on the console as `[name] line`; it has a file of its own."""
+        _, console = self._views
+        console.say(f"[{name}] {line}")
 
     def warn(self, message: str) -> None:
         """As `say`, and shown even on a quiet console."""
-        self._keep_message(f"warning: {message}")
-        self._view.warn(message)
+        for view in self._views:
+            view.warn(message)
 
     def position(self) -> int:
         """Length of metrics.jsonl in bytes, once it and all samples recorded so far are on the disk."""
@@ -166,8 +170,8 @@ class Observer:
         except OSError as error:
             self.warn(f"report.html cannot be written: {error.strerror}")
         finally:
-            self._keep_message(message)
-            self._view.close(message)  # whatever happened, the terminal is given back
+            for view in self._views:
+                view.close(message)  # whatever happened, the terminal is given back
 
     def _memory(self) -> dict[str, float]:
         rss_gib = self._process.memory_info().rss / 2**30
@@ -219,12 +223,6 @@ class Observer:
             return
         if self._trace.full:
             self.warn("trace.json has reached its largest size: the trace ends here")
-
-    def _keep_message(self, message: str) -> None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        text = "".join(f"{stamp} {line}\n" for line in message.splitlines())
-        with self._lock, suppress(OSError), self._log_path.open("a", encoding="utf-8") as log:
-            log.write(text)  # on a full disk the console has it still
 
 
 @lru_cache(maxsize=1)
