@@ -41,7 +41,7 @@ class Prompt:
     answer: Any = None
     """The gold answer, from the mapped column."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the row, for rewards."""
+    """Every column of the row but the prompt's, for rewards."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The {role, content} messages that `text` renders, when `data.chat`; for rewards with a template of their own."""
 

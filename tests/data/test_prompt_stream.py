@@ -28,10 +28,10 @@ def take(stream, start, count):
     return list(itertools.islice(stream.starting_at(start), count))
 
 
-def test_a_prompt_has_text_tokens_answer_and_the_other_columns(write_rows, load, words):
+def test_a_prompt_has_text_tokens_answer_and_all_columns_but_its_own(write_rows, load, words):
     name = write_rows({"q": "one plus one", "a": "2", "level": 3})
     (prompt,) = load(name, prompt_column="q", answer_column="a").rows()
-    assert (prompt.text, prompt.answer, prompt.columns) == ("one plus one", "2", {"level": 3})
+    assert (prompt.text, prompt.answer, prompt.columns) == ("one plus one", "2", {"a": "2", "level": 3})
     assert list(prompt.token_ids) == words.encode_prompts(["one plus one"], rendered=False)[0]
 
 

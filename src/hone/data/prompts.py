@@ -185,7 +185,7 @@ class _Loading(Tally):
                 self.responses[row_id] = self.spelled(response, self.response_column)
         except Malformed as error:
             return self.reject(f"{row.where} {error.field}: {error}")
-        others = {k: v for k, v in values.items() if k not in (data.prompt_column, data.answer_column)}
+        others = {k: v for k, v in values.items() if k != data.prompt_column}
         messages = tuple(self.renderer.messages(values[data.prompt_column])) if data.chat else None
         return _Draft(row.where, row_id, text, answer, others, messages)
 
