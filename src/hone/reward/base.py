@@ -21,7 +21,7 @@ from hone.errors import ConfigError, RewardError
 from hone.reward.builtin import HELD
 from hone.reward.pool import WorkerPool
 from hone.reward.resolve import Unusable, load, load_held, resolve
-from hone.reward.signature import RewardFunction, ScoreSample, check_scores, declared_range
+from hone.reward.signature import Range, RewardFunction, ScoreSample, check_scores, declared_range
 from hone.reward.worker import Job
 from hone.types import Group, Prompt, Sample, Score
 
@@ -61,6 +61,10 @@ class InProcess:
     function: RewardFunction
     args: Mapping[str, Any]
 
+    @property
+    def hone_range(self) -> Range:
+        return declared_range(self.function)
+
     async def score(self, group: Group) -> tuple[Score, ...]:
         return check_scores(self.function(group, **self.args), group, declared_range(self.function))
 
@@ -72,6 +76,10 @@ class InPool:
     pool: WorkerPool
     job: int
     timeout_s: float
+
+    @property
+    def hone_range(self) -> Range:
+        return self.pool.range_of(self.job)
 
     async def score(self, group: Group) -> tuple[Score, ...]:
         return await self.pool.score(self.job, group, timeout_s=self.timeout_s)
@@ -164,10 +172,15 @@ class Rewards:
         """The group with every component's scores and their weighted sums; raises what `score` does."""
         scores = {component.name: result for component, result in zip(self.components, results, strict=True)}
         weighted = [(c.weight, result) for c, result in zip(self.components, results, strict=True) if c.weight]
-        rewards = tuple(_weighted_sum(weighted, sample) for sample in range(len(group.samples)))
+        rewards = tuple(weighted_sum(weighted, sample) for sample in range(len(group.samples)))
         scored = group.scored(scores, rewards)
         self._bound.observe(scored)
         return scored
+
+    @property
+    def worker_restarts(self) -> int:
+        """Processes of user functions that were started again, because they had hung or died."""
+        return self._pool.restarts
 
     def enough(self, group: Group) -> bool:
         """Whether a scored group keeps its quorum, `reward.min_valid_per_group` (or all of a smaller group)."""
@@ -347,7 +360,8 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _weighted_sum(weighted: Sequence[tuple[float, tuple[Score, ...]]], sample: int) -> float | None:
+def weighted_sum(weighted: Sequence[tuple[float, tuple[Score, ...]]], sample: int) -> float | None:
+    """The reward of a sample, from weights that are not 0 and each component's scores; None when one is missing."""
     total = 0.0
     for weight, scores in weighted:
         value = scores[sample].value

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from hone.reward.signature import all_faulty
+from hone.reward.signature import Range, all_faulty
 from hone.reward.worker import HEADER, Hello, Job, Ready, Task
 from hone.types import Fault, Group, Score
 
@@ -62,6 +62,9 @@ class WorkerPool:
         """`folder`, the run file's, is put on the workers' import path."""
         self._jobs: list[Job] = []
         self._overrun_scores: tuple[float | None, ...] = ()
+        self._ranges: tuple[Range, ...] = ()
+        self.restarts = 0
+        """Workers started again since the start, because they had hung or died."""
         self._closed = False
         self._python_path = (str(folder.resolve()), *sys.path)
         self._workers = [_Worker() for _ in range(num_workers)]
@@ -86,8 +89,12 @@ class WorkerPool:
                 raise outcome
             if outcome.problems:
                 return outcome.problems
-            self._overrun_scores = outcome.overrun_scores
+            self._overrun_scores, self._ranges = outcome.overrun_scores, outcome.ranges
         return []
+
+    def range_of(self, job: int) -> Range:
+        """What a job's function declares of its values; nothing before the start."""
+        return self._ranges[job] if self._ranges else Range()
 
     async def _start(self, worker: _Worker) -> Ready:
         try:
@@ -119,6 +126,7 @@ class WorkerPool:
 
     async def _restarted(self, worker: _Worker, task: _Scoring) -> bool:
         """Start a worker that has died; when that fails, nobody can score the rest of the task."""
+        self.restarts += 1
         try:
             await self._start(worker)
         except WorkerDied as error:

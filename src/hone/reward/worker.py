@@ -20,7 +20,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hone.reward.resolve import Target, Unusable, load
-from hone.reward.signature import RewardFunction, all_faulty, check_scores, declared_range, describe, overrun_score
+from hone.reward.signature import (
+    Range,
+    RewardFunction,
+    all_faulty,
+    check_scores,
+    declared_range,
+    describe,
+    overrun_score,
+)
 from hone.types import Group, Score
 
 HEADER = struct.Struct("!Q")
@@ -54,6 +62,8 @@ class Ready:
     """Of the run file; empty when all is well."""
     overrun_scores: tuple[float | None, ...]
     """Of each job: what a response earns that its function does not come back from; None: no fault of the response."""
+    ranges: tuple[Range, ...]
+    """What each job's function declares of its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,7 @@ def main(channel_fd: int, parent_pid: int) -> None:
             return
         sys.path[:] = hello.python_path
         functions, problems = _load_all(hello.jobs)
-        _send(channel, Ready(problems, tuple(map(overrun_score, functions))))
+        _send(channel, Ready(problems, tuple(map(overrun_score, functions)), tuple(map(declared_range, functions))))
         with asyncio.Runner() as runner:  # one event loop for all tasks: async rewards may keep their connections
             while (task := _receive(channel)) is not None:
                 for scores in _answers(runner, functions[task.job], hello.jobs[task.job].args, task.group):
