@@ -51,6 +51,10 @@ BUILTIN: dict[str, RewardFunction] = {"exact": exact, "gsm8k": gsm8k}
 POOLED: dict[str, str] = {"poster": "hone.reward.poster:poster"}
 """Built-in rewards that take milliseconds and more: they run where a user's functions do, in a killable process."""
 
-HELD: dict[str, str] = {"code": "hone.reward.code:CodeReward", "reward_model": "hone.reward.scalar:RewardModel"}
+HELD: dict[str, str] = {
+    "code": "hone.reward.code:CodeReward",
+    "reward_model": "hone.reward.scalar:RewardModel",
+    "service": "hone.reward.client:ServiceReward",
+}
 """Built-in rewards that hold processes or connections: one scorer of this class is made for the component's args, and
 started and closed with the run."""

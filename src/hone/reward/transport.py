@@ -55,7 +55,7 @@ class Refused(Exception):
     """The endpoint says that the request is wrong, or not allowed; it will not be right another time."""
 
     def __init__(self, status: int, detail: str) -> None:
-        super().__init__(f"HTTP {status}: {detail}" if detail else f"HTTP {status}")
+        super().__init__(f"HTTP {status}: {detail}".rstrip(": "))
         self.status, self.detail = status, detail
 
 
@@ -256,7 +256,7 @@ class Call:
     """One thing to be had from the endpoints before a deadline, over as many tries as it takes."""
 
     def __init__(self, endpoints: Endpoints, deadline_s: float, try_s: float) -> None:
-        self._endpoints, self._deadline_s, self._try_s = endpoints, deadline_s, try_s
+        self._endpoints, self._deadline_s, self.try_s = endpoints, deadline_s, try_s
         self._failures = 0
         self.deadline = math.inf
         """On the clock of `time.monotonic`; infinite until the clock is started."""
@@ -296,7 +296,7 @@ class Call:
         """Raises TryAgain and Refused, both counted."""
         counts, started = self._endpoints.counts, time.monotonic()
         counts.tries += 1
-        seconds = min(self._try_s, self.deadline - started)
+        seconds = min(self.try_s, self.deadline - started)
         try:
             try:
                 async with asyncio.timeout(seconds):
@@ -425,7 +425,7 @@ def _failure(response: httpx.Response, reason: str) -> TryAgain | Refused:
         return TryAgain(
             f"HTTP {status}: {reason}".rstrip(": "), rest_s=0.0 if rest_s is None and status == 429 else rest_s
         )
-    return Refused(status, reason or response.headers.get("Location", ""))
+    return Refused(status, f"{reason or response.headers.get('Location', '')} ({response.url})")
 
 
 def _reason(body: bytes) -> str:

@@ -1,0 +1,195 @@
+"""The `service` reward: scores come from a reward service over HTTP, `POST /v1/rewards`.
+
+    reward:
+      components:
+        - use: service
+          args: {url: "http://127.0.0.1:8899", reward: poster}
+
+What the service cannot score now is asked for again until a deadline, and only that. An answer counts only as a whole:
+one result per item, in order, each number finite, in its range and the sum of its parts; anything else is a fault of
+infrastructure, never a number. How requests travel is `transport.py`'s business, what they say is `wire.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from hone.config.run import Section, key
+from hone.errors import RewardError
+from hone.reward.resolve import Unusable, nearest
+from hone.reward.signature import DETAIL_CHARACTERS, ScoreSample, all_faulty
+from hone.reward.transport import Call, Endpoints, Refused, Unavailable
+from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, score_of
+from hone.types import Fault, Group, Prompt, Sample, Score
+
+PATH, READY_PATH = "/v1/rewards", "/readyz"
+SERVER_SHARE = 0.9
+"""Of the time of one try: what is unscored by then comes back as such, and what is scored is not lost with it."""
+
+
+class ServiceSettings(Section):
+    """`args` of the `service` reward."""
+
+    url: str | tuple[str, ...] | None = key(None)
+    """Base URL of the service; several that serve the same are used together. Exactly one of `url` and `service`."""
+    service: str | None = key(None)
+    """Name of a service of the run file."""
+    reward: str | None = key(None)
+    """Which of the service's rewards; null: the weighted sum of all."""
+    mode: Mode = key("pointwise")
+    """pointwise: each sample by itself, as soon as it is finished; groupwise: the samples of a prompt together."""
+    trace: bool = key(False)
+    """Also send tokens, logprobs and turns, for rewards that look inside the sampling."""
+    token_env: str | None = key(None)
+    """Environment variable with the service's bearer token."""
+    ca_file: str | None = key(None)
+    """PEM file, relative to the run file, with the authorities to trust for https; null: the public ones."""
+    deadline_s: float = key(120.0, unit="seconds per request", gt=0)
+    """What has no score by then has none, retries and a restart of the service included."""
+    max_in_flight: int = key(64, unit="requests per URL", ge=1)
+    """Requests at one time; others wait for their turn."""
+    allow_other_fingerprint: bool = key(False)
+    """Go on when the service scores by other rules than the run began with."""
+
+
+class ServiceReward:
+    """The scorer (`base.Held`, `base.Early`). Needs no service at its start: requests wait for one."""
+
+    def __init__(self, settings: ServiceSettings, endpoints: Endpoints) -> None:
+        self.fingerprint: str | None = None
+        """Of the rules that the service scores by, from its first answer or from the run that is resumed."""
+        self._settings, self._endpoints = settings, endpoints
+
+    @classmethod
+    def from_args(
+        cls, args: Mapping[str, Any], *, folder: Path, services: Mapping[str, str] = MappingProxyType({})
+    ) -> Self:
+        """Of a component's args. Raises Unusable when they do not fit."""
+        try:
+            settings = ServiceSettings.model_validate(dict(args))
+        except ValidationError as error:
+            problems = [f"args.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+            raise Unusable("; ".join(problems)) from None
+        token = token_of(settings.token_env)
+        ca_file = None if settings.ca_file is None else str(folder / Path(settings.ca_file).expanduser())
+        try:
+            endpoints = Endpoints(
+                urls_of(settings.url, settings.service, services),
+                token=token,
+                max_in_flight=settings.max_in_flight,
+                ready_path=READY_PATH,
+                ca_file=ca_file,
+            )
+        except (ValueError, OSError) as error:
+            raise Unusable(f"args of `service`: {error}") from None
+        return cls(settings, endpoints)
+
+    async def start(self) -> list[str]:
+        """Nothing to do: a service that is still starting is waited for by the first request."""
+        return []
+
+    async def close(self) -> None:
+        await self._endpoints.close()
+
+    def counts(self) -> dict[str, int]:
+        """What happened on the way since the start."""
+        return asdict(self._endpoints.counts)
+
+    def begin(self, prompt: Prompt) -> ScoreSample | None:
+        """See `base.Early`."""
+
+        async def score_sample(sample: Sample) -> Score:
+            (score,) = await self.score(Group(prompt, (sample,)))
+            return score
+
+        return score_sample if self._settings.mode == "pointwise" else None
+
+    async def score(self, group: Group) -> tuple[Score, ...]:
+        """One score per sample. Raises RewardError when the service's rules are not those that the run began with."""
+        try:
+            items = items_of(group, trace=self._settings.trace)
+        except ValueError as error:
+            return all_faulty(len(group.samples), f"the row cannot be sent: {error}", Fault.DATA)
+        results: dict[str, ItemResult] = {}
+        why = ""
+        try:
+            await self._fill(results, items)
+        except (Unavailable, Refused) as error:
+            why = str(error)[:DETAIL_CHARACTERS]
+        missing = Score(None, Fault.INFRA, why)
+        return tuple(_score(results[item.id]) if item.id in results else missing for item in items)
+
+    async def _fill(self, results: dict[str, ItemResult], items: Sequence[Item]) -> None:
+        """Ask for every item until none is left that may be scored later; results so far survive an exception."""
+        call = self._endpoints.call(deadline_s=self._settings.deadline_s)
+        while True:
+            for result in await self._ask(call, items):
+                results[result.id] = result
+            failed = [item for item in items if _is_retryable(results[item.id])]
+            if not failed:
+                return
+            if self._settings.mode == "pointwise":  # a group without its members would be another group
+                items = failed
+            await call.again(f"{results[failed[0].id].error}")
+
+    async def _ask(self, call: Call, items: Sequence[Item]) -> list[ItemResult]:
+        settings = self._settings
+        timeout_ms = max(1, int(1000 * SERVER_SHARE * call.try_s))
+        request = RewardRequest(reward=settings.reward, mode=settings.mode, timeout_ms=timeout_ms, items=list(items))
+
+        def check(answer: Any) -> RewardReply:
+            reply = RewardReply.model_validate(answer)
+            reply.check(items)
+            return reply
+
+        reply = await call.post(PATH, request.model_dump(mode="json"), check)
+        self._check_fingerprint(reply.server.fingerprint)
+        return reply.results
+
+    def _check_fingerprint(self, fingerprint: str) -> None:
+        if self.fingerprint is None or self._settings.allow_other_fingerprint:
+            self.fingerprint = fingerprint
+        if fingerprint != self.fingerprint:
+            raise RewardError(
+                f"the service scores by other rules than the run began with: fingerprint {fingerprint}, not "
+                f"{self.fingerprint}. Start it with its former settings and models, or allow the change with "
+                "args.allow_other_fingerprint: true."
+            )
+
+
+def urls_of(url: str | Sequence[str] | None, service: str | None, services: Mapping[str, str]) -> list[str]:
+    """The base URLs that args name. Raises ValueError unless exactly one of `url` and `service` says where."""
+    if (url is None) == (service is None):
+        raise ValueError("give either url or service")
+    if service is None:
+        return [url] if isinstance(url, str) else list(url or ())
+    if service not in services:
+        named = f" The run file's: {', '.join(services)}." if services else " The run file has no `services`."
+        raise ValueError(f"no service {service!r}.{nearest(service, services)}{named}")
+    return [services[service]]
+
+
+def token_of(variable: str | None) -> str | None:
+    """The value of an environment variable; None without a name. Raises Unusable when it is not set."""
+    if variable is not None and not os.environ.get(variable):
+        raise Unusable(f"args.token_env: the environment variable {variable} is not set")
+    return None if variable is None else os.environ[variable]
+
+
+def _is_retryable(result: ItemResult) -> bool:
+    return result.error is not None and result.error.retryable
+
+
+def _score(result: ItemResult) -> Score:
+    """The verdict, with what each component of a sum said, so that it is logged by itself."""
+    score = score_of(result)
+    parts = {name: part.score for name, part in result.components.items() if part.score is not None}
+    parts = parts if len(result.components) > 1 else {}
+    return replace(score, detail=score.detail[:DETAIL_CHARACTERS], metrics=parts | dict(score.metrics))
