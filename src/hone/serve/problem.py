@@ -101,8 +101,12 @@ class Problem(HTTPException):
             retryable=self.retryable,
             errors=[ProblemError(pointer=f"#{pointer}", detail=what) for pointer, what in self.errors[:MAX_ERRORS]],
         )
-        content = encode_json(body.model_dump())
+        content = encode_json(body.model_dump() | self.more_members())
         return Response(content, self.status_code, headers=self.extra_headers, media_type=MEDIA_TYPE)
+
+    def more_members(self) -> dict[str, Any]:
+        """Members of the body beyond RFC 9457's and ours, for clients that look for others."""
+        return {}
 
 
 def answer_with_problems(app: FastAPI) -> None:
