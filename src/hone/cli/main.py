@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import hone
-from hone.cli import check, evaluate, explain, export, train
+from hone.cli import check, evaluate, explain, export, plan, train
 from hone.errors import HoneError, Stopped
 
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -34,6 +34,7 @@ app = typer.Typer(
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
 app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("export", epilog=export.EXAMPLES)(export.export)
 

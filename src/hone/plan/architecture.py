@@ -1,0 +1,321 @@
+"""A model's shape and its exact parameter counts, from the keys of a config.json alone.
+
+Dense and mixture-of-experts decoders, grouped-query and latent attention. Counts are exact: every weight that
+Transformers' class of the same config has, and tests compare them. Counted too are the correction biases of
+DeepSeek-V3's routers, which that class keeps as buffers; not counted is its multi-token prediction layer, which the
+class does not have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hone.config.wording import nearest
+from hone.errors import DataError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what is cached is one low-rank vector per token."""
+
+    q_rank: int | None
+    """None: queries are projected directly."""
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward block."""
+
+    count: int
+    active: int
+    """Experts that compute each token."""
+    inner: int
+    shared_inner: int = 0
+    """Width of the experts that compute every token, all together."""
+    has_shared_gate: bool = False
+    has_correction_bias: bool = False
+    """One number per expert beside the router's matrix (DeepSeek-V3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters by component, of all layers together."""
+
+    embedding: int
+    attention: int
+    feed_forward: int
+    """Dense blocks and shared experts."""
+    experts: int
+    """Routed experts."""
+    router: int
+    norms: int
+    output: int
+    """The output layer; 0 where it is the embedding."""
+
+    @property
+    def total(self) -> int:
+        return (
+            self.embedding + self.attention + self.feed_forward + self.experts + self.router + self.norms + self.output
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The shape of one decoder."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    inner: int
+    """Width of a dense feed-forward block."""
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    """Whether the output layer is the embedding."""
+    max_positions: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norms_per_layer: int = 2
+    latent: Latent | None = None
+    experts: Experts | None = None
+    dense_layers: int = 0
+    """With experts: layers that have a dense block all the same."""
+
+    @property
+    def q_size(self) -> int:
+        """Numbers per token in all queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers per token in all keys, or in all values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def parameters(self) -> Parameters:
+        """Exact counts by component."""
+        expert_layers = self.layers - self.dense_layers if self.experts else 0
+        dense_block = 3 * self.hidden * self.inner + (2 * self.inner + self.hidden) * self.mlp_bias
+        feed_forward = (self.layers - expert_layers) * dense_block
+        routed = router = 0
+        if self.experts:
+            moe = self.experts
+            routed = expert_layers * moe.count * 3 * self.hidden * moe.inner
+            per_expert = self.hidden + moe.has_correction_bias
+            router = expert_layers * (moe.count * per_expert + self.hidden * moe.has_shared_gate)
+            feed_forward += expert_layers * 3 * self.hidden * moe.shared_inner
+        return Parameters(
+            embedding=self.vocab * self.hidden,
+            attention=self.layers * self._attention_parameters(),
+            feed_forward=feed_forward,
+            experts=routed,
+            router=router,
+            norms=self.layers * self._norm_parameters() + self.hidden,
+            output=0 if self.tied else self.vocab * self.hidden,
+        )
+
+    @property
+    def total_parameters(self) -> int:
+        return self.parameters.total
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute one token: all but the experts that it is not sent to."""
+        counts = self.parameters
+        if self.experts is None:
+            return counts.total
+        return counts.total - counts.experts + counts.experts * self.experts.active // self.experts.count
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Active parameters that each token is multiplied with, output layer included: two operations each, forward."""
+        return self.active_parameters - (0 if self.tied else self.vocab * self.hidden)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of the largest layer."""
+        moe = self.experts
+        attention = self._attention_parameters() + self._norm_parameters()
+        if moe is None:
+            return attention + 3 * self.hidden * self.inner
+        widths = moe.count * moe.inner + moe.shared_inner
+        return attention + 3 * self.hidden * widths + moe.count * self.hidden
+
+    @property
+    def root_parameters(self) -> int:
+        """Embedding, last norm and output layer: what is in no layer."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def active_inner(self) -> int:
+        """Feed-forward width that computes one token in the widest kind of layer."""
+        return self.experts.active * self.experts.inner + self.experts.shared_inner if self.experts else self.inner
+
+    def kv_bytes_per_token(self, *, bytes_each: int = 2, tensor_parallel: int = 1) -> int:
+        """Bytes that one token takes in one device's KV cache.
+
+        Tensor parallelism divides the heads of keys and values, and copies them where there are fewer heads than
+        devices. The latent of MLA is one vector for all heads, so every device keeps all of it.
+        """
+        if self.latent:
+            return self.layers * (self.latent.kv_rank + self.latent.rope_dim) * bytes_each
+        return 2 * self.layers * math.ceil(self.kv_heads / tensor_parallel) * self.head_dim * bytes_each
+
+    def with_vocab(self, vocab: int) -> Architecture:
+        return replace(self, vocab=vocab)
+
+    def as_critic(self) -> Architecture:
+        """The same body with one number per token in place of logits; its head is too small to count."""
+        return replace(self, tied=True)
+
+    def _attention_parameters(self) -> int:
+        h, latent = self.hidden, self.latent
+        if latent is None:
+            biases = (self.q_size + 2 * self.kv_size) * self.qkv_bias + h * self.out_bias
+            return h * (self.q_size + 2 * self.kv_size) + self.q_size * h + biases
+        q_size = self.heads * (latent.nope_dim + latent.rope_dim)
+        queries = h * q_size if latent.q_rank is None else latent.q_rank * (h + q_size)
+        down = h * (latent.kv_rank + latent.rope_dim)
+        up = latent.kv_rank * self.heads * (latent.nope_dim + latent.value_dim)
+        return queries + down + up + self.heads * latent.value_dim * h
+
+    def _norm_parameters(self) -> int:
+        inside = 2 * self.head_dim if self.qk_norm else 0
+        if self.latent:
+            inside = self.latent.kv_rank + (self.latent.q_rank or 0)
+        return self.norms_per_layer * self.hidden + inside
+
+
+class _Keys:
+    """The keys of a config.json, with what the model type's class fills in for missing ones."""
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self._config, self._source = config, source
+        self.model_type = config.get("model_type")
+        if self.model_type not in FAMILIES:
+            close = nearest(str(self.model_type), list(FAMILIES))
+            hint = f" Did you mean {close}?" if close else ""
+            raise DataError(
+                f"{source}: model_type {self.model_type!r} is none that hone plan can count.{hint} It knows: "
+                f"{', '.join(FAMILIES)}."
+            )
+
+    def number(self, name: str) -> int:
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise DataError(f"{self._source}: {name} must be a whole number (got {value!r}); it is needed to plan.")
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._config.get(name)
+        return value if value is not None else FAMILIES[str(self.model_type)].get(name, default)
+
+
+_MOE_DEFAULTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32, "vocab_size": 151936},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936},
+    "phi3": {},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+    "gemma3_text": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {"qkv_bias": True, **_MOE_DEFAULTS},
+    "qwen3_moe": {"num_key_value_heads": 4, **_MOE_DEFAULTS},
+    "deepseek_v2": {"first_k_dense_replace": 0},
+    "deepseek_v3": {"first_k_dense_replace": 3},
+}
+"""What can be counted, and what Transformers fills in where a config.json does not say it."""
+
+
+def architecture_from(config: Mapping[str, Any], *, source: str = "config.json") -> Architecture:
+    """The shape that a config.json describes.
+
+    Args:
+        source: where it is from, for messages.
+    Raises:
+        DataError: a model type that cannot be counted, or a key is missing.
+    """
+    keys = _Keys(config, source)
+    family = str(keys.model_type)
+    hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
+    if heads == 0:
+        raise DataError(f"{source}: num_attention_heads is 0.")
+    biased = bool(keys.get("attention_bias", False))
+    qwen2_like = family == "qwen2" or (family == "qwen2_moe" and bool(keys.get("qkv_bias")))
+    latent = _latent(keys) if family.startswith("deepseek") else None
+    experts = _experts(keys)
+    return Architecture(
+        model_type=family,
+        layers=keys.number("num_hidden_layers"),
+        hidden=hidden,
+        inner=keys.number("intermediate_size"),
+        vocab=keys.number("vocab_size"),
+        heads=heads,
+        kv_heads=int(keys.get("num_key_value_heads", heads)),
+        head_dim=latent.nope_dim + latent.rope_dim if latent else int(keys.get("head_dim", hidden // heads)),
+        tied=bool(keys.get("tie_word_embeddings", False)),
+        max_positions=int(keys.get("max_position_embeddings", 0)),
+        qkv_bias=biased or qwen2_like,
+        out_bias=biased and not qwen2_like,
+        mlp_bias=bool(keys.get("mlp_bias", False)),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        norms_per_layer=4 if family in ("gemma2", "gemma3_text") else 2,
+        latent=latent,
+        experts=experts,
+        dense_layers=_dense_layers(keys) if experts else 0,
+    )
+
+
+def _latent(keys: _Keys) -> Latent:
+    q_rank = keys.get("q_lora_rank")
+    return Latent(
+        q_rank=None if q_rank is None else int(q_rank),
+        kv_rank=keys.number("kv_lora_rank"),
+        rope_dim=keys.number("qk_rope_head_dim"),
+        nope_dim=keys.number("qk_nope_head_dim"),
+        value_dim=keys.number("v_head_dim"),
+    )
+
+
+def _experts(keys: _Keys) -> Experts | None:
+    family = keys.model_type
+    if family == "mixtral":
+        count, active = keys.number("num_local_experts"), keys.number("num_experts_per_tok")
+        return Experts(count, active, keys.number("intermediate_size"))
+    if family in ("qwen2_moe", "qwen3_moe"):
+        inner, active = keys.number("moe_intermediate_size"), keys.number("num_experts_per_tok")
+        shared = keys.number("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+        return Experts(keys.number("num_experts"), active, inner, shared, has_shared_gate=family == "qwen2_moe")
+    if family in ("deepseek_v2", "deepseek_v3"):
+        inner, active = keys.number("moe_intermediate_size"), keys.number("num_experts_per_tok")
+        shared = keys.number("n_shared_experts") * inner
+        count, corrected = keys.number("n_routed_experts"), family == "deepseek_v3"
+        return Experts(count, active, inner, shared, has_correction_bias=corrected)
+    return None
+
+
+def _dense_layers(keys: _Keys) -> int:
+    """Layers of a mixture of experts that have a dense block."""
+    if str(keys.model_type).startswith("deepseek"):
+        return min(int(keys.get("first_k_dense_replace")), keys.number("num_hidden_layers"))
+    if keys.model_type == "mixtral":
+        return 0
+    dense, every = set(keys.get("mlp_only_layers")), int(keys.get("decoder_sparse_step"))
+    layers = range(keys.number("num_hidden_layers"))
+    return sum(layer in dense or (layer + 1) % every != 0 for layer in layers)

@@ -1,0 +1,271 @@
+"""Ledgers of a run on many devices: trainers sharded with FSDP2, vLLM engines, in turn or on devices of their own.
+
+The closed form of the update is planner.md's, which met operator-level traces of Transformers' classes within 5 %:
+the largest of five moments (loss, a layer, and the root going backward, the optimizer step, and the forward's end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hone.plan.activations import (
+    NAIVE_BYTES,
+    Pass,
+    backward_per_token,
+    forward_per_token,
+    logits_bytes,
+    logits_bytes_each,
+    mask_bytes,
+    saved_per_token,
+)
+from hone.plan.architecture import GIB, Architecture
+from hone.plan.engine import Engine
+from hone.plan.ledger import Moment, Term, moment, term
+from hone.plan.lora import adapter_parameters
+from hone.plan.workload import Workload
+
+CONTEXT_BYTES = 512 << 20
+"""A process's CUDA context; an estimate."""
+COLLECTIVES_BYTES = 3 * GIB
+"""Buffers of NCCL's communicators on one device; reports range from 1 to 6 GB, so an estimate to be measured."""
+BUCKET_BYTES = GIB
+"""Weights under way from trainer to engine, at each end; an estimate."""
+PROCESS_BYTES = 3 * GIB
+"""Host memory of one process with torch and a CUDA context; an estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model that learns, sharded."""
+
+    name: str
+    work: Pass
+    shard: int
+    """Devices that states are divided over, tensor parallelism included."""
+    accumulates: bool
+    """Several microbatches make one optimizer step: the sharded gradient stays between them."""
+    adapter: int = 0
+    """Trained parameters of an adapter; 0 trains every weight."""
+    splits_root: bool = False
+    offload: bool = False
+    """States live on the host."""
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.work.architecture
+
+    @property
+    def trained(self) -> int:
+        return self.adapter or self.architecture.total_parameters
+
+    @property
+    def root_bytes(self) -> float:
+        """bfloat16 weights that are in no layer, on one device while gathered."""
+        share = self.architecture.root_parameters / self.work.tensor_parallel
+        return 2 * share / (2 if self.splits_root and not self.architecture.tied else 1)
+
+    @property
+    def layer_bytes(self) -> float:
+        return 2 * self.architecture.layer_parameters / self.work.tensor_parallel
+
+    def states(self) -> Iterator[Term]:
+        """Idle: master weights and moments, this device's share."""
+        if self.adapter:
+            frozen = self.architecture.total_parameters
+            share = f"2 B x {frozen:,} parameters / {self.shard}"
+            yield term(self.label("frozen weights"), 2 * frozen / self.shard, share)
+        if not self.offload:
+            share = f"x {self.trained:,} parameters / {self.shard}"
+            yield term(self.label("master weights"), 4 * self.trained / self.shard, f"4 B {share}", "placement.shard")
+            knob = "placement.offload_optimizer"
+            yield term(self.label("AdamW moments"), 8 * self.trained / self.shard, f"8 B {share}", knob)
+
+    def gradient(self) -> Term:
+        size = 0 if self.offload else 4 * self.trained / self.shard
+        return term(self.label("gradient"), size, f"4 B x {self.trained:,} parameters / {self.shard}")
+
+    def host_bytes(self) -> float:
+        """What its states take on all hosts together, when offloaded."""
+        return 16 * self.trained
+
+    def label(self, name: str) -> str:
+        return f"{self.name}: {name}" if self.name else name
+
+
+def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
+    """What one device holds while the model learns; `held` is there besides."""
+    work, arch, p = model.work, model.architecture, model.work.bytes_each
+    prefix = f"{model.name}'s " if model.name else ""
+    tokens, knob = work.tokens, "train.tokens_per_microbatch"
+    states = [*model.states()]
+    each = saved_per_token(work)
+    formula = f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens"
+    saved = term("activations", each * arch.layers * tokens, formula, knob)
+    masks = term("attention masks", mask_bytes(work), f"blocks of {tokens:,} queries", knob)
+    root = term(
+        "gathered root", model.root_bytes, f"2 B x {arch.root_parameters:,} parameters", "placement.splits_root"
+    )
+    layers = term("gathered layers", 2 * model.layer_bytes, f"2 x 2 B x {arch.layer_parameters:,} parameters")
+    hidden = term("hidden states", 4 * p * arch.hidden * tokens, f"{4 * p} B x {arch.hidden} x {tokens:,} tokens", knob)
+    piled = [model.gradient()] if model.accumulates else []
+    logits = [*_logits(work)] if work.has_logits else []
+    trains_root = model.adapter == 0
+    yield moment(
+        "update", f"{prefix}loss backward", held, states, piled, saved, masks, root, _one(layers), hidden, logits
+    )
+    recomputed = []
+    if work.checkpointing != "none":
+        again = saved_per_token(work, "none")
+        recomputed = [term("one layer again", again * tokens, f"{again:,.0f} B x {tokens:,} tokens", knob)]
+    inside = term("gradients of one layer", backward_per_token(work) * tokens, f"x {tokens:,} tokens", knob)
+    root_grad = term("gradient of root", model.root_bytes * trains_root, "bfloat16, until it is reduced")
+    layer = [layers, *recomputed, inside, root_grad]
+    yield moment("update", f"{prefix}layer backward", held, states, piled, saved, masks, root, layer)
+    reduced = term("gradient of root", 3 * model.root_bytes * trains_root, "bfloat16, and float32 to be reduced")
+    yield moment("update", f"{prefix}root backward", held, states, model.gradient(), root, reduced)
+    yield moment("optimizer", f"{prefix}step", held, states, model.gradient())
+
+
+def _one(layers: Term) -> Term:
+    """While the loss goes backward only one layer is gathered."""
+    return replace(layers, bytes=layers.bytes // 2, formula=layers.formula.removeprefix("2 x "))
+
+
+def _logits(work: Pass) -> Iterator[Term]:
+    arch, chunk, tp = work.architecture, work.chunk, work.tensor_parallel
+    each = NAIVE_BYTES if work.loss == "naive" else logits_bytes_each(work)
+    knob = "placement.loss" if work.loss == "naive" else "train.logprob_chunk_tokens"
+    formula = f"{each} B x {chunk:,} tokens x {arch.vocab:,} vocabulary" + (f" / {tp}" if tp > 1 else "")
+    yield term("logits", logits_bytes(work, gradient=True), formula, knob)
+    if work.loss == "chunked":
+        size = 6 * arch.vocab * arch.hidden / tp
+        yield term("gradient of output layer", size, f"6 B x {arch.vocab:,} x {arch.hidden}" + (f" / {tp}" * (tp > 1)))
+
+
+def forward_moment(phase: str, name: str, model: Trained, held: list[Term]) -> Moment:
+    """A pass without gradients of a sharded model."""
+    work, arch = model.work, model.architecture
+    each, knob = forward_per_token(work), "train.tokens_per_microbatch"
+    parts = [
+        term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob),
+        term("attention masks", mask_bytes(work), f"blocks of {work.tokens:,} queries", knob),
+        term("gathered root", model.root_bytes, f"2 B x {arch.root_parameters:,} parameters", "placement.splits_root"),
+        term("gathered layers", 2 * model.layer_bytes, f"2 x 2 B x {arch.layer_parameters:,} parameters"),
+    ]
+    if work.has_logits:
+        size = logits_bytes(work, gradient=False)
+        formula = f"{size / max(work.chunk * arch.vocab, 1):.0f} B x {work.chunk:,} tokens x {arch.vocab:,} vocabulary"
+        parts.append(term("logits", size, formula, "train.logprob_chunk_tokens"))
+    return moment(phase, name, held, parts)
+
+
+def adapter_of(architecture: Architecture, workload: Workload) -> int:
+    """Trained parameters of the run's adapter; 0 without one."""
+    if not workload.adapter_rank:
+        return 0
+    return adapter_parameters(architecture, workload.adapter_rank, workload.adapter_targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Devices that do the same things, and what they do."""
+
+    name: str
+    devices: int
+    policy: Trained | None = None
+    critic: Trained | None = None
+    has_reference: bool = False
+    reference_on_host: bool = False
+    engine: Engine | None = None
+    judge: Engine | None = None
+    engine_sleeps: int = 2
+    judge_sleeps: bool = True
+    trainer_leaves: bool = False
+    """What trains is on the host while the engine samples."""
+
+
+def pool_moments(pool: Pool, workload: Workload) -> list[Moment]:
+    """Every moment of one device of a pool."""
+    idle = [*_idle(pool)]
+    base = [*_base(pool)]
+    engine_awake = pool.engine.terms() if pool.engine else []
+    engine_asleep = pool.engine.asleep_terms(pool.engine_sleeps) if pool.engine else []
+    judge_awake = pool.judge.terms() if pool.judge else []
+    judge_asleep = pool.judge.asleep_terms(2 if pool.judge_sleeps else 0) if pool.judge else []
+    beside_engine = [] if pool.trainer_leaves else idle
+    found: list[Moment] = []
+    if pool.engine:
+        under_way = term("weights under way", 2 * BUCKET_BYTES, "a bucket at each end (estimate)")
+        woken = [one for one in engine_awake if not one.name.endswith("KV cache")]
+        found.append(moment("publish", "weights loaded", base, idle, woken, judge_asleep, under_way))
+        found.append(moment("rollout", "sampling", base, beside_engine, engine_awake, judge_asleep))
+    if pool.judge:
+        found.append(moment("reward", "judging", base, beside_engine, engine_asleep, judge_awake))
+    held = [*base, *engine_asleep, *judge_asleep]
+    if pool.policy:
+        beside = [*held, *_states_of(pool.critic), *_reference(pool)]
+        if workload.has_reference or workload.has_old_logprobs_pass:
+            found.append(forward_moment("logprobs", "forward", pool.policy, [*held, *idle]))
+        found += update_moments(pool.policy, beside)
+        found.append(moment("checkpoint", "saving", held, idle))
+    if pool.critic:
+        found += update_moments(pool.critic, [*held, *_states_of(pool.policy), *_reference(pool)])
+    return found
+
+
+def _base(pool: Pool) -> Iterator[Term]:
+    if pool.policy or pool.critic:
+        yield term("CUDA context", CONTEXT_BYTES, "the trainer's process (estimate)")
+    if pool.devices > 1:
+        yield term("NCCL buffers", COLLECTIVES_BYTES, "communicators of one device (estimate)")
+
+
+def _states_of(model: Trained | None) -> list[Term]:
+    return [*model.states()] if model else []
+
+
+def _reference(pool: Pool) -> list[Term]:
+    """The frozen reference's share of a device."""
+    model = pool.policy
+    if model is None or not pool.has_reference or model.adapter or pool.reference_on_host:
+        return []
+    count = model.architecture.total_parameters
+    formula = f"2 B x {count:,} parameters / {model.shard}"
+    return [term("reference", 2 * count / model.shard, formula, "placement.offload_reference")]
+
+
+def _idle(pool: Pool) -> list[Term]:
+    """What the trainer holds while it does nothing."""
+    return [*_states_of(pool.policy), *_reference(pool), *_states_of(pool.critic)]
+
+
+def host_moments(pools: list[Pool], *, per_node: int) -> list[Moment]:
+    """What one machine's memory holds, at its most over the machines."""
+    found: list[Moment] = []
+    devices = sum(pool.devices for pool in pools)
+    local = min(per_node, devices)
+    processes = term("processes", local * PROCESS_BYTES, f"{local} x 3 GiB (estimate)")
+    held: list[Term] = []
+    leaving: list[Term] = []
+    staged: list[Term] = []
+    for pool in pools:
+        share = min(per_node, pool.devices) / pool.devices
+        for model in (one for one in (pool.policy, pool.critic) if one):
+            count = model.trained
+            if model.offload:
+                held.append(term(model.label("states"), 16 * count * share, f"16 B x {count:,} parameters"))
+            elif pool.trainer_leaves:
+                leaving.append(term(model.label("states"), 12 * count * share, f"12 B x {count:,} parameters"))
+            staged.append(term(model.label("checkpoint"), 12 * count * share, f"12 B x {count:,} parameters"))
+        if pool.policy and pool.has_reference and pool.reference_on_host and not pool.policy.adapter:
+            count = pool.policy.architecture.total_parameters
+            held.append(term("reference", 2 * count * share, f"2 B x {count:,} parameters"))
+        if pool.engine and pool.engine_sleeps == 1:
+            size = pool.engine.weights_bytes * min(per_node, pool.devices)
+            held.append(term("sleeping engines' weights", size, "sleep level 1", "placement.engine.sleep_level"))
+    found.append(moment("rollout", "sampling", processes, held, leaving))
+    found.append(moment("update", "training", processes, held))
+    if staged:
+        found.append(moment("checkpoint", "saving", processes, held, staged))
+    return found

@@ -1,0 +1,141 @@
+"""What a vLLM engine makes of the memory it is given, and what it keeps while it sleeps.
+
+It asks for `memory_frac` of the device's *whole* memory, takes weights and workspace out of that, and makes the rest
+its cache. So less is not a way out of "no room for the cache", and the fraction of two engines on one device must be
+added. Sources: vLLM's `determine_available_memory` and `sleep`; workspace and graphs are estimates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hone.plan.architecture import GIB, Architecture
+from hone.plan.ledger import Term, gib, term
+
+CONTEXT_BYTES = 512 << 20
+"""CUDA context of the engine's own process, outside what it asks for; an estimate."""
+GRAPH_BYTES = GIB
+"""Captured graphs; an estimate. They cannot be given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One replica of an engine, as one of its devices sees it."""
+
+    architecture: Architecture
+    tensor_parallel: int
+    memory_frac: float
+    max_batched_tokens: int
+    max_samples: int
+    longest: int
+    """Tokens of the longest sequence that it must be able to hold."""
+    graphs: bool = True
+    prefix: str = ""
+    knob: str = "placement.engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What becomes of an engine's share of one device."""
+
+    settings: EngineSettings
+    capacity_bytes: int
+
+    @property
+    def requested_bytes(self) -> int:
+        return round(self.settings.memory_frac * self.capacity_bytes)
+
+    @property
+    def weights_bytes(self) -> int:
+        return 2 * self.settings.architecture.total_parameters // self.settings.tensor_parallel
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Activations of one step of `max_batched_tokens`, and the sampler's copies of the logits."""
+        settings, arch = self.settings, self.settings.architecture
+        layer = 2 * settings.max_batched_tokens * (4 * arch.active_inner // settings.tensor_parallel + 6 * arch.hidden)
+        sampler = 12 * settings.max_samples * arch.vocab
+        return layer + sampler
+
+    @property
+    def graph_bytes(self) -> int:
+        return GRAPH_BYTES if self.settings.graphs else 0
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.settings.architecture.kv_bytes_per_token(tensor_parallel=self.settings.tensor_parallel)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What is left for keys and values; negative when not even the weights fit."""
+        return self.requested_bytes - self.weights_bytes - self.workspace_bytes - self.graph_bytes
+
+    @property
+    def cache_tokens(self) -> int:
+        return max(self.cache_bytes, 0) // self.kv_bytes_per_token
+
+    @property
+    def longest_sequences(self) -> float:
+        """Sequences of the longest kind that the cache holds."""
+        return self.cache_bytes / (self.kv_bytes_per_token * self.settings.longest)
+
+    @property
+    def smallest_frac(self) -> float:
+        """The least share of the device with which weights, workspace and one longest sequence fit."""
+        least = self.weights_bytes + self.workspace_bytes + self.graph_bytes
+        return (least + self.kv_bytes_per_token * self.settings.longest) / self.capacity_bytes
+
+    def terms(self) -> list[Term]:
+        """What it holds while awake; a cache that is not there is not counted, see `problem`."""
+        settings, arch, prefix = self.settings, self.settings.architecture, self.settings.prefix
+        tp, knob = settings.tensor_parallel, settings.knob
+        count = arch.total_parameters
+        rest = f"{settings.memory_frac:g} x {gib(self.capacity_bytes)} less the rest: {self.cache_tokens:,} tokens"
+        return [
+            term(
+                f"{prefix}weights", self.weights_bytes, f"2 B x {count:,} parameters / {tp}", f"{knob}.tensor_parallel"
+            ),
+            term(f"{prefix}KV cache", max(self.cache_bytes, 0), rest, f"{knob}.memory_frac"),
+            term(
+                f"{prefix}workspace",
+                self.workspace_bytes,
+                f"{settings.max_batched_tokens:,} tokens of one layer, logits of {settings.max_samples:,} (estimate)",
+                f"{knob}.max_batched_tokens",
+            ),
+            *self.asleep_terms(level=2),
+        ]
+
+    def asleep_terms(self, level: int) -> list[Term]:
+        """What it holds while it sleeps; level 0 does not sleep."""
+        if level == 0:
+            return self.terms()
+        settings = self.settings
+        return [
+            term(f"{settings.prefix}graphs", self.graph_bytes, "captured, never given back (estimate)"),
+            term(f"{settings.prefix}CUDA context", CONTEXT_BYTES, "a process of its own (estimate)"),
+        ]
+
+    def problem(self) -> str | None:
+        """Why it cannot start, or None."""
+        if self.cache_bytes >= self.kv_bytes_per_token * self.settings.longest:
+            return None
+        settings = self.settings
+        needed = self.weights_bytes + self.workspace_bytes + self.graph_bytes
+        if self.cache_bytes < 0:
+            why = f"weights ({gib(self.weights_bytes)}) and workspace do not fit into it: they take {gib(needed)}"
+        else:
+            one = self.kv_bytes_per_token * settings.longest
+            left = gib(self.cache_bytes)
+            why = f"the {left} left for the cache hold no sequence of {settings.longest:,} tokens ({gib(one)})"
+        return (
+            f"{settings.knob}.memory_frac = {settings.memory_frac:g} of {gib(self.capacity_bytes)} is "
+            f"{gib(self.requested_bytes)}: {why}. {self._way_out()}"
+        )
+
+    def _way_out(self) -> str:
+        settings, least = self.settings, self.smallest_frac
+        if least <= 0.95:
+            return f"At least {least:.2f} is needed, or a larger {settings.knob}.tensor_parallel."
+        return (
+            f"No share of one device is enough: raise {settings.knob}.tensor_parallel above {settings.tensor_parallel}."
+        )

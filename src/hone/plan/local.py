@@ -1,0 +1,262 @@
+"""Ledger of a run in one process on one device, as Hone trains today: flat buffers, and an engine beside them.
+
+Follows `train/optim.py` (master, gradient, moments, compute copy), `train/local.py` and `build/stages.py` (reference,
+critic, what exists together at the start), `rollout/cache.py` and `decoding.py` (a cache that keeps the largest size
+it ever had), `train/checkpoint.py` and `model/load.py` (what saving copies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hone.plan.activations import (
+    Pass,
+    backward_per_token,
+    forward_per_token,
+    logits_bytes,
+    logits_bytes_each,
+    mask_bytes,
+    saved_per_token,
+)
+from hone.plan.architecture import Architecture
+from hone.plan.ledger import Moment, Term, moment, term
+from hone.plan.lora import adapter_parameters
+from hone.plan.workload import Workload
+
+PROCESS_BYTES = 420 << 20
+"""Python with torch, Transformers and Hone loaded, measured."""
+CONTEXT_BYTES = 512 << 20
+"""A process's CUDA context; an estimate."""
+CACHE_COLUMNS = 64
+"""Granularity of the engine's cache, in tokens; `rollout.cache._COLUMNS`, a test compares them."""
+PREFILL_TOKENS = 16384
+"""Prompt tokens that the engine computes at one time; `rollout.decoding._PREFILL_TOKENS`, a test compares them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSettings:
+    """What of the run file decides memory here, and nothing else."""
+
+    architecture: Architecture
+    critic: Architecture | None
+    reward_models: tuple[tuple[str, Architecture], ...]
+    work: Pass
+    """The largest microbatch."""
+    max_concurrent: int
+    is_gpu: bool
+    max_positions: int
+
+
+def local_moments(settings: LocalSettings, workload: Workload) -> tuple[list[Moment], list[Moment]]:
+    """Moments of the device that computes, and of the host where that is another one."""
+    device = [*_device_moments(settings, workload)]
+    if not settings.is_gpu:
+        return device, []
+    total = settings.architecture.total_parameters
+    process = term("process", PROCESS_BYTES, "Python, torch, Transformers and Hone, measured")
+    staged = term("largest tensor", 4 * _trained(settings, workload), "one flat float32 buffer at a time")
+    export = term("exported weights", 4 * total, f"4 B x {total:,} parameters")
+    return device, [
+        moment("start", "weights read", process, term("weights", 4 * total, f"4 B x {total:,} parameters")),
+        moment("rollout", "sampling", process),
+        moment("checkpoint", "saving", process, staged),
+        moment("checkpoint", "exporting", process, export),
+    ]
+
+
+def _trained(settings: LocalSettings, workload: Workload) -> int:
+    """Parameters with master weights and moments."""
+    if workload.adapter_rank:
+        return adapter_parameters(settings.architecture, workload.adapter_rank, workload.adapter_targets)
+    return settings.architecture.total_parameters
+
+
+def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Moment]:
+    resident = [*_resident(settings, workload)]
+    cache = [*_cache(settings, workload)]
+    work, p = settings.work, settings.work.bytes_each
+    total = settings.architecture.total_parameters
+    if workload.has_reference and p == 2 and not workload.adapter_rank:
+        yield moment("start", "states made", resident, term("reference", 2 * total, "still float32: 2 B more"))
+    else:
+        yield moment("start", "states made", resident)
+    yield moment("rollout", "sampling", resident, cache, _sampling(settings, workload))
+    yield moment("rollout", "cache grows", resident, cache, _growth(settings, workload))
+    yield moment("rollout", "prompts computed", resident, cache, _prefill(settings))
+    if settings.reward_models:
+        yield moment("reward", "reward model reads", resident, cache, _forward_terms(_reward_pass(settings)))
+    if workload.has_reference or workload.has_old_logprobs_pass:
+        yield moment("logprobs", "forward", resident, cache, _forward_terms(work))
+    if settings.critic and workload.has_critic:
+        critic = replace(work, architecture=settings.critic, has_logits=False)
+        yield from _backward_moments("critic's ", critic, [*resident, *cache], trained=True)
+    yield from _backward_moments("", work, [*resident, *cache], trained=not workload.adapter_rank)
+    yield moment("optimizer", "step", resident, cache)
+    if not settings.is_gpu:
+        exported = term("exported weights", 4 * total, f"4 B x {total:,} parameters")
+        yield moment("checkpoint", "exporting", resident, cache, exported)
+
+
+def _resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
+    """What is there all the time."""
+    p, arch = settings.work.bytes_each, settings.architecture
+    total, trained = arch.total_parameters, _trained(settings, workload)
+    if settings.is_gpu:
+        yield term("CUDA context", CONTEXT_BYTES, "one process (estimate)")
+    else:
+        yield term("process", PROCESS_BYTES, "Python, torch, Transformers and Hone, measured")
+    yield from _states("", trained, p)
+    if workload.adapter_rank:
+        yield term("frozen weights", p * total, f"{p} B x {total:,} parameters", "run.precision")
+    if workload.has_reference and not workload.adapter_rank:
+        yield term("reference", p * total, f"{p} B x {total:,} parameters", "algorithm.kl_loss_coef")
+    if settings.critic and workload.has_critic:
+        yield from _states("critic: ", settings.critic.total_parameters, p)
+    if workload.max_staleness:
+        yield term("engine's weights", p * total, f"{p} B x {total:,} parameters", "rollout.max_staleness")
+    for name, reward_arch in settings.reward_models:
+        count = reward_arch.total_parameters
+        yield term("reward models", p * count, f"{name}: {p} B x {count:,} parameters")
+    if settings.work.implementation == "hone":
+        copies = 1 + bool(workload.max_staleness) + (workload.has_reference and not workload.adapter_rank)
+        table = 4 * settings.max_positions * arch.head_dim * (copies + workload.has_critic)
+        yield term("rotary tables", table, f"4 B x {settings.max_positions:,} positions x {arch.head_dim}")
+
+
+def _states(prefix: str, count: int, p: int) -> Iterator[Term]:
+    """Master weights, gradient, moments and compute copy of what is trained."""
+    yield term(f"{prefix}master weights", 4 * count, f"4 B x {count:,} parameters")
+    yield term(f"{prefix}gradient", 4 * count, f"4 B x {count:,} parameters")
+    yield term(f"{prefix}AdamW moments", 8 * count, f"8 B x {count:,} parameters")
+    if p == 2:
+        yield term(f"{prefix}compute copy", 2 * count, f"2 B x {count:,} parameters", "run.precision")
+
+
+# ---- rollout
+
+
+def _rows(settings: LocalSettings, workload: Workload) -> int:
+    """Rows that decode together."""
+    in_flight = workload.samples * (workload.max_staleness + 1)
+    return settings.max_concurrent if workload.evaluates else min(settings.max_concurrent, in_flight)
+
+
+def _columns(tokens: int) -> tuple[int, int]:
+    """Columns of the engine's cache once it has held so many tokens, and before it last grew."""
+    have = before = 0
+    while have < tokens:
+        wanted = have + 1 if have else 1
+        before, have = have, -(-max(wanted, have * 3 // 2) // CACHE_COLUMNS) * CACHE_COLUMNS
+    return have, before
+
+
+def _cache(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
+    """The engine's keys and values; in a run they stay between rollouts, at the largest size they had."""
+    arch, p, lengths = settings.architecture, settings.work.bytes_each, workload.lengths
+    per_token = arch.kv_bytes_per_token(bytes_each=p)
+    rows = _rows(settings, workload)
+    if settings.work.implementation == "transformers":
+        held = f"{rows:,} rows x {lengths.longest:,} tokens x {per_token:,} B"
+        yield term("KV cache", rows * lengths.longest * per_token, held, "rollout.max_concurrent_samples")
+        return
+    columns, _ = _columns(max(lengths.max_response - 1, 1))
+    slots = settings.max_concurrent
+    held = f"{slots:,} slots x {columns:,} tokens x {per_token:,} B"
+    yield term("KV cache of responses", slots * columns * per_token, held, "rollout.max_concurrent_samples")
+    prompts = rows if workload.evaluates else -(-rows // workload.group)
+    width = -(-lengths.max_prompt // CACHE_COLUMNS) * CACHE_COLUMNS
+    held = f"{prompts:,} prompts x {width:,} tokens x {per_token:,} B"
+    yield term("KV cache of prompts", prompts * width * per_token, held, "data.max_prompt_tokens")
+
+
+def _growth(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
+    """While the cache of responses grows, its old self is there too."""
+    if settings.work.implementation == "hone":
+        _, before = _columns(max(workload.lengths.max_response - 1, 1))
+        per_token = settings.architecture.kv_bytes_per_token(bytes_each=settings.work.bytes_each)
+        held = f"{settings.max_concurrent:,} slots x {before:,} tokens x {per_token:,} B"
+        size = settings.max_concurrent * before * per_token
+        yield term("old cache", size, held, "rollout.max_concurrent_samples")
+
+
+def _sampling(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
+    """Logits and probabilities of all rows, and the attention of one layer."""
+    arch, p, rows = settings.architecture, settings.work.bytes_each, _rows(settings, workload)
+    each = (10 if p == 2 else 8) + (28 if workload.cuts_distribution else 0)
+    knob = "rollout.max_concurrent_samples"
+    yield term("logits", each * rows * arch.vocab, f"{each} B x {rows:,} rows x {arch.vocab:,} vocabulary", knob)
+    width = workload.lengths.longest
+    scores = 3 * p * rows * arch.heads * width
+    yield term("attention scores", scores, f"{3 * p} B x {rows:,} rows x {arch.heads} heads x {width:,} tokens", knob)
+
+
+def _prefill(settings: LocalSettings) -> Iterator[Term]:
+    work = replace(settings.work, tokens=PREFILL_TOKENS)
+    each = forward_per_token(work)
+    yield term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} prompt tokens")
+
+
+# ---- passes
+
+
+def _reward_pass(settings: LocalSettings) -> Pass:
+    largest = max((arch for _, arch in settings.reward_models), key=lambda arch: arch.active_parameters)
+    return replace(settings.work, architecture=largest, tokens=16384, has_logits=False)
+
+
+def _forward_terms(work: Pass) -> Iterator[Term]:
+    """A pass without gradients."""
+    arch, knob = work.architecture, "train.tokens_per_microbatch"
+    each = forward_per_token(work)
+    yield term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob)
+    yield term("attention masks", mask_bytes(work), f"blocks of {work.tokens:,} queries", knob)
+    if work.has_logits:
+        size, chunk = logits_bytes(work, gradient=False), work.chunk
+        formula = f"{size // max(chunk * arch.vocab, 1)} B x {chunk:,} tokens x {arch.vocab:,} vocabulary"
+        yield term("logits", size, formula, "train.logprob_chunk_tokens")
+
+
+def _backward_moments(prefix: str, work: Pass, held: list[Term], *, trained: bool) -> Iterator[Moment]:
+    """The two moments of a microbatch that may be its largest."""
+    arch, p, tokens, knob = work.architecture, work.bytes_each, work.tokens, "train.tokens_per_microbatch"
+    each = saved_per_token(work)
+    saved = term(
+        "activations", each * arch.layers * tokens, f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens", knob
+    )
+    hidden = term("hidden states", 3 * p * arch.hidden * work.response_tokens, f"{3 * p} B x {arch.hidden} x tokens")
+    masks = term("attention masks", mask_bytes(work), f"blocks of {tokens:,} queries", knob)
+    head = [] if not work.has_logits else [*_loss_terms(work, trained=trained)]
+    yield moment("update", f"{prefix}loss backward", held, saved, hidden, masks, head)
+    layer = [*_layer_backward(work, trained=trained)]
+    yield moment("update", f"{prefix}layer backward", held, saved, masks, layer)
+
+
+def _loss_terms(work: Pass, *, trained: bool) -> Iterator[Term]:
+    arch, chunk = work.architecture, work.chunk
+    each, knob = logits_bytes_each(work), "train.logprob_chunk_tokens"
+    size = logits_bytes(work, gradient=True)
+    yield term("logits", size, f"{each} B x {chunk:,} tokens x {arch.vocab:,} vocabulary", knob)
+    grad = term("gradient of hidden states", work.bytes_each * arch.hidden * work.response_tokens, "as hidden states")
+    yield grad
+    if trained:
+        bytes_of = 4 if work.bytes_each == 4 else 10
+        matrix = arch.vocab * arch.hidden
+        yield term("gradient of output layer", bytes_of * matrix, f"{bytes_of} B x {arch.vocab:,} x {arch.hidden}")
+
+
+def _layer_backward(work: Pass, *, trained: bool) -> Iterator[Term]:
+    arch, tokens, knob = work.architecture, work.tokens, "train.tokens_per_microbatch"
+    each = backward_per_token(work)
+    yield term("gradients of one layer", each * tokens, f"{each:,.0f} B x {tokens:,} tokens", knob)
+    if work.checkpointing != "none":
+        again = saved_per_token(work, "none")
+        yield term("one layer again", again * tokens, f"{again:,.0f} B x {tokens:,} tokens", knob)
+    if trained:
+        matrix = 2 * arch.hidden * arch.active_inner
+        bytes_of = 4 if work.bytes_each == 4 else 6
+        yield term("gradient of one matrix", bytes_of * matrix, f"{bytes_of} B x {matrix:,}")
+        if work.has_logits and arch.tied:
+            size = work.bytes_each * arch.vocab * arch.hidden
+            formula = f"{work.bytes_each} B x {arch.vocab:,} x {arch.hidden}, until the embedding's comes"
+            yield term("gradient of output layer", size, formula)

@@ -1,0 +1,156 @@
+"""Where the work is done: which devices train, which sample, how models are divided among them.
+
+A run file of today trains in one process on one device, which is the placement `local`. The others describe trainers
+sharded over many devices (FSDP2) and engines with tensor parallelism (vLLM), taking turns on the same devices or on
+their own. They are read from `placement.key=value` on the command line of `hone plan`, and from nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from hone.config.run import Section, key
+from hone.config.wording import nearest
+from hone.errors import ConfigError
+
+PREFIX = "placement."
+
+
+class EnginePlacement(Section):
+    """One engine replica on its devices."""
+
+    tensor_parallel: int = key(1, unit="devices", ge=1)
+    """Devices that one replica's weights are divided over."""
+    memory_frac: float = key(0.5, unit="fraction of a device's memory", gt=0, le=1)
+    """What the engine takes for weights, cache and workspace, of the whole memory of each of its devices."""
+    max_batched_tokens: int = key(8192, unit="tokens", ge=1)
+    """Tokens that one step of the engine computes; a prompt longer than that is cut into chunks."""
+    max_samples: int | None = key(None, unit="sequences", ge=1)
+    """Sequences that one replica decodes together; null: `rollout.max_concurrent_samples`."""
+    graphs: bool = key(True)
+    """Decode with captured graphs: faster, and their memory stays when the engine sleeps."""
+    sleep_level: Literal[0, 1, 2] = key(2)
+    """What a sleeping engine keeps: 0 all, 1 a copy of its weights on the host, 2 neither weights nor cache."""
+
+
+class JudgePlacement(Section):
+    """A model that scores: a judge that writes, or a reward model that reads."""
+
+    model: str = key(..., min_length=1)
+    """Directory, config.json or a known name."""
+    writes: bool = key(True)
+    """A judge writes its opinion; a reward model only reads."""
+    devices: int = key(0, unit="devices", ge=0)
+    """Devices of its own; 0: on those of the policy."""
+    tensor_parallel: int = key(1, unit="devices", ge=1)
+    """Devices that one replica's weights are divided over; replicas = devices // tensor_parallel."""
+    memory_frac: float = key(0.3, unit="fraction of a device's memory", gt=0, le=1)
+    """As `placement.engine.memory_frac`."""
+    prompt_tokens: int = key(4096, unit="tokens", ge=1)
+    """Longest thing that it reads."""
+    response_tokens: int = key(1024, unit="tokens", ge=1)
+    """Longest thing that it writes."""
+    max_samples: int = key(64, unit="sequences", ge=1)
+    """Sequences that one replica has in work together."""
+    max_batched_tokens: int = key(8192, unit="tokens", ge=1)
+    """As `placement.engine.max_batched_tokens`."""
+    sleeps: bool = key(True)
+    """On the policy's devices: gives its memory back while others work."""
+
+
+class Placement(Section):
+    """The whole placement."""
+
+    mode: Literal["auto", "local", "colocated", "separate"] = key("auto")
+    """local: one process, one device. colocated: trainer and engines in turn on all devices. separate: devices of
+    their own. auto: local on one device, else colocated."""
+    engine_devices: int | None = key(None, unit="devices", ge=1)
+    """With `separate`: devices that sample; null balances their time with the trainer's. The rest train."""
+    critic_devices: int = key(0, unit="devices", ge=0)
+    """With `separate`: devices of the critic's own; 0: the critic shares those that train."""
+    tensor_parallel: int = key(1, unit="devices", ge=1)
+    """Devices that each layer is divided over in training."""
+    context_parallel: int = key(1, unit="devices", ge=1)
+    """Devices that each sequence is divided over in training."""
+    shard: int | None = key(None, unit="devices", ge=1)
+    """Devices that weights, gradients and moments are sharded over (FSDP2); null: all that train."""
+    checkpointing: Literal["none", "selective", "full"] | None = key(None)
+    """Activations to recompute: none, all but the products of matrices, whole layers; null: as the run file says."""
+    loss: Literal["chunked", "naive"] = key("chunked")
+    """Logits a chunk at a time (`train.logprob_chunk_tokens`), or those of all tokens at once in float32."""
+    splits_root: bool = key(False)
+    """Embedding and output layer are sharded units of their own, gathered only while they compute."""
+    offload_optimizer: bool = key(False)
+    """Master weights and moments stay on the host and visit the device for the optimizer step, layer by layer."""
+    offload_trainer: bool = key(False)
+    """What trains leaves the device while the engine samples (colocated)."""
+    offload_reference: bool = key(False)
+    """The frozen reference stays on the host and visits the device, layer by layer."""
+    engine: EnginePlacement = key(EnginePlacement())
+    judge: JudgePlacement | None = key(None)
+
+
+def is_placement(word: str) -> bool:
+    """Whether a `key=value` of the command line is about the placement."""
+    return word.startswith(PREFIX)
+
+
+def placement_from(settings: Sequence[str]) -> Placement:
+    """The placement that `placement.key=value` settings describe, each value as YAML would read it.
+
+    Raises:
+        ConfigError: with every setting that is wrong.
+    """
+    tree: dict[str, Any] = {}
+    problems: list[str] = []
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals:
+            problems.append(f"command line  {setting}: write it as {path}=VALUE")
+            continue
+        *parents, name = path.removeprefix(PREFIX).split(".")
+        here = tree
+        for parent in parents:
+            here = here.setdefault(parent, {})
+        here[name] = _value(text)
+    try:
+        placement = Placement.model_validate(tree)
+    except ValidationError as error:
+        problems += [_problem(details) for details in error.errors(include_url=False)]
+        raise ConfigError(problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return placement
+
+
+def _value(text: str) -> Any:
+    words: Mapping[str, Any] = {"true": True, "false": False, "null": None, "": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _problem(details: Any) -> str:
+    path = ".".join(str(part) for part in details["loc"])
+    if details["type"] == "extra_forbidden":
+        close = nearest(path, placement_keys())
+        hint = f" Did you mean {PREFIX}{close}?" if close else f" There are: {', '.join(placement_keys())}."
+        return f"command line  {PREFIX}{path}: unknown key.{hint}"
+    return f"command line  {PREFIX}{path}: {details['msg'].lower()} (got {details['input']!r})"
+
+
+def placement_keys() -> list[str]:
+    """Every key, dotted, without the prefix."""
+    keys: list[str] = []
+    for name in Placement.model_fields:
+        parts = {"engine": EnginePlacement, "judge": JudgePlacement}.get(name)
+        keys += [f"{name}.{inner}" for inner in parts.model_fields] if parts else [name]
+    return keys

@@ -1,0 +1,119 @@
+"""Where an architecture comes from: the run file's `model.init`, a directory's config.json, or a shipped one by name.
+
+Nothing is downloaded. A hub name is looked for in the local cache of the hub first, then among the config.json files
+in `models/`, which are those of the models they are named after, reduced to the keys that count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hone.config.run import ModelSection
+from hone.config.wording import nearest
+from hone.errors import DataError
+from hone.plan.architecture import Architecture, architecture_from
+
+MODELS = Path(__file__).parent / "models"
+VARIANTS = ("-instruct", "-base", "-chat", "-it", "-hf", "-thinking", "-instruct-2507", "-thinking-2507")
+"""What is added to a model's name for other weights of the same shape."""
+SPECIAL_CHARACTER_TOKENS = 2
+"""Padding and end, which a tokenizer of `model.characters` has besides; a test compares it with `data.chat`'s."""
+
+
+@cache
+def known_models() -> tuple[str, ...]:
+    """Names of the shipped architectures."""
+    return tuple(sorted(path.stem for path in MODELS.glob("*.json")))
+
+
+def known_architecture(name: str) -> Architecture | None:
+    """The shipped architecture of a hub name such as `Qwen/Qwen3-8B` or `qwen2.5-7b-instruct`, if there is one."""
+    short = name.rpartition("/")[2].lower()
+    endings = [""] + [ending for ending in VARIANTS if short.endswith(ending)]
+    for ending in sorted(endings, key=len, reverse=True):
+        stem = short.removesuffix(ending)
+        if stem in known_models():
+            path = MODELS / f"{stem}.json"
+            return architecture_from(json.loads(path.read_text("utf-8")), source=f"{stem}.json")
+    return None
+
+
+def find_architecture(model: ModelSection, folder: Path) -> Architecture:
+    """The policy's architecture.
+
+    Args:
+        folder: the run file's, for relative paths.
+    Raises:
+        DataError: it cannot be known from here, or not counted.
+    """
+    if model.init is not None:
+        return architecture_from(_with_vocab(model, folder), source="model.init")
+    return named_architecture(model.path or "", folder, key="model.path")
+
+
+def named_architecture(name: str, folder: Path, *, key: str) -> Architecture:
+    """The architecture of a directory, of a config.json, or of a hub name.
+
+    Args:
+        key: what named it, for messages.
+    """
+    path = folder / Path(name).expanduser()
+    file = path if path.suffix == ".json" else path / "config.json"
+    file = file if file.is_file() else _cached(name)
+    if file is not None:
+        return architecture_from(_read(file), source=str(file))
+    found = known_architecture(name)
+    if found is not None:
+        return found
+    close = nearest(name.rpartition("/")[2].lower(), known_models(), cutoff=60)
+    hint = f" Did you mean {close}?" if close else ""
+    raise DataError(
+        f"{key}: the shape of {name} is not known here.{hint} Give a directory with its config.json, or one of: "
+        f"{', '.join(known_models())}."
+    )
+
+
+def _cached(name: str) -> Path | None:
+    """The config.json of a hub name that was downloaded before."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    if name.count("/") != 1:
+        return None
+    found = sorted((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    return found[-1] if found else None
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read as JSON ({error}).") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{file}: must be a JSON object, as a model's config.json is.")
+    return config
+
+
+def _with_vocab(model: ModelSection, folder: Path) -> Mapping[str, Any]:
+    """`model.init` with the vocabulary that its tokenizer gives it."""
+    assert model.init is not None
+    if model.characters is not None:
+        return {**model.init, "vocab_size": len(model.characters) + SPECIAL_CHARACTER_TOKENS}
+    vocab = None if model.tokenizer is None else _tokens_of(folder / Path(model.tokenizer).expanduser())
+    return model.init if vocab is None else {**model.init, "vocab_size": vocab}
+
+
+def _tokens_of(folder: Path) -> int | None:
+    """Tokens of a tokenizer directory, added ones included; None where it cannot be told."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    tokenizer = _read(file)
+    vocabulary = tokenizer.get("model", {}).get("vocab", ())
+    added = {token["content"] for token in tokenizer.get("added_tokens", ())}
+    own = set(vocabulary) if isinstance(vocabulary, dict) else {piece[0] for piece in vocabulary}
+    return len(own | added)

@@ -1,0 +1,61 @@
+"""What the ledgers come to: fits, tight or does not fit, and the sentence that a colleague would say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hone.plan.ledger import Ledger, Moment, gib
+
+Level = Literal["fits", "tight", "does not fit"]
+
+TIGHT_FRAC = 0.06
+"""Head-room below this share of a device is tight: fragmentation and what a plan cannot see need about as much."""
+SMALL_FRAC = 0.03
+"""Terms below this share of a moment go unnamed in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a plan can run, and why not."""
+
+    level: Level
+    sentence: str
+    problems: tuple[str, ...] = ()
+    """What is impossible whatever the peak: an engine without room for its cache, a division that leaves a rest."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"level": self.level, "sentence": self.sentence, "problems": list(self.problems)}
+
+
+def judge(ledgers: Sequence[Ledger], problems: Sequence[str]) -> Verdict:
+    """The verdict on all ledgers together; the tightest one is the one to talk about."""
+    tightest = min(ledgers, key=lambda ledger: ledger.headroom_bytes / ledger.capacity_bytes)
+    sentence = describe(tightest)
+    return Verdict("does not fit" if problems else level_of(tightest), sentence, tuple(problems))
+
+
+def level_of(ledger: Ledger) -> Level:
+    if ledger.headroom_bytes < 0:
+        return "does not fit"
+    return "tight" if ledger.headroom_bytes < TIGHT_FRAC * ledger.capacity_bytes else "fits"
+
+
+def describe(ledger: Ledger) -> str:
+    """`H100-80G: peak 46.9 GiB of 79.1 GiB in update, loss backward: logits 27.8 GiB (59 %), ...; 32.2 GiB free`."""
+    peak = ledger.peak
+    room = ledger.headroom_bytes
+    rest = f"{gib(room)} free" if room >= 0 else f"{gib(-room)} too much"
+    return (
+        f"{ledger.device}: peak {gib(peak.bytes)} of {gib(ledger.capacity_bytes)} in {peak.phase}, {peak.name}: "
+        f"{shares(peak)}; {rest}"
+    )
+
+
+def shares(moment: Moment, most: int = 5) -> str:
+    """The largest terms of a moment, the largest with its share: `logits 27.8 GiB (59 %), AdamW moments 7.6 GiB`."""
+    named = [term for term in moment.by_size() if term.bytes >= SMALL_FRAC * moment.bytes][:most] or [moment.largest]
+    first, *others = named
+    words = [f"{first.name} {gib(first.bytes)} ({first.bytes / moment.bytes:.0%})".replace("%)", " %)")]
+    return ", ".join(words + [f"{term.name} {gib(term.bytes)}" for term in others])
