@@ -228,6 +228,21 @@ def test_rewards_are_clipped_before_they_are_normalised_and_penalised_after():
     assert metrics["train/overlong_penalty_mean"] == pytest.approx(-0.5)
 
 
+def test_advantages_are_bounded_last_of_all():
+    """Rewards 4, 1 and 1: 2, -1 and -1 after the mean; within 1.5 the first is 1.5, on one of three tokens."""
+    section = AlgorithmSection(credit="group_mean", advantage_clip=1.5)
+    batch, metrics = Algorithm(section).assign(batch_of([4.0, 1.0, 1.0], [1, 1, 1]))
+    assert batch.columns["advantages_T"].tolist() == [1.5, -1, -1]
+    assert metrics == {"train/advantage_clipped_frac": pytest.approx(1 / 3)}
+
+
+def test_a_critic_learns_what_was_not_bounded():
+    section = AlgorithmSection(credit="gae", gae_lambda=1.0, advantage_clip=0.1)
+    batch, _ = Algorithm(section).assign(batch_of([1.0, 0.0], [1, 1], value_T=[0.5, 0.5]))
+    assert batch.columns["advantages_T"].tolist() == pytest.approx([0.1, -0.1])
+    assert batch.columns["return_T"].tolist() == [1, 0]
+
+
 # ---- off-policy ---------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hone.algo.algorithm import Algorithm
-from hone.algo.correction import icepop, sequence_mask, truncated
+from hone.algo.correction import icepop, sequence_mask, sequence_truncated, truncated
 from hone.algo.loss import (
     Bounds,
     Tokens,
@@ -34,6 +34,7 @@ ROWS = {
     "sapo": AlgorithmSection(clip="sapo", sapo_tau=(1.0, 1.5)),
     "dual clip": AlgorithmSection(dual_clip=1.3, aggregate="token_sum"),
     "tis": AlgorithmSection(aggregate="token_mean", correction="tis", correction_high=1.1),
+    "sequence tis": AlgorithmSection(correction="sequence_tis", correction_high=1.1),
     "icepop": AlgorithmSection(correction="icepop", correction_low=0.8, correction_high=1.2),
     "sequence mask": AlgorithmSection(correction="sequence_mask", correction_low=0.95, correction_high=1.2),
     "everything": AlgorithmSection(
@@ -133,11 +134,14 @@ def test_corrections_by_hand():
     logs = [math.log(w) for w in (0.2, 1.5, 4.0)]
     assert weights_of(truncated, logs, 0.5, 2.0) == pytest.approx([0.2, 1.5, 2.0])
     assert weights_of(icepop, logs, 0.5, 2.0) == pytest.approx([0.0, 1.5, 0.0])
+    # Products: 0.2 * 1.5 * 4.0 with the middle one masked is 0.8; 4.0 by itself is cut.
+    masked = {"mask": [1, 0, 1, 1], "sample": [0, 0, 0, 1]}
+    assert weights_of(sequence_truncated, [*logs, logs[2]], 0.5, 2.0, **masked) == pytest.approx([0.8, 0.8, 0.8, 2.0])
     # Geometric means: sqrt(0.2 * 1.5) = 0.55 stays with its tokens cut at 2, 4.0 goes.
     assert weights_of(sequence_mask, logs, 0.5, 2.0, sample=[0, 0, 1]) == pytest.approx([0.2, 1.5, 0.0])
 
 
-@pytest.mark.parametrize("function", [truncated, icepop, sequence_mask])
+@pytest.mark.parametrize("function", [truncated, sequence_truncated, icepop, sequence_mask])
 def test_corrections_are_finite_where_the_weight_is_not(function):
     weights = weights_of(function, [5000.0, -5000.0, 0.0], 0.5, 2.0, sample=[0, 1, 2])
     assert all(math.isfinite(w) for w in weights)
@@ -323,6 +327,9 @@ def plain(logits: Tensor, columns: dict[str, Tensor], lengths: Tensor, row: Algo
     importance = torch.exp(pad(columns["old_logprobs_T"] - columns["sampler_logprobs_T"]))
     if row.correction == "tis":
         weighted = weighted * importance.clamp(max=row.correction_high)
+    elif row.correction == "sequence_tis":
+        products = [importance[s][mask[s] > 0].prod().clamp(max=row.correction_high) for s in range(num_samples)]
+        weighted = weighted * torch.stack(products)[:, None]
     elif row.correction == "icepop":
         weighted = weighted * importance * (importance >= row.correction_low) * (importance <= row.correction_high)
     elif row.correction == "sequence_mask":

@@ -126,8 +126,8 @@ class Algorithm:
     def assign(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Shape the rewards and give every token its advantage, as column `advantages_T` (float32).
 
-        Order: what `Shaping` does, baseline, KL in the reward. With a critic also its targets, as `return_T`. Returns
-        the batch and what was measured.
+        Order: what `Shaping` does, baseline, KL in the reward, bound of the advantage. With a critic also its targets,
+        as `return_T`. Returns the batch and what was measured.
         """
         if self.section.old_logprobs == "sampler":
             batch = batch.with_column("old_logprobs_T", batch.sampler_logprobs_T)
@@ -147,7 +147,8 @@ class Algorithm:
             gamma=self.section.gamma,
             gae_lambda=self.section.gae_lambda,
         )
-        advantages_T = self._credit.function(outcomes) * batch.loss_mask_T
+        advantages_T, bound_metrics = self._bounded(self._credit.function(outcomes) * batch.loss_mask_T, batch)
+        metrics |= bound_metrics
         batch = batch.with_column("advantages_T", advantages_T)
         if "values" in self.needs:
             value_T, mask_T = batch.columns["value_T"], batch.loss_mask_T
@@ -203,6 +204,14 @@ class Algorithm:
             f"{ALARM_STEPS}), and the coefficient, now {self.kl_coef:.3g}, does not bring it there. Check the target "
             "and its unit (algorithm.kl_target_unit), or lower algorithm.kl_horizon_samples."
         )
+
+    def _bounded(self, advantages_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """(T,) advantages within +-`advantage_clip`, and the fraction of loss tokens that were outside."""
+        bound = self.section.advantage_clip
+        if bound is None:
+            return advantages_T, {}
+        outside = float((advantages_T.abs() > bound).sum() / batch.loss_mask_T.sum().clamp(min=1))
+        return advantages_T.clamp(-bound, bound), {"train/advantage_clipped_frac": outside}
 
     def _penalties(self, batch: Batch) -> tuple[Tensor | None, dict[str, float]]:
         """(T,) minus the weighted KL of each token, or None without KL in the reward; and the mean KL."""

@@ -12,14 +12,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hone.algo.kl import MAX_LOG_RATIO
 from hone.algo.loss import Tokens, log_ratio
 from hone.algo.registry import Entry
-from hone.algo.segments import segment_mean
+from hone.algo.segments import segment_mean, segment_sum
 
 
 def truncated(tokens: Tokens, low: float, high: float) -> Tensor:
     """min(w, high): no token counts for more than `high` (TIS, arXiv:1802.01561). `low` is not used."""
     return _weight(tokens).clamp(max=high)
+
+
+def sequence_truncated(tokens: Tokens, low: float, high: float) -> Tensor:
+    """min(product of a sample's w, high), for all its tokens: the weight of the sample as a whole. `low` is not used.
+
+    Unbiased but for the bound, where `truncated` also leaves out how likely a token's past was; of long samples the
+    product is soon at the bound or near 0.
+    """
+    log_S = segment_sum(_log_weight(tokens) * tokens.loss_mask_T, tokens.sample_T, tokens.num_samples)
+    return log_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=high)[tokens.sample_T]
 
 
 def icepop(tokens: Tokens, low: float, high: float) -> Tensor:
@@ -53,6 +64,7 @@ OLD = frozenset({"old_logprobs"})
 CORRECTION: dict[str, Entry[CorrectionFunction]] = {
     "none": Entry(none, "1"),
     "tis": Entry(truncated, "min(w, high)", "arXiv:1802.01561", OLD),
+    "sequence_tis": Entry(sequence_truncated, "min(exp(sum_t log w_t), high)", "", OLD),
     "icepop": Entry(icepop, "w if low <= w <= high else 0", "arXiv:2510.18855", OLD),
     "sequence_mask": Entry(
         sequence_mask, "0 if exp(mean_t log w_t) is outside [low, high], else min(w, high)", "", OLD

@@ -52,9 +52,15 @@ _CREDIT = """\
 Rewards are shaped first, each step optional: `reward_clip` of the raw reward, `truncated_reward_factor`,
 `normalize_rewards` (running mean and deviation, in the checkpoint), `overlong_buffer_tokens`. What a sample earned over
 its baseline is a reward at its last own token; `kl_reward_coef` takes each token's KL from that token's reward; an
-advantage is the return from there on, discounted by `gamma`. `gae` and `reinforce_pp` take no baseline from whole
-samples: with them an environment's reward for a turn stands at the turn's last own token, and the sample's last has the
-rest of R, so that the rewards of its tokens still add up to R."""
+advantage is the return from there on, discounted by `gamma`, and `advantage_clip` bounds it last of all. `gae` and
+`reinforce_pp` take no baseline from whole samples: with them an environment's reward for a turn stands at the turn's
+last own token, and the sample's last has the rest of R, so that the rewards of its tokens still add up to R."""
+
+_FILTER = """\
+With `drop_uninformative` a group whose clipped rewards are all equal is replaced by that of a new prompt, until the
+update is full; a step that drops more than `max_dropped_per_kept` groups for each one it needs ends the run. Of a
+synchronous run the replacements of a step start together. `rollout/pass_rate` counts dropped groups too; everything
+else under `rollout/` is of what is trained on."""
 
 _CRITIC = """\
 With a critic: delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lambda A_(t+1), both carried over tokens
@@ -71,8 +77,9 @@ where KL is a mean over tokens or over whole responses, as `kl_target_unit` says
 one side are told as a warning. Coefficient and count are in the checkpoint."""
 
 _CORRECTION = """\
-w is detached, its log bounded to +-20 first. `auto` is `tis` where samples may be stale, else none. `old_logprobs:
-sampler` takes the ratio to l_s itself: no pass for l_old, and one clip bounds staleness and mismatch."""
+w is detached, its log bounded to +-20 first; means and sums are over a sample's own tokens. `auto` is `tis` where
+samples may be stale, else none. `old_logprobs: sampler` takes the ratio to l_s itself: no pass for l_old, and one clip
+bounds staleness and mismatch."""
 
 _ON_PURPOSE = """\
 ## Where ours differs on purpose
@@ -156,7 +163,7 @@ def algorithms_page() -> str:
 
     presets = [Preset.read(name) for name in preset_names() if name.startswith("algorithm/")]
     parts = [_INTRO, "## Rows", _overview(presets), _CURVES, *map(_row, presets)]
-    parts += ["## Credit", _CREDIT, _table(CREDIT), _CRITIC]
+    parts += ["## Credit", _CREDIT, _FILTER, _table(CREDIT), _CRITIC]
     parts += ["## Ratio", _table(RATIO), "## Clip", _table(CLIP), "## Aggregation", _table(AGGREGATE)]
     parts += ["## KL", _table(KL), _KL, "## Off-policy correction", _table(CORRECTION), _CORRECTION, _ON_PURPOSE]
     return "\n\n".join(parts) + "\n"

@@ -187,13 +187,13 @@ class AlgorithmSection(Section):
     old_logprobs: Literal["trainer", "sampler"] = key("trainer")
     """What the ratio is taken to: the trainer's policy before the update, or the policy as it was sampled from, which
     saves a pass and makes the clip bound staleness and mismatch too."""
-    correction: Literal["auto", "none", "tis", "icepop", "sequence_mask"] = key("auto")
+    correction: Literal["auto", "none", "tis", "sequence_tis", "icepop", "sequence_mask"] = key("auto")
     """Importance weight of tokens on which trainer and sampler differ: truncated, or dropped outside the bounds. auto:
     tis where `rollout.max_staleness` > 0 and old logprobs are the trainer's, else none."""
     correction_low: float = key(0.5, ge=0)
     """Weights (icepop) or samples (sequence_mask) below this are dropped."""
     correction_high: float = key(2.0, gt=0)
-    """Weights are cut here (tis, sequence_mask), or dropped above it (icepop; sequence_mask: samples)."""
+    """Weights are cut here (tis, sequence_tis, sequence_mask), or dropped above it (icepop; sequence_mask: samples)."""
     aggregate: Literal["token_mean", "sample_mean", "fixed_length", "token_sum"] = key("sample_mean")
     """How token losses become one number, always by counts over the whole optimizer step."""
     kl_loss_coef: float = key(0.0, ge=0)
@@ -214,6 +214,8 @@ class AlgorithmSection(Section):
     """Weight of the entropy bonus."""
     reward_clip: tuple[float, float] | None = key(None)
     """Raw rewards are kept in [low, high], before any baseline."""
+    advantage_clip: float | None = key(None, unit="as the credit's", gt=0)
+    """Advantages are kept within +- this, last of all; null is off."""
     truncated_reward_factor: float = key(1.0, ge=0, le=1)
     """What a response cut at the length limit keeps of a positive reward; 1 is off."""
     normalize_rewards: bool = key(False)

@@ -103,7 +103,7 @@ async def sample_and_score(run: PolicyRun, request: Request) -> Finished:
 async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     """One policy update, possibly of several optimizer steps, on `prompts_per_step` groups."""
     dropped = run.take_dropped()
-    metrics = summarize(groups, version=run.progress.step, dropped=len(dropped), threshold=run.config.eval.threshold)
+    metrics = summarize(groups, dropped, version=run.progress.step, threshold=run.config.eval.threshold)
     metrics |= component_metrics(groups)
     with run.observer.span("train"):
         batch, learned = await run.in_compute_thread(learn, run, groups)

@@ -161,11 +161,16 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def summarize(groups: Sequence[Group], *, version: int, dropped: int, threshold: float) -> dict[str, float]:
-    """Metrics of what was sampled: rewards, lengths, staleness when training began at `version`."""
+def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int, threshold: float) -> dict[str, float]:
+    """Metrics of what was sampled: rewards, lengths, staleness when training began at `version`.
+
+    All are of the groups that are trained on but for the pass rate: where groups without signal are dropped, those that
+    stay say little of the policy.
+    """
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.array([np.nan if r is None else r for group in groups for r in group.rewards])
     scored = rewards[~np.isnan(rewards)]
+    passed = [r >= threshold for group in (*groups, *dropped) for r in group.rewards if r is not None]
     lengths = np.array([len(sample.token_ids) for sample in samples])
     staleness = np.array([version - sample.versions[0] for sample in samples if sample.versions] or [0])
     spreads = [max(r) - min(r) for group in groups if (r := [x for x in group.rewards if x is not None])]
@@ -175,7 +180,8 @@ def summarize(groups: Sequence[Group], *, version: int, dropped: int, threshold:
         "rollout/accuracy": float((scored >= threshold).mean()),
         "rollout/unscored_frac": float(np.isnan(rewards).mean()),
         "rollout/zero_std_group_frac": sum(spread == 0 for spread in spreads) / max(1, len(spreads)),
-        "rollout/groups_dropped": float(dropped),
+        "rollout/pass_rate": sum(passed) / len(passed),
+        "rollout/groups_dropped": float(len(dropped)),
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/truncated_frac": sum(s.finish_reason == "length" for s in samples) / len(samples),

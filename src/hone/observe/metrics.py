@@ -27,6 +27,9 @@ METRICS: dict[str, Metric] = {
     "rollout/reward_mean": Metric("reward", "Mean reward of the scored samples of the step."),
     "rollout/reward_std": Metric("reward", "Standard deviation of those rewards; 0 leaves nothing to learn from."),
     "rollout/accuracy": Metric("fraction", "Scored samples whose reward reaches eval.threshold.", _FRACTION),
+    "rollout/pass_rate": Metric(
+        "fraction", "The same of all scored samples, of dropped groups too: what the policy can do.", _FRACTION
+    ),
     "rollout/response_tokens_mean": Metric(
         "tokens", "Mean tokens after the prompt: the policy's, stop tokens included, and those of tools."
     ),
@@ -85,6 +88,7 @@ METRICS: dict[str, Metric] = {
     ),
     "train/masked_frac": Metric("fraction", "Response tokens without loss: of tools, or of unscored samples."),
     "train/reward_clipped_frac": Metric("fraction", "Scored samples with a raw reward outside reward_clip."),
+    "train/advantage_clipped_frac": Metric("fraction", "Trained tokens with an advantage beyond advantage_clip."),
     "train/reward_running_mean": Metric("reward", "Mean of all rewards so far, with normalize_rewards."),
     "train/reward_running_std": Metric("reward", "Their standard deviation; what rewards are divided by."),
     "train/overlong_penalty_mean": Metric("reward", "Mean length penalty added to scored rewards; 0 or less."),
