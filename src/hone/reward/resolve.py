@@ -19,6 +19,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from hone.reward.builtin import BUILTIN, HELD, POOLED
+from hone.reward.foreign import Unfit, adapted
 from hone.reward.signature import RewardFunction, describe
 
 _PATH = re.compile(r"(?P<place>.+):(?P<function>[A-Za-z_]\w*)")
@@ -69,10 +70,15 @@ def resolve(use: str, folder: Path) -> Target:
 def load(target: Target, args: Mapping[str, Any]) -> RewardFunction:
     """Import a reward function and check that it takes `args`; its own `hone_check_args`, if it has one, looks closer.
 
+    A function written for another trainer comes back in our own form (see `foreign`).
     Raises:
         Unusable: the import fails, the function is not there, or its signature does not fit.
     """
     function = BUILTIN[target.function] if target.is_builtin else _function(_import(target.place), target)
+    try:
+        function = adapted(function, target.function)
+    except Unfit as error:
+        raise Unusable(str(error)) from error
     _check_arguments(function, target.function, args)
     return function
 
