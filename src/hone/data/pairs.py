@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from hone.config.run import DataSection, PreferenceSection
 from hone.data.chat import Message, Tokenizer
 from hone.data.conversation import ConversationReader, Unreadable
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import LoadReport, Tally, nothing_left
-from hone.data.sources import read_rows
+from hone.data.sources import Part, read_rows, source_of
 from hone.errors import DataError
 
 
@@ -32,7 +32,7 @@ def load_pairs(
     folder: Path,
     *,
     max_tokens: int,
-    part: Literal["train", "eval"] = "train",
+    part: Part = "train",
 ) -> tuple[list[Pair], LoadReport]:
     """The pairs of one part of the data, in the order of the source.
 
@@ -42,12 +42,7 @@ def load_pairs(
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
-    if part == "train":
-        source, split, rows = data.train, data.train_split, data.train_rows
-    elif data.eval is not None:
-        source, split, rows = data.eval, data.eval_split, data.eval_rows
-    else:
-        raise DataError("data.eval: not set, so there are no held-out pairs to measure the reward model on")
+    source, split, rows = source_of(data, part, lacking="there are no held-out pairs to measure the reward model on")
     reading = _Reading(data, rm, tokenizer)
     tally = Tally(data, source, max_tokens=max_tokens)
     pairs: list[Pair] = []

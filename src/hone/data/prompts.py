@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from hone.config.run import DataSection, SftSection
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import LoadReport, Tally, nothing_left
-from hone.data.sources import BadRow, Row, read_rows
+from hone.data.sources import BadRow, Part, Row, read_rows, source_of
 from hone.errors import DataError
 from hone.types import Prompt
 
@@ -69,7 +69,7 @@ class PromptStream:
 
 
 def load_prompts(
-    data: DataSection, tokenizer: Tokenizer, folder: Path, *, seed: int, part: Literal["train", "eval"] = "train"
+    data: DataSection, tokenizer: Tokenizer, folder: Path, *, seed: int, part: Part = "train"
 ) -> PromptStream:
     """Read, render and tokenise one part of the data.
 
@@ -79,12 +79,7 @@ def load_prompts(
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
-    if part == "train":
-        source, split, rows = data.train, data.train_split, data.train_rows
-    elif data.eval is not None:
-        source, split, rows = data.eval, data.eval_split, data.eval_rows
-    else:
-        raise DataError("data.eval: not set, so there is nothing to evaluate on")
+    source, split, rows = source_of(data, part, lacking="there is nothing to evaluate on")
     loading = _Loading(data, tokenizer, source)
     prompts = loading.prompts(read_rows(source, folder, split=split, rows=rows))
     return PromptStream(prompts, loading.report(), seed=seed, shuffle=data.shuffle and part == "train")

@@ -14,9 +14,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from hone.config.run import DataSection
 from hone.errors import DataError
+
+Part = Literal["train", "eval"]
 
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 _SLICE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
@@ -38,6 +41,23 @@ class BadRow:
 
     where: str
     problem: str
+
+
+class Source(NamedTuple):
+    """Where the rows of one part of the data are; fields as `read_rows` takes them."""
+
+    place: str
+    split: str
+    rows: str | None
+
+
+def source_of(data: DataSection, part: Part, *, lacking: str) -> Source:
+    """Raises DataError, with `lacking` as the consequence, when the run file names no source for this part."""
+    if part == "train":
+        return Source(data.train, data.train_split, data.train_rows)
+    if data.eval is None:
+        raise DataError(f"data.eval: not set, so {lacking}")
+    return Source(data.eval, data.eval_split, data.eval_rows)
 
 
 def read_rows(source: str, folder: Path, *, split: str = "train", rows: str | None = None) -> Iterator[Row | BadRow]:
