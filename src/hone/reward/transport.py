@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
 import httpx
@@ -114,7 +115,7 @@ class Endpoints:
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),  # each try as a whole has a deadline
             limits=httpx.Limits(max_keepalive_connections=max_in_flight * len(urls), keepalive_expiry=KEEPALIVE_S),
-            verify=ssl.create_default_context(cafile=ca_file) if ca_file else True,
+            verify=_tls(ca_file),
             transport=transport,
             trust_env=False,  # a proxy from the environment has no business between a run and its services
         )
@@ -166,11 +167,14 @@ class Endpoints:
                     if endpoint.is_resting() or (endpoint.ejected and not is_trial):
                         continue  # it failed while this call stood in line
                     call.start_clock()
-                    call.last = endpoint
-                    started = time.monotonic()
-                    if endpoint.ejected and not await self._is_ready(endpoint):
-                        self.failed(endpoint, started, f"{self._ready_path} does not answer 200")
-                        continue
+                    call.last, started = endpoint, time.monotonic()
+                    if started >= call.deadline:
+                        call.give_up("no place was free in time")
+                    if endpoint.ejected and self._ready_path is not None:
+                        if not await self._is_ready(endpoint, self._ready_path, call.deadline - started):
+                            self.failed(endpoint, started, f"{self._ready_path} does not answer 200")
+                            continue
+                        self._back_in_service(endpoint, failures=EJECT_AFTER - 1)  # once more, and it is out again
                     yield endpoint
                     return
 
@@ -186,10 +190,8 @@ class Endpoints:
 
     def succeeded(self, endpoint: Endpoint) -> None:
         """It answered: what was against it is forgotten."""
-        endpoint.failures = endpoint.failed_trials = 0
-        if endpoint.ejected:
-            endpoint.ejected = False
-            self._tell_waiting()
+        endpoint.falls = 0
+        self._back_in_service(endpoint, failures=0)
 
     def failed(self, endpoint: Endpoint, started: float, why: str) -> None:
         """Count a try that began at `started` against the endpoint; several in a row take it out of service."""
@@ -198,10 +200,16 @@ class Endpoints:
             return  # it was in flight when the endpoint fell: one fall, however many saw it
         endpoint.failures += 1
         if endpoint.failures >= EJECT_AFTER:
-            endpoint.failed_trials += endpoint.ejected
             self.counts.ejections += not endpoint.ejected
             endpoint.ejected, endpoint.ejected_at = True, time.monotonic()
-            endpoint.rest(backoff_s(endpoint.failed_trials))
+            endpoint.rest(backoff_s(endpoint.falls))
+            endpoint.falls += 1
+
+    def _back_in_service(self, endpoint: Endpoint, *, failures: int) -> None:
+        endpoint.failures = failures
+        if endpoint.ejected:
+            endpoint.ejected = False
+            self._tell_waiting()
 
     def _choose(self, avoid: Endpoint | None) -> Endpoint | None:
         """The less loaded of two of the endpoints in service, drawn at random; `avoid` when there is no other."""
@@ -239,13 +247,11 @@ class Endpoints:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def _is_ready(self, endpoint: Endpoint) -> bool:
-        if self._ready_path is None:
-            return True
+    async def _is_ready(self, endpoint: Endpoint, path: str, seconds: float) -> bool:
         try:
             async with (
-                asyncio.timeout(READY_TIMEOUT_S),
-                self._client.stream("GET", endpoint.url + self._ready_path) as response,
+                asyncio.timeout(min(READY_TIMEOUT_S, seconds)),
+                self._client.stream("GET", endpoint.url + path) as response,
             ):
                 return response.status_code == 200
         except (TimeoutError, httpx.HTTPError):
@@ -347,8 +353,8 @@ class Endpoint:
         """In a row."""
         self.ejected = False
         self.ejected_at = 0.0
-        self.failed_trials = 0
-        """Since it was ejected."""
+        self.falls = 0
+        """Times it was ejected, or failed its trial, since it last answered; its rests grow with them."""
         self.on_trial = False
         """A call is finding out whether it is well again."""
         self.resting_until = 0.0
@@ -386,6 +392,12 @@ class RetryBudget:
 def backoff_s(failures: int) -> float:
     """Full jitter: uniform up to a bound that doubles, so that those who failed together do not return together."""
     return random.uniform(0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(failures, 32)))
+
+
+@lru_cache
+def _tls(ca_file: str | None) -> ssl.SSLContext:
+    """Made once, because reading the public authorities takes longer than many requests."""
+    return ssl.create_default_context(cafile=ca_file) if ca_file else httpx.create_ssl_context(trust_env=False)
 
 
 def _base_url(url: str) -> str:
