@@ -1,5 +1,6 @@
 """A small model in float64, a ragged batch, and the rows that the trainer's tests run over."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import AlgorithmSection, OptimizerSection
 from hone.data.pack import collate
 from hone.model.load import init_model
+from hone.train.learner import Learner
 from hone.train.local import LocalTrainer
 from hone.types import Batch, Group, Prompt, Sample
 
@@ -108,17 +110,22 @@ def make_batch(groups: list[Group], algorithm: Algorithm, *, moved: bool = True)
     return replace(batch, columns=kept)
 
 
-def gradient(trainer: LocalTrainer, batch: Batch, algorithm: Algorithm) -> torch.Tensor:
-    """The gradient that one update would apply, caught before it is."""
+def caught_gradient(learner: Learner, update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], torch.Tensor]:
+    """What an update of one optimizer step measured, and the gradient that it applied, caught before it was."""
     caught = []
-    step = trainer.optimizer.step
-    trainer.optimizer.step = lambda: (caught.append(trainer.flat.grad.clone()), step())[1]
+    step = learner.optimizer.step
+    learner.optimizer.step = lambda: (caught.append(learner.flat.grad.clone()), step())[1]
     try:
-        trainer.update(batch, algorithm)
+        metrics = update()
     finally:
-        trainer.optimizer.step = step
+        learner.optimizer.step = step
     assert len(caught) == 1
-    return caught[0]
+    return metrics, caught[0]
+
+
+def gradient(trainer: LocalTrainer, batch: Batch, algorithm: Algorithm) -> torch.Tensor:
+    """The gradient of one policy update."""
+    return caught_gradient(trainer, lambda: trainer.update(batch, algorithm))[1]
 
 
 def assert_same_state(first: LocalTrainer, second: LocalTrainer) -> None:

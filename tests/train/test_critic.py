@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from cases import VOCAB, assert_same_state, make_groups, make_model, make_trainer
+from cases import VOCAB, assert_same_state, caught_gradient, make_groups, make_model, make_trainer
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import AlgorithmSection, OptimizerSection
@@ -43,11 +43,9 @@ def everything(batch):
 
 
 def gradient(critic, batch, section=PPO):
-    """The gradient of one update, caught before it is applied."""
-    caught, step = [], critic.optimizer.step
-    critic.optimizer.step = lambda: (caught.append(critic.flat.grad.clone()), step())[1]
-    critic.update(batch, Algorithm(section, max_response_tokens=6), everything(batch))
-    return caught[0]
+    """The gradient of one update."""
+    algorithm = Algorithm(section, max_response_tokens=6)
+    return caught_gradient(critic, lambda: critic.update(batch, algorithm, everything(batch)))[1]
 
 
 def assert_close(a, b, rtol=1e-6):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import caught_gradient, make_model
 
 from hone.algo.pairwise import pairwise_loss
 from hone.config.run import OptimizerSection
@@ -11,19 +12,8 @@ from hone.data.pairs import Pair
 from hone.errors import DataError
 from hone.model.heads import ScalarModel
 from hone.model.layout import Layout
-from hone.model.load import init_model
 from hone.train.pairs import PairTrainer
 
-ARCHITECTURE = {
-    "model_type": "qwen3",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}
 PAIRS = [
     Pair((5, 6, 7, 8), (5, 6, 9), 0.0),
     Pair((3, 4), (3, 4, 10, 11), 0.5),  # one is the beginning of the other
@@ -46,12 +36,9 @@ def test_extreme_differences_stay_finite():
 
 
 def make_trainer(tokens_per_microbatch=1000, **options):
-    body = init_model(ARCHITECTURE, vocab_size=13, seed=0, dtype=torch.float64, device="cpu")
-    model = ScalarModel(body)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in (p for p in model.parameters() if p.dim() == 2):
-            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * 0.3)
+    model = ScalarModel(make_model())
+    with torch.no_grad():  # a head of zeros would know nothing of the body
+        model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel()).reshape(1, -1))
     optimizer = OptimizerSection(lr=1e-2, grad_clip=0, **options)
     return PairTrainer(
         model,
@@ -63,10 +50,7 @@ def make_trainer(tokens_per_microbatch=1000, **options):
 
 
 def gradient(trainer, pairs):
-    caught = []
-    step = trainer.optimizer.step
-    trainer.optimizer.step = lambda: (caught.append(trainer.flat.grad.clone()), step())[1]
-    return trainer.update(pairs), caught[0]
+    return caught_gradient(trainer, lambda: trainer.update(pairs))
 
 
 def test_the_gradient_is_autograds_of_the_plain_formula():
