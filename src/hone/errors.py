@@ -46,6 +46,12 @@ class RewardError(HoneError):
     exit_code = 3
 
 
+class ServiceError(HoneError):
+    """A service of the run file cannot be started or kept running. Holds the last lines of its log."""
+
+    exit_code = 3
+
+
 class GateError(HoneError):
     """Sampler and trainer disagree at step 0: training would learn from wrong ratios. Names the likely cause."""
 

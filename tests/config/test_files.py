@@ -109,6 +109,34 @@ def test_rewards_are_found_without_being_run(folder, problems_of, use):
     assert problems_of(reward__components=f"[{{use: '{use}'}}]") == []
 
 
+@pytest.mark.parametrize(
+    ("service", "said"),
+    [
+        ("reward: reward.yaml", "services.judge.reward: 'reward.yaml' does not exist, looked for at"),
+        ("reward: reward.yaml", "Did you mean rewards.yaml?"),
+        ("policy: ./nowhere", "services.judge.policy: './nowhere' does not exist"),
+        ("policy: a b", "services.judge.policy: 'a b' is neither a directory nor a hub name"),
+        ("command: [no-such-program, '{port}']", "services.judge.command: there is no program 'no-such-program'"),
+        ("command: [./serve.sh, '{port}']", "services.judge.command: there is no program './serve.sh'"),
+    ],
+)
+def test_services_that_cannot_be_started(folder, problems_of, service, said):
+    (folder / "rewards.yaml").write_text("reward: {}\n")
+    (problem,) = problems_of(services=f"{{judge: {{{service}}}}}")
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    "service",
+    ["reward: rewards.yaml", "policy: Qwen/Qwen3-0.6B", "command: [python, '{port}']", "command: [./a.sh, '{port}']"],
+)
+def test_services_that_can_be_started(folder, problems_of, service):
+    (folder / "rewards.yaml").write_text("reward: {}\n")
+    (folder / "a.sh").write_text("#!/bin/sh\n")
+    (folder / "a.sh").chmod(0o755)
+    assert problems_of(services=f"{{judge: {{{service}}}}}") == []
+
+
 LOCAL = {"model__init": None, "model__characters": None}
 
 

@@ -10,6 +10,10 @@ SFT = {"stages": "[sft, rl]"}
 NO_RATIO = {"algorithm": "{ratio: none, clip: none}"}
 
 
+def judge(keys: str) -> dict[str, str]:
+    return {"services": f"{{judge: {{{keys}}}}}"}
+
+
 def init(keys: str) -> dict[str, str]:
     return {"model__init": f"{{model_type: x, {keys}}}"}
 
@@ -53,6 +57,33 @@ BROKEN = [
             "reward__components": "[{use: exact, name: environment}]",
         },
         "reward.components.0.name: 'environment' is the name of the environment's own reward",
+    ),
+    ({"services": "{training: {command: [sh, '{port}']}}"}, "services.training: must be named with at most 40 letters"),
+    (judge("port: 80"), "services.judge: needs exactly one of reward, policy and command (got none of them)"),
+    (judge("policy: a/b, command: [sh, '{port}']"), "(got policy and command). Set the others to null"),
+    (judge("command: [sh, serve]"), "services.judge.command: must have {port} in one of its words"),
+    (judge("policy: a/b, health: ready"), "services.judge.health: must begin with / (got 'ready'). Nearest: /ready"),
+    (
+        {"services": "{a: {policy: x/y, port: 8000}, b: {policy: x/y, port: 8000}}"},
+        "services.b.port: 8000 is also a's. Set one of them to 0",
+    ),
+    (
+        {"services": "{a: {policy: x/y, devices: [6, 7]}, b: {policy: x/y, devices: [7]}}"},
+        "services.b.devices: GPU 7 is also in services.a.devices. A GPU belongs to training or to one service",
+    ),
+    (
+        {"run__devices": "[0, 7]"} | judge("policy: x/y, devices: [7]"),
+        "services.judge.devices: GPU 7 is also in run.devices",
+    ),
+    (judge("policy: x/y, devices: [7, 7]"), "services.judge.devices: must name each GPU once (got [7, 7])"),
+    (judge("policy: x/y, devices: [-1]"), "services.judge.devices: must be at least 0 each (got -1)"),
+    (
+        judge("policy: x/y") | {"reward__components": "[{use: exact, args: {a: {service: judgee}}}]"},
+        "reward.components.0.args.a.service: no service is called 'judgee'. Did you mean judge?",
+    ),
+    (
+        {"reward__components": "[{use: exact, args: {service: judge}}]"},
+        "args.service: no service is called 'judge'. The run file has no services",
     ),
     ({"train__samples_per_optimizer_step": "100"}, "x group_size = 32 x 8 = 256 (got 100). Nearest: 64 and 128"),
     ({"train__samples_per_optimizer_step": "999"}, "(got 999). Nearest: 256"),

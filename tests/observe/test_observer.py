@@ -48,11 +48,11 @@ def test_a_run_leaves_every_record(tmp_path):
     names = [e["name"] for e in json.loads((tmp_path / "trace.json").read_text()) if e["ph"] == "X"]
     assert names == ["decode", "generate"] * 3
     log = (tmp_path / "logs" / "training.log").read_text().splitlines()
-    assert [line[20:] for line in log] == [
+    assert [line[20:].partition("  ETA")[0] for line in log] == [
         "hello",
         "world",
         "rl 1/9  reward 0.143",
-        "rl 3/9  reward 0.429  ETA 0:00",
+        "rl 3/9  reward 0.429",
         f"completed 3 updates. Report: {tmp_path / 'report.html'}",
     ]
     assert (tmp_path / "report.html").exists()

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from hone.cluster.services import Services
 from hone.config.load import Loaded
 from hone.config.run import RunConfig
 from hone.data.chat import Tokenizer
@@ -38,6 +39,7 @@ class Job:
     compute: ThreadPoolExecutor
     stop: asyncio.Event
     device: torch.device
+    services: Services
 
     @property
     def config(self) -> RunConfig:

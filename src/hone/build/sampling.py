@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
+from types import MappingProxyType
 
 from hone.build.job import Job
 from hone.config.run import RunConfig
@@ -49,11 +50,13 @@ async def make_engine(
     )
 
 
-def make_rewards(config: RunConfig, base_dir: Path, *, window_samples: int) -> Rewards:
-    """The run file's rewards, and the environment's own."""
+def make_rewards(
+    config: RunConfig, base_dir: Path, *, window_samples: int, services: Mapping[str, str] = MappingProxyType({})
+) -> Rewards:
+    """The run file's rewards, and the environment's own; `services` are base URLs by name."""
     has_environment = config.rollout.environment.use is not None
     extra = [Component("environment", 1.0, FromEnvironment())] if has_environment else []
-    return Rewards.from_config(config.reward, base_dir, window_samples=window_samples, extra=extra)
+    return Rewards.from_config(config.reward, base_dir, window_samples=window_samples, extra=extra, services=services)
 
 
 def sampling_of(config: RunConfig, *, temperature: float | None = None) -> Sampling:

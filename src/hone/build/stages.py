@@ -25,6 +25,7 @@ from hone.build.models import (
     with_adapter,
 )
 from hone.build.sampling import held_out_evaluation, make_engine, make_rewards, sampling_of
+from hone.build.services import claim_devices, make_services, unused_notes
 from hone.config.derived import correction, longest_tokens, optimizer_steps_total, samples_per_update
 from hone.config.load import Loaded
 from hone.data.chat import load_tokenizer
@@ -55,6 +56,7 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
         HoneError: what went wrong; its `exit_code` is the process's. The newest checkpoint is then still there.
     """
     config = loaded.config
+    split = claim_devices(config)
     device = set_up_arithmetic(config)
     tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
     identity = config.model_dump(mode="json")
@@ -74,7 +76,19 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
         outcome = "failed"
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="compute") as compute:
-                job = Job(loaded, folder, observer, tokenizer, checkpoints, compute, asyncio.Event(), device)
+                stop = asyncio.Event()
+                services = make_services(
+                    loaded,
+                    split,
+                    folder=folder.path,
+                    logs=folder.logs,
+                    say=observer.say,
+                    relay=observer.relay,
+                    stop=stop,
+                )
+                job = Job(loaded, folder, observer, tokenizer, checkpoints, compute, stop, device, services)
+                for note in (*split.notes, *unused_notes(config)):
+                    observer.say(note)
                 asyncio.run(run_stages(job, saved))
             outcome = "finished"
         except Stopped:
@@ -88,18 +102,24 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
 
 
 async def run_stages(job: Job, saved: Saved | None) -> None:
-    """The stages in order, beginning with the one that `saved` was in."""
+    """The stages in order, beginning with the one that `saved` was in. Services run from before to after them."""
     tell_where_it_starts(job, saved)
     with signals_ask_to_stop(job.stop, job.observer):
-        stages = job.config.stages
-        first = stages.index(saved.progress.stage) if saved else 0  # type: ignore[arg-type]
-        for number, stage in enumerate(stages[first:], first):
-            runner = {"sft": run_sft, "reward_model": run_reward_model, "rl": run_rl}[stage]
-            await runner(job, saved if saved and saved.progress.stage == stage else None)
-            if job.stop.is_set():
-                raise Stopped(f"stopped; `hone train {job.loaded.run_file} --resume` goes on from the checkpoint")
-            if number + 1 == len(stages):
-                job.observer.say(f"final weights: {job.folder.hf}")
+        async with job.services:
+            await run_stages_beside_services(job, saved)
+
+
+async def run_stages_beside_services(job: Job, saved: Saved | None) -> None:
+    stages = job.config.stages
+    first = stages.index(saved.progress.stage) if saved else 0  # type: ignore[arg-type]
+    for number, stage in enumerate(stages[first:], first):
+        runner = {"sft": run_sft, "reward_model": run_reward_model, "rl": run_rl}[stage]
+        await runner(job, saved if saved and saved.progress.stage == stage else None)
+        if job.stop.is_set():
+            job.services.check()
+            raise Stopped(f"stopped; `hone train {job.loaded.run_file} --resume` goes on from the checkpoint")
+        if number + 1 == len(stages):
+            job.observer.say(f"final weights: {job.folder.hf}")
 
 
 async def run_sft(job: Job, saved: Saved | None) -> None:
@@ -174,9 +194,13 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         return trainer, trainer.model if shared else merged_copy(trainer.model)
 
     trainer, sampled = await job.computed(assemble)
+    await job.services.ready()
+    if job.stop.is_set():
+        return
     executor = job.compute if shared else None
     engine = await make_engine(config, job.tokenizer, sampled, job.base_dir, executor)
-    rewards = make_rewards(config, job.base_dir, window_samples=20 * samples_per_update(config))
+    window = 20 * samples_per_update(config)
+    rewards = make_rewards(config, job.base_dir, window_samples=window, services=job.services.urls)
     evaluation = held_out_evaluation(job, engine, rewards)
     job.observer.begin("rl", config.run.steps)
     run = PolicyRun(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from hone.build.job import first_cause, set_up_arithmetic
 from hone.build.models import model_before, named_model, scalar_model, weights_before, with_adapter
 from hone.build.sampling import make_engine, make_rewards, sampling_of
+from hone.build.services import claim_devices, services_apart
+from hone.cluster.services import Services
 from hone.config.derived import trains_adapter
 from hone.config.load import Loaded
 from hone.config.report import CheckReport
@@ -42,6 +45,7 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
         DataError: no evaluation data, or no weights yet.
     """
     config, base_dir = loaded.config, loaded.run_file.parent
+    split = claim_devices(config)
     device = set_up_arithmetic(config)
     weights = model or RunFolder(loaded.run_dir).hf
     if not weights.is_dir():
@@ -55,16 +59,20 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
     policy = load_model(weights, dtype=dtype, device=device, implementation=config.model.implementation)
     sampling = sampling_of(config, temperature=config.eval.temperature)
 
-    async def run() -> Evaluation:
-        engine = await make_engine(config, tokenizer, policy, base_dir)
-        try:
-            async with make_rewards(config, base_dir, window_samples=len(prompts)) as rewards:
-                return await evaluate(engine, rewards, prompts.rows(), sampling, config.eval, seed=config.seed)
-        finally:
-            await engine.close()
+    async def run(services: Services) -> Evaluation:
+        async with services:
+            engine = await make_engine(config, tokenizer, policy, base_dir)
+            try:
+                await services.ready()
+                window, urls = len(prompts), services.urls
+                async with make_rewards(config, base_dir, window_samples=window, services=urls) as rewards:
+                    return await evaluate(engine, rewards, prompts.rows(), sampling, config.eval, seed=config.seed)
+            finally:
+                await engine.close()
 
     try:
-        return asyncio.run(run())
+        with TemporaryDirectory(prefix="hone-eval-") as folder:  # the run's own logs may be in use by the run
+            return asyncio.run(run(services_apart(loaded, split, Path(folder))))
     except BaseExceptionGroup as group:
         raise first_cause(group) from group
 

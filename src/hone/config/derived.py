@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hone.config.run import RunConfig
 
@@ -98,6 +100,35 @@ def trains_adapter(config: RunConfig, stage: str) -> bool:
 def adapter_stages(config: RunConfig) -> str | None:
     """The stages that train an adapter; None when none does."""
     return ", ".join(stage for stage in config.stages if trains_adapter(config, stage)) or None
+
+
+def service_uses(config: RunConfig) -> list[tuple[str, str]]:
+    """Where built-in rewards name a service in their args, as `service: NAME` at any depth: (key, NAME)."""
+    return [
+        use
+        for number, component in enumerate(config.reward.components)
+        if ":" not in component.use
+        for use in _named_services(component.args, f"reward.components.{number}.args")
+    ]
+
+
+def _named_services(args: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    for name, value in args.items():
+        if name == "service" and isinstance(value, str):
+            yield f"{path}.{name}", value
+        elif isinstance(value, Mapping):
+            yield from _named_services(value, f"{path}.{name}")
+
+
+def unused_services(config: RunConfig) -> list[str]:
+    """Services that no reward names, by their name or, in whatever is written in args, by their port."""
+    named = {name for _, name in service_uses(config)}
+    written = json.dumps([c.args for c in config.reward.components] + [config.rollout.environment.args])
+    return [
+        name
+        for name, service in config.services.items()
+        if name not in named and not (service.port and f":{service.port}" in written)
+    ]
 
 
 def correction(config: RunConfig) -> str:

@@ -10,7 +10,10 @@ import ast
 import gzip
 import importlib.util
 import json
+import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -247,6 +250,7 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
         ("model.path", config.model.path, "config.json"),
         ("critic.path", config.critic.path, "config.json"),
         ("model.tokenizer", config.model.tokenizer, "tokenizer_config.json"),
+        *((f"services.{name}.policy", service.policy, "config.json") for name, service in config.services.items()),
     ):
         if text is None:
             continue
@@ -260,6 +264,30 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
             yield Breach((key,), f"{text!r} does not exist, looked for at {path}")
         elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
             yield Breach((key,), f"{text!r} is neither a directory nor a hub name such as Qwen/Qwen3-0.6B")
+
+
+def services_can_be_started(config: RunConfig, folder: Path) -> Iterator[Breach]:
+    """The file of a service's rewards, and the program of its command, are there."""
+    for name, service in config.services.items():
+        if service.reward is not None and not _is_file(path := folder / Path(service.reward).expanduser()):
+            close = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
+            hint = f". Did you mean {close}?" if close else ""
+            yield Breach((f"services.{name}.reward",), f"{service.reward!r} does not exist, looked for at {path}{hint}")
+        if service.command is not None and find_program(service.command[0], folder) is None:
+            yield Breach(
+                (f"services.{name}.command",),
+                f"there is no program {service.command[0]!r} to run here. Write a path, or a program on the PATH",
+            )
+
+
+def find_program(word: str, folder: Path) -> str | None:
+    """The program that a command's first word names: on the PATH, or relative to the run file's folder.
+
+    Programs beside this Python, such as `hone` itself, come before the PATH.
+    """
+    if "/" in word:
+        return shutil.which(str(folder.absolute() / Path(word).expanduser()))
+    return shutil.which(word, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
 def context_limit(config: RunConfig, folder: Path) -> int | None:
@@ -281,4 +309,5 @@ FILE_RULES: tuple[FileRule, ...] = (
     rewards_can_be_had,
     environment_can_be_had,
     local_directories_are_models,
+    services_can_be_started,
 )

@@ -132,7 +132,7 @@ def _without_empty_sections(node: Node, path: str = "") -> Node:
     kept = {}
     for name, child in node.value.items():
         child_path = f"{path}.{name}" if path else name
-        if schema.is_section(child_path):
+        if schema.is_section(child_path) or child_path in schema.section_maps():
             if child.value is None:
                 continue
             child = _without_empty_sections(child, child_path)

@@ -1,8 +1,8 @@
 """What must hold between keys: one small function per rule, all of them asked, all answers reported together.
 
-A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm are in `algorithm_rules.py`, and of adapters
-in `lora_rules.py`; those that look at the world outside the run file (data files, rewards, model directories) are in
-`files.py`. Bounds of one key alone are in `run.py`.
+A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm are in `algorithm_rules.py`, of adapters in
+`lora_rules.py`, of services in `service_rules.py`; those that look at the world outside the run file (data files,
+rewards, model directories) are in `files.py`. Bounds of one key alone are in `run.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hone.config.derived import longest_tokens, run_dir, samples_per_update
 from hone.config.files import FILE_RULES, context_limit, template_columns
 from hone.config.lora_rules import LORA_RULES
 from hone.config.run import RewardComponent, RunConfig
+from hone.config.service_rules import SERVICE_RULES
 
 Rule = Callable[[RunConfig], Iterator[Breach]]
 
@@ -300,4 +301,5 @@ RULES: tuple[Rule, ...] = (
     best_can_be_told,
     *ALGORITHM_RULES,
     *LORA_RULES,
+    *SERVICE_RULES,
 )

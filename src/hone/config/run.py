@@ -34,6 +34,8 @@ class RunSection(Section):
     """Threads for arithmetic; 0 takes every core that this process may use."""
     device: Literal["auto", "cpu", "cuda"] = key("auto")
     """Where the policy lives; auto takes a GPU when torch sees one."""
+    devices: tuple[int, ...] | None = key(None, unit="GPU numbers")
+    """GPUs for training, counted as CUDA_VISIBLE_DEVICES lists them; null: all that no service has."""
     precision: Literal["float32", "bfloat16"] = key("float32")
     """Arithmetic of forward and backward. Master weights, optimizer and reductions are float32 in both."""
 
@@ -112,6 +114,31 @@ class RewardSection(Section):
     """A group with fewer scored samples is dropped and replaced."""
     max_unscored_frac: float = key(0.05, unit="fraction of samples", ge=0, le=1)
     """The run ends (exit 3) when more than this stays unscored over the last 20 steps' samples."""
+
+
+class ServiceSection(Section):
+    reward: str | None = key(None)
+    """Serve the rewards of this file, as `hone serve reward` does. Exactly one of `reward`, `policy` and `command`."""
+    policy: str | None = key(None)
+    """Serve this model, a directory or hub name, as `hone serve policy` does."""
+    command: tuple[str, ...] | None = key(None, min_length=1)
+    """Run this program, in the run file's folder: its words, in which {port} stands for the port."""
+    devices: tuple[int, ...] = key((), unit="GPU numbers")
+    """GPUs of its own, counted as CUDA_VISIBLE_DEVICES lists them; it sees no others."""
+    port: int = key(0, ge=0, le=65535)
+    """Port on 127.0.0.1; 0 takes a free one, which the service keeps when it is started again."""
+    health: str = key("/health")
+    """Path that answers 2xx once the service is ready."""
+    start_timeout_s: float = key(300.0, unit="seconds", gt=0)
+    """A service that is not ready by then ends the run (exit 3)."""
+    silence_timeout_s: float = key(120.0, unit="seconds", gt=0)
+    """A service whose `health` gives no answer at all for so long is killed and started again."""
+    restarts: int = key(3, unit="restarts per hour", ge=0)
+    """How often it is started again after it ended by itself; once more ends the run, with a checkpoint (exit 3)."""
+    stop_timeout_s: float = key(15.0, unit="seconds", gt=0)
+    """Time between asking it to stop (SIGTERM) and killing it."""
+    reuse: bool = key(False)
+    """Take a service of the same settings that `hone up` keeps running instead of starting one, if there is one."""
 
 
 class EnvironmentSection(Section):
@@ -376,6 +403,7 @@ class RunConfig(Section):
     model: ModelSection = key(...)
     data: DataSection = key(...)
     reward: RewardSection = key(RewardSection())
+    services: dict[str, ServiceSection] = key({})
     rollout: RolloutSection = key(RolloutSection())
     algorithm: AlgorithmSection = key(AlgorithmSection())
     train: TrainSection = key(TrainSection())

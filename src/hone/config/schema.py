@@ -1,7 +1,7 @@
 """Every key of the run file as data: path, type in words, unit, default, bounds, meaning. Read off `run.py`.
 
-For messages, `hone explain` and the generated documentation. Paths are dotted; `*` stands for a list entry's
-number, as in `reward.components.*.weight`.
+For messages, `hone explain` and the generated documentation. Paths are dotted; `*` stands for a list entry's number
+or for a name that the user gives, as in `reward.components.*.weight` and `services.*.port`.
 """
 
 from __future__ import annotations
@@ -65,9 +65,24 @@ def all_sections() -> Mapping[str, type[Section]]:
     return dict(_sections(RunConfig, ""))
 
 
+@cache
+def section_maps() -> frozenset[str]:
+    """Paths of the mappings from names that the user gives to sections: `services`."""
+    return frozenset(
+        _join(path, name)
+        for path, section in all_sections().items()
+        for name, field in section.model_fields.items()
+        if get_origin(field.annotation) is dict and _inner_section(field.annotation)[0]
+    )
+
+
 def generic(path: str) -> str:
-    """A concrete path with list numbers replaced: `reward.components.0.use` -> `reward.components.*.use`."""
-    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+    """A concrete path with list numbers and given names replaced: `reward.components.0.use` and `services.judge.port`
+    become `reward.components.*.use` and `services.*.port`."""
+    parts: list[str] = []
+    for part in path.split("."):
+        parts.append("*" if part.isdecimal() or ".".join(parts) in section_maps() else part)
+    return ".".join(parts)
 
 
 def find_key(path: str) -> Key | None:
@@ -84,23 +99,23 @@ def is_section(path: str) -> bool:
 
 
 def is_section_list(path: str) -> bool:
-    return f"{generic(path)}.*" in all_sections()
+    return f"{generic(path)}.*" in all_sections() and path not in section_maps()
 
 
 def _sections(section: type[Section], path: str) -> Iterator[tuple[str, type[Section]]]:
     yield path, section
     for name, field in section.model_fields.items():
-        inner, is_list = _inner_section(field.annotation)
+        inner, is_many = _inner_section(field.annotation)
         if inner:
-            yield from _sections(inner, _join(path, f"{name}.*" if is_list else name))
+            yield from _sections(inner, _join(path, f"{name}.*" if is_many else name))
 
 
 def _walk(section: type[Section], path: str) -> Iterator[Key]:
     for name, field in section.model_fields.items():
         here = _join(path, name)
-        inner, is_list = _inner_section(field.annotation)
+        inner, is_many = _inner_section(field.annotation)
         if inner:
-            yield from _walk(inner, f"{here}.*" if is_list else here)
+            yield from _walk(inner, f"{here}.*" if is_many else here)
         else:
             yield _key(here, field)
 
@@ -128,10 +143,10 @@ def _join(path: str, name: str) -> str:
 
 
 def _inner_section(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """The section class behind an annotation, and whether it is a list of them."""
-    is_list = get_origin(annotation) is tuple
-    inner = get_args(annotation)[0] if is_list else annotation
-    return (inner, is_list) if isinstance(inner, type) and issubclass(inner, Section) else (None, False)
+    """The section class behind an annotation, and whether it holds many of them: a list, or a mapping by name."""
+    place = {tuple: 0, dict: 1}.get(get_origin(annotation))  # type: ignore[arg-type]
+    inner = annotation if place is None else get_args(annotation)[place]
+    return (inner, place is not None) if isinstance(inner, type) and issubclass(inner, Section) else (None, False)
 
 
 def _is_union(annotation: Any) -> bool:

@@ -114,6 +114,8 @@ def wrong_value(path: str, got: Any) -> str:
     """What to say of a value that its key refuses: the rule, what was got, the nearest legal value."""
     if schema.is_section(path):
         return f"must be a section: keys and values, indented under it (got {show(got)})"
+    if path in schema.section_maps():
+        return f"must be sections by name, such as `judge:` with its keys indented under it (got {show(got)})"
     if schema.is_section_list(path):
         return f"must be a list of sections, each starting with `- ` (got {show(got)})"
     key = schema.find_key(path)

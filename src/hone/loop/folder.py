@@ -2,7 +2,7 @@
 
     run.yaml         the resolved configuration, for people       .identity.json   the same, for comparing
     metrics.jsonl    samples/    logs/    tensorboard/            trace.json       report.html
-    checkpoints/     hf/    hf-best/                              .lock            held while a run is going
+    checkpoints/     hf/    hf-best/        services.json         .lock            held while a run is going
 
 Opening answers one question: new, resumed, or refused? A folder with other people's files is refused in any case,
 and nothing is ever deleted: `fresh` moves the old run aside. What is in the files is the business of others.
@@ -19,17 +19,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from hone.config import schema
+from hone.config.run import ServiceSection
 from hone.errors import RunFolderError
 
 SAME_NUMBERS = (
     "run.dir",
     "run.steps",
     "run.threads",
+    "run.devices",
     "rollout.timeout_s",
     "train.tokens_per_microbatch",
     "train.logprob_chunk_tokens",
     "train.activation_checkpointing",
     "reward.workers",
+    *(f"services.*.{key}" for key in ServiceSection.model_fields if key not in ("reward", "policy", "command")),
     "checkpoint",
     "eval",
     "gate",
@@ -263,4 +267,5 @@ def _shown(keys: Mapping[str, Any], key: str) -> str:
 
 
 def _same_numbers(key: str) -> bool:
-    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in SAME_NUMBERS)
+    path = schema.generic(key)
+    return any(path == allowed or path.startswith(f"{allowed}.") for allowed in SAME_NUMBERS)

@@ -1,0 +1,56 @@
+"""The services of a run file, made ready to start beside a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from hone.cluster.devices import VARIABLE, Split, split_devices, visible_devices
+from hone.cluster.launch import plan_launches
+from hone.cluster.services import Relay, Say, Services
+from hone.config.derived import unused_services
+from hone.config.load import Loaded
+from hone.config.run import RunConfig
+
+
+def claim_devices(config: RunConfig) -> Split:
+    """Divide the GPUs, and let this process see its own alone. Comes before anything asks torch for them."""
+    if not config.services and config.run.devices is None:
+        return Split(None)
+    split = split_devices(config, visible_devices())
+    if split.training is not None:
+        os.environ[VARIABLE] = split.training
+    return split
+
+
+def unused_notes(config: RunConfig) -> list[str]:
+    """What to tell of services that are started for nothing."""
+    return [f"services.{name}: no reward names it in its args (service: {name})" for name in unused_services(config)]
+
+
+def make_services(
+    loaded: Loaded, split: Split, *, folder: Path, logs: Path, say: Say, relay: Relay, stop: asyncio.Event
+) -> Services:
+    """The run file's services, not started.
+
+    Args:
+        folder: where services.json is kept.
+        logs: where each one's log goes.
+        stop: see `Services`.
+    """
+    launches = plan_launches(loaded.config, loaded.run_file.parent, logs, split)
+    return Services(launches, folder=folder, run_file=loaded.run_file, say=say, relay=relay, stop=stop)
+
+
+def services_apart(loaded: Loaded, split: Split, folder: Path) -> Services:
+    """The run file's services for a verb other than `train`: what they say goes to stderr."""
+
+    def say(message: str) -> None:
+        print(message, file=sys.stderr)
+
+    def relay(name: str, line: str) -> None:
+        say(f"[{name}] {line}")
+
+    return make_services(loaded, split, folder=folder, logs=folder, say=say, relay=relay, stop=asyncio.Event())

@@ -1,0 +1,1 @@
+"""Processes beside the run: its services, started, watched, restarted and ended. Imports nothing heavy."""

@@ -1,0 +1,79 @@
+"""Who gets which GPU, as values of CUDA_VISIBLE_DEVICES: training and each service see their own and no others.
+
+Numbers in a run file count within what this process may see: with CUDA_VISIBLE_DEVICES=2,3 device 0 is the third GPU
+of the machine. On a machine without GPUs everything runs on the CPU, and that is said.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hone.config.run import RunConfig
+from hone.errors import ServiceError
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+_LIST_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The GPUs of each, as a value of CUDA_VISIBLE_DEVICES."""
+
+    training: str | None
+    """None leaves the variable as it is."""
+    services: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What differs from what the run file asks for, for people."""
+
+
+def visible_devices() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES lists, else the numbers of the machine's GPUs. Loads no GPU library."""
+    listed = os.environ.get(VARIABLE)
+    if listed is not None:
+        return [part.strip() for part in listed.split(",") if part.strip()]
+    try:
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def split_devices(config: RunConfig, visible: Sequence[str]) -> Split:
+    """Divide the `visible` GPUs as the run file says; the rules of the configuration saw that nothing overlaps.
+
+    Raises:
+        ServiceError: a number that the machine does not have, though it has GPUs.
+    """
+    services = {name: service.devices for name, service in config.services.items()}
+    wanted = {f"services.{name}.devices": devices for name, devices in services.items()}
+    wanted["run.devices"] = config.run.devices or ()
+    if not visible:
+        notes = tuple(
+            f"{key} = {list(devices)}: there is no GPU here, so it runs without"
+            for key, devices in wanted.items()
+            if devices
+        )
+        return Split(None, dict.fromkeys(services, ""), notes)
+    for key, devices in wanted.items():
+        missing = [number for number in devices if number >= len(visible)]
+        if missing:
+            raise ServiceError(
+                f"{key} = {list(devices)}: there are {len(visible)} GPUs here, numbers 0 to {len(visible) - 1}. "
+                f"Choose among those, or widen {VARIABLE}."
+            )
+    taken = {number for devices in services.values() for number in devices}
+    training = config.run.devices
+    if training is None and taken:
+        training = tuple(number for number in range(len(visible)) if number not in taken)
+    return Split(
+        None if training is None else _named(training, visible),
+        {name: _named(devices, visible) for name, devices in services.items()},
+    )
+
+
+def _named(devices: Sequence[int], visible: Sequence[str]) -> str:
+    return ",".join(visible[number] for number in devices)

@@ -1,0 +1,110 @@
+"""services.json: which services run for a run or under `hone up`, where, and since when; for `hone status` and `stop`.
+
+Written by the process that supervises them, into its folder, whenever something changes. Read by others, who trust a
+process number only together with the time that process started at: numbers are used again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hone.errors import DataError
+
+FILE = "services.json"
+_SAME_START_S = 1.0
+"""psutil computes a start from the clock, which is set now and then; a number that is used again starts much later."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """A service as it was when the file was written."""
+
+    name: str
+    url: str
+    state: str
+    """starting, ready, restarting, stopped or failed."""
+    pid: int | None
+    restarts: int
+    fingerprint: str
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """Who supervises which services."""
+
+    pid: int
+    started_at: float
+    """Unix seconds."""
+    run_file: str
+    services: tuple[ServiceState, ...]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether that very process is still there."""
+        try:
+            process = psutil.Process(self.pid)
+            started_at, status = process.create_time(), process.status()
+        except psutil.Error:
+            return False
+        return abs(started_at - self.started_at) < _SAME_START_S and status != psutil.STATUS_ZOMBIE
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def supervised_by_me(run_file: Path, services: tuple[ServiceState, ...]) -> Supervision:
+    """What this process is to write."""
+    return Supervision(os.getpid(), psutil.Process().create_time(), str(run_file.absolute()), services)
+
+
+def write_state(folder: Path, supervision: Supervision) -> None:
+    """Replace the folder's services.json in one step."""
+    aside = folder / f"{FILE}.new"
+    aside.write_text(json.dumps(supervision.as_dict(), indent=1))
+    aside.replace(folder / FILE)
+
+
+def read_state(folder: Path) -> Supervision | None:
+    """What stands in a folder's services.json; None when there is none, or it is not ours."""
+    try:
+        found = json.loads((folder / FILE).read_text())
+        services = tuple(ServiceState(**service) for service in found.pop("services"))
+        return Supervision(services=services, **found)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def runtime_folder() -> Path:
+    """Where `hone up` keeps a folder for each name: HONE_RUNTIME_DIR, else of this user alone, and gone after a reboot.
+
+    Raises:
+        DataError: somebody else made the folder, or others may write to it.
+    """
+    if chosen := os.environ.get("HONE_RUNTIME_DIR"):
+        folder = Path(chosen)
+    elif runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        folder = Path(runtime) / "hone"
+    else:
+        folder = Path(tempfile.gettempdir()) / f"hone-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise DataError(f"{folder} is not a folder that only this user may write to. Set HONE_RUNTIME_DIR to another.")
+    return folder
+
+
+def kept_up(folder: Path) -> dict[str, Supervision]:
+    """What `hone up` keeps running, by name."""
+    found = {place.name: read_state(place) for place in sorted(folder.iterdir()) if place.is_dir()}
+    return {
+        name: supervision for name, supervision in found.items() if supervision is not None and supervision.is_alive
+    }
