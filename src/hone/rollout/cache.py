@@ -1,36 +1,44 @@
-"""Storage of keys and values, preallocated and reused, that grows with the longest live sequence."""
+"""Storage of keys and values: one buffer, allocated once, laid out anew as sequences come, grow and go."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_COLUMNS = 64  # granularity of growth, in tokens
-
 
 class KeyValueStore:
-    """One tensor, (layers, 2, slots, Hkv, columns, D): a slot per sequence, a column per token.
+    """(layers, 2, slots, Hkv, columns, D): a slot per sequence, a column per token.
 
-    Zero where never written, because what attention masks must at least be finite. A slot is dense in memory per
-    head, so that the matrix products of attention read it without a copy.
+    Finite where never written, because attention masks it by adding -inf. Attention reads whole slots: a part of the
+    columns would not be dense in memory, and each matrix product would copy it first.
     """
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
+        self._memory = like.new_zeros(0)
         self.data = like.new_zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim)
 
-    def reserve(self, slots: int, columns: int) -> None:
-        """Make room for so many slots and columns, keeping the content."""
-        have_slots, have_columns = self.data.shape[2], self.data.shape[4]
-        if slots <= have_slots and columns <= have_columns:
+    @property
+    def columns(self) -> int:
+        return self.data.shape[4]
+
+    def reserve(self, slots: int, columns: int, *, live: int) -> None:
+        """Make room for so many slots or more, and for just so many columns; keeps what fits of the `live` first."""
+        have_slots, have_columns = self.data.shape[2], self.columns
+        if slots <= have_slots and columns == have_columns:
             return
-        if columns > have_columns:
-            columns = -(-max(columns, have_columns * 3 // 2) // _COLUMNS) * _COLUMNS
         shape = list(self.data.shape)
-        shape[2], shape[4] = max(slots, have_slots), max(columns, have_columns)
-        grown = self.data.new_zeros(shape)
-        grown[:, :, :have_slots, :, :have_columns] = self.data
-        self.data = grown
+        shape[2], shape[4] = max(slots, have_slots), columns
+        live = min(live, have_slots)
+        kept = self.data[:, :, :live, :, :columns]
+        if math.prod(shape) > len(self._memory):
+            self._memory = self._memory.new_zeros(math.prod(shape))
+        else:
+            kept = kept.clone()  # the new layout lies over the old one
+        self.data = self._memory[: math.prod(shape)].view(shape)
+        self.data[:, :, :live, :, :have_columns] = kept
 
     def flat_index(self, slot_X: np.ndarray, column_X: np.ndarray) -> Tensor:
         """(X * Hkv,) where `write` puts X tokens."""
@@ -44,9 +52,9 @@ class KeyValueStore:
         for part, value in enumerate((k, v)):
             self.data[layer, part].view(-1, head_dim).index_copy_(0, flat_index, value.reshape(-1, head_dim))
 
-    def read(self, layer: int, first: int, last: int, columns: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots first .. last - 1, each a view (slots * Hkv, columns, D)."""
-        keys, values = self.data[layer, :, first:last, :, :columns].flatten(1, 2)
+        keys, values = self.data[layer, :, first:last].flatten(1, 2)
         return keys, values
 
     def move(self, target: np.ndarray, source: np.ndarray, columns: int) -> None:

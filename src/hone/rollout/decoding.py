@@ -1,8 +1,10 @@
-"""Stepper for Hone's own decoder: shared prompts, one new token per row, nothing computed for the dead.
+"""Stepper for Hone's own decoder: nothing is computed twice, and nothing for the dead.
 
-A prompt's keys and values are stored once. At each layer the queries of all rows of a prompt meet it in one matrix
-product, each row meets its own response in another, and one softmax spans both. A finished row is closed over by
-moving the last row into its slot. Attention is as wide as the longest live prompt and response, exactly.
+Rows of one prompt that have sampled the same tokens so far are one branch: it is advanced once for all of them, and
+forks where they part. A prompt's keys and values are stored once. At each layer the queries of all branches of a prompt
+meet it in one matrix product, each branch meets its own response in another, and one softmax spans both. A branch whose
+rows are finished is closed over by moving the last branch into its slot. Attention is as wide as the longest live
+prompt and, rounded up, response.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from hone.rollout.cache import KeyValueStore
 from hone.rollout.stepper import closing_moves
 
 _PREFILL_TOKENS = 16384  # padded prompt tokens computed at one time; memory, never the result
+_LEAST_COLUMNS = 16
 
 
 class DecoderStepper:
-    """See `stepper.Stepper`. Shapes: N prompts, B rows, P and L columns of the longest prompt and response."""
+    """See `stepper.Stepper`. Shapes: N prompts, B rows, C branches, P and L columns of prompts and responses."""
 
     def __init__(self, model: Decoder, max_rows: int) -> None:
         self._model = model
@@ -35,15 +38,16 @@ class DecoderStepper:
         model = self._model
         weight = model.output_weight
         shape = (model.num_layers, model.num_kv_heads, model.head_dim)
-        self._prompt_store, self._row_store = KeyValueStore(*shape, weight), KeyValueStore(*shape, weight)
+        self._prompt_store, self._response_store = KeyValueStore(*shape, weight), KeyValueStore(*shape, weight)
         self._slot_of_prompt: dict[int, int] = {}
         self._next_prompt_id = 0
         self._prompt_ids: list[int] = []
         self._prompt_length_N = np.zeros(0, np.int64)
-        self._prompt_uses_N = np.zeros(0, np.int64)  # rows, and one more until it is released
+        self._prompt_released_N = np.zeros(0, bool)
         self._prompt_hidden_NH = weight.new_zeros(0, model.hidden_size)
-        self._slot_B = np.zeros(0, np.int64)  # prompt slot of each row
-        self._length_B = np.zeros(0, np.int64)  # response tokens with keys and values
+        self._branch_B = np.zeros(0, np.int64)  # branch of each row
+        self._slot_C = np.zeros(0, np.int64)  # prompt slot of each branch
+        self._length_C = np.zeros(0, np.int64)  # response tokens with keys and values
         self._grouping: Grouping | None = None
 
     def can_add_rows(self, count: int) -> bool:
@@ -64,13 +68,14 @@ class DecoderStepper:
         return ids
 
     def release_prompt(self, prompt_id: int) -> None:
-        self._prompt_uses_N[self._slot_of_prompt[prompt_id]] -= 1
+        self._prompt_released_N[self._slot_of_prompt[prompt_id]] = True
 
     def _prefill(self, prompts: list[tuple[int, ...]], ids: list[int]) -> None:
         device = self._prompt_hidden_NH.device
         length_N = np.array([len(prompt) for prompt in prompts])
         first = len(self._prompt_ids)
-        self._prompt_store.reserve(max(first + len(prompts), min(2 * first, self._max_rows)), int(length_N.max()))
+        width = max(int(length_N.max()), int(self._prompt_length_N.max(initial=0)))
+        self._prompt_store.reserve(max(first + len(prompts), min(2 * first, self._max_rows)), width, live=first)
         position_X = np.concatenate([np.arange(length) for length in length_N])
         prompt_X = np.repeat(np.arange(len(prompts)), length_N)
         token_X = np.concatenate([np.array(prompt) for prompt in prompts])
@@ -82,7 +87,7 @@ class DecoderStepper:
         )
         self._prompt_hidden_NH = torch.cat([self._prompt_hidden_NH, hidden_NH])
         self._prompt_length_N = np.concatenate([self._prompt_length_N, length_N])
-        self._prompt_uses_N = np.concatenate([self._prompt_uses_N, np.ones_like(length_N)])
+        self._prompt_released_N = np.concatenate([self._prompt_released_N, np.zeros_like(length_N, bool)])
         self._slot_of_prompt.update(zip(ids, range(first, first + len(ids)), strict=True))
         self._prompt_ids += ids
 
@@ -96,13 +101,13 @@ class DecoderStepper:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             store.write(layer, flat, k, v)
-            keys, values = store.read(layer, first, first + num_prompts, width)
+            keys, values = store.read(layer, first, first + num_prompts)
             heads, kv_heads, head_dim = q.shape[1], k.shape[1], k.shape[2]
             q_padded = q.new_zeros(num_prompts * width, heads, head_dim).index_copy_(0, padded_X, q)
             out = F.scaled_dot_product_attention(
                 q_padded.view(num_prompts, width, heads, head_dim).transpose(1, 2),
-                keys.view(num_prompts, kv_heads, width, head_dim),
-                values.view(num_prompts, kv_heads, width, head_dim),
+                keys.view(num_prompts, kv_heads, -1, head_dim)[:, :, :width],
+                values.view(num_prompts, kv_heads, -1, head_dim)[:, :, :width],
                 is_causal=True,
                 enable_gqa=heads != kv_heads,
             )
@@ -111,7 +116,7 @@ class DecoderStepper:
         return attend
 
     def _forget_unused_prompts(self) -> None:
-        unused_N = self._prompt_uses_N == 0
+        unused_N = self._prompt_released_N & (np.bincount(self._slot_C, minlength=len(self._prompt_ids)) == 0)
         if not unused_N.any():
             return
         target, source, count = closing_moves(unused_N)
@@ -119,137 +124,154 @@ class DecoderStepper:
         self._prompt_store.move(target, source, width)
         order = np.arange(count)
         order[target] = source
-        self._prompt_length_N, self._prompt_uses_N = self._prompt_length_N[order], self._prompt_uses_N[order]
+        self._prompt_length_N = self._prompt_length_N[order]
+        self._prompt_released_N = self._prompt_released_N[order]
         self._prompt_hidden_NH = self._prompt_hidden_NH[torch.from_numpy(order).to(self._prompt_hidden_NH.device)]
         self._prompt_ids = [self._prompt_ids[slot] for slot in order]
         self._slot_of_prompt = {prompt_id: slot for slot, prompt_id in enumerate(self._prompt_ids)}
         new_slot = np.empty(len(unused_N), np.int64)
         new_slot[order] = np.arange(count)
-        self._slot_B = new_slot[self._slot_B]
+        self._slot_C = new_slot[self._slot_C]
         self._grouping = None
 
     # ---- rows
 
     def add_rows(self, prompt_ids: Sequence[int]) -> Tensor:
         slot_B = np.array([self._slot_of_prompt[prompt_id] for prompt_id in prompt_ids])
-        np.add.at(self._prompt_uses_N, slot_B, 1)
-        self._slot_B = np.concatenate([self._slot_B, slot_B])
-        self._length_B = np.concatenate([self._length_B, np.zeros_like(slot_B)])
+        slot_C, which_B = np.unique(slot_B, return_inverse=True)
+        self._branch_B = np.concatenate([self._branch_B, len(self._slot_C) + which_B])
+        self._slot_C = np.concatenate([self._slot_C, slot_C])
+        self._length_C = np.concatenate([self._length_C, np.zeros_like(slot_C)])
         self._grouping = None
-        used_N, which_B = np.unique(slot_B, return_inverse=True)
         device = self._prompt_hidden_NH.device
-        logits_NV = self._logits(self._prompt_hidden_NH[torch.from_numpy(used_N).to(device)])
-        return logits_NV[torch.from_numpy(which_B).to(device)]
+        logits_CV = self._logits(self._prompt_hidden_NH[torch.from_numpy(slot_C).to(device)])
+        return logits_CV[torch.from_numpy(which_B).to(device)]
 
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
-        self._row_store.move(target, source, int(self._length_B[source].max(initial=0)))
         order = np.arange(count)
         order[target] = source
-        np.subtract.at(self._prompt_uses_N, self._slot_B, 1)
-        self._slot_B, self._length_B = self._slot_B[order], self._length_B[order]
-        np.add.at(self._prompt_uses_N, self._slot_B, 1)
-        self._grouping = None
+        self._branch_B = self._branch_B[order]
 
     def advance(self, token_ids_B: Tensor) -> Tensor:
-        num_rows, device = len(self._slot_B), token_ids_B.device
+        device = token_ids_B.device
+        token_C = torch.from_numpy(self._fork(token_ids_B.cpu().numpy())).to(device)
         if self._grouping is None:
             self._forget_unused_prompts()
-            self._grouping = Grouping.of(self._slot_B, self._prompt_length_N, self._model.num_kv_heads, device)
-        self._row_store.reserve(max(num_rows, self._max_rows), int(self._length_B.max()) + 1)
-        position_B = torch.from_numpy(self._prompt_length_N[self._slot_B] + self._length_B).to(device)
-        hidden_BH = self._model(token_ids_B, position_B, self._decode_attention(self._grouping))
-        self._length_B += 1
-        return self._logits(hidden_BH)
+            self._prompt_store.reserve(0, int(self._prompt_length_N.max()), live=len(self._prompt_ids))
+            self._grouping = Grouping.of(self._slot_C, self._prompt_length_N, self._model.num_kv_heads, device)
+        position_C = torch.from_numpy(self._prompt_length_N[self._slot_C] + self._length_C).to(device)
+        hidden_CH = self._model(token_C, position_C, self._decode_attention(self._grouping))
+        self._length_C += 1
+        return self._logits(hidden_CH).index_select(0, torch.from_numpy(self._branch_B).to(device))
+
+    def _fork(self, token_B: np.ndarray) -> np.ndarray:
+        """Give every distinct (branch, token) a branch; returns the token of each, (C,).
+
+        The first child of a branch takes its place, if that is within bounds; the others take what places are left.
+        """
+        child_C, child_B = np.unique(self._branch_B * self._model.vocab_size + token_B, return_inverse=True)
+        parent_C, token_C = np.divmod(child_C, self._model.vocab_size)
+        count = len(child_C)
+        columns = columns_for(int(self._length_C[parent_C].max()) + 1)
+        self._response_store.reserve(self._max_rows, columns, live=len(self._length_C))
+        stays_C = (np.diff(parent_C, prepend=-1) != 0) & (parent_C < count)
+        if count == len(self._length_C) and stays_C.all():
+            return token_C
+        place_C = np.where(stays_C, parent_C, 0)
+        place_C[~stays_C] = np.setdiff1d(np.arange(count), parent_C[stays_C], assume_unique=True)
+        origin_C = np.empty_like(parent_C)
+        origin_C[place_C] = parent_C
+        moves_C = ~stays_C & (self._length_C[parent_C] > 0)  # a branch without tokens may lie beyond the store
+        width = int(self._length_C[parent_C[moves_C]].max(initial=0))
+        self._response_store.move(place_C[moves_C], parent_C[moves_C], width)
+        self._slot_C, self._length_C = self._slot_C[origin_C], self._length_C[origin_C]
+        self._branch_B = place_C[child_B]
+        self._grouping = None
+        return token_C[np.argsort(place_C)]
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         return F.linear(hidden_BH, self._model.output_weight)
 
     def _decode_attention(self, grouping: Grouping) -> Attend:
-        prompts, rows = self._prompt_store, self._row_store
-        num_rows, num_prompts = len(self._slot_B), len(self._prompt_length_N)
-        flat = rows.flat_index(np.arange(num_rows), self._length_B)
-        width = int(self._length_B.max()) + 1
-        bias_BW = self._bias(grouping, width, flat.device)
+        prompts, responses = self._prompt_store, self._response_store
+        num_branches, num_prompts = len(self._slot_C), len(self._prompt_length_N)
+        flat = responses.flat_index(np.arange(num_branches), self._length_C)
+        bias_CW = self._bias(grouping).to(flat.device)
         kv_heads, group_heads, head_dim = self._model.num_kv_heads, self._group_heads, self._model.head_dim
         prompt_width, members = grouping.prompt_width, grouping.members
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rows.write(layer, flat, k, v)
-            row_keys, row_values = rows.read(layer, 0, num_rows, width)
-            prompt_keys, prompt_values = prompts.read(layer, 0, num_prompts, prompt_width)
-            queries = (q * head_dim**-0.5).view(num_rows * kv_heads, group_heads, head_dim)
-            row_scores = torch.bmm(queries, row_keys.mT)
-            side_by_side = queries.index_select(0, grouping.row_of_seat)
+            responses.write(layer, flat, k, v)
+            keys, values = responses.read(layer, 0, num_branches)
+            prompt_keys, prompt_values = prompts.read(layer, 0, num_prompts)
+            queries = (q * head_dim**-0.5).view(num_branches * kv_heads, group_heads, head_dim)
+            own_scores = torch.bmm(queries, keys.mT)
+            side_by_side = queries.index_select(0, grouping.branch_of_seat)
             side_by_side = side_by_side.view(num_prompts * kv_heads, members * group_heads, head_dim)
             prompt_scores = torch.bmm(side_by_side, prompt_keys.mT).view(-1, group_heads, prompt_width)
-            scores = torch.cat([prompt_scores.index_select(0, grouping.seat_of_row), row_scores], -1)
-            if bias_BW is not None:
-                scores.view(num_rows, kv_heads * group_heads, -1).add_(bias_BW[:, None])
+            scores = torch.cat([prompt_scores.index_select(0, grouping.seat_of_branch), own_scores], -1)
+            scores.view(num_branches, kv_heads * group_heads, -1).add_(bias_CW[:, None])
             weights = torch.softmax(scores, -1)
-            prompt_weights = weights[:, :, :prompt_width].index_select(0, grouping.row_of_seat)
+            prompt_weights = weights[:, :, :prompt_width].index_select(0, grouping.branch_of_seat)
             prompt_weights = prompt_weights.view(num_prompts * kv_heads, members * group_heads, prompt_width)
             prompt_out = torch.bmm(prompt_weights, prompt_values).view(-1, group_heads, head_dim)
-            out = torch.bmm(weights[:, :, prompt_width:], row_values)
-            return out.add_(prompt_out.index_select(0, grouping.seat_of_row)).view_as(q)
+            out = torch.bmm(weights[:, :, prompt_width:], values)
+            return out.add_(prompt_out.index_select(0, grouping.seat_of_branch)).view_as(q)
 
         return attend
 
-    def _bias(self, grouping: Grouping, width: int, device: torch.device) -> Tensor | None:
-        """(B, P + L), -inf where a row has no such token; None when all rows are equally long."""
-        ragged = bool((self._length_B != width - 1).any())
-        if not ragged and grouping.prompt_bias_BP is None:
-            return None
-        num_rows = len(self._length_B)
-        dtype = self._prompt_hidden_NH.dtype
-        prompt_bias = grouping.prompt_bias_BP
-        if prompt_bias is None:
-            prompt_bias = torch.zeros(num_rows, grouping.prompt_width)
-        response_bias = torch.zeros(num_rows, width)
-        if ragged:
-            response_bias.masked_fill_(torch.arange(width) > torch.from_numpy(self._length_B)[:, None], -torch.inf)
-        return torch.cat([prompt_bias, response_bias], 1).to(device, dtype)
+    def _bias(self, grouping: Grouping) -> Tensor:
+        """(C, P + L), -inf where a branch has no such token."""
+        bias_CL = torch.zeros(len(self._length_C), self._response_store.columns)
+        bias_CL.masked_fill_(torch.arange(bias_CL.shape[1]) > torch.from_numpy(self._length_C)[:, None], -torch.inf)
+        return torch.cat([grouping.prompt_bias_CP, bias_CL], 1).to(self._prompt_hidden_NH.dtype)
+
+
+def columns_for(tokens: int) -> int:
+    """Columns of a store for responses of so many tokens: a few more, so that it need not grow at every token, and
+    so that the matrix products of attention come in few shapes (on CPUs each new one is compiled)."""
+    step = max(_LEAST_COLUMNS, 1 << max(tokens.bit_length() - 3, 0))
+    return -(-tokens // step) * step
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Which rows sit at which prompt: N prompts with `members` seats each, some of them empty.
+    """Which branches sit at which prompt: N prompts with `members` seats each, some of them empty.
 
     Indices are over (sequence, kv head) pairs, because that is how queries and scores lie in memory. An empty seat
-    repeats row 0: its result is computed and never read.
+    repeats branch 0: its result is computed and never read.
     """
 
     members: int
     prompt_width: int
     """P: tokens of the longest prompt."""
-    row_of_seat: Tensor
-    """(N * Hkv * members,) int64 into (B * Hkv)."""
-    seat_of_row: Tensor
-    """(B * Hkv,) int64 into (N * Hkv * members)."""
-    prompt_bias_BP: Tensor | None
-    """-inf beyond a row's prompt; None when all prompts are equally long."""
+    branch_of_seat: Tensor
+    """(N * Hkv * members,) int64 into (C * Hkv)."""
+    seat_of_branch: Tensor
+    """(C * Hkv,) int64 into (N * Hkv * members)."""
+    prompt_bias_CP: Tensor
+    """-inf beyond a branch's prompt."""
 
     @classmethod
-    def of(cls, slot_B: np.ndarray, prompt_length_N: np.ndarray, kv_heads: int, device: torch.device) -> Grouping:
-        num_prompts, num_rows = len(prompt_length_N), len(slot_B)
-        order = np.argsort(slot_B, kind="stable")
-        rows_of_prompt_N = np.bincount(slot_B, minlength=num_prompts)
-        first_N = rows_of_prompt_N.cumsum() - rows_of_prompt_N
-        member_B = np.empty(num_rows, np.int64)
-        member_B[order] = np.arange(num_rows) - first_N[slot_B[order]]
-        members = int(rows_of_prompt_N.max())
+    def of(cls, slot_C: np.ndarray, prompt_length_N: np.ndarray, kv_heads: int, device: torch.device) -> Grouping:
+        num_prompts, num_branches = len(prompt_length_N), len(slot_C)
+        order = np.argsort(slot_C, kind="stable")
+        branches_of_prompt_N = np.bincount(slot_C, minlength=num_prompts)
+        first_N = branches_of_prompt_N.cumsum() - branches_of_prompt_N
+        member_C = np.empty(num_branches, np.int64)
+        member_C[order] = np.arange(num_branches) - first_N[slot_C[order]]
+        members = int(branches_of_prompt_N.max())
         head = np.arange(kv_heads)
-        seat_of_row = (slot_B[:, None] * kv_heads + head) * members + member_B[:, None]
-        row_of_seat = np.tile(head[:, None], (num_prompts, 1, members))
-        row_of_seat.reshape(-1)[seat_of_row] = np.arange(num_rows)[:, None] * kv_heads + head
+        seat_of_branch = (slot_C[:, None] * kv_heads + head) * members + member_C[:, None]
+        branch_of_seat = np.tile(head[:, None], (num_prompts, 1, members))
+        branch_of_seat.reshape(-1)[seat_of_branch] = np.arange(num_branches)[:, None] * kv_heads + head
         width = int(prompt_length_N.max())
-        bias = None
-        if (prompt_length_N != width).any():
-            bias = torch.zeros(num_rows, width)
-            bias.masked_fill_(torch.arange(width) >= torch.from_numpy(prompt_length_N[slot_B])[:, None], -torch.inf)
+        bias_CP = torch.zeros(num_branches, width)
+        bias_CP.masked_fill_(torch.arange(width) >= torch.from_numpy(prompt_length_N[slot_C])[:, None], -torch.inf)
         return cls(
             members,
             width,
-            torch.from_numpy(row_of_seat.reshape(-1)).to(device),
-            torch.from_numpy(seat_of_row.reshape(-1)).to(device),
-            bias,
+            torch.from_numpy(branch_of_seat.reshape(-1)).to(device),
+            torch.from_numpy(seat_of_branch.reshape(-1)).to(device),
+            bias_CP,
         )

@@ -1,0 +1,97 @@
+"""Rows that have sampled the same tokens are computed once, and what they cost to store moves as they part and end."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_engines import VOCAB, request, generate, tiny_model
+
+from hone.rollout.cache import KeyValueStore
+from hone.rollout.decoding import DecoderStepper, columns_for
+
+
+def counting(model):
+    """The number of tokens of each of the model's forward passes, as they come."""
+    counts = []
+    model.register_forward_pre_hook(lambda _, arguments: counts.append(len(arguments[0])))
+    return counts
+
+
+def test_samples_that_agree_are_computed_once():
+    model = tiny_model()
+    counts = counting(model)
+    greedy = request([5, 9, 17], samples=8, temperature=0.0, max_tokens=6)
+    [samples] = generate(model, [greedy], eos_ids=())
+    assert len({sample.token_ids for sample in samples}) == 1
+    assert counts == [3, 1, 1, 1, 1, 1]  # the prompt, then one token for all eight; the last token is not read
+
+
+def test_each_step_computes_as_many_tokens_as_there_are_different_beginnings():
+    model = tiny_model()
+    counts = counting(model)
+    groups = generate(model, [request([5, 9], index=i, samples=16, temperature=0.4, max_tokens=5) for i in range(3)])
+    beginnings = [
+        {(i, s.token_ids[:n]) for i, group in enumerate(groups) for s in group if len(s.token_ids) > n}
+        for n in range(1, 5)
+    ]
+    assert counts == [6, *(len(found) for found in beginnings if found)]
+    assert counts[1] < counts[2] < 48  # the samples parted, step by step
+
+
+def test_stepping_with_shared_beginnings_gives_the_logits_of_each_row_alone():
+    """Random forks, deaths and arrivals, against one row at a time in a stepper of its own."""
+    model, chance = tiny_model(), np.random.default_rng(0)
+    prompts = [tuple(chance.integers(1, VOCAB, length).tolist()) for length in (3, 7, 5)]
+    stepper = DecoderStepper(model, max_rows=24)
+    rows: list[tuple[int, list[int]]] = []
+    with torch.no_grad():
+        for _ in range(3):
+            ids = stepper.add_prompts(prompts)
+            arriving = [prompt for prompt in range(3) for _ in range(4)]
+            logits = stepper.add_rows([ids[prompt] for prompt in arriving])
+            assert close(logits, [alone(model, prompts[prompt], []) for prompt in arriving])
+            rows += [(prompt, []) for prompt in arriving]
+            for prompt_id in ids:
+                stepper.release_prompt(prompt_id)
+            for step in range(7):
+                tokens = chance.integers(1, 4, len(rows))
+                logits = stepper.advance(torch.from_numpy(tokens))
+                for (_, taken), token in zip(rows, tokens.tolist(), strict=True):
+                    taken.append(token)
+                if step in (0, 3, 6):
+                    assert close(logits, [alone(model, prompts[prompt], taken) for prompt, taken in rows])
+            keep = chance.permutation(len(rows))[:6]
+            stepper.move_rows(np.arange(6), keep, 6)
+            rows = [(rows[row][0], list(rows[row][1])) for row in keep]
+
+
+def alone(model, prompt, taken):
+    stepper = DecoderStepper(model, max_rows=1)
+    logits = stepper.add_rows(stepper.add_prompts([prompt]))
+    for token in taken:
+        logits = stepper.advance(torch.tensor([token]))
+    return logits[0]
+
+
+def close(logits_BV, expected):
+    return torch.allclose(logits_BV, torch.stack(expected), atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [4, 7, 16, 2])
+def test_a_new_layout_keeps_what_fits(columns):
+    store = KeyValueStore(2, 3, 4, torch.empty(0))
+    store.reserve(5, 6, live=0)
+    store.data.copy_(torch.randn(store.data.shape))
+    before = store.data.clone()
+    store.reserve(5, columns, live=4)
+    kept = min(columns, 6)
+    assert store.columns == columns
+    assert torch.equal(store.data[:, :, :4, :, :kept], before[:, :, :4, :, :kept])
+    assert store.data.isfinite().all()
+    keys, _ = store.read(1, 1, 4)
+    assert keys.is_contiguous()
+
+
+def test_columns_grow_in_steps_of_a_quarter_at_most():
+    assert [columns_for(n) for n in (1, 16, 17, 64, 65, 129, 300, 5000)] == [16, 16, 32, 64, 80, 160, 320, 5120]
+    for tokens in range(1, 5000):
+        assert tokens <= columns_for(tokens) <= max(tokens + 16, tokens * 1.25)
