@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_engines import VOCAB, request, generate, tiny_model
+from tiny_engines import VOCAB, generate, request, tiny_model
 
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.decoding import DecoderStepper, columns_for
