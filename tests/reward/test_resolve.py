@@ -1,7 +1,7 @@
 import pytest
 
 from hone.errors import ConfigError
-from hone.reward.builtin import BUILTIN
+from hone.reward.builtin import exact
 from hone.reward.resolve import Unusable, load, resolve
 
 SOURCE = """
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 
 def test_builtin_names(tmp_path):
-    assert load(resolve("exact", tmp_path), {}) is BUILTIN["exact"]
+    assert load(resolve("exact", tmp_path), {}) is exact
 
 
 def test_file_and_function(folder, make_group):
@@ -34,7 +34,7 @@ def test_file_and_function(folder, make_group):
 
 
 def test_module_and_function(tmp_path):
-    assert load(resolve("hone.reward.builtin:exact", tmp_path), {}) is BUILTIN["exact"]
+    assert load(resolve("hone.reward.builtin:exact", tmp_path), {}) is exact
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,25 @@ from hone.config.breach import Breach
 from hone.config.run import RunConfig
 from hone.config.wording import nearest
 
-BUILT_IN_REWARDS = ("exact", "gsm8k", "poster", "code", "reward_model")
+BUILT_IN_REWARDS = (
+    "exact",
+    "gsm8k",
+    "choice",
+    "format",
+    "strict_format",
+    "length",
+    "repetition",
+    "step",
+    "math",
+    "acc",
+    "base_acc",
+    "regex",
+    "json_schema",
+    "poster",
+    "code",
+    "reward_model",
+    "service",
+)
 """Must equal `hone.reward`'s registry, which cannot be imported from here; a test compares them."""
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 """Must equal those that `hone.data` reads; a test compares them."""

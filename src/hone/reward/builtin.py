@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from hone.reward.signature import RewardFunction, reward
+from hone.reward.signature import reward
 from hone.types import Fault, Group, Score
 
 _NUMBER = re.compile(r"\s*([-+]?)\s*\$?\s*([-+]?)(\d[\d,]*(?:\.\d+)?|\.\d+)")
@@ -45,11 +45,29 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(match[1] + match[2] + match[3].replace(",", ""))
 
 
-BUILTIN: dict[str, RewardFunction] = {"exact": exact, "gsm8k": gsm8k}
-"""What `use` may name without a path."""
+_RULES = "hone.reward.rules"
+BUILTIN: dict[str, str] = {
+    "exact": "hone.reward.builtin:exact",
+    "gsm8k": "hone.reward.builtin:gsm8k",
+    "choice": f"{_RULES}.choice:choice",
+    "format": f"{_RULES}.tags:format",
+    "strict_format": f"{_RULES}.tags:strict_format",
+    "length": f"{_RULES}.shape:length",
+    "repetition": f"{_RULES}.shape:repetition",
+    "step": f"{_RULES}.mindspeed:step",
+}
+"""What `use` may name without a path, and where that is: rewards that are called in this process."""
 
-POOLED: dict[str, str] = {"poster": "hone.reward.poster:poster"}
-"""Built-in rewards that take milliseconds and more: they run where a user's functions do, in a killable process."""
+POOLED: dict[str, str] = {
+    "math": f"{_RULES}.mathematics:math",
+    "acc": f"{_RULES}.mindspeed:acc",
+    "base_acc": f"{_RULES}.mindspeed:base_acc",
+    "regex": f"{_RULES}.pattern:regex",
+    "json_schema": f"{_RULES}.schema:json_schema",
+    "poster": "hone.reward.poster:poster",
+}
+"""Built-in rewards that take milliseconds, or that a response may stall: they run where a user's functions do, in a
+killable process."""
 
 HELD: dict[str, str] = {
     "code": "hone.reward.code:CodeReward",

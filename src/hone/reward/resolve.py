@@ -74,7 +74,10 @@ def load(target: Target, args: Mapping[str, Any]) -> RewardFunction:
     Raises:
         Unusable: the import fails, the function is not there, or its signature does not fit.
     """
-    function = BUILTIN[target.function] if target.is_builtin else _function(_import(target.place), target)
+    if target.is_builtin:
+        place, _, name = BUILTIN[target.function].partition(":")
+        target = Target(place, name)
+    function = _function(_import(target.place), target)
     try:
         function = adapted(function, target.function)
     except Unfit as error:

@@ -1,0 +1,52 @@
+r"""MindSpeed RL's verifiers by their own names: `acc`, `base_acc`, `step`; `format` and `strict_format` are in `tags`.
+
+Their values (of its `rule_verifier.py`), judged our way; docs/rewards-rules.md lists the differences. Above all: an
+answer that stalls the comparison earns the minimum here, where there it earned 0 and so more than a wrong one.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hone.reward.rules.answer import after_reasoning, last_boxed
+from hone.reward.rules.mathematics import Answer, Unreadable, gold_answer, score_response
+from hone.reward.rules.tags import TagSettings, is_strict
+from hone.reward.signature import all_faulty, reward
+from hone.types import Fault, Group, Score
+
+_STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
+_ENOUGH_STEPS = 3
+
+
+@reward(minimum=-1.0, maximum=1.0, overrun=Fault.MODEL)
+def acc(group: Group) -> list[Score] | tuple[Score, ...]:
+    r"""1 for the right result in `\boxed{}`, -0.5 for a wrong one, -1 without a box."""
+    try:
+        gold = gold_answer(group.prompt.answer)
+    except Unreadable as error:
+        return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
+    return [_acc(sample.text, gold) for sample in group.samples]
+
+
+def _acc(text: str, gold: Answer) -> Score:
+    if last_boxed(after_reasoning(text)) is None:
+        return Score(-1.0, Fault.MODEL, "no \\boxed{}")
+    found = score_response(text, gold)
+    return Score(1.0 if found.value == 1.0 else -0.5, detail=found.detail)
+
+
+@reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
+def base_acc(group: Group) -> list[Score] | tuple[Score, ...]:
+    """1 for the right result in a response of strict format; else 0."""
+    try:
+        gold = gold_answer(group.prompt.answer)
+    except Unreadable as error:
+        return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
+    strict = TagSettings()
+    return [score_response(s.text, gold) if is_strict(s.text, strict) else Score(0.0) for s in group.samples]
+
+
+@reward(minimum=0.0, maximum=1.0)
+def step(group: Group) -> list[float]:
+    """A third for each mark of step-by-step reasoning, 1 from three on."""
+    return [min(1.0, len(_STEP.findall(sample.text)) / _ENOUGH_STEPS) for sample in group.samples]

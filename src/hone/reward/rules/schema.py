@@ -1,0 +1,113 @@
+"""`json_schema`: 1 when the response is JSON that a schema allows; else 0.
+
+The JSON is all that follows the reasoning, or its one fenced block. It is read strictly: no NaN, no key twice. Schemas
+are of the run file or of the row; they may refer to their own parts and to nothing else, so nothing is ever fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn, Self
+
+import jsonschema
+from jsonschema.validators import validator_for
+from pydantic import model_validator
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
+from hone.config.run import Section, key
+from hone.reward.rules.answer import after_reasoning
+from hone.reward.rules.settings import takes
+from hone.reward.signature import DETAIL_CHARACTERS, all_faulty, reward
+from hone.types import Fault, Group, Score
+
+_FENCED = re.compile(
+    r"\s*(?P<fence>```|~~~)[ \t]*(?:json)?[ \t]*\n(?P<inside>.*?)\n?(?P=fence)\s*", re.DOTALL | re.IGNORECASE
+)
+
+
+class BadSchema(ValueError):
+    """What should be a schema is none; says why."""
+
+
+class SchemaSettings(Section):
+    """`args` of `json_schema`: one schema for all rows, or a column with the row's own."""
+
+    schema_: dict[str, Any] | None = key(None, alias="schema")
+    """JSON Schema, of the draft that its `$schema` names, 2020-12 without one."""
+    column: str | None = key(None)
+    """Column with each row's schema, an object or its JSON text."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.schema_ is None) == (self.column is None):
+            raise ValueError("give one of schema and column")
+        if self.schema_ is not None:
+            validator(self.schema_)
+        return self
+
+
+@reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
+@takes(SchemaSettings)
+def json_schema(group: Group, settings: SchemaSettings) -> list[Score] | tuple[Score, ...]:
+    """1 for JSON that the schema allows, 0 for other JSON or none."""
+    schema = settings.schema_ if settings.column is None else group.prompt.columns.get(settings.column)
+    try:
+        check = validator(schema)
+    except BadSchema as error:
+        return all_faulty(len(group.samples), str(error), Fault.DATA)
+    return [_score(sample.text, check) for sample in group.samples]
+
+
+def _score(text: str, check: Any) -> Score:
+    try:
+        value = read_json(after_reasoning(text))
+    except (ValueError, RecursionError) as error:
+        return Score(0.0, Fault.MODEL, f"no JSON: {error}"[:DETAIL_CHARACTERS])
+    try:
+        broken = next(check.iter_errors(value), None)
+    except Unresolvable as error:
+        return Score(None, Fault.DATA, f"the schema refers to what is not in it: {error}"[:DETAIL_CHARACTERS])
+    except RecursionError:
+        return Score(0.0, Fault.MODEL, "too deep to be checked")
+    if broken is None:
+        return Score(1.0)
+    return Score(0.0, detail=f"{broken.json_path}: {broken.message}"[:DETAIL_CHARACTERS])
+
+
+def validator(schema: Any) -> Any:
+    """What checks values. Raises BadSchema."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise BadSchema(f"the schema is no JSON: {error}") from error
+    if not isinstance(schema, Mapping):
+        raise BadSchema(f"the schema is {type(schema).__name__}, not an object")
+    kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(dict(schema))
+    except jsonschema.SchemaError as error:
+        raise BadSchema(f"no JSON Schema: {error.json_path}: {error.message}") from error
+    return kind(schema, registry=Registry())  # an empty registry: references outside of it are not looked up
+
+
+def read_json(text: str) -> Any:
+    """A JSON value. Raises ValueError for anything else, and RecursionError for one nested too deeply."""
+    fenced = _FENCED.fullmatch(text)
+    return json.loads(
+        fenced["inside"] if fenced else text, parse_constant=_no_constant, object_pairs_hook=_without_repeats
+    )
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found

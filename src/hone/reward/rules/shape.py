@@ -1,0 +1,86 @@
+"""`length` and `repetition`: penalties for how a response looks, whatever it says; 0 at best, -1 at worst."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from hone.config.run import Section, key
+from hone.reward.rules.settings import takes
+from hone.reward.signature import reward
+from hone.types import Fault, Group, Sample, Score
+
+
+class LengthSettings(Section):
+    """`args` of `length`: a bound, or a target."""
+
+    max_tokens: int | None = key(None, unit="tokens", ge=1)
+    """Longer responses earn -1."""
+    buffer_tokens: int | None = key(None, unit="tokens", ge=1)
+    """The penalty grows from 0 to -1 over so many tokens before `max_tokens`."""
+    target_tokens: int | None = key(None, unit="tokens", ge=1)
+    """The length that earns 0."""
+    tolerance_tokens: int | None = key(None, unit="tokens", ge=1)
+    """A response this far from the target, or farther, earns -1; the penalty is proportional in between."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        bound = (self.max_tokens is not None, self.buffer_tokens is not None)
+        target = (self.target_tokens is not None, self.tolerance_tokens is not None)
+        if (bound, target) not in (((True, True), (False, False)), ((False, False), (True, True))):
+            raise ValueError("give max_tokens and buffer_tokens, or target_tokens and tolerance_tokens")
+        if self.max_tokens is not None and self.buffer_tokens is not None and self.buffer_tokens > self.max_tokens:
+            raise ValueError("buffer_tokens must be at most max_tokens")
+        return self
+
+    def penalty(self, num_tokens: int) -> float:
+        """0 to 1."""
+        if self.max_tokens is not None and self.buffer_tokens is not None:
+            excess = num_tokens - (self.max_tokens - self.buffer_tokens)
+            return min(1.0, max(0, excess) / self.buffer_tokens)
+        assert self.target_tokens is not None and self.tolerance_tokens is not None
+        return min(1.0, abs(num_tokens - self.target_tokens) / self.tolerance_tokens)
+
+
+@reward(minimum=-1.0, maximum=0.0)
+@takes(LengthSettings)
+def length(group: Group, settings: LengthSettings) -> list[Score]:
+    """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), or a distance from a target."""
+    return [_length_score(sample, settings) for sample in group.samples]
+
+
+def _length_score(sample: Sample, settings: LengthSettings) -> Score:
+    written = sample.token_ids if sample.loss_mask is None else [own for own in sample.loss_mask if own]
+    if sample.text and not sample.token_ids:
+        return Score(None, Fault.INFRA, "its tokens did not come with it, so its length is not known")
+    truncated = float(sample.finish_reason == "length")
+    return Score(0.0 - settings.penalty(len(written)), metrics={"truncated": truncated})
+
+
+class RepetitionSettings(Section):
+    """`args` of `repetition`."""
+
+    ngram: int = key(3, unit="words or characters", ge=1)
+    """How long the runs are that should not come again."""
+    unit: Literal["words", "characters"] = key("words")
+    """What a run is made of: `characters` for scripts without spaces."""
+
+
+@reward(minimum=-1.0, maximum=0.0)
+@takes(RepetitionSettings)
+def repetition(group: Group, settings: RepetitionSettings) -> list[float]:
+    """Minus the share of n-grams that were there before (arXiv:2502.03373, appendix C.2); 0 for shorter responses."""
+    return [0.0 - _repeated(_units(sample.text, settings), settings.ngram) for sample in group.samples]
+
+
+def _units(text: str, settings: RepetitionSettings) -> Sequence[str]:
+    return text.casefold().split() if settings.unit == "words" else "".join(text.split())
+
+
+def _repeated(units: Sequence[str], ngram: int) -> float:
+    total = len(units) - ngram + 1
+    if total < 2:
+        return 0.0
+    return 1 - len({tuple(units[place : place + ngram]) for place in range(total)}) / total
