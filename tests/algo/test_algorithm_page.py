@@ -11,7 +11,7 @@ from hone.algo.algorithm import Algorithm
 from hone.algo.control import ALARM_STEPS, MAX_KL_ERROR, steer_kl
 from hone.algo.kl import KL, MAX_LOG_RATIO
 from hone.algo.loss import Tokens
-from hone.algo.returns import gae
+from hone.algo.returns import discounted_returns, gae, token_rewards
 from hone.algo.shaping import clip_rewards, keep_fraction
 from hone.cli.algorithm_page import algorithms_page
 from hone.config.layers import preset_names
@@ -60,6 +60,19 @@ def tools():
     yield f"the critic says {value:g} before both, and the reward is {value:g}"
     yield f"the advantage of the first token is exactly {float(ours):g}"
     yield f"it is {advantage:.2f} at lambda {lam:g}"
+
+
+def turns():
+    first, answer = 1.0, 2.0
+    own = {"sample_T": torch.zeros(2, dtype=torch.int64), "mask_T": torch.ones(2)}
+    total = float64(first + answer)
+    placed = token_rewards(total, None, **own, turn_reward_T=float64(first, 0))
+    ours = discounted_returns(placed, **own, gamma=1.0).tolist()
+    summed = discounted_returns(token_rewards(total, None, **own), **own, gamma=1.0).tolist()
+    assert summed[0] == summed[1] == ours[0]
+    yield f"gives {first:g} for the first of two turns, and the answer earns {answer:g} at the end"
+    yield f"the returns are {ours[0]:g} before the first turn and {ours[1]:g} before the second"
+    yield f"With the sum at the end both are {summed[1]:g}"
 
 
 def clips():
@@ -196,6 +209,7 @@ def batch_of(rewards) -> Batch:
 
 SAID = {
     "Tool tokens are no time steps": tools,
+    "A turn's reward is not paid to later turns": turns,
     "The reward is clipped, not what a baseline left of it": clips,
     "A group of one says nothing": group_of_one,
     "Equal rewards say nothing, to the last bit": equal_rewards,

@@ -50,6 +50,11 @@ class Job:
         """Where relative paths of the run file start."""
         return self.loaded.run_file.parent
 
+    @property
+    def doors(self) -> tuple[Observer, Checkpoints, ThreadPoolExecutor, asyncio.Event]:
+        """What the run of every stage takes from the job, in the order of `loop.run.Stage`."""
+        return self.observer, self.checkpoints, self.compute, self.stop
+
     async def computed(self, work: Callable[[], T]) -> T:
         """Work done on the compute thread. All arithmetic belongs there: see `rollout.worker` for why."""
         return await asyncio.get_running_loop().run_in_executor(self.compute, work)

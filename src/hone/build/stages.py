@@ -25,7 +25,8 @@ from hone.build.models import (
     with_adapter,
 )
 from hone.build.sampling import held_out_evaluation, make_engine, make_rewards, sampling_of
-from hone.build.services import claim_devices, make_services, unused_notes
+from hone.build.services import claim_devices, unused_notes
+from hone.cluster.services import Services
 from hone.config.derived import correction, longest_tokens, optimizer_steps_total, samples_per_update
 from hone.config.load import Loaded
 from hone.data.chat import load_tokenizer
@@ -77,7 +78,7 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="compute") as compute:
                 stop = asyncio.Event()
-                services = make_services(
+                services = Services.from_config(
                     loaded,
                     split,
                     folder=folder.path,
@@ -129,9 +130,8 @@ async def run_sft(job: Job, saved: Saved | None) -> None:
     steps = total_steps(job.config.sft, len(rows))
     model = with_adapter(job.config, starting_model(job, "sft"), "sft")
     trainer = make_trainer(job, model, job.config.sft.optimizer, steps)
-    progress = restored(trainer, saved) or Progress(stage="sft")
-    job.observer.begin("sft", steps)
-    run = SftRun(job.config, progress, trainer, job.observer, job.checkpoints, job.compute, job.stop, rows=rows)
+    progress = begin_stage(job, "sft", steps, trainer, saved)
+    run = SftRun(job.config, progress, trainer, *job.doors, rows=rows)
     await train_sft(run)
     await finish_stage(job, run)
 
@@ -151,19 +151,8 @@ async def run_reward_model(job: Job, saved: Saved | None) -> None:
         tokens_per_microbatch=config.train.tokens_per_microbatch,
         precision=config.run.precision,
     )
-    progress = restored(trainer, saved) or Progress(stage="reward_model")
-    job.observer.begin("reward_model", steps)
-    run = RewardModelRun(
-        config,
-        progress,
-        trainer,
-        job.observer,
-        job.checkpoints,
-        job.compute,
-        job.stop,
-        pairs=pairs,
-        held_out=held_out,
-    )
+    progress = begin_stage(job, "reward_model", steps, trainer, saved)
+    run = RewardModelRun(config, progress, trainer, *job.doors, pairs=pairs, held_out=held_out)
     await train_reward_model(run)
     await finish_stage(job, run)
 
@@ -207,10 +196,7 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         config,
         progress,
         trainer,
-        job.observer,
-        job.checkpoints,
-        job.compute,
-        job.stop,
+        *job.doors,
         prompts=prompts,
         engine=engine,
         rewards=rewards,
@@ -228,6 +214,13 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         export_best(job, run)
     finally:
         await engine.close()
+
+
+def begin_stage(job: Job, stage: str, steps: int, trainer: LocalTrainer | PairTrainer, saved: Saved | None) -> Progress:
+    """Where a supervised stage goes on: at its first step, or where `saved` was taken, which `trainer` then holds."""
+    progress = restored(trainer, saved) or Progress(stage=stage)
+    job.observer.begin(stage, steps)
+    return progress
 
 
 async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> None:

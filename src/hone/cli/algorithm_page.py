@@ -93,6 +93,12 @@ Say the policy writes one token, reads 200 tokens of a tool and writes one more,
 the reward is 0.5: all goes as expected, and the advantage of the first token is exactly 0. With values and rewards of
 the tool masked but its tokens counted as steps it is -0.50 at lambda 0.95. verl does as we do, OpenRLHF counts them.
 
+### A turn's reward is not paid to later turns
+
+An environment gives 1 for the first of two turns, and the answer earns 2 at the end. With `gae` and `reinforce_pp` the
+returns are 3 before the first turn and 2 before the second. With the sum at the end both are 3, and the second turn is
+paid for what the first one earned.
+
 ### The reward is clipped, not what a baseline left of it
 
 Rewards of 100 and 0 with `reward_clip: [0, 1]` have advantages of 0.5 and -0.5. Clipped after the group's mean was
