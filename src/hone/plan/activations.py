@@ -21,13 +21,18 @@ BLOCK_SCORES = 1 << 19
 """Scores per head that attention makes at one time; `model.layout.BLOCK_SCORES`, a test compares them."""
 QUERY_ROWS = 256
 """Queries of a tile of attention; `model.layout.QUERY_ROWS`, a test compares them."""
+SCORE_BYTES = {(4, False): 4, (4, True): 8, (2, False): 8, (2, True): 14}
+"""Bytes of attention's workspace per score, by bytes per number and whether it goes backward: scores, their gradient,
+and for bfloat16 the copies in float32."""
 
 Implementation = Literal["hone", "transformers"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["chunked", "naive"]
 
-NAIVE_BYTES, NAIVE_BYTES_NO_GRAD = 12, 8
-"""Per token and vocabulary entry, of log_softmax and gather in float32: while the loss goes backward, and without."""
+NAIVE_BYTES, NAIVE_BYTES_FORWARD = 12, 8
+"""Per token and vocabulary entry, of log_softmax and gather in float32: while the loss goes backward, and forward."""
+CHUNK_BYTES_FORWARD = 12
+"""The same of Hone's chunked logprobs, forward: logits, their powers, and the product that entropy is a sum of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,41 +107,61 @@ def _transformers(work: Pass) -> float:
 
 
 def backward_per_token(work: Pass) -> float:
-    """Bytes per token of gradients alive at once inside one layer's backward pass: the feed-forward block's."""
+    """Bytes per token that one layer's backward pass adds at its most, in the feed-forward block: gradients of gate, up
+    and residual stream, and one more width, less the product that has been used up."""
     arch = work.architecture
-    return work.bytes_each * (4 * arch.active_inner / work.tensor_parallel + 3 * arch.hidden)
+    return work.bytes_each * (3 * arch.active_inner / work.tensor_parallel + arch.hidden)
 
 
 def forward_per_token(work: Pass) -> float:
-    """Bytes per token alive at once inside one layer without gradients: feed-forward block or attention."""
+    """Bytes per token alive at once inside one layer without gradients: attention's tensors are still there while the
+    feed-forward block computes."""
     arch, tp = work.architecture, work.tensor_parallel
-    feed_forward = 3 * arch.active_inner / tp + 3 * arch.hidden
-    attention = 2 * (arch.q_size + 2 * arch.kv_size) / tp + arch.q_size / tp + 2 * arch.hidden
-    return work.bytes_each * max(feed_forward, attention)
+    numbers = 3 * arch.active_inner + 1.5 * _attention_numbers(arch)
+    return work.bytes_each * (numbers / tp + 3 * arch.hidden)
 
 
-def logits_bytes(work: Pass, *, gradient: bool) -> int:
-    """Bytes of logits and what is made of them, at their most."""
-    if not work.has_logits:
-        return 0
+def logits_forward_bytes(work: Pass) -> int:
+    """Bytes of logits and what is made of them, at their most in the forward pass."""
+    each = NAIVE_BYTES_FORWARD if work.loss == "naive" else CHUNK_BYTES_FORWARD
+    return round(each * work.chunk * work.architecture.vocab / work.tensor_parallel) if work.has_logits else 0
+
+
+def logits_backward_bytes_each(work: Pass) -> int:
+    """Bytes per token and vocabulary entry while the loss goes backward: logprobs and gradient in float32, and its
+    copy in the compute dtype; with an entropy bonus one slope more."""
     if work.loss == "naive":
-        each = NAIVE_BYTES if gradient else NAIVE_BYTES_NO_GRAD
-    else:
-        each = logits_bytes_each(work) if gradient else 8
-    return round(each * work.chunk * work.architecture.vocab / work.tensor_parallel)
-
-
-def logits_bytes_each(work: Pass) -> int:
-    """Bytes per token and vocabulary entry of a chunk going backward: logprobs and gradient in float32, and its copy
-    in the compute dtype; with an entropy bonus one slope more."""
+        return NAIVE_BYTES
     return 8 + (2 if work.bytes_each == 2 else 0) + 4 * work.entropy_gradient
 
 
-def mask_bytes(work: Pass) -> int:
+def logits_backward_bytes(work: Pass) -> int:
+    """Bytes of logits and what is made of them, at their most while the loss goes backward."""
+    each = logits_backward_bytes_each(work)
+    return round(each * work.chunk * work.architecture.vocab / work.tensor_parallel) if work.has_logits else 0
+
+
+def output_gradient_bytes(work: Pass) -> int:
+    """Bytes of the output layer's gradient beside those logits: summed in float32, and for bfloat16 converted after
+    the last chunk, when the logits are gone."""
+    matrix = work.architecture.vocab * work.architecture.hidden / work.tensor_parallel
+    converted = 6 * matrix - logits_backward_bytes(work) if work.bytes_each == 2 else 0
+    return round(max(4 * matrix, converted))
+
+
+def mask_bytes(work: Pass, *, backward: bool) -> int:
     """Hone's attention: masks of all blocks in float32, and its workspace of scores, which all layers share."""
     if work.implementation != "hone":
         return 0
     mean_keys = min(work.longest, work.longest / 2 + QUERY_ROWS)
     scores = min(BLOCK_SCORES, work.tokens * mean_keys)
-    each = 14 if work.bytes_each == 2 else 8
+    each = SCORE_BYTES[work.bytes_each, backward]
     return round(4 * work.tokens * mean_keys + each * scores * work.architecture.heads / work.tensor_parallel)
+
+
+def embedding_gradient_bytes(work: Pass) -> int:
+    """Bytes when the embedding's gradient arrives, last of all: itself, where the output layer is the same matrix that
+    layer's too, and for bfloat16 their sum and its conversion to float32."""
+    arch = work.architecture
+    each = {(4, False): 4, (4, True): 8, (2, False): 6, (2, True): 10}[work.bytes_each, arch.tied and work.has_logits]
+    return round(each * arch.vocab * arch.hidden / work.tensor_parallel)

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hone.plan.activations import (
-    NAIVE_BYTES,
     Pass,
     backward_per_token,
     forward_per_token,
-    logits_bytes,
-    logits_bytes_each,
+    logits_backward_bytes,
+    logits_backward_bytes_each,
+    logits_forward_bytes,
     mask_bytes,
+    output_gradient_bytes,
     saved_per_token,
 )
 from hone.plan.architecture import GIB, Architecture
@@ -102,7 +103,7 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     each = saved_per_token(work)
     formula = f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens"
     saved = term("activations", each * arch.layers * tokens, formula, knob)
-    masks = term("attention masks", mask_bytes(work), f"blocks of {tokens:,} queries", knob)
+    masks = _masks(work, backward=True)
     root = term(
         "gathered root", model.root_bytes, f"2 B x {arch.root_parameters:,} parameters", "placement.splits_root"
     )
@@ -122,8 +123,11 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     root_grad = term("gradient of root", model.root_bytes * trains_root, "bfloat16, until it is reduced")
     layer = [layers, *recomputed, inside, root_grad]
     yield moment("update", f"{prefix}layer backward", held, states, piled, saved, masks, root, layer)
-    reduced = term("gradient of root", 3 * model.root_bytes * trains_root, "bfloat16, and float32 to be reduced")
-    yield moment("update", f"{prefix}root backward", held, states, model.gradient(), root, reduced)
+    # The root's own gradient is not sharded yet; its weights go away as its float32 copy for the reduction is made.
+    reduced = term("gradient of root", 2 * model.root_bytes * trains_root, "bfloat16, and float32 to be reduced")
+    missing = 4 * arch.root_parameters / model.shard if trains_root and not model.offload else 0
+    others = replace(model.gradient(), bytes=round(model.gradient().bytes - missing))
+    yield moment("update", f"{prefix}root backward", held, states, others, root, reduced, _one(layers))
     yield moment("optimizer", f"{prefix}step", held, states, model.gradient())
 
 
@@ -132,15 +136,20 @@ def _one(layers: Term) -> Term:
     return replace(layers, bytes=layers.bytes // 2, formula=layers.formula.removeprefix("2 x "))
 
 
+def _masks(work: Pass, *, backward: bool) -> Term:
+    size = mask_bytes(work, backward=backward)
+    return term("attention masks", size, f"blocks of {work.tokens:,} queries", "train.tokens_per_microbatch")
+
+
 def _logits(work: Pass) -> Iterator[Term]:
-    arch, chunk, tp = work.architecture, work.chunk, work.tensor_parallel
-    each = NAIVE_BYTES if work.loss == "naive" else logits_bytes_each(work)
+    arch, tp = work.architecture, work.tensor_parallel
     knob = "placement.loss" if work.loss == "naive" else "train.logprob_chunk_tokens"
-    formula = f"{each} B x {chunk:,} tokens x {arch.vocab:,} vocabulary" + (f" / {tp}" if tp > 1 else "")
-    yield term("logits", logits_bytes(work, gradient=True), formula, knob)
+    each, divided = logits_backward_bytes_each(work), f" / {tp}" if tp > 1 else ""
+    formula = f"{each} B x {work.chunk:,} tokens x {arch.vocab:,} vocabulary{divided}"
+    yield term("logits", logits_backward_bytes(work), formula, knob)
     if work.loss == "chunked":
-        size = 6 * arch.vocab * arch.hidden / tp
-        yield term("gradient of output layer", size, f"6 B x {arch.vocab:,} x {arch.hidden}" + (f" / {tp}" * (tp > 1)))
+        formula = f"4 to 6 B x {arch.vocab:,} x {arch.hidden}{divided}"
+        yield term("gradient of output layer", output_gradient_bytes(work), formula)
 
 
 def forward_moment(phase: str, name: str, model: Trained, held: list[Term]) -> Moment:
@@ -149,12 +158,12 @@ def forward_moment(phase: str, name: str, model: Trained, held: list[Term]) -> M
     each, knob = forward_per_token(work), "train.tokens_per_microbatch"
     parts = [
         term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob),
-        term("attention masks", mask_bytes(work), f"blocks of {work.tokens:,} queries", knob),
+        _masks(work, backward=False),
         term("gathered root", model.root_bytes, f"2 B x {arch.root_parameters:,} parameters", "placement.splits_root"),
         term("gathered layers", 2 * model.layer_bytes, f"2 x 2 B x {arch.layer_parameters:,} parameters"),
     ]
     if work.has_logits:
-        size = logits_bytes(work, gradient=False)
+        size = logits_forward_bytes(work)
         formula = f"{size / max(work.chunk * arch.vocab, 1):.0f} B x {work.chunk:,} tokens x {arch.vocab:,} vocabulary"
         parts.append(term("logits", size, formula, "train.logprob_chunk_tokens"))
     return moment(phase, name, held, parts)

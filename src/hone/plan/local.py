@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hone.plan.activations import (
+    CHUNK_BYTES_FORWARD,
     Pass,
     backward_per_token,
+    embedding_gradient_bytes,
     forward_per_token,
-    logits_bytes,
-    logits_bytes_each,
+    logits_backward_bytes,
+    logits_backward_bytes_each,
+    logits_forward_bytes,
     mask_bytes,
+    output_gradient_bytes,
     saved_per_token,
 )
 from hone.plan.architecture import Architecture
@@ -83,11 +87,12 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
         yield moment("start", "states made", resident)
     yield moment("rollout", "sampling", resident, cache, _sampling(settings, workload))
     yield moment("rollout", "cache grows", resident, cache, _growth(settings, workload))
-    yield moment("rollout", "prompts computed", resident, cache, _prefill(settings))
+    yield moment("rollout", "prompts computed", resident, cache, _prefill(settings, workload))
     if settings.reward_models:
-        yield moment("reward", "reward model reads", resident, cache, _forward_terms(_reward_pass(settings)))
+        yield moment("reward", "reward model reads", resident, cache, _layer_forward(_reward_pass(settings)))
     if workload.has_reference or workload.has_old_logprobs_pass:
-        yield moment("logprobs", "forward", resident, cache, _forward_terms(work))
+        yield moment("logprobs", "layers", resident, cache, _layer_forward(work))
+        yield moment("logprobs", "logits", resident, cache, _loss_forward(work))
     if settings.critic and workload.has_critic:
         critic = replace(work, architecture=settings.critic, has_logits=False)
         yield from _backward_moments("critic's ", critic, [*resident, *cache], trained=True)
@@ -142,6 +147,12 @@ def _rows(settings: LocalSettings, workload: Workload) -> int:
     return settings.max_concurrent if workload.evaluates else min(settings.max_concurrent, in_flight)
 
 
+def _prompts(settings: LocalSettings, workload: Workload) -> int:
+    """Prompts that these rows answer; in an evaluation each row may have one of its own."""
+    rows = _rows(settings, workload)
+    return rows if workload.evaluates else -(-rows // workload.group)
+
+
 def _columns(tokens: int) -> tuple[int, int]:
     """Columns of the engine's cache once it has held so many tokens, and before it last grew."""
     have = before = 0
@@ -164,7 +175,7 @@ def _cache(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
     slots = settings.max_concurrent
     held = f"{slots:,} slots x {columns:,} tokens x {per_token:,} B"
     yield term("KV cache of responses", slots * columns * per_token, held, "rollout.max_concurrent_samples")
-    prompts = rows if workload.evaluates else -(-rows // workload.group)
+    prompts = _prompts(settings, workload)
     width = -(-lengths.max_prompt // CACHE_COLUMNS) * CACHE_COLUMNS
     held = f"{prompts:,} prompts x {width:,} tokens x {per_token:,} B"
     yield term("KV cache of prompts", prompts * width * per_token, held, "data.max_prompt_tokens")
@@ -191,8 +202,10 @@ def _sampling(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
     yield term("attention scores", scores, f"{3 * p} B x {rows:,} rows x {arch.heads} heads x {width:,} tokens", knob)
 
 
-def _prefill(settings: LocalSettings) -> Iterator[Term]:
-    work = replace(settings.work, tokens=PREFILL_TOKENS)
+def _prefill(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
+    longest = workload.lengths.max_prompt
+    at_once = min(_prompts(settings, workload), max(1, PREFILL_TOKENS // longest))
+    work = replace(settings.work, tokens=at_once * longest)
     each = forward_per_token(work)
     yield term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} prompt tokens")
 
@@ -205,44 +218,45 @@ def _reward_pass(settings: LocalSettings) -> Pass:
     return replace(settings.work, architecture=largest, tokens=16384, has_logits=False)
 
 
-def _forward_terms(work: Pass) -> Iterator[Term]:
-    """A pass without gradients."""
-    arch, knob = work.architecture, "train.tokens_per_microbatch"
-    each = forward_per_token(work)
+def _layer_forward(work: Pass) -> Iterator[Term]:
+    """A layer of a pass without gradients."""
+    each, knob = forward_per_token(work), "train.tokens_per_microbatch"
     yield term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob)
-    yield term("attention masks", mask_bytes(work), f"blocks of {work.tokens:,} queries", knob)
-    if work.has_logits:
-        size, chunk = logits_bytes(work, gradient=False), work.chunk
-        formula = f"{size // max(chunk * arch.vocab, 1)} B x {chunk:,} tokens x {arch.vocab:,} vocabulary"
-        yield term("logits", size, formula, "train.logprob_chunk_tokens")
+    yield _masks(work, backward=False)
+
+
+def _loss_forward(work: Pass) -> Iterator[Term]:
+    yield _hidden(work)
+    yield _logits(logits_forward_bytes(work), CHUNK_BYTES_FORWARD, work)
 
 
 def _backward_moments(prefix: str, work: Pass, held: list[Term], *, trained: bool) -> Iterator[Moment]:
-    """The two moments of a microbatch that may be its largest."""
-    arch, p, tokens, knob = work.architecture, work.bytes_each, work.tokens, "train.tokens_per_microbatch"
+    """The moments of a microbatch that may be its largest."""
+    arch, tokens = work.architecture, work.tokens
     each = saved_per_token(work)
-    saved = term(
-        "activations", each * arch.layers * tokens, f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens", knob
-    )
-    hidden = term("hidden states", 3 * p * arch.hidden * work.response_tokens, f"{3 * p} B x {arch.hidden} x tokens")
-    masks = term("attention masks", mask_bytes(work), f"blocks of {tokens:,} queries", knob)
-    head = [] if not work.has_logits else [*_loss_terms(work, trained=trained)]
-    yield moment("update", f"{prefix}loss backward", held, saved, hidden, masks, head)
-    layer = [*_layer_backward(work, trained=trained)]
-    yield moment("update", f"{prefix}layer backward", held, saved, masks, layer)
-
-
-def _loss_terms(work: Pass, *, trained: bool) -> Iterator[Term]:
-    arch, chunk = work.architecture, work.chunk
-    each, knob = logits_bytes_each(work), "train.logprob_chunk_tokens"
-    size = logits_bytes(work, gradient=True)
-    yield term("logits", size, f"{each} B x {chunk:,} tokens x {arch.vocab:,} vocabulary", knob)
-    grad = term("gradient of hidden states", work.bytes_each * arch.hidden * work.response_tokens, "as hidden states")
-    yield grad
+    formula = f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens"
+    saved = term("activations", each * arch.layers * tokens, formula, "train.tokens_per_microbatch")
+    kept = [*held, saved, _masks(work, backward=False)]
+    if work.has_logits:
+        yield moment("update", f"{prefix}loss forward", kept, _loss_forward(work))
+        yield moment("update", f"{prefix}loss backward", kept, _loss_backward(work, trained=trained))
+    masks = _masks(work, backward=True)
+    yield moment("update", f"{prefix}layer backward", held, saved, masks, _layer_backward(work, trained=trained))
     if trained:
-        bytes_of = 4 if work.bytes_each == 4 else 10
-        matrix = arch.vocab * arch.hidden
-        yield term("gradient of output layer", bytes_of * matrix, f"{bytes_of} B x {arch.vocab:,} x {arch.hidden}")
+        formula = f"{arch.vocab:,} x {arch.hidden}, twice where it is the output layer too, and converted"
+        last = term("gradient of embedding", embedding_gradient_bytes(work), formula)
+        yield moment("update", f"{prefix}embedding backward", held, masks, last)
+
+
+def _loss_backward(work: Pass, *, trained: bool) -> Iterator[Term]:
+    arch = work.architecture
+    yield _hidden(work)
+    yield _logits(logits_backward_bytes(work), logits_backward_bytes_each(work), work)
+    size = work.bytes_each * arch.hidden * work.response_tokens
+    yield term("gradient of hidden states", size, f"{work.bytes_each} B x {arch.hidden} x {work.response_tokens:,}")
+    if trained:
+        size = output_gradient_bytes(work)
+        yield term("gradient of output layer", size, f"4 to 6 B x {arch.vocab:,} x {arch.hidden}")
 
 
 def _layer_backward(work: Pass, *, trained: bool) -> Iterator[Term]:
@@ -260,3 +274,18 @@ def _layer_backward(work: Pass, *, trained: bool) -> Iterator[Term]:
             size = work.bytes_each * arch.vocab * arch.hidden
             formula = f"{work.bytes_each} B x {arch.vocab:,} x {arch.hidden}, until the embedding's comes"
             yield term("gradient of output layer", size, formula)
+
+
+def _hidden(work: Pass) -> Term:
+    p, arch, tokens = work.bytes_each, work.architecture, work.response_tokens
+    return term("hidden states", 3 * p * arch.hidden * tokens, f"{3 * p} B x {arch.hidden} x {tokens:,} tokens")
+
+
+def _masks(work: Pass, *, backward: bool) -> Term:
+    size = mask_bytes(work, backward=backward)
+    return term("attention masks", size, f"blocks of {work.tokens:,} queries", "train.tokens_per_microbatch")
+
+
+def _logits(size: int, each: int, work: Pass) -> Term:
+    formula = f"{each} B x {work.chunk:,} tokens x {work.architecture.vocab:,} vocabulary"
+    return term("logits", size, formula, "train.logprob_chunk_tokens")
