@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from hone.cluster.devices import VARIABLE, Split, split_devices, visible_devices
-from hone.cluster.launch import plan_launches
-from hone.cluster.services import Relay, Say, Services
+from hone.cluster.services import Services
 from hone.config.derived import unused_services
 from hone.config.load import Loaded
 from hone.config.run import RunConfig
@@ -30,20 +29,6 @@ def unused_notes(config: RunConfig) -> list[str]:
     return [f"services.{name}: no reward names it in its args (service: {name})" for name in unused_services(config)]
 
 
-def make_services(
-    loaded: Loaded, split: Split, *, folder: Path, logs: Path, say: Say, relay: Relay, stop: asyncio.Event
-) -> Services:
-    """The run file's services, not started.
-
-    Args:
-        folder: where services.json is kept.
-        logs: where each one's log goes.
-        stop: see `Services`.
-    """
-    launches = plan_launches(loaded.config, loaded.run_file.parent, logs, split)
-    return Services(launches, folder=folder, run_file=loaded.run_file, say=say, relay=relay, stop=stop)
-
-
 def services_apart(loaded: Loaded, split: Split, folder: Path) -> Services:
     """The run file's services for a verb other than `train`: what they say goes to stderr."""
 
@@ -53,4 +38,5 @@ def services_apart(loaded: Loaded, split: Split, folder: Path) -> Services:
     def relay(name: str, line: str) -> None:
         say(f"[{name}] {line}")
 
-    return make_services(loaded, split, folder=folder, logs=folder, say=say, relay=relay, stop=asyncio.Event())
+    stop = asyncio.Event()
+    return Services.from_config(loaded, split, folder=folder, logs=folder, say=say, relay=relay, stop=stop)

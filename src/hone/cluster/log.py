@@ -21,10 +21,10 @@ def last_lines(path: Path, *, since: int = 0, count: int = TAIL_LINES) -> list[s
 class Follower:
     """Reads what is appended to a log, whole lines at a time."""
 
-    def __init__(self, path: Path) -> None:
-        """Begins at the end of what is there."""
+    def __init__(self, path: Path, *, from_start: bool = False) -> None:
+        """Begins at the end of what is there, or at its start."""
         self._path = path
-        self._position = path.stat().st_size if path.exists() else 0
+        self._position = path.stat().st_size if path.exists() and not from_start else 0
 
     def new_lines(self) -> list[str]:
         """Lines that were finished since the last call; at most 64 KiB of them, the rest comes next."""

@@ -1,6 +1,6 @@
 """The services of a run: started together, waited for, watched, started again within bounds, and always ended.
 
-    services = Services(launches, folder=..., run_file=..., say=..., relay=..., stop=...)
+    services = Services.from_config(loaded, split, folder=..., logs=..., say=..., relay=..., stop=...)
     async with services:             # starts all of them and does not wait
         await services.ready()       # raises ServiceError, with the last lines of the log
         ...                          # services.urls by name; a service that ends is started again on its port
@@ -23,11 +23,13 @@ from typing import Self
 
 import httpx
 
-from hone.cluster.launch import Launch
+from hone.cluster.devices import Split
+from hone.cluster.launch import Launch, plan_launches
 from hone.cluster.log import TAIL_LINES, Follower, last_lines
 from hone.cluster.ports import holder, is_free
 from hone.cluster.process import Life
 from hone.cluster.state import ServiceState, kept_up, runtime_folder, supervised_by_me, write_state
+from hone.config.load import Loaded
 from hone.errors import ServiceError
 
 Say = Callable[[str], None]
@@ -201,6 +203,14 @@ class Services:
         self.urls: Mapping[str, str] = {}
         """Base URLs by name; they stay what they are when a service is started again."""
 
+    @classmethod
+    def from_config(
+        cls, loaded: Loaded, split: Split, *, folder: Path, logs: Path, say: Say, relay: Relay, stop: asyncio.Event
+    ) -> Self:
+        """The services of a run file, with the GPUs that `split` gives them; each log goes into `logs`."""
+        launches = plan_launches(loaded.config, loaded.run_file.parent, logs, split)
+        return cls(launches, folder=folder, run_file=loaded.run_file, say=say, relay=relay, stop=stop)
+
     async def start(self) -> None:
         """Start all of them, without waiting until they are ready.
 
@@ -317,7 +327,8 @@ class Services:
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the services run all the same
             states = tuple(service.state for service in self._services)
-            write_state(self._folder, supervised_by_me(self._run_file, states))
+            longest_s = max(launch.service.stop_timeout_s for launch in self._launches)
+            write_state(self._folder, supervised_by_me(self._run_file, states, longest_s))
 
 
 def _times(count: int, what: str) -> str:

@@ -45,25 +45,27 @@ class Supervision:
     started_at: float
     """Unix seconds."""
     run_file: str
+    stop_timeout_s: float
+    """How long the slowest of them may take to stop."""
     services: tuple[ServiceState, ...]
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether that very process is still there."""
+    def process(self) -> psutil.Process | None:
+        """That very process, if it is still there. psutil sees to it that a signal reaches no later one."""
         try:
             process = psutil.Process(self.pid)
-            started_at, status = process.create_time(), process.status()
+            is_it = abs(process.create_time() - self.started_at) < _SAME_START_S
+            return process if is_it and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.Error:
-            return False
-        return abs(started_at - self.started_at) < _SAME_START_S and status != psutil.STATUS_ZOMBIE
+            return None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def supervised_by_me(run_file: Path, services: tuple[ServiceState, ...]) -> Supervision:
+def supervised_by_me(run_file: Path, services: tuple[ServiceState, ...], stop_timeout_s: float) -> Supervision:
     """What this process is to write."""
-    return Supervision(os.getpid(), psutil.Process().create_time(), str(run_file.absolute()), services)
+    me = psutil.Process()
+    return Supervision(me.pid, me.create_time(), str(run_file.absolute()), stop_timeout_s, services)
 
 
 def write_state(folder: Path, supervision: Supervision) -> None:
@@ -104,7 +106,5 @@ def runtime_folder() -> Path:
 
 def kept_up(folder: Path) -> dict[str, Supervision]:
     """What `hone up` keeps running, by name."""
-    found = {place.name: read_state(place) for place in sorted(folder.iterdir()) if place.is_dir()}
-    return {
-        name: supervision for name, supervision in found.items() if supervision is not None and supervision.is_alive
-    }
+    found = ((place.name, read_state(place)) for place in sorted(folder.iterdir()) if place.is_dir())
+    return {name: state for name, state in found if state is not None and state.process() is not None}

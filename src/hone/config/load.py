@@ -106,6 +106,11 @@ def load_rewards(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     return _load(path, overrides, needed="reward")
 
 
+def load_services(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """As `load_rewards`, for the `services` section. Raises ConfigError."""
+    return _load(path, overrides, needed="services")
+
+
 def _load(path: str | Path, overrides: Sequence[str], *, needed: str | None) -> Loaded:
     """`needed`: the one section that must be whole and keep the rules; None: all of them."""
     run_file, stack = Path(path), Stack()
