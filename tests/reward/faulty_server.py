@@ -2,9 +2,11 @@
 process to be killed: `python faulty_server.py PORT SECONDS_PER_REQUEST`."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -143,8 +145,11 @@ class FaultyServer:
             except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
                 self.cut_off += 1
             finally:
-                connections.discard(asyncio.current_task())
                 writer.close()
+                with contextlib.suppress(ConnectionError, TimeoutError, ssl.SSLError):
+                    async with asyncio.timeout(1):
+                        await writer.wait_closed()
+                connections.discard(asyncio.current_task())
 
         async with await asyncio.start_server(connection, self.host, port, ssl=self.tls) as server:
             self.port = server.sockets[0].getsockname()[1]

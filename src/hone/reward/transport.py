@@ -169,7 +169,7 @@ class Endpoints:
                     call.start_clock()
                     call.last, started = endpoint, time.monotonic()
                     if started >= call.deadline:
-                        call.give_up("no place was free in time")
+                        call.give_up(f"{endpoint.url}: {endpoint.problem or 'no place was free in time'}")
                     if endpoint.ejected and self._ready_path is not None:
                         if not await self._is_ready(endpoint, self._ready_path, call.deadline - started):
                             self.failed(endpoint, started, f"{self._ready_path} does not answer 200")
