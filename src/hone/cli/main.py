@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import hone
-from hone.cli import check, evaluate, explain, export, plan, train
+from hone.cli import check, evaluate, explain, export, plan, serve, services, train
 from hone.errors import HoneError, Stopped
 
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -37,6 +37,10 @@ app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
 app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("export", epilog=export.EXAMPLES)(export.export)
+app.command("up", epilog=services.UP_EXAMPLES)(services.up)
+app.command("status", epilog=services.STATUS_EXAMPLES)(services.status)
+app.command("stop", epilog=services.STOP_EXAMPLES)(services.stop)
+app.add_typer(serve.app)
 
 
 def _print_version(wanted: bool) -> None:

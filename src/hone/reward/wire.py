@@ -65,9 +65,9 @@ class Item(Wire):
 
     id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
     """Echoed in the result; each once in a request."""
-    group_id: str | None = Field(None, min_length=1, max_length=MAX_ID_CHARACTERS)
+    group_id: str | None = Field(default=None, min_length=1, max_length=MAX_ID_CHARACTERS)
     """Samples of one prompt share it; `mode: groupwise` needs it. It is the prompt's id for rewards."""
-    index: int | None = Field(None, ge=0)
+    index: int | None = Field(default=None, ge=0)
     """Which sample of its prompt this is; null: its place among the items of its group."""
     data_source: str | None = None
     """Name of the data set; rewards find it among the columns."""
@@ -83,7 +83,7 @@ class Item(Wire):
     """Every other column of the row."""
     finish_reason: FinishReason = "stop"
     """`length`: the response was cut."""
-    response_tokens: int | None = Field(None, ge=0)
+    response_tokens: int | None = Field(default=None, ge=0)
     """Length of the response, for those who do not send its ids."""
     response_token_ids: list[int] | None = None
     """Its tokens, in the policy's vocabulary."""
@@ -113,7 +113,7 @@ class RewardRequest(Wire):
     """A component's name; null: the weighted whole."""
     mode: Mode = "pointwise"
     """Whether each item is scored on its own, or the items of a `group_id` together."""
-    timeout_ms: int | None = Field(None, ge=1)
+    timeout_ms: int | None = Field(default=None, ge=1)
     """What is not scored by then is an error with `retryable: true`; null: the server's own limit."""
     seed: int = 0
     """Part of an item's identity: another seed asks a sampled judge again."""
@@ -133,7 +133,7 @@ class ComponentResult(Wire):
 
     score: FiniteFloat | None
     weight: FiniteFloat
-    fault: Fault | None = Field(None, strict=False)
+    fault: Fault | None = Field(default=None, strict=False)
     """`model`: the response broke the scorer and earned the minimum; `data` and `infra` come without a score."""
     detail: str = ""
     metrics: dict[str, FiniteFloat] = {}
@@ -174,7 +174,7 @@ class ItemResult(Wire):
     """`truncated`: cut at the length limit; `model_fault`: it broke a scorer."""
     cached: bool = False
     """Whether it was scored before, for this or another request."""
-    elapsed_ms: FiniteFloat = Field(0.0, ge=0)
+    elapsed_ms: FiniteFloat = Field(default=0.0, ge=0)
     error: ItemError | None = None
 
     @model_validator(mode="after")

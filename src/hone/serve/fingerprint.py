@@ -1,0 +1,104 @@
+"""The fingerprint of served rewards: one hash over everything that a score depends on besides its item.
+
+Settings (components, weights, args), Hone's own code and fonts of the reward side, the user's functions with the local
+modules that they import, and files and model directories that args name. Equal fingerprints mean equal scores, as far
+as files can tell: what a remote service does behind a URL is for its own fingerprint. Runs nothing of the user's.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import hone
+from hone.config.load import Loaded
+from hone.reward.builtin import HELD
+from hone.reward.resolve import resolve
+
+_PACKAGE = Path(hone.__file__).parent
+
+
+def fingerprint(loaded: Loaded) -> str:
+    """`sha256:...` of a file's rewards. Reads every file that it covers, model weights too: a second per GB or so."""
+    folder = loaded.run_file.parent.resolve()
+    components = loaded.config.reward.components
+    settings = [{"use": c.use, "name": c.name, "weight": c.weight, "args": c.args} for c in components]
+    digest = hashlib.sha256(json.dumps([hone.__version__, settings], sort_keys=True, default=str).encode())
+    files = [*_own_files(), *_users_files(loaded, folder), *_named_files([c.args for c in components], folder)]
+    for path in sorted(set(files)):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _own_files() -> Iterator[Path]:
+    yield _PACKAGE / "types.py"
+    for path in (_PACKAGE / "reward").rglob("*"):
+        if path.is_file() and path.suffix != ".pyc":
+            yield path
+
+
+def _users_files(loaded: Loaded, folder: Path) -> Iterator[Path]:
+    """The files of the user's functions, and of modules beside them that they import, directly or not."""
+    pending: list[Path] = []
+    for component in loaded.config.reward.components:
+        if component.use not in HELD and (target := resolve(component.use, folder)).place:
+            found = Path(target.place) if target.place.endswith(".py") else _module_file(target.place, folder)
+            pending += [found] if found is not None else []
+    seen: set[Path] = set()
+    while pending:
+        path = pending.pop()
+        if path in seen or _PACKAGE in path.parents:
+            continue
+        seen.add(path)
+        yield path
+        for module in _imports(path):
+            for root in (path.parent, folder):
+                pending += [root / f"{module}.py"] if (root / f"{module}.py").is_file() else []
+                pending += (root / module).rglob("*.py") if (root / module / "__init__.py").is_file() else []
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """First parts of what a file imports; what cannot be parsed is found out when it is imported."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+
+
+def _module_file(name: str, folder: Path) -> Path | None:
+    """Where a module is, without importing its parents."""
+    search: Any = [str(folder), *sys.path]
+    spec = None
+    for part in name.split("."):
+        spec = PathFinder.find_spec(part, search)
+        if spec is None:
+            return None
+        search = spec.submodule_search_locations or []
+    return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+
+
+def _named_files(value: Any, folder: Path) -> Iterator[Path]:
+    """Files, and files of model directories, that a text somewhere in args is the path of."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        for child in value:
+            yield from _named_files(child, folder)
+    elif isinstance(value, str) and 0 < len(value) < 1024 and "\0" not in value:
+        path = folder / Path(value).expanduser()
+        if path.is_file():
+            yield path
+        elif (path / "config.json").is_file():
+            yield from (file for file in path.iterdir() if file.is_file())

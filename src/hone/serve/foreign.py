@@ -1,0 +1,230 @@
+"""The shapes in which other systems' trainers ask for rewards and want them answered.
+
+`/compute_reward` is a plain single item for curl and scripts, `/get_reward` OpenRLHF's remote reward model, `/slime`
+slime's. Each becomes items of our own and gets our own results; only the outside differs. These callers send what they
+always send, so fields that mean nothing here are ignored. What cannot be scored is an HTTP error: none of these shapes
+has a place for "no score", and a number in its place would be a lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from hone.reward.wire import Item, ItemResult, Message, decode_json
+from hone.serve.problem import Problem
+
+_POSTER_PARTS = ("structure", "accuracy", "visual")
+"""Parts of the poster reward that have a field of their own in /compute_reward's answer, as its callers expect."""
+_IGNORED = "jsonl_file_path"
+
+
+class Foreign(BaseModel):
+    """Base of what others send: types are checked, unknown fields ignored."""
+
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ComputeItem(Foreign):
+    """One response to score."""
+
+    solution_str: str
+    """The response."""
+    ground_truth: Any = None
+    """The row's answer; a text that is a JSON object is taken as that object."""
+    extra_info: dict[str, Any] | None = None
+    """Every other column of the row."""
+    data_source: str | None = None
+    prompt: str | list[Message] = ""
+    id: str | None = Field(default=None, min_length=1, max_length=256)
+
+    def item(self, number: int) -> Item:
+        return Item(
+            id=self.id or f"item-{number}",
+            solution_str=self.solution_str,
+            ground_truth=_object_of(self.ground_truth),
+            extra_info=self.extra_info or {},
+            data_source=self.data_source,
+            prompt=self.prompt,
+        )
+
+
+class ComputeRequest(Foreign):
+    """The body of `POST /compute_reward`: one response, or `items`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    solution_str: str | None = None
+    ground_truth: Any = None
+    extra_info: dict[str, Any] | None = None
+    data_source: str | None = None
+    prompt: str | list[Message] = ""
+    id: str | None = Field(default=None, min_length=1, max_length=256)
+    items: list[ComputeItem] | None = None
+    """Several responses; the answer then has a list of results."""
+    weights: dict[str, FiniteFloat] | None = None
+    """Component -> weight, where the server allows it; `<component>_weight` beside the other fields says the same."""
+
+    @model_validator(mode="after")
+    def _one_or_many(self) -> ComputeRequest:
+        if (self.solution_str is None) == (self.items is None):
+            raise ValueError("give solution_str, or items")
+        return self
+
+    def all_items(self) -> list[Item]:
+        if self.items is not None:
+            return [item.item(number) for number, item in enumerate(self.items)]
+        assert self.solution_str is not None  # validated
+        single = ComputeItem(
+            solution_str=self.solution_str,
+            ground_truth=self.ground_truth,
+            extra_info=self.extra_info,
+            data_source=self.data_source,
+            prompt=self.prompt,
+            id=self.id,
+        )
+        return [single.item(0)]
+
+    def wanted_weights(self) -> dict[str, float]:
+        """Raises Problem for a weight that is no number."""
+        weights = dict(self.weights or {})
+        for name, value in (self.model_extra or {}).items():
+            if name.endswith("_weight"):
+                if isinstance(value, bool) or not isinstance(value, int | float):
+                    raise Problem(
+                        422, "unprocessable-body", f"{name}: not a number", errors=[(f"/{name}", "not a number")]
+                    )
+                weights[name.removesuffix("_weight")] = float(value)
+        return weights
+
+    def warnings(self, *, weights_allowed: bool) -> list[str]:
+        """What was sent and not used, as far as somebody may count on it."""
+        found = []
+        if _IGNORED in (self.model_extra or {}):
+            found.append(f"{_IGNORED} is ignored: no path from a request is ever opened")
+        if not weights_allowed and self.wanted_weights():
+            found.append("weights are ignored: the server was not started with --allow-request-weights")
+        return found
+
+
+def flat_result(result: ItemResult) -> dict[str, Any]:
+    """A result of `/compute_reward`: the score, each component's as `<name>_score`, and what it is made of."""
+    parts = {name: part.score for name, part in result.components.items()}
+    for component in result.components.values():
+        parts |= {name: component.metrics[name] for name in _POSTER_PARTS if name in component.metrics}
+    error = None if result.error is None else f"{result.error.fault} fault: {result.error.detail}"
+    return {
+        "id": result.id,
+        "score": result.score,
+        **{f"{name}_score": value for name, value in parts.items()},
+        "components": {name: part.model_dump(mode="json") for name, part in result.components.items()},
+        "metrics": result.metrics,
+        "flags": result.flags,
+        "error": error,
+    }
+
+
+class OpenRlhfRequest(Foreign):
+    """The body of `POST /get_reward`: lists of one length, often of one entry, sometimes of none."""
+
+    query: list[str]
+    """Prompt and response in one text."""
+    prompts: list[str] | None = None
+    labels: list[Any] | None = None
+    """The rows' answers."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> OpenRlhfRequest:
+        for name in ("prompts", "labels"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.query):
+                raise ValueError(f"{len(values)} {name} for {len(self.query)} queries")
+        return self
+
+    def items(self) -> list[Item]:
+        """The response is what follows the prompt; the whole text where it does not start with it."""
+        num = len(self.query)
+        rows = zip(self.query, self.prompts or [""] * num, self.labels or [None] * num, strict=True)
+        return [
+            Item(
+                id=f"item-{number}",
+                prompt=prompt,
+                solution_str=query.removeprefix(prompt),
+                ground_truth=_object_of(label),
+            )
+            for number, (query, prompt, label) in enumerate(rows)
+        ]
+
+
+class OpenRlhfReply(BaseModel):
+    """What OpenRLHF reads; `extra_logs` becomes tensors, so it holds numbers only, and the same names each time."""
+
+    rewards: list[FiniteFloat]
+    scores: list[FiniteFloat]
+    extra_logs: dict[str, list[FiniteFloat]]
+
+
+def openrlhf_reply(results: Sequence[ItemResult], components: Sequence[str], constant: float | None) -> OpenRlhfReply:
+    """
+    Args:
+        components: names of the components that were asked for.
+        constant: stands for the score of what could not be scored.
+    Raises:
+        Problem: something could not be scored, and there is no constant.
+    """
+    scores = [scored_or(result, constant) for result in results]
+    logs = {
+        f"{name}_score": [
+            scored_or(result, constant)
+            if (part := result.components.get(name)) is None or part.score is None
+            else part.score
+            for result in results
+        ]
+        for name in components
+    }
+    logs["model_fault"] = [float("model_fault" in result.flags) for result in results]
+    return OpenRlhfReply(rewards=scores, scores=scores, extra_logs=logs)
+
+
+class SlimeRequest(Foreign):
+    """The body of `POST /slime`."""
+
+    prompt: str | list[Message] = ""
+    response: str
+    label: Any = None
+
+    def item(self) -> Item:
+        return Item(id="item-0", prompt=self.prompt, solution_str=self.response, ground_truth=_object_of(self.label))
+
+
+def slime_reply(result: ItemResult, constant: float | None) -> dict[str, float]:
+    """What slime takes as the reward itself: `--reward-key score`. Raises Problem like `openrlhf_reply`."""
+    parts = {f"{name}_score": part.score for name, part in result.components.items() if part.score is not None}
+    return {**parts, "score": scored_or(result, constant)}
+
+
+def scored_or(result: ItemResult, constant: float | None) -> float:
+    """The score, else the constant. Raises Problem when there is neither: 422 if the row is to blame, else 503."""
+    if result.score is not None:
+        return result.score
+    if constant is not None:
+        return constant
+    assert result.error is not None  # there is a score or an error
+    detail = f"{result.id} was not scored: {result.error.detail}"
+    if result.error.fault == "data":
+        raise Problem(422, "unusable-row", detail)
+    raise Problem(503, "unscored", detail, retryable=True, retry_after_s=1)
+
+
+def _object_of(ground_truth: Any) -> Any:
+    """A JSON object written as text, as an object; any other text is what it is: "007" is no number here."""
+    if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] == "{":
+        try:
+            return decode_json(ground_truth.encode())
+        except ValueError:
+            return ground_truth
+    return ground_truth

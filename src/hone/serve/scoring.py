@@ -1,0 +1,341 @@
+"""What a reward service does with a request: admits it or not, has its items scored, answers for each of them.
+
+Items become groups, one each or by `group_id`; a group is scored by every component that is asked for, each in its own
+lane; what is missing at the deadline is an error of its item. Scores are those of the same reward in process. Routes
+and foreign shapes are in `reward.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hone.config.load import Loaded
+from hone.errors import RewardError
+from hone.reward.base import Component, Rewards, weighted_sum
+from hone.reward.signature import Range
+from hone.reward.wire import (
+    ComponentResult,
+    Disagreement,
+    Item,
+    ItemError,
+    ItemResult,
+    RewardRequest,
+    Work,
+    component_result,
+    groups_of,
+    printable,
+)
+from hone.serve.batching import batched
+from hone.serve.fingerprint import fingerprint
+from hone.serve.lane import Done, Joined, Lane, Memory
+from hone.serve.metrics import RewardMetrics
+from hone.serve.problem import Problem
+from hone.serve.settings import ScoringSettings
+from hone.types import Fault, Score
+
+_MAX_RETRY_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A reward that can be asked for: one component, or the weighted whole."""
+
+    name: str
+    weights: Mapping[str, float]
+    """Component -> its weight in the score."""
+    minimum: float | None
+    maximum: float | None
+    """Of the weighted sum; None where a component declares none."""
+
+
+@dataclass(slots=True)
+class _Claim:
+    """A group of a request, and its work in the lanes."""
+
+    work: Work
+    joined: dict[str, Joined]
+
+    def scores(self) -> dict[str, Done]:
+        """By component, what there is by now."""
+        found = {name: joined.result() for name, joined in self.joined.items()}
+        return {name: done for name, done in found.items() if done is not None}
+
+
+class ScoringService:
+    """The rewards of a file, served. Started and closed by `http.serve`."""
+
+    def __init__(self, loaded: Loaded, settings: ScoringSettings) -> None:
+        """Raises ConfigError for rewards that cannot be had."""
+        self._loaded, self._settings = loaded, settings
+        # The bound on unscored samples is the trainer's to keep: a service answers for each item and goes on.
+        section = loaded.config.reward.model_copy(update={"max_unscored_frac": 1.0})
+        self._rewards = Rewards.from_config(section, loaded.run_file.parent, window_samples=1)
+        memory = {c.name: Memory(settings.cache_items, settings.cache_ttl_s) for c in self._rewards.components}
+        self.lanes = {
+            component.name: Lane(
+                batched(component, settings.batch_items, settings.batch_wait_ms / 1000),
+                memory[component.name],
+                max_in_flight_groups=settings.max_in_flight_groups,
+            )
+            for component in self._rewards.components
+        }
+        self.fingerprint = ""
+        self.metrics = RewardMetrics(lambda: self.pending_items, lambda: self._rewards.worker_restarts)
+        self.pending_items = 0
+        """Items of requests that are being answered, in which something is still to be scored."""
+        self._of_client = Counter[str]()
+        self._parts: dict[str, dict[str, None]] = {name: {} for name in self.lanes}
+        """Names that each component's measurements were seen to have: every item's reply has all of them."""
+
+    async def start(self) -> None:
+        """Start the scorers. Raises ConfigError for those that cannot be."""
+        self.fingerprint = await asyncio.to_thread(fingerprint, self._loaded)
+        await self._rewards.start()
+
+    async def close(self) -> None:
+        await self._rewards.close()
+
+    async def warm_up(self, item: Item) -> None:
+        """Score an item as a request would. Raises RewardError when it has no score."""
+        (result,) = await self.score(RewardRequest(items=[item]), client="warm-up")
+        if result.error is not None:
+            raise RewardError(f"the warm-up item was not scored: {result.error.fault} fault: {result.error.detail}")
+
+    def asked(self, name: str | None, weights: Mapping[str, float] | None = None) -> Asked:
+        """The reward of that name, or the whole.
+
+        Args:
+            weights: for the whole, instead of the file's.
+        Raises:
+            Problem: 404, there is none; 422, weights of unknown components or all 0.
+        """
+        components = {component.name: component for component in self._rewards.components}
+        if name is not None:
+            if name not in components:
+                raise Problem(
+                    404, "unknown-reward", f"no reward {name[:80]!r} here; there are: {', '.join(components)}"
+                )
+            return _asked(name, {name: 1.0}, [components[name]])
+        if weights is None:
+            return _asked("whole", {c.name: c.weight for c in components.values()}, list(components.values()))
+        unknown = sorted(set(weights) - set(components))
+        if unknown:
+            raise Problem(
+                422, "unknown-weight", f"no component {unknown[0][:80]!r}; there are: {', '.join(components)}"
+            )
+        chosen = {c.name: weights.get(c.name, c.weight) for c in components.values()}
+        if not any(chosen.values()):
+            raise Problem(422, "no-weight", "all weights are 0")
+        return _asked("whole", chosen, list(components.values()))
+
+    async def score(
+        self, request: RewardRequest, *, client: str, weights: Mapping[str, float] | None = None
+    ) -> list[ItemResult]:
+        """A result for each item, in order.
+
+        Raises Problem when the request cannot be taken (404, 413, 422, 429, 503), or nothing was scored in time (504).
+        """
+        asked = self.asked(request.reward, weights)
+        self.metrics.received(len(request.items))
+        began = time.monotonic()
+        timeout_s = min(self._settings.timeout_s, (request.timeout_ms or float("inf")) / 1000)
+        results: dict[int, ItemResult] = {}
+        claims = self._claims(request, asked, client, timeout_s, results)
+        waiting = [future for claim in claims for joined in claim.joined.values() if (future := joined.future)]
+        num_items = sum(len(claim.work.places) for claim in claims) if waiting else 0
+        self._of_client[client] += num_items
+        self.pending_items += num_items
+        try:
+            if waiting:
+                await asyncio.wait(waiting, timeout=began + timeout_s - time.monotonic())
+            num_late = sum(self._answer(claim, request.items, asked, timeout_s, results) for claim in claims)
+        finally:
+            for claim in claims:
+                for joined in claim.joined.values():
+                    joined.leave()
+            self.pending_items -= num_items
+            self._of_client[client] -= num_items
+            if not self._of_client[client]:
+                del self._of_client[client]
+        if num_late and num_late == len(request.items):
+            raise Problem(504, "deadline", f"nothing was scored within {timeout_s:g} s", retryable=True)
+        return self._with_all_parts([results[place] for place in range(len(request.items))], asked)
+
+    # ---- taking work on
+
+    def _claims(
+        self, request: RewardRequest, asked: Asked, client: str, timeout_s: float, results: dict[int, ItemResult]
+    ) -> list[_Claim]:
+        """Claims on the work of a request; what cannot be scored at all is put into `results`."""
+        if len(request.items) > self._settings.max_items:
+            raise Problem(
+                413, "too-many-items", f"{len(request.items)} items; at most {self._settings.max_items} in a request"
+            )
+        try:
+            works = groups_of(request.items, request.mode)
+        except Disagreement as error:
+            raise Problem(
+                422, "unprocessable-body", str(error), errors=[(f"/items/{error.place}", str(error))]
+            ) from None
+        works = [work for work in works if not self._too_long(work, request.items, results)]
+        claims, new = [], []
+        for work in works:
+            key = _content_key(request, work)
+            claim = _Claim(work, {})
+            for name in asked.weights:
+                joined = self.lanes[name].find(key)
+                if joined is not None:
+                    claim.joined[name] = joined
+                else:
+                    new.append((claim, name, key))
+            claims.append(claim)
+        try:
+            self._admit(
+                sum(len(claim.work.places) for claim in claims), {name for _, name, _ in new}, client, timeout_s
+            )
+        except Problem:
+            for claim in claims:
+                for joined in claim.joined.values():
+                    joined.leave()
+            raise
+        for claim, name, key in new:
+            lane = self.lanes[name]
+            claim.joined[name] = lane.find(key) or lane.add(key, claim.work.group)  # it may be there twice
+        return claims
+
+    def _admit(self, num_items: int, lanes: set[str], client: str, timeout_s: float) -> None:
+        """Raises Problem when that many items more are too many."""
+        if not lanes:
+            return
+        settings = self._settings
+        wait_s = max(self.lanes[name].wait_s() for name in lanes)
+        if self.pending_items + num_items > settings.queue_items:
+            raise _refusal(503, "queue-full", f"{self.pending_items} items are waiting or being scored", wait_s / 2)
+        if wait_s > min(timeout_s, settings.max_wait_s):
+            raise _refusal(503, "too-long-a-wait", f"new items would wait about {wait_s:.0f} s", wait_s / 2)
+        limit = settings.client_items
+        if limit and self._of_client[client] + num_items > limit:
+            raise _refusal(429, "client-limit", f"a client may have {limit} items waiting or being scored", wait_s / 2)
+
+    def _too_long(self, work: Work, items: Sequence[Item], results: dict[int, ItemResult]) -> bool:
+        limit_kib = self._settings.max_solution_kib
+        sizes = {place: len(items[place].solution_str.encode()) for place in work.places}
+        if max(sizes.values()) <= limit_kib << 10:
+            return False
+        detail = f"a response of {max(sizes.values())} bytes; the limit is {limit_kib} KiB (--max-solution-kib)"
+        error = ItemError(fault="data", retryable=False, detail=detail)
+        for place in work.places:
+            results[place] = ItemResult(id=items[place].id, status="error", score=None, error=error)
+        return True
+
+    # ---- answering
+
+    def _answer(
+        self, claim: _Claim, items: Sequence[Item], asked: Asked, timeout_s: float, results: dict[int, ItemResult]
+    ) -> int:
+        """Put the results of a group among the others. Returns how many of its items the deadline left unscored."""
+        done = claim.scores()
+        cached = all(joined.done is not None for joined in claim.joined.values())
+        elapsed_ms = 0.0 if cached else 1000 * max((d.elapsed_s for d in done.values()), default=0.0)
+        num_late = 0
+        late = [name for name in asked.weights if name not in done]
+        weighted = [(w, done[name].scores) for name, w in asked.weights.items() if w and name in done]
+        for number, place in enumerate(claim.work.places):
+            scores = {name: done[name].scores[number] for name in asked.weights if name in done}
+            error = _first_error(scores, asked)
+            if late and error is None:
+                detail = f"not scored by {', '.join(late)} within {timeout_s:g} s"
+                error = ItemError(fault="infra", retryable=True, component=late[0], detail=detail)
+                num_late += 1
+            results[place] = self._result(items[place], asked, scores, error, weighted, number).model_copy(
+                update={"cached": cached, "elapsed_ms": elapsed_ms}
+            )
+        self.metrics.scored(asked.name, done, [results[place] for place in claim.work.places], cached=cached)
+        return num_late
+
+    def _result(
+        self,
+        item: Item,
+        asked: Asked,
+        scores: Mapping[str, Score],
+        error: ItemError | None,
+        weighted: Sequence[tuple[float, tuple[Score, ...]]],
+        number: int,
+    ) -> ItemResult:
+        components = {name: component_result(score, asked.weights[name]) for name, score in scores.items()}
+        flags = ["truncated"] if item.finish_reason == "length" else []
+        if any(score.fault is Fault.MODEL for score in scores.values()):
+            flags.append("model_fault")
+        return ItemResult(
+            id=item.id,
+            status="ok" if error is None else "error",
+            score=weighted_sum(weighted, number) if error is None else None,
+            min=asked.minimum,
+            max=asked.maximum,
+            components=components,
+            metrics=self._parts_of(components),
+            flags=flags,
+            error=error,
+        )
+
+    def _parts_of(self, components: Mapping[str, ComponentResult]) -> dict[str, float | None]:
+        for name, component in components.items():
+            self._parts[name] |= dict.fromkeys(component.metrics)
+        return {f"{name}_{part}": value for name, c in components.items() for part, value in c.metrics.items()}
+
+    def _with_all_parts(self, results: list[ItemResult], asked: Asked) -> list[ItemResult]:
+        """The same names of measurements in every result, null where an item has none of that name."""
+        names = [f"{name}_{part}" for name in asked.weights for part in self._parts[name]]
+        return [
+            result.model_copy(update={"metrics": {name: result.metrics.get(name) for name in names}})
+            for result in results
+        ]
+
+
+def _asked(name: str, weights: Mapping[str, float], components: Sequence[Component]) -> Asked:
+    terms = [(weights[c.name], getattr(c.scorer, "hone_range", Range())) for c in components if weights[c.name]]
+    return Asked(
+        name,
+        weights,
+        minimum=_sum((weight, declared.minimum if weight > 0 else declared.maximum) for weight, declared in terms),
+        maximum=_sum((weight, declared.maximum if weight > 0 else declared.minimum) for weight, declared in terms),
+    )
+
+
+def _sum(terms: Iterable[tuple[float, float | None]]) -> float | None:
+    """Of weight times bound; None when a bound is not declared."""
+    total = 0.0
+    for weight, bound in terms:
+        if bound is None:
+            return None
+        total += weight * bound
+    return total
+
+
+def _first_error(scores: Mapping[str, Score], asked: Asked) -> ItemError | None:
+    """Of the components that have a weight."""
+    for name, score in scores.items():
+        if score.value is None and asked.weights[name]:
+            fault = "data" if score.fault is Fault.DATA else "infra"
+            return ItemError(fault=fault, retryable=fault == "infra", component=name, detail=printable(score.detail))
+    return None
+
+
+def _refusal(status: int, kind: str, detail: str, retry_after_s: float) -> Problem:
+    retry_after_s = min(max(1.0, retry_after_s), _MAX_RETRY_AFTER_S)
+    return Problem(status, kind, detail, retryable=True, retry_after_s=retry_after_s)
+
+
+def _content_key(request: RewardRequest, work: Work) -> bytes:
+    """What a group's scores depend on, besides the rewards: everything in its items but their ids, and the seed."""
+    items = [
+        request.items[place].model_dump(mode="json", exclude={"id"}, exclude_defaults=True) for place in work.places
+    ]
+    text = json.dumps([request.mode, request.seed, items], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
