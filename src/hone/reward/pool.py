@@ -12,8 +12,6 @@ bounded by the deadlines of the tasks in front.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import pickle
 import signal
 import socket
@@ -26,8 +24,9 @@ from typing import Any, NoReturn
 
 import psutil
 
+from hone import process
 from hone.reward.signature import Range, all_faulty
-from hone.reward.worker import HEADER, Hello, Job, Ready, Task
+from hone.reward.worker import Hello, Job, Ready, Task
 from hone.types import Fault, Group, Score
 
 START_TIMEOUT_S = 60.0
@@ -39,7 +38,6 @@ BUSY_FRAC = 0.25
 process was held up: no fault of the response. Well below 1, for workers share cores."""
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 """What a process dies of by its own doing."""
-_MAIN = "import sys; sys.path[:] = {path!r}; from hone.reward.worker import main; main({fd}, {pid})"
 
 
 class WorkerDied(Exception):
@@ -49,6 +47,10 @@ class WorkerDied(Exception):
         super().__init__(how)
         self.crashed = crashed
         """By its own doing, as far as one can tell."""
+
+
+class CallFailed(Exception):
+    """A called function gave nothing back; says why."""
 
 
 class WorkerPool:
@@ -123,6 +125,32 @@ class WorkerPool:
             finally:
                 self._free.put_nowait(worker)
         return tuple(task.scores)
+
+    async def call(self, job: int, argument: Any, *, timeout_s: float) -> Any:
+        """What a job's function gives back for one argument, as JSON knows it. Cancelling kills the worker.
+
+        Raises CallFailed when the function raises, hangs or takes its process with it.
+        """
+        worker = await self._free.get()
+        try:
+            if not worker.alive:
+                self.restarts += 1
+                await self._start(worker)
+            async with asyncio.timeout(timeout_s):
+                returned: Returned = await worker.ask(Call(job, argument))
+        except TimeoutError:
+            await worker.kill()
+            raise CallFailed(f"took longer than {timeout_s:g} s; its process was killed") from None
+        except WorkerDied as error:
+            raise CallFailed(f"its process {error}") from error
+        except asyncio.CancelledError:
+            await worker.kill()  # busy with a call that nobody waits for any more
+            raise
+        finally:
+            self._free.put_nowait(worker)
+        if returned.problem:
+            raise CallFailed(returned.problem)
+        return decode_json(returned.body)
 
     async def _restarted(self, worker: _Worker, task: _Scoring) -> bool:
         """Start a worker that has died; when that fails, nobody can score the rest of the task."""
@@ -242,27 +270,15 @@ class _Worker:
     async def start(self, hello: Hello) -> Ready:
         """Start the process. Returns what it found of the jobs. Raises WorkerDied."""
         await self.kill()
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        command = _MAIN.format(path=list(sys.path), fd=theirs.fileno(), pid=os.getpid())
-        with theirs:
-            # Its own session: Ctrl-C is for the run to handle, and a kill reaches what the reward itself started.
-            # From this very thread: Linux lets the worker live no longer than the thread that started it.
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", command],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self.channel = ours
+        self.process, self.channel = process.start("hone.reward.worker")
+        self.channel.setblocking(False)
         return await self.ask(hello)
 
     async def ask(self, message: Any) -> Any:
         """Send a message and await its first answer. Raises WorkerDied, saying how, when the process ends first."""
         assert self.channel is not None
-        body = pickle.dumps(message)
         try:
-            await asyncio.get_running_loop().sock_sendall(self.channel, HEADER.pack(len(body)) + body)
+            await asyncio.get_running_loop().sock_sendall(self.channel, process.framed(message))
         except ConnectionError:
             await self._bury()
         return await self.receive()
@@ -271,15 +287,14 @@ class _Worker:
         """Await the next answer. Raises as `ask`."""
         assert self.channel is not None
         try:
-            (length,) = HEADER.unpack(await self._read(self.channel, HEADER.size))
+            (length,) = process.HEADER.unpack(await self._read(self.channel, process.HEADER.size))
             return pickle.loads(await self._read(self.channel, length))
         except (ConnectionError, EOFError):
             await self._bury()
 
     async def _bury(self) -> NoReturn:
         code = await self.kill()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise WorkerDied(how, crashed=-code in _CRASHES) from None
+        raise WorkerDied(process.how_it_ended(code), crashed=-code in _CRASHES) from None
 
     @staticmethod
     async def _read(channel: socket.socket, num_bytes: int) -> bytes:
@@ -293,15 +308,11 @@ class _Worker:
 
     async def kill(self) -> int:
         """End the process and what it started, now. Returns its exit code, negative for a signal; 0 without one."""
-        process, channel = self.process, self.channel
+        running, channel = self.process, self.channel
         self.process = self.channel = None
         if channel is not None:
             channel.close()
-        if process is None:
-            return 0
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # before it is reaped, while the number is surely its own
-        return await asyncio.shield(asyncio.to_thread(process.wait))
+        return 0 if running is None else await process.kill(running)
 
     async def close(self) -> None:
         """Let the process end by itself, so that exit handlers run; kill it when it does not."""

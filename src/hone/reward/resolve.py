@@ -107,6 +107,11 @@ def load_held(
     return make(args, **{name: context[name] for name in context if name in inspect.signature(make).parameters})
 
 
+def import_function(target: Target) -> Any:
+    """A function of the user's that is no reward. Raises Unusable when the import fails or there is none."""
+    return _function(_import(target.place), target)
+
+
 def _function(module: ModuleType, target: Target) -> Any:
     found = getattr(module, target.function, None)
     if found is None:

@@ -7,18 +7,15 @@ cannot be answered (a hang, a crash of the interpreter) is the pool's to notice.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
-import os
 import pickle
-import signal
 import socket
-import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hone.process import HEADER, begin, framed
 from hone.reward.resolve import Target, Unusable, load
 from hone.reward.signature import (
     Range,
@@ -29,11 +26,8 @@ from hone.reward.signature import (
     describe,
     overrun_score,
 )
+from hone.reward.wire import encode_json
 from hone.types import Group, Score
-
-HEADER = struct.Struct("!Q")
-"""Length of the pickled message that follows. Pickle crosses only between this project's own processes."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +72,25 @@ class Task:
     group: Group
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call job number `job` with one argument beside its args; the worker answers with a Returned."""
+
+    job: int
+    argument: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a called function gave back, as JSON: no object of its own can come across; or why it gave nothing."""
+
+    body: bytes = b""
+    problem: str = ""
+
+
 def main(channel_fd: int, parent_pid: int) -> None:
     """Serve until the pool closes the channel."""
-    _die_with_parent(parent_pid)
-    os.dup2(2, 1)  # what a reward prints belongs among the messages, not into the output of the run
+    begin(parent_pid)
     with socket.socket(fileno=channel_fd) as channel:
         hello = _receive(channel)
         if hello is None:
@@ -91,6 +100,9 @@ def main(channel_fd: int, parent_pid: int) -> None:
         _send(channel, Ready(problems, tuple(map(overrun_score, functions)), tuple(map(declared_range, functions))))
         with asyncio.Runner() as runner:  # one event loop for all tasks: async rewards may keep their connections
             while (task := _receive(channel)) is not None:
+                if isinstance(task, Call):
+                    _send(channel, _returned(runner, functions[task.job], hello.jobs[task.job].args, task.argument))
+                    continue
                 for scores in _answers(runner, functions[task.job], hello.jobs[task.job].args, task.group):
                     _send(channel, scores)
 
@@ -128,6 +140,14 @@ def _score(
         return all_faulty(len(group.samples), f"raised {describe(error)}")
 
 
+def _returned(runner: asyncio.Runner, function: Callable[..., Any], args: Mapping[str, Any], argument: Any) -> Returned:
+    try:
+        value = function(argument, **args)
+        return Returned(encode_json(runner.run(_awaited(value)) if inspect.isawaitable(value) else value))
+    except BaseException as error:  # boundary: as in `_score`
+        return Returned(problem=f"raised {describe(error)}")
+
+
 async def _awaited(awaitable: Any) -> Any:
     return await awaitable
 
@@ -149,13 +169,4 @@ def _read(channel: socket.socket, num_bytes: int) -> bytes:
 
 
 def _send(channel: socket.socket, message: Any) -> None:
-    body = pickle.dumps(message)
-    channel.sendall(HEADER.pack(len(body)) + body)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Linux kills this process when its parent dies, however hard; elsewhere the closed channel ends it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it died before the line above
-            os._exit(1)
+    channel.sendall(framed(message))
