@@ -81,7 +81,7 @@ REWARD = "import json as js\nraise SystemExit\n\nclass A: ...\nB = lambda g: [1.
         ("exakt", "no built-in reward is called 'exakt'. Did you mean exact?"),
         (
             "nothing_like_it",
-            "Built in: exact, gsm8k, poster, code, reward_model. Your own: package.module:function or file.py:function",
+            f"Built in: {', '.join(BUILT_IN_REWARDS)}. Your own: package.module:function or file.py:function",
         ),
         ("mine.py:d", "mine.py defines no 'd'"),
         ("mine.py:1", "must end in the name of a function after the colon"),

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from hone.loop.sft import imitation_rows
 from hone.model.load import describe_model, init_config, read_config
 from hone.model.lora import check_targets
 from hone.reward.base import Rewards, component_name
-from hone.reward.builtin import BUILTIN, POOLED
+from hone.reward.builtin import BUILTIN, OF_ANSWERS, OF_SHAPE, POOLED, as_response
 from hone.rollout.env_pool import EnvironmentPool
 from hone.types import Fault, Group, Prompt, Sample
 
@@ -201,32 +202,42 @@ async def check_environment(config: RunConfig, folder: Path, findings: Findings)
 
 async def check_rewards(config: RunConfig, folder: Path, findings: Findings) -> None:
     """Score each gold answer as if the policy had written it, then each gold answer under another row's question."""
-    builtin = all(component.use in BUILTIN for component in config.reward.components)
+    components = tuple(c for c in config.reward.components if c.use not in OF_SHAPE)
+    findings.not_checked += [
+        f"reward {component_name(c)}: a gold answer alone says nothing about it"
+        for c in config.reward.components
+        if c not in components
+    ]
     prompts = gold_prompts(config, folder, findings)
-    checked = prompts if builtin else prompts[:MAX_ROWS_OF_USER_REWARDS]
-    if not checked:
+    is_fast = all(component.use in BUILTIN for component in components)
+    checked = prompts if is_fast else prompts[:MAX_ROWS_OF_USER_REWARDS]
+    if not checked or not any(component.weight for component in components):
         return
-    settings = config.reward.model_copy(update={"max_unscored_frac": 1.0, "min_valid_per_group": 1})
+    settings = config.reward.model_copy(
+        update={"components": components, "max_unscored_frac": 1.0, "min_valid_per_group": 1}
+    )
+    response = partial(as_response, next((c.use for c in components if c.use in OF_ANSWERS), ""))
     async with Rewards.from_config(settings, folder, window_samples=len(checked)) as rewards:
-        away = services_away(await rewards.score(as_group(checked[0], checked[0].answer)), config)
+        away = services_away(await rewards.score(as_group(checked[0], response(checked[0].answer))), config)
         if away:
             findings.not_checked += away
             return
-        right = [await rewards.score(as_group(prompt, prompt.answer)) for prompt in checked]
+        right = [await rewards.score(as_group(prompt, response(prompt.answer))) for prompt in checked]
         wrong = [
-            await rewards.score(as_group(prompt, answer))
+            await rewards.score(as_group(prompt, response(answer)))
             for prompt, answer in zip(checked, answers_of_others(checked), strict=True)
             if answer is not None
         ]
     findings.figures["gold answers"] = len(checked)
-    for name in right[0].scores:
-        report_component(name, right, wrong, findings, must_be_exact=builtin)
+    for component in components:
+        exact = component.use in OF_ANSWERS
+        report_component(component_name(component), right, wrong, findings, must_be_exact=exact)
 
 
 def services_away(group: Group, config: RunConfig) -> list[str]:
     """What built-in rewards say that asked a service in vain: it may be started only with the run, or after this."""
     ours = [component_name(component) for component in config.reward.components if component.use in POOLED]
-    first = [(name, group.scores[name][0]) for name in ours]
+    first = [(name, group.scores[name][0]) for name in ours if name in group.scores]
     return [f"reward {name}: {score.detail}" for name, score in first if score.fault is Fault.INFRA]
 
 

@@ -76,3 +76,18 @@ HELD: dict[str, str] = {
 }
 """Built-in rewards that hold processes or connections: one scorer of this class is made for the component's args, and
 started and closed with the run."""
+
+OF_ANSWERS = frozenset({"exact", "gsm8k", "choice", "math", "acc", "base_acc"})
+"""Those that compare with the row's answer, and give every right one the same score."""
+OF_SHAPE = frozenset({"format", "strict_format", "length", "repetition", "step", "regex", "json_schema"})
+"""Those that a row's answer, alone, says nothing about."""
+
+
+def as_response(use: str, answer: object) -> object:
+    """How a policy would give the row's answer where the reward asks for more than the answer itself."""
+    if use in ("math", "acc", "base_acc"):
+        said = str(answer) if "\\boxed" in str(answer) or "####" in str(answer) else f"\\boxed{{{answer}}}"
+        return f"<think>.</think><answer>{said}</answer>" if use == "base_acc" else said
+    if use == "choice":
+        return f"Answer: {chr(ord('A') + answer) if isinstance(answer, int) else str(answer).strip(' ()[].')}"
+    return answer
