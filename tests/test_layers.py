@@ -12,7 +12,7 @@ import hone
 
 SOURCES = Path(hone.__file__).parent
 LAYERS = (
-    ("types", "errors"),
+    ("types", "errors", "process"),
     ("config", "observe"),
     ("algo", "data", "model", "plan", "dialects"),
     ("rollout", "reward", "train"),

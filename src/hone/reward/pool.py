@@ -26,7 +26,8 @@ import psutil
 
 from hone import process
 from hone.reward.signature import Range, all_faulty
-from hone.reward.worker import Hello, Job, Ready, Task
+from hone.reward.wire import decode_json
+from hone.reward.worker import Call, Hello, Job, Ready, Returned, Task
 from hone.types import Fault, Group, Score
 
 START_TIMEOUT_S = 60.0

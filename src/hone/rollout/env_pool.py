@@ -9,14 +9,11 @@ answer, which one reading task hands out; the deadline counts from the last answ
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from hone import process
 from hone.config.run import EnvironmentSection
 from hone.errors import ConfigError
 from hone.rollout.env import Episode, Observation
@@ -28,7 +25,6 @@ GRACE_S = 1.0
 """What a process without any answer gets beyond the deadline of a step, which it keeps itself if it can."""
 CLOSE_TIMEOUT_S = 2.0
 """Until a process that was asked to end is killed."""
-_MAIN = "import sys; sys.path[:] = {path!r}; from hone.rollout.env_worker import main; main({fd}, {pid})"
 
 
 class EnvironmentFault(Exception):
@@ -120,19 +116,9 @@ class _Process:
     @classmethod
     async def start(cls, hello: Hello) -> _Process:
         """Raises EnvironmentFault when it cannot import the environment, or does not come up."""
-        ours, theirs = socket.socketpair()
-        command = _MAIN.format(path=list(sys.path), fd=theirs.fileno(), pid=os.getpid())
-        with theirs:
-            # Its own session: Ctrl-C is for the run to handle, and a kill reaches what an environment itself started.
-            # From this very thread: Linux lets the process live no longer than the thread that started it.
-            process = subprocess.Popen(
-                [sys.executable, "-c", command],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        self = cls(process, reader, writer, hello.timeout_s)
+        started, channel = process.start("hone.rollout.env_worker")
+        reader, writer = await asyncio.open_connection(sock=channel)
+        self = cls(started, reader, writer, hello.timeout_s)
         send(writer, hello)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -195,11 +181,8 @@ class _Process:
         return await asyncio.shield(self._ending)
 
     async def _end(self, cause: str) -> str:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # before it is reaped, while the number is surely its own
-        code = await asyncio.to_thread(self._process.wait)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        cause = cause or f"the process of the environments {how}"
+        code = await process.kill(self._process)
+        cause = cause or f"the process of the environments {process.how_it_ended(code)}"
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(EnvironmentFault(cause))

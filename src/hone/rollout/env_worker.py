@@ -7,26 +7,19 @@ others, and the whole process is killed when that lasts too long. Imports nothin
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib
 import importlib.util
 import inspect
-import os
 import pickle
-import signal
 import socket
-import struct
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hone.process import HEADER, begin, framed
 from hone.rollout.env import Environment, Episode, Observation, Unusable, check_observation, describe
-
-HEADER = struct.Struct("!Q")
-"""Length of the pickled message that follows. Pickle crosses only between this project's own processes."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +62,7 @@ class Answer:
 
 def main(channel_fd: int, parent_pid: int) -> None:
     """Serve until the pool closes the channel."""
-    _die_with_parent(parent_pid)
-    os.dup2(2, 1)  # what an environment prints belongs among the messages, not into the output of the run
+    begin(parent_pid)
     asyncio.run(_serve(socket.socket(fileno=channel_fd)))
 
 
@@ -183,13 +175,4 @@ async def receive(reader: asyncio.StreamReader) -> Any:
 
 def send(writer: asyncio.StreamWriter, message: Any) -> None:
     """Queue a message; never waits."""
-    body = pickle.dumps(message)
-    writer.write(HEADER.pack(len(body)) + body)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Linux kills this process when its parent dies, however hard; elsewhere the closed channel ends it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it died before the line above
-            os._exit(1)
+    writer.write(framed(message))

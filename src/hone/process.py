@@ -1,0 +1,73 @@
+"""A Python process of our own beside the run: started anew, killed with all that it started, never outliving the run.
+
+What the pools of rewards (`reward/pool.py`) and environments (`rollout/env_pool.py`) share: starting, framing, ending.
+Not here: what is said over the channel, and when a process has taken too long. Imports nothing heavy, because what runs
+in such a process imports it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from typing import Any
+
+HEADER = struct.Struct("!Q")
+"""Length of the pickled message that follows. Pickle crosses only between this project's own processes."""
+_PR_SET_PDEATHSIG = 1
+_MAIN = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {pid})"
+
+
+def start(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start `module.main(channel_fd, parent_pid)` in a fresh interpreter; the socket is our end of its channel.
+
+    In a session of its own: Ctrl-C is for the run to handle, and a kill reaches what the process itself started. To be
+    called from the thread that the process belongs to: Linux lets it live no longer than the thread that started it.
+    """
+    ours, theirs = socket.socketpair()
+    command = _MAIN.format(path=list(sys.path), module=module, fd=theirs.fileno(), pid=os.getpid())
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", command],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return process, ours
+
+
+def begin(parent_pid: int) -> None:
+    """The first thing that `main` does: end with the parent, and print among the messages, not into the run's output.
+
+    Linux kills the process when its parent dies, however hard; elsewhere the closed channel ends it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # it died before the line above
+            os._exit(1)
+    os.dup2(2, 1)
+
+
+def framed(message: Any) -> bytes:
+    """A message as it crosses the channel."""
+    body = pickle.dumps(message)
+    return HEADER.pack(len(body)) + body
+
+
+async def kill(process: subprocess.Popen[bytes]) -> int:
+    """End a process and what it started, now. Returns its exit code, negative for a signal."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # before it is reaped, while the number is surely its own
+    return await asyncio.shield(asyncio.to_thread(process.wait))
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code for people."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
