@@ -171,21 +171,13 @@ class OpenRlhfReply(BaseModel):
 def openrlhf_reply(results: Sequence[ItemResult], components: Sequence[str], constant: float | None) -> OpenRlhfReply:
     """
     Args:
-        components: names of the components that were asked for.
+        components: names of the components that have a weight; each has a score wherever the whole has.
         constant: stands for the score of what could not be scored.
     Raises:
         Problem: something could not be scored, and there is no constant.
     """
     scores = [scored_or(result, constant) for result in results]
-    logs = {
-        f"{name}_score": [
-            scored_or(result, constant)
-            if (part := result.components.get(name)) is None or part.score is None
-            else part.score
-            for result in results
-        ]
-        for name in components
-    }
+    logs = {f"{name}_score": [_part_or(result, name, constant) for result in results] for name in components}
     logs["model_fault"] = [float("model_fault" in result.flags) for result in results]
     return OpenRlhfReply(rewards=scores, scores=scores, extra_logs=logs)
 
@@ -218,6 +210,11 @@ def scored_or(result: ItemResult, constant: float | None) -> float:
     if result.error.fault == "data":
         raise Problem(422, "unusable-row", detail)
     raise Problem(503, "unscored", detail, retryable=True, retry_after_s=1)
+
+
+def _part_or(result: ItemResult, name: str, constant: float | None) -> float:
+    part = result.components.get(name)
+    return part.score if part is not None and part.score is not None else scored_or(result, constant)
 
 
 def _object_of(ground_truth: Any) -> Any:

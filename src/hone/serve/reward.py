@@ -136,8 +136,8 @@ class RewardServer:
     async def get_reward(self, body: OpenRlhfRequest, request: Request, reward: Named = None) -> Response:
         """OpenRLHF's remote reward model (`--reward.remote_url`). No queries, no rewards: empty lists."""
         results = await self._score(request, RewardRequest(reward=reward, items=body.items()))
-        asked = self._scoring.asked(reward)
-        reply = openrlhf_reply(results, list(asked.weights), self._settings.unscored_constant)
+        weighted = [name for name, weight in self._scoring.asked(reward).weights.items() if weight]
+        reply = openrlhf_reply(results, weighted, self._settings.unscored_constant)
         return _json(reply.model_dump_json().encode())
 
     async def slime(self, body: SlimeRequest, request: Request, reward: Named = None) -> Response:
