@@ -241,8 +241,12 @@ class Services:
         Raises:
             ServiceError: one of them ended or took too long.
         """
-        ready = asyncio.gather(*(service.ready.wait() for service in self._services))
-        stopping = asyncio.ensure_future(self._stop.wait())
+
+        async def all_ready() -> None:
+            for service in self._services:
+                await service.ready.wait()
+
+        ready, stopping = asyncio.ensure_future(all_ready()), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:

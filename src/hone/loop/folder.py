@@ -44,6 +44,8 @@ seen of it, or how much memory it takes, never what an update computes (beyond t
 
 _IDENTITY, _LOCK = ".identity.json", ".lock"
 _ASIDE = ".new"
+_LAST_BYTES = 64 << 10
+"""More than one line of metrics has."""
 
 
 class RunFolder:
@@ -150,6 +152,26 @@ class RunFolder:
         if not (path / _IDENTITY).is_file():
             raise RunFolderError(f"{path}: there is no run here. Name the run.dir that `hone train` printed.")
         return cls(path)
+
+    def is_in_use(self) -> bool:
+        """Whether a process holds the folder for a run right now."""
+        try:
+            with (self.path / _LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            pass
+        return False
+
+    def last_metrics(self) -> dict[str, Any] | None:
+        """The last whole line of metrics.jsonl; None before there is one."""
+        if not self.metrics.is_file():
+            return None
+        with self.metrics.open("rb") as lines:
+            lines.seek(max(0, self.metrics.stat().st_size - _LAST_BYTES))
+            whole, end, _ = lines.read().rpartition(b"\n")
+        return json.loads(whole.rpartition(b"\n")[2]) if end else None
 
     def identity(self) -> dict[str, Any]:
         """The resolved configuration that the run was last started with."""

@@ -1,0 +1,114 @@
+"""`hone up`, `hone status`, `hone stop`: services that stay when a run ends, and a look at what is running."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hone.cli.arguments import AsJson, Overrides, RunFile, examples
+from hone.config.load import load_services
+from hone.errors import DataError
+
+UP_EXAMPLES = examples("hone up run.yaml", "hone up judge.yaml --name judge services.judge.port=8000")
+STATUS_EXAMPLES = examples("hone status", "hone status judge --json", "hone status runs/poster")
+STOP_EXAMPLES = examples("hone stop judge", "hone stop --all")
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
+
+
+def up(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    name: Annotated[str | None, typer.Option(help="What to call them; the run file's own name by default.")] = None,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay, and stop them with Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start the services of a file and leave them running; runs take them with `reuse: true`."""
+    loaded = load_services(run_file, overrides or ())
+    from hone.cluster import up as supervisor
+    from hone.cluster.state import runtime_folder
+
+    folder = runtime_folder() / _checked_name(name or loaded.name)
+    if foreground:
+        supervisor.keep_up(loaded, folder, lambda line: print(line, flush=True))
+        return
+    arguments = [str(run_file), *(overrides or ()), "--name", folder.name]
+    started = supervisor.start_supervisor(loaded, folder, arguments, lambda line: typer.echo(line, err=True))
+    show(started.as_dict() | {"name": folder.name, "running": True}, as_json)
+
+
+def status(
+    what: Annotated[
+        str | None, typer.Argument(metavar="[NAME | RUN_DIR]", help="Of `hone up`, or a run's folder; all by default.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What is running: services of `hone up`, or a run with its step, last metrics and services."""
+    from hone.cluster.state import kept_up, read_state, runtime_folder
+    from hone.loop.folder import RunFolder
+
+    if what is None:
+        found = {name: state.as_dict() | {"running": True} for name, state in kept_up(runtime_folder()).items()}
+        if as_json:
+            typer.echo(json.dumps(found, indent=2))
+        for name, state in found.items() if not as_json else ():
+            show(state | {"name": name}, as_json=False)
+        if not found and not as_json:
+            typer.echo("nothing is up")
+        return
+    folder = runtime_folder() / what if _NAME.fullmatch(what) else None
+    state = read_state(folder) if folder is not None else None
+    if state is not None:
+        show(state.as_dict() | {"name": what, "running": state.process() is not None}, as_json)
+        return
+    if not Path(what).is_dir():
+        raise DataError(f"{what}: nothing of that name is up, and no run's folder is there.")
+    run = RunFolder.read(Path(what))
+    services = read_state(run.path)
+    shown = {"name": what, "running": run.is_in_use(), "last": run.last_metrics()}
+    show((services.as_dict() if services is not None else {"services": []}) | shown, as_json)
+
+
+def stop(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="As `hone status` lists it.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Stop all that `hone up` started.")] = False,
+) -> None:
+    """Stop services that `hone up` started, and wait until nothing of them is left."""
+    if (name is None) == (not everything):
+        raise typer.BadParameter("name one of `hone status`, or say --all")
+    from hone.cluster.state import kept_up, runtime_folder
+    from hone.cluster.up import stop_supervisor
+
+    running = kept_up(runtime_folder())
+    if name is not None and name not in running:
+        raise DataError(f"{name} is not up. Up: {', '.join(running) or 'nothing'}.")
+    for known in running if everything else [str(name)]:
+        stop_supervisor(running[known])
+        typer.echo(f"stopped {known}")
+
+
+def show(state: dict[str, Any], as_json: bool) -> None:
+    """Print one supervisor, or one run, and its services."""
+    if as_json:
+        typer.echo(json.dumps(state, indent=2))
+        return
+    typer.echo(f"{state['name']}: {'running' if state['running'] else 'not running'}")
+    if last := state.get("last"):
+        reward = f", reward {last['rollout/reward_mean']:.4g}" if "rollout/reward_mean" in last else ""
+        typer.echo(f"  {last['stage']} step {last['step']}{reward}")
+    for service in state["services"]:
+        was = service["state"] if state["running"] else f"was {service['state']}"
+        typer.echo(
+            f"  {service['name']}: {was} at {service['url']}, process {service['pid']}, "
+            f"started again {service['restarts']} times, log {service['log']}"
+        )
+
+
+def _checked_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise typer.BadParameter(f"--name must be letters, digits, `.`, `_` and `-`, at most 80 (got {name!r})")
+    return name
