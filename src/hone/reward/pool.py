@@ -34,9 +34,9 @@ START_TIMEOUT_S = 60.0
 """Until a new worker must have imported the rewards."""
 CLOSE_TIMEOUT_S = 2.0
 """Until a worker that was asked to end is killed."""
-BUSY_FRAC = 0.25
+BUSY_FRAC = 0.1
 """A worker that overran its time was computing if it had this share of it on a processor; less, and the machine or the
-process was held up: no fault of the response. Well below 1, for workers share cores."""
+process was held up: no fault of the response. Far below 1, for workers share cores with each other and with the run."""
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 """What a process dies of by its own doing."""
 
