@@ -29,12 +29,15 @@ def fingerprint(loaded: Loaded) -> str:
     folder = loaded.run_file.parent.resolve()
     components = loaded.config.reward.components
     settings = [{"use": c.use, "name": c.name, "weight": c.weight, "args": c.args} for c in components]
-    digest = hashlib.sha256(json.dumps([hone.__version__, settings], sort_keys=True, default=str).encode())
     files = [*_own_files(), *_users_files(loaded, folder), *_named_files([c.args for c in components], folder)]
-    for path in sorted(set(files)):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return f"sha256:{digest.hexdigest()}"
+    contents = sorted((path.name, _digest(path)) for path in set(files))  # by name: folders differ between machines
+    text = json.dumps([hone.__version__, settings, contents], sort_keys=True, default=str)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _own_files() -> Iterator[Path]:

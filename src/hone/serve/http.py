@@ -46,6 +46,8 @@ _REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _HEALTH = frozenset({"/livez", "/readyz", "/health"})
 """Routes that need no token, are answered at any time and are not logged while all is well."""
 _CHUNK_BYTES = 1 << 18
+_KEEP_ALIVE_S = 30
+"""An idle connection is kept so long: trainers pause between steps, and a new connection costs more than it does."""
 _CANCEL_TIMEOUT_S = 2
 """For requests that were cancelled to come to their end."""
 
@@ -415,7 +417,7 @@ async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: 
     listener = _listen(settings)
     print(f"{name}: listening on {_url(settings.host, listener)}", flush=True)
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False)
-    config.timeout_graceful_shutdown = _CANCEL_TIMEOUT_S
+    config.timeout_graceful_shutdown, config.timeout_keep_alive = _CANCEL_TIMEOUT_S, _KEEP_ALIVE_S
     server = _Server(config)
     stop = _Stop(lifecycle, server, settings.drain_timeout_s)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
