@@ -1,14 +1,18 @@
 """The loss by hand, against autograd of the plain formula on padded tensors, and its invariances in float64."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from hone.algo.algorithm import Algorithm
-from hone.algo.correction import icepop, sequence_mask, sequence_truncated, truncated
+from hone.algo.correction import CORRECTION, icepop, sequence_mask, sequence_truncated, truncated
 from hone.algo.loss import (
+    AGGREGATE,
+    CLIP,
+    RATIO,
     Bounds,
     Tokens,
     cispo_clip,
@@ -376,3 +380,21 @@ def test_loss_and_gradient_ignore_microbatch_split_and_order(row, parts):
     algorithm = Algorithm(row, max_response_tokens=MAX_TOKENS)
     case = random_case(7)
     assert_same(ours(*case, algorithm, parts), ours(*case, algorithm, [[0, 1, 2, 3, 4, 5]]))
+
+
+REFUSED = {("none", clip) for clip in CLIP if clip != "none"} | {("sequence", "geo_mean")}
+"""Ratio and clip that the rules of the configuration do not let through."""
+
+
+@pytest.mark.parametrize("correction", CORRECTION)
+@pytest.mark.parametrize(("ratio", "clip"), [pair for pair in product(RATIO, CLIP) if pair not in REFUSED])
+def test_any_combination_is_finite_and_ignores_the_microbatch_split(ratio, clip, correction):
+    """With every aggregation."""
+    logits, columns, lengths = random_case(5)
+    columns["outlier_T"] = (torch.arange(len(logits)) % 4 == 0).double()
+    for aggregate in AGGREGATE:
+        row = AlgorithmSection(ratio=ratio, clip=clip, aggregate=aggregate, correction=correction, kl_loss_coef=0.1)
+        algorithm = Algorithm(row, max_response_tokens=MAX_TOKENS)
+        split = ours(logits, columns, lengths, algorithm, [[5, 0], [3, 2], [4, 1]])
+        assert split[1].isfinite().all()
+        assert_same(split, ours(logits, columns, lengths, algorithm, [[0, 1, 2, 3, 4, 5]]))
