@@ -214,6 +214,8 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         export_best(job, run)
     finally:
         await engine.close()
+        services = job.services.summary()
+        job.observer.say(f"rewards: {rewards.summary()}{f'; services: {services}' if services else ''}")
 
 
 def begin_stage(job: Job, stage: str, steps: int, trainer: LocalTrainer | PairTrainer, saved: Saved | None) -> Progress:

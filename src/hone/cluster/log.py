@@ -6,6 +6,8 @@ from pathlib import Path
 
 TAIL_LINES = 50
 _TAIL_BYTES = 64 << 10
+EXCERPT_LINES, EXCERPT_REFILL_S = 8, 5.0
+"""Lines of a log that are shown at once, and how long until one more is."""
 
 
 def last_lines(path: Path, *, since: int = 0, count: int = TAIL_LINES) -> list[str]:
@@ -37,3 +39,30 @@ class Follower:
         end = data.rfind(b"\n") + 1 or (len(data) if len(data) == _TAIL_BYTES else 0)  # or one very long line
         self._position += end
         return data[:end].decode("utf-8", "replace").splitlines()
+
+
+class Excerpt:
+    """A log thinned for the console: what is rare is shown whole, of a line per request one now and then."""
+
+    def __init__(self, path: Path) -> None:
+        self._follower = Follower(path)
+        self._allowance, self._seen_at = float(EXCERPT_LINES), 0.0
+        self._left_out = 0
+
+    def new_lines(self, now_s: float) -> list[str]:
+        """What to show of the lines that are new at a time."""
+        refilled = self._allowance + (now_s - self._seen_at) / EXCERPT_REFILL_S
+        self._allowance, self._seen_at = min(float(EXCERPT_LINES), refilled), now_s
+        shown: list[str] = []
+        for line in self._follower.new_lines():
+            if self._allowance >= 1:
+                self._allowance -= 1
+                shown += [*self.left_out(), line]
+            else:
+                self._left_out += 1
+        return shown
+
+    def left_out(self) -> list[str]:
+        """A line about those that were not shown since the last such line, if there were any."""
+        count, self._left_out = self._left_out, 0
+        return [f"... {count} more line{'' if count == 1 else 's'} in its log"] if count else []

@@ -25,7 +25,7 @@ import httpx
 
 from hone.cluster.devices import Split
 from hone.cluster.launch import Launch, plan_launches
-from hone.cluster.log import TAIL_LINES, Follower, last_lines
+from hone.cluster.log import TAIL_LINES, Excerpt, last_lines
 from hone.cluster.ports import holder, is_free
 from hone.cluster.process import Life
 from hone.cluster.state import ServiceState, kept_up, runtime_folder, supervised_by_me, write_state
@@ -46,8 +46,6 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 PORT_TIMEOUT_S = 3.0
 """For a port that a run which was killed a moment ago is giving back."""
 FOLLOW_INTERVAL_S = 0.25
-FOLLOWED_LINES = 8
-"""Of one service in one interval; more are counted and left to its log."""
 
 
 class Service:
@@ -197,7 +195,7 @@ class Services:
         self._client: httpx.AsyncClient | None = None
         self._services: list[Service] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._followers: dict[str, Follower] = {}
+        self._logs: dict[str, Excerpt] = {}
         self.failure: Exception | None = None
         """Why a service is lost for good."""
         self.urls: Mapping[str, str] = {}
@@ -228,7 +226,7 @@ class Services:
         self._client = httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False)
         for launch in own:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
-            self._followers[launch.name] = Follower(launch.log)
+            self._logs[launch.name] = Excerpt(launch.log)
             service = Service(launch, client=self._client, say=self._say, changed=self._write)
             self._services.append(service)
             self._say(f"service {launch.name}: starting; waiting for {launch.health_url}, log in {launch.log}")
@@ -266,6 +264,9 @@ class Services:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(service.stop() for service in self._services))
         self._show_new_lines()
+        for name, log in self._logs.items():
+            for line in log.left_out():
+                self._relay(name, line)
         if self._client is not None:
             await self._client.aclose()
 
@@ -321,12 +322,9 @@ class Services:
             self._show_new_lines()
 
     def _show_new_lines(self) -> None:
-        for name, follower in self._followers.items():
-            lines = follower.new_lines()
-            for line in lines[:FOLLOWED_LINES]:
+        for name, log in self._logs.items():
+            for line in log.new_lines(time.monotonic()):
                 self._relay(name, line)
-            if len(lines) > FOLLOWED_LINES:
-                self._relay(name, f"... and {_times(len(lines) - FOLLOWED_LINES, 'more line')} in its log")
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the services run all the same

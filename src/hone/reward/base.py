@@ -102,8 +102,10 @@ class Rewards:
     ) -> None:
         self.components = tuple(components)
         self.early = {c.name: c.scorer for c in components if isinstance(c.scorer, Early)}
+        self.weights = {component.name: component.weight for component in components}
         self._min_valid_per_group = settings.min_valid_per_group
         self._bound = UnscoredBound(settings.max_unscored_frac, window_samples)
+        self._samples = self._unscored = 0
         self._pool = pool
         self._pool_keys = [
             f"reward.components[{i}].use" for i, c in enumerate(components) if isinstance(c.scorer, InPool)
@@ -174,8 +176,14 @@ class Rewards:
         weighted = [(c.weight, result) for c, result in zip(self.components, results, strict=True) if c.weight]
         rewards = tuple(weighted_sum(weighted, sample) for sample in range(len(group.samples)))
         scored = group.scored(scores, rewards)
+        self._samples += len(rewards)
+        self._unscored += rewards.count(None)
         self._bound.observe(scored)
         return scored
+
+    def summary(self) -> str:
+        """How many samples came to be scored since the start, and how many of them could not be."""
+        return f"{self._unscored:,} of {self._samples:,} samples could not be scored"
 
     @property
     def worker_restarts(self) -> int:
@@ -320,16 +328,19 @@ def first_fault(group: Group) -> str:
     return ""
 
 
-def component_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def component_metrics(groups: Sequence[Group], weights: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
     """`reward/<component>_*` of the scored groups of a step; statistics without a single value are left out.
 
     `_zero_std_group_frac` is over groups with two scores or more: those in which the component tells nothing apart.
+    `_variance_share` is cov(weight * score, reward) / var(reward) over the samples with a reward. The shares sum to 1;
+    one below 0 is of a component that works against the others. A component without a weight has none.
     What a component says of its own parts (`Score.metrics`) follows as `reward/<component>_<part>_*`, mean and that.
     """
     metrics: dict[str, float] = {}
     for name in groups[0].scores if groups else ():
         per_group = [group.scores[name] for group in groups]
         metrics |= {f"reward/{name}_{key}": value for key, value in _statistics(per_group).items()}
+        metrics |= {f"reward/{name}_{key}": value for key, value in _variance_share(groups, name, weights).items()}
         for part in dict.fromkeys(part for scores in per_group for score in scores for part in score.metrics):
             values = [[score.metrics[part] for score in scores if part in score.metrics] for scores in per_group]
             metrics[f"reward/{name}_{part}_mean"] = _mean([value for group in values for value in group])
@@ -347,6 +358,23 @@ def _statistics(per_group: Sequence[Sequence[Score]]) -> dict[str, float]:
         variance = _mean([(value - mean) ** 2 for value in flat])
         found |= {"mean": mean, "std": math.sqrt(variance), "min": min(flat), "max": max(flat)}
     return found | _silent_groups(values)
+
+
+def _variance_share(groups: Sequence[Group], name: str, weights: Mapping[str, float]) -> dict[str, float]:
+    weight = weights.get(name, 0.0)
+    pairs = [
+        (weight * score.value, reward)
+        for group in groups
+        for score, reward in zip(group.scores[name], group.rewards, strict=True)
+        if weight and reward is not None and score.value is not None
+    ]
+    if not pairs:
+        return {}
+    mean_part, mean = _mean([part for part, _ in pairs]), _mean([reward for _, reward in pairs])
+    variance = _mean([(reward - mean) ** 2 for _, reward in pairs])
+    if variance == 0:
+        return {}
+    return {"variance_share": _mean([(part - mean_part) * (reward - mean) for part, reward in pairs]) / variance}
 
 
 def _silent_groups(values: Sequence[Sequence[float]]) -> dict[str, float]:
