@@ -73,6 +73,7 @@ HELD: dict[str, str] = {
     "code": "hone.reward.code:CodeReward",
     "reward_model": "hone.reward.scalar:RewardModel",
     "service": "hone.reward.client:ServiceReward",
+    "judge": "hone.reward.judge.scorer:JudgeReward",
 }
 """Built-in rewards that hold processes or connections: one scorer of this class is made for the component's args, and
 started and closed with the run."""

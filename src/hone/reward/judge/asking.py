@@ -1,0 +1,188 @@
+"""From a judge's question to its votes: seeds, order, asking again, remembering, and counting what it cost.
+
+A vote is one valid list of scores. An answer that holds none is asked for again with another seed, twice; after that
+the vote is invalid, and why is kept. A question, seed and all, is asked once: the same response earns the same score
+wherever it stands, and nobody can ask until the judge is kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import StatisticsError, correlation
+from typing import Any
+
+from hone.reward.judge.parse import Failure, NoScores
+from hone.reward.judge.prompt import Messages
+from hone.reward.openai import Answer, ChatClient
+from hone.reward.pool import CallFailed
+from hone.reward.transport import Refused, Unavailable
+from hone.reward.wire import encode_json
+
+ASKS = 3
+"""Times that one vote is asked for, each with another seed, until it holds scores."""
+_RECENT = 1024
+"""Scores that the correlation with length is over."""
+
+Read = Callable[[Answer], Awaitable[list[float]]]
+"""An answer to its scores; raises NoScores, or CallFailed."""
+VoteFailure = Failure | str
+REFUSED = "refused"
+"""The endpoint refuses this very question: too long for it, say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one vote came to."""
+
+    scores: tuple[float, ...] | None
+    """On the judge's scale, in the order of the responses; None: invalid."""
+    failures: tuple[VoteFailure, ...] = ()
+    """Of the answers that were asked for in vain, in order."""
+    lost: str = ""
+    """Why there was no answer to be had, through no fault of the question: then nothing is known of the responses."""
+
+
+class Asker:
+    """Asks one judge."""
+
+    def __init__(
+        self,
+        client: ChatClient,
+        sampling: Mapping[str, Any],
+        *,
+        seed: int,
+        deadline_s: float,
+        cache_items: int,
+        traffic: Traffic,
+    ) -> None:
+        self._client, self._sampling, self._seed, self._deadline_s = client, sampling, seed, deadline_s
+        self._answers = Remembered(cache_items)
+        self._traffic = traffic
+
+    async def vote(self, messages: Messages, read: Read, number: int) -> Vote:
+        """Vote `number` on a question."""
+        failures: list[VoteFailure] = []
+        for attempt in range(ASKS):
+            sampling = {**self._sampling, "seed": seed_of(self._seed, "vote", number, attempt) % 2**31}
+            if attempt and not sampling["temperature"]:
+                sampling["temperature"] = 1.0  # asking again greedily would give the same answer again
+            try:
+                return Vote(tuple(await read(await self._answer(messages, sampling))), tuple(failures))
+            except NoScores as error:
+                failures.append(error.failure)
+            except Refused as error:
+                if error.status in (400, 413, 422):
+                    return Vote(None, (*failures, REFUSED))
+                return Vote(None, tuple(failures), f"the judge: {error}")
+            except Unavailable as error:
+                return Vote(None, tuple(failures), f"the judge: {error}")
+            except CallFailed as error:
+                return Vote(None, tuple(failures), f"data_processor_config: its function {error}")
+        return Vote(None, tuple(failures))
+
+    def order(self, number: int, question: str, count: int) -> list[int]:
+        """Which response stands at each place in vote `number`."""
+        places = list(range(count))
+        random.Random(seed_of(self._seed, "order", number, question)).shuffle(places)
+        return places
+
+    async def close(self) -> None:
+        await self._answers.close()
+        await self._client.close()
+
+    async def _answer(self, messages: Messages, sampling: Mapping[str, Any]) -> Answer:
+        async def ask() -> Answer:
+            answer = await self._client.ask(messages, sampling, deadline_s=self._deadline_s)
+            self._traffic.answered(answer)
+            return answer
+
+        return await self._answers.get(encode_json([messages, dict(sampling)]), ask)
+
+
+def seed_of(*words: object) -> int:
+    """A number that is a function of the words, the same everywhere."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=8).digest(), "big")
+
+
+class Remembered:
+    """Answers by question, the oldest forgotten first; who asks while the same is being asked waits for that."""
+
+    def __init__(self, items: int) -> None:
+        self._items = items
+        self._tasks: OrderedDict[bytes, asyncio.Task[Answer]] = OrderedDict()
+        self._unkept: set[asyncio.Task[Answer]] = set()
+
+    async def get(self, question: bytes, ask: Callable[[], Awaitable[Answer]]) -> Answer:
+        """The answer; `ask` only when it is not known. A failure is not remembered."""
+        if self._items == 0:
+            return await ask()
+        key = hashlib.blake2b(question, digest_size=16).digest()
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = asyncio.ensure_future(ask())
+            task.add_done_callback(lambda done: self._forget_failure(key, done))
+        self._tasks.move_to_end(key)
+        while len(self._tasks) > self._items and next(iter(self._tasks.values())).done():
+            self._tasks.popitem(last=False)
+        return await asyncio.shield(task)  # others may wait for the same answer
+
+    def _forget_failure(self, key: bytes, done: asyncio.Task[Answer]) -> None:
+        if (done.cancelled() or done.exception() is not None) and self._tasks.get(key) is done:
+            del self._tasks[key]
+
+    async def close(self) -> None:
+        tasks = [task for task in self._tasks.values() if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Traffic:
+    """How fast the judge is, told now and then in the two lines that practice with DeepSeek-GRM knows."""
+
+    def __init__(self, log_every_s: float) -> None:
+        self._log_every_s = log_every_s
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)
+        self._clear()
+
+    def answered(self, answer: Answer) -> None:
+        self._answers += 1
+        self._prompt_tokens += answer.prompt_tokens
+        self._completion_tokens += answer.completion_tokens
+
+    def judged(self, responses: Sequence[str], scores: Sequence[float | None], elapsed_s: float) -> None:
+        """Count a group; tell when it is time."""
+        self._groups += 1
+        self._samples += len(responses)
+        self._busy_s += elapsed_s
+        self._recent += [(s, len(r)) for s, r in zip(scores, responses, strict=True) if s is not None]
+        if time.monotonic() - self._since >= self._log_every_s:
+            self._tell()
+            self._clear()
+
+    def _tell(self) -> None:
+        seconds = max(1e-9, time.monotonic() - self._since)
+        try:
+            with_length = f"{correlation(*zip(*self._recent, strict=True)):+.2f}"
+        except (StatisticsError, TypeError):  # fewer than two, or all equal
+            with_length = "none"
+        print(
+            f"[RewardModel] Throughput: {self._samples / seconds:.2f} samples/sec, {self._answers / seconds:.2f} "
+            f"answers/sec, tokens/sec {self._prompt_tokens / seconds:.0f} in, {self._completion_tokens / seconds:.0f} "
+            f"out; correlation of score and length {with_length}\n"
+            f"[RewardModel] Inference time: {self._busy_s / self._groups:.2f} sec/batch",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _clear(self) -> None:
+        self._since = time.monotonic()
+        self._groups = self._samples = self._answers = self._prompt_tokens = self._completion_tokens = 0
+        self._busy_s = 0.0

@@ -1,0 +1,367 @@
+"""The scorer of the `judge` reward: a group's responses to questions, questions to votes, votes to scores.
+
+A score is the mean of the valid votes, as a share of the scale. Where too few are valid, whose fault is that? If the
+judge is well, which it proves by scoring this response's siblings, the response broke it, and earns the least that
+any of them did: nobody gains by being unreadable. If no sibling could be scored either, nobody knows, and nothing is
+scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter as Tally
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from types import MappingProxyType
+from typing import Any, Self
+
+from hone.reward.client import token_of, urls_of
+from hone.reward.judge.asking import REFUSED, Asker, Traffic, Vote
+from hone.reward.judge.guard import FLAGS, Canaries, Flag, flags_of
+from hone.reward.judge.length import ByteBound, Counter, TokenizerCounter, fitted
+from hone.reward.judge.parse import FAILURES, Reading
+from hone.reward.judge.prompt import GRM, Messages, Template, neutraliser
+from hone.reward.judge.settings import JudgeSettings, length_problems, template_text
+from hone.reward.judge.user import UserFunctions
+from hone.reward.openai import Answer, ChatClient
+from hone.reward.pool import CallFailed
+from hone.reward.resolve import Unusable
+from hone.reward.signature import DETAIL_CHARACTERS, Range, all_faulty
+from hone.types import Fault, Group, Prompt, Sample, Score
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One response as the judge is shown it."""
+
+    text: str
+    flags: frozenset[Flag]
+    cut: bool
+    """It was too long, and was made to fit."""
+    verdict: Score | None = None
+    """What it earns without being judged: it was too long, and the settings say what that means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What all responses of a prompt share."""
+
+    question: str
+    reference: str | None
+    item: Mapping[str, Any]
+    """What functions of the user's are given."""
+
+
+class JudgeReward:
+    """The scorer (`base.Held`). Needs no judge at its start: questions wait for one."""
+
+    hone_range = Range(0.0, 1.0)
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        client: ChatClient,
+        template: Template,
+        counter: Counter,
+        functions: UserFunctions | None,
+    ) -> None:
+        self.settings, self.template, self.counter = settings, template, counter
+        self._functions = functions
+        self._traffic = Traffic(settings.log_every_s)
+        self._asker = Asker(
+            client,
+            settings.sampling,
+            seed=settings.seed,
+            deadline_s=settings.deadline_s,
+            cache_items=settings.cache_items,
+            traffic=self._traffic,
+        )
+        self._has_own_prompt = functions is not None and functions.has("preprocess")
+        low, high = settings.scale
+        self._reading = Reading(settings.methods, low, high, settings.choices)
+        self._canaries = Canaries(settings.canary_every, settings.canary_threshold, high)
+
+    @classmethod
+    def from_args(
+        cls,
+        args: Mapping[str, Any],
+        *,
+        folder: Path,
+        timeout_s: float,
+        services: Mapping[str, str] = MappingProxyType({}),
+    ) -> Self:
+        """Of a component's args. Raises Unusable when they do not fit, a sum of lengths included.
+
+        `timeout_s`, the component's, is for each call of a function of the user's.
+        """
+        settings = JudgeSettings.of(args)
+        counter = ByteBound() if settings.tokenizer is None else TokenizerCounter(folder / settings.tokenizer)
+        (low, high), method = settings.scale, settings.methods[0]
+        text = template_text(settings, folder, GRM)
+        template = Template(text, low, high, method, neutraliser(counter.special_tokens))
+        problems = length_problems(settings, _overhead(settings, template, counter))
+        if problems:
+            raise Unusable("args of `judge`: " + " ".join(problems))
+        processor = settings.data_processor_config
+        functions = UserFunctions(processor, folder, timeout_s=timeout_s) if processor else None
+        try:
+            urls = urls_of(settings.url, settings.service, services)
+            token = token_of(settings.token_env)
+            client = ChatClient(urls, model=settings.model, token=token, max_in_flight=settings.max_in_flight)
+        except ValueError as error:
+            raise Unusable(f"args of `judge`: {error}") from None
+        return cls(settings, client, template, counter, functions)
+
+    async def start(self) -> list[str]:
+        """Import the user's functions. Returns what is wrong with them."""
+        return await self._functions.start() if self._functions else []
+
+    async def close(self) -> None:
+        await self._asker.close()
+        if self._functions:
+            await self._functions.close()
+
+    async def score(self, group: Group) -> tuple[Score, ...]:
+        """One score per sample, in [0, 1]; canaries that are due are judged beside them."""
+        began = time.monotonic()
+        answer = group.prompt.answer
+        if self.settings.reference and answer is None:
+            return all_faulty(len(group.samples), "the row has no answer to show to the judge", Fault.DATA)
+        row = self._row(group.prompt)
+        cases = [self._case(row, sample) for sample in group.samples]
+        to_judge = [case.text for case in cases if case.verdict is None]
+        canaries = self._canaries.due(row.question, [sample.text for sample in group.samples])
+        votes, canary_votes = await asyncio.gather(
+            self._votes(row, to_judge), self._votes_apart(row, list(canaries.values()), count=1)
+        )
+        extra = self._canaries.report(
+            {
+                name: self._share(vote.scores[0])
+                for name, (vote,) in zip(canaries, canary_votes, strict=True)
+                if vote.scores
+            }
+        )
+        judged = iter(self._verdicts(votes, [case for case in cases if case.verdict is None], extra))
+        scores = tuple(case.verdict or next(judged) for case in cases)
+        texts = [sample.text for sample in group.samples]
+        self._traffic.judged(texts, [score.value for score in scores], time.monotonic() - began)
+        return scores
+
+    # ---- what the judge is shown
+
+    def _row(self, prompt: Prompt) -> Row:
+        question = prompt.text if prompt.messages is None else _conversation(prompt.messages)
+        reference = None
+        if prompt.answer is not None:
+            reference = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, default=str)
+        item = {"question": question, "reference": prompt.answer, "columns": dict(prompt.columns)}
+        return Row(question, reference if self.settings.reference else None, item)
+
+    def _case(self, row: Row, sample: Sample) -> Case:
+        neutralise = self.template.neutralise
+        flags = flags_of(sample.text, neutralise)
+        room = self._room(row)
+        if room is None or self.counter.count(neutralise(sample.text)) <= room:
+            return Case(sample.text, flags, cut=False)
+        policy, metrics = self.settings.overlong, _metrics(flags=flags, cut=True)
+        if policy == "error":
+            detail = f"too long for the judge: it has room for {room} tokens of a response"
+            return Case("", flags, True, Score(None, Fault.DATA, detail, metrics))
+        text = "" if policy == "min_score" else self._fitted(sample.text, room)
+        if not text:
+            detail = f"too long for the judge's {room} tokens"
+            return Case("", flags, True, Score(0.0, Fault.MODEL, detail, metrics))
+        return Case(text, flags, cut=True)
+
+    def _fitted(self, response: str, room: int) -> str:
+        neutralise = self.template.neutralise
+        return fitted(response, room, lambda text: self.counter.count(neutralise(text)), self._cut)
+
+    def _cut(self, text: str, room: int) -> str:
+        """Neutral before it is cut: what keeps special tokens apart costs tokens too."""
+        return self.counter.cut_middle(self.template.neutralise(text), room)
+
+    def _room(self, row: Row) -> int | None:
+        """Tokens of a response that fit beside this question; of two responses, where they are compared."""
+        budget = self.settings.prompt_budget
+        if budget is None or self._has_own_prompt:
+            return None
+        places = 1 if self.settings.mode == "pointwise" else 2
+        around = self._prompt_tokens(row, [""] * places)
+        return max(0, budget - around) // places
+
+    def _prompt_tokens(self, row: Row, texts: Sequence[str]) -> int:
+        return self.counter.count(self.template.messages(row.question, texts, row.reference)[0]["content"])
+
+    async def _messages(self, row: Row, texts: Sequence[str]) -> Messages:
+        if self._functions and self._has_own_prompt:
+            return await self._functions.prompt({**row.item, "response": texts[0]})
+        return self.template.messages(row.question, texts, row.reference)
+
+    # ---- votes
+
+    async def _votes(self, row: Row, texts: Sequence[str]) -> list[list[Vote]]:
+        """All votes on each response."""
+        if self.settings.mode == "pointwise" or len(texts) < 2:
+            return await self._votes_apart(row, texts, self.settings.votes)
+        ballots = await asyncio.gather(*(self._ballot(row, texts, number) for number in range(self.settings.votes)))
+        return [[_nth(ballot, place) for ballot in ballots] for place in range(len(texts))]
+
+    async def _votes_apart(self, row: Row, texts: Sequence[str], count: int) -> list[list[Vote]]:
+        """`count` votes on each response by itself."""
+
+        async def votes_on(text: str) -> list[Vote]:
+            try:
+                messages = await self._messages(row, [text])
+            except CallFailed as error:
+                return [Vote(None, lost=f"data_processor_config: its function {error}")] * count
+
+            async def read(answer: Answer) -> list[float]:
+                if self._functions and self._functions.has("postprocess"):
+                    score = await self._functions.score(answer.text, {**row.item, "response": text})
+                    return self._reading.checked([score], 1)
+                return self._reading.scores(answer, 1)
+
+            asked = (self._asker.vote(messages, read, number) for number in range(count))
+            return list(await asyncio.gather(*asked))
+
+        return list(await asyncio.gather(*map(votes_on, texts)))
+
+    async def _ballot(self, row: Row, texts: Sequence[str], number: int) -> Vote:
+        """One vote that compares all responses, in an order of its own; in several windows if it must be."""
+        order = self._asker.order(number, row.question, len(texts))
+        windows = self._windows(row, texts, order)
+
+        async def judge(window: Sequence[int]) -> Vote:
+            shown = [texts[place] for place in window]
+
+            async def read(answer: Answer) -> list[float]:
+                return self._reading.scores(answer, len(shown))
+
+            return await self._asker.vote(self.template.messages(row.question, shown, row.reference), read, number)
+
+        votes = await asyncio.gather(*map(judge, windows))
+        scored = [
+            dict(zip(window, vote.scores, strict=True))
+            for window, vote in zip(windows, votes, strict=True)
+            if vote.scores
+        ]
+        return Vote(
+            _on_one_scale(scored, len(texts)) if len(scored) == len(windows) else None,
+            tuple(failure for vote in votes for failure in vote.failures),
+            next((vote.lost for vote in votes if vote.lost), ""),
+        )
+
+    def _windows(self, row: Row, texts: Sequence[str], order: Sequence[int]) -> list[list[int]]:
+        """The order cut into windows that fit the judge; the shortest response is in each, to compare them by."""
+        budget = self.settings.prompt_budget
+        if budget is None or self._prompt_tokens(row, texts) <= budget:
+            return [list(order)]
+        anchor = min(order, key=lambda place: (self.counter.count(texts[place]), place))
+        windows: list[list[int]] = [[anchor]]
+        for place in order:
+            if place == anchor:
+                continue
+            wider = [*windows[-1], place]
+            if len(windows[-1]) > 1 and self._prompt_tokens(row, [texts[p] for p in wider]) > budget:
+                wider = [anchor, place]
+                windows.append(wider)
+            windows[-1] = wider
+        return [[place for place in order if place in window] for window in windows]
+
+    # ---- scores
+
+    def _verdicts(self, votes: list[list[Vote]], cases: list[Case], extra: Mapping[str, float]) -> list[Score]:
+        need = (self.settings.votes + 1) // 2
+        valid = [[vote.scores[0] for vote in each if vote.scores] for each in votes]
+        lost = [next((vote.lost for vote in each if vote.lost), "") for each in votes]
+        values = [
+            self._value(scores, case) if len(scores) >= need else None
+            for scores, case in zip(valid, cases, strict=True)
+        ]
+        # Of a group that is not whole, nobody knows the lowest score.
+        known = [] if any(lost) or self.settings.mode == "groupwise" else [v for v in values if v is not None]
+        lowest = min(known, default=None)
+        verdicts: list[Score] = []
+        for case, each, scores, value, why in zip(cases, votes, valid, values, lost, strict=True):
+            metrics = _metrics(scores, each, case.flags, case.cut) | dict(extra)
+            if why:  # the mean of the other votes would be another score
+                verdicts.append(Score(None, Fault.INFRA, why[:DETAIL_CHARACTERS], metrics))
+            elif value is not None:
+                verdicts.append(Score(value, metrics=metrics))
+            else:
+                fault = Fault.INFRA if lowest is None else Fault.MODEL
+                verdicts.append(Score(lowest, fault, _why_invalid(each), metrics))
+        return verdicts
+
+    def _value(self, scores: Sequence[float], case: Case) -> float:
+        cost = sum(self.settings.penalties.get(flag, 0.0) for flag in case.flags)
+        share = self._share(fmean(scores)) - cost
+        return min(1.0, max(0.0, share))  # a penalty, or the move of a window, may lead out of the scale
+
+    def _share(self, score: float) -> float:
+        low, high = self.settings.scale
+        return (score - low) / (high - low)
+
+
+def _overhead(settings: JudgeSettings, template: Template, counter: Counter) -> int:
+    """Tokens of a prompt without question and response, or what the settings say of them."""
+    if settings.template_tokens is not None:
+        return settings.template_tokens
+    return counter.count(template.messages("", [""], "" if settings.reference else None)[0]["content"])
+
+
+def _on_one_scale(windows: Sequence[Mapping[int, float]], count: int) -> tuple[float, ...]:
+    """Scores of all places, each window moved so that what they share has one score: the mean of what it was given."""
+    shared = set.intersection(*(set(window) for window in windows)) if len(windows) > 1 else set()
+    anchor = next(iter(shared), None)
+    middle = fmean(window[anchor] for window in windows) if anchor is not None else 0.0
+    scores: dict[int, float] = {}
+    for window in windows:
+        move = middle - window[anchor] if anchor is not None else 0.0
+        scores |= {place: score + move for place, score in window.items()}
+    return tuple(scores[place] for place in range(count))
+
+
+def _nth(ballot: Vote, place: int) -> Vote:
+    return Vote((ballot.scores[place],) if ballot.scores else None, ballot.failures)
+
+
+def _why_invalid(votes: Sequence[Vote]) -> str:
+    failures = Tally(failure for vote in votes for failure in vote.failures)
+    causes = ", ".join(f"{number} {failure}" for failure, number in failures.most_common())
+    return f"no score in the judge's answers: {causes}"[:DETAIL_CHARACTERS]
+
+
+def _metrics(
+    scores: Sequence[float] = (),
+    votes: Sequence[Vote] = (),
+    flags: frozenset[Flag] = frozenset(),
+    cut: bool = False,
+) -> dict[str, float]:
+    """The same keys for every response; what cannot be known of one is left out."""
+    failures = Tally(failure for vote in votes for failure in vote.failures)
+    found = {
+        "truncated": float(cut),
+        "invalid_votes_frac": sum(vote.scores is None for vote in votes) / len(votes) if votes else 0.0,
+        "asked_again": float(sum(failures.values())),
+        **{f"parse_{name}": float(failures[name]) for name in (*FAILURES, REFUSED)},
+        **{f"flag_{flag}": float(flag in flags) for flag in FLAGS},
+    }
+    if scores:
+        most = Tally(scores).most_common(1)[0][1]
+        found |= {"raw": fmean(scores), "vote_std": pstdev(scores), "vote_agreement": most / len(scores)}
+    return found
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The messages before a response, as one text; a single one of the user's stands for itself."""
+    if len(messages) == 1 and messages[0].get("role") == "user":
+        return str(messages[0].get("content", ""))
+    return "\n\n".join(
+        f"{str(message.get('role', '')).capitalize()}: {message.get('content', '')}" for message in messages
+    )
