@@ -2,12 +2,15 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from hone.config.run import RewardSection
+from hone.config.run import RewardComponent, RewardSection
 from hone.errors import RewardError
 from hone.reward.base import Component, Rewards, UnscoredBound, component_metrics, first_fault
 from hone.reward.pool import WorkerPool
-from hone.types import Fault, Score
+from hone.types import Fault, Group, Prompt, Sample, Score
 
 
 @dataclass
@@ -117,7 +120,7 @@ def test_component_metrics(make_group):
         scores = tuple(LOST if value is None else Score(value) for value in values)
         return make_group(*"x" * len(values)).scored({"match": scores}, tuple(s.value for s in scores))
 
-    metrics = component_metrics([scored(0.0, 1.0), scored(1.0, 1.0), scored(None, 1.0)])
+    metrics = component_metrics([scored(0.0, 1.0), scored(1.0, 1.0), scored(None, 1.0)], {"match": 1.0})
     assert metrics == {
         "reward/match_mean": pytest.approx(0.8),
         "reward/match_std": pytest.approx(0.4),
@@ -125,9 +128,63 @@ def test_component_metrics(make_group):
         "reward/match_max": 1.0,
         "reward/match_fault_frac": pytest.approx(1 / 6),
         "reward/match_zero_std_group_frac": 0.5,
+        "reward/match_variance_share": pytest.approx(1.0),
     }
 
 
 def test_component_metrics_without_a_single_score(make_group):
-    assert component_metrics([lost_of(make_group, 2, 2)]) == {"reward/judge_fault_frac": 1.0}
-    assert component_metrics([]) == {}
+    assert component_metrics([lost_of(make_group, 2, 2)], {"judge": 1.0}) == {"reward/judge_fault_frac": 1.0}
+    assert component_metrics([], {}) == {}
+
+
+def shares(make_group, weights, *groups):
+    """`_variance_share` of each component; a group is a mapping of its components' scores, None for lost ones."""
+    scored = []
+    for scores in groups:
+        size = len(next(iter(scores.values())))
+        rewards = [
+            None
+            if any(values[n] is None for values in scores.values())
+            else sum(weights[name] * values[n] for name, values in scores.items())
+            for n in range(size)
+        ]
+        typed = {name: tuple(LOST if v is None else Score(v) for v in values) for name, values in scores.items()}
+        scored.append(make_group(*"x" * size).scored(typed, tuple(rewards)))
+    found = component_metrics(scored, weights)
+    return {name: found[key] for name in weights if (key := f"reward/{name}_variance_share") in found}
+
+
+def test_variance_share_by_hand(make_group):
+    # a: 0 0 1 1, twice b: 0 2 0 2, so R = 0 2 1 3, mean 1.5, var 1.25; cov(a, R) = 0.25, cov(2b, R) = 1
+    found = shares(make_group, {"a": 1.0, "b": 2.0}, {"a": [0, 0], "b": [0, 1]}, {"a": [1, 1], "b": [0, 1]})
+    assert found == {"a": pytest.approx(0.2), "b": pytest.approx(0.8)}
+
+
+def test_a_component_that_works_against_the_others_has_a_negative_share(make_group):
+    # a: 0 1, b: 0 -0.25, R: 0 0.75
+    found = shares(make_group, {"a": 1.0, "b": 0.5}, {"a": [0, 1], "b": [0, -0.5]})
+    assert found == {"a": pytest.approx(4 / 3), "b": pytest.approx(-1 / 3)}
+
+
+def test_variance_share_is_of_scored_samples_and_left_out_where_nothing_varies(make_group):
+    weights = {"a": 1.0, "b": 1.0, "watched": 0.0}
+    found = shares(make_group, weights, {"a": [0, 1, 5], "b": [0, 0, None], "watched": [1, 2, 3]})
+    assert found == {"a": pytest.approx(1.0), "b": pytest.approx(0.0)}
+    assert shares(make_group, weights, {"a": [1, 1], "b": [0, 0], "watched": [1, 2]}) == {}
+
+
+@given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=2, max_size=9), st.floats(-3, 3))
+def test_shares_sum_to_1(scores, weight):
+    samples = tuple(Sample("p", i, (5,), (-0.5,), (0,), "stop", "x") for i in range(len(scores)))
+    rewards = tuple(a + weight * b for a, b in scores)
+    typed = {"a": tuple(Score(a) for a, _ in scores), "b": tuple(Score(b) for _, b in scores)}
+    group = Group(Prompt("p", 0, "", ()), samples).scored(typed, rewards)
+    found = component_metrics([group], {"a": 1.0, "b": weight})
+    total = [value for key, value in found.items() if key.endswith("variance_share")]
+    assert max(rewards) - min(rewards) < 1e-3 or sum(total) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), "much"])
+def test_a_weight_that_is_no_number_is_refused(weight):
+    with pytest.raises(ValidationError, match="weight"):
+        RewardComponent(use="exact", weight=weight)

@@ -104,7 +104,7 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     """One policy update, possibly of several optimizer steps, on `prompts_per_step` groups."""
     dropped = run.take_dropped()
     metrics = summarize(groups, dropped, version=run.progress.step, threshold=run.config.eval.threshold)
-    metrics |= component_metrics(groups)
+    metrics |= component_metrics(groups, run.rewards.weights)
     with run.observer.span("train"):
         batch, learned = await run.in_compute_thread(learn, run, groups)
     run.record(groups, dropped, batch)

@@ -56,6 +56,11 @@ METRICS: dict[str, Metric] = {
     "reward/<component>_zero_std_group_frac": Metric(
         "fraction", "Groups in which that component gives one score to all."
     ),
+    "reward/<component>_variance_share": Metric(
+        "fraction",
+        "Share of the rewards' variance over the step that comes of that component times its weight. All sum to 1; "
+        "below 0 it works against the others.",
+    ),
     "reward/<component>_fault_frac": Metric("fraction", "Samples for which that component had a fault.", (0.0, 0.05)),
     "train/loss": Metric("loss", "The quantity optimised, over the whole update.", (-0.5, 0.5)),
     "train/grad_norm": Metric("norm", "Global gradient norm before clipping."),
