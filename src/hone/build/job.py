@@ -16,7 +16,7 @@ import torch
 
 from hone.cluster.services import Services
 from hone.config.load import Loaded
-from hone.config.run import RunConfig
+from hone.config.run import RunConfig, RunSection
 from hone.data.chat import Tokenizer
 from hone.errors import DataError, HoneError, Stopped
 from hone.loop.folder import RunFolder
@@ -60,14 +60,14 @@ class Job:
         return await asyncio.get_running_loop().run_in_executor(self.compute, work)
 
 
-def set_up_arithmetic(config: RunConfig) -> torch.device:
+def set_up_arithmetic(run: RunSection) -> torch.device:
     """Threads, kernel caches, and the device that `run` asks for."""
     # oneDNN keeps a compiled kernel for every shape it meets, and packed token counts hardly ever repeat: without a
     # bound, training in bfloat16 grew by 18 MiB a step.
     for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
-    torch.set_num_threads(config.run.threads or len(os.sched_getaffinity(0)))
-    wanted = config.run.device
+    torch.set_num_threads(run.threads or len(os.sched_getaffinity(0)))
+    wanted = run.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 from hone.build.job import set_up_arithmetic
 from hone.config.load import load_config
-from hone.config.run import ModelSection, RunConfig, RunSection
+from hone.config.run import ModelSection, RunSection
 from hone.data.chat import load_tokenizer, resolve_model
 from hone.errors import DataError, RunFolderError
 from hone.loop.folder import RunFolder
@@ -25,9 +25,10 @@ STEP_TIMEOUT_S = 600.0
 """An engine that makes no step for so long is given up."""
 
 
-@dataclass(frozen=True)
-class PolicySettings:
+class PolicySettings(BaseModel):
     """How a served model computes; the one place of the defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str | None = None
     """What requests call it; None: the last part of its path."""
@@ -36,9 +37,9 @@ class PolicySettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
-    threads: int = 0
+    threads: int = Field(0, ge=0)
     """For arithmetic; 0 takes every core that this process may use."""
-    max_concurrent: int = 64
+    max_concurrent: int = Field(64, ge=1)
     """Samples decoded together; bounds the KV cache."""
 
 
@@ -87,8 +88,7 @@ def loader(model: str, version: int, name: str, settings: PolicySettings) -> Cal
     """A function that loads the model and makes its engine. Raises DataError when called."""
 
     def load() -> Policy:
-        run = RunSection(device=settings.device, threads=settings.threads)
-        device = set_up_arithmetic(RunConfig.model_construct(run=run))
+        device = set_up_arithmetic(RunSection(device=settings.device, threads=settings.threads))
         precision = settings.precision
         if precision == "auto":
             precision = "bfloat16" if device.type == "cuda" else "float32"

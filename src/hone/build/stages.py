@@ -58,7 +58,7 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
     """
     config = loaded.config
     split = claim_devices(config)
-    device = set_up_arithmetic(config)
+    device = set_up_arithmetic(config.run)
     tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
     identity = config.model_dump(mode="json")
     with RunFolder.open(

@@ -33,9 +33,23 @@ from hone.train.local import refuse_other_base
 from hone.train.optim import FlatWeights
 
 
-def check_run(loaded: Loaded) -> CheckReport:
-    """Everything that `hone check` looks at beyond the configuration."""
-    return asyncio.run(preflight.check(loaded))
+def check_run(loaded: Loaded, *, start_services: bool = False) -> CheckReport:
+    """Everything that `hone check` looks at beyond the configuration; with its services only if they are to start.
+
+    Raises:
+        ServiceError: one of them did not get ready.
+    """
+    if not start_services:
+        return asyncio.run(preflight.check(loaded))
+    split = claim_devices(loaded.config)
+
+    async def run(services: Services) -> CheckReport:
+        async with services:
+            await services.ready()
+            return await preflight.check(loaded, services.urls)
+
+    with TemporaryDirectory(prefix="hone-check-") as folder:
+        return asyncio.run(run(services_apart(loaded, split, Path(folder))))
 
 
 def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
@@ -46,7 +60,7 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
     """
     config, base_dir = loaded.config, loaded.run_file.parent
     split = claim_devices(config)
-    device = set_up_arithmetic(config)
+    device = set_up_arithmetic(config.run)
     weights = model or RunFolder(loaded.run_dir).hf
     if not weights.is_dir():
         raise DataError(
@@ -71,7 +85,7 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
                 await engine.close()
 
     try:
-        with TemporaryDirectory(prefix="hone-eval-") as folder:  # the run's own logs may be in use by the run
+        with TemporaryDirectory(prefix="hone-eval-") as folder:  # the run folder's logs are the training run's
             return asyncio.run(run(services_apart(loaded, split, Path(folder))))
     except BaseExceptionGroup as group:
         raise first_cause(group) from group

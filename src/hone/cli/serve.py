@@ -13,6 +13,9 @@ from hone.config.load import load_rewards
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+POLICY_PORT = 8000
+"""Where a policy listens unless told otherwise: beside a reward service, and where OpenAI's clients look for vLLM."""
+
 T = TypeVar("T", bound="BaseModel")
 
 app = typer.Typer(
@@ -27,6 +30,12 @@ REWARD_EXAMPLES = examples(
     "hone serve reward run.yaml --port 8899",
     "hone serve reward rewards.yaml --host 0.0.0.0 --token-file tokens.txt",
     "hone serve reward rewards.yaml reward.workers=8 --warm-up item.json",
+)
+
+POLICY_EXAMPLES = examples(
+    "hone serve policy runs/judge/hf --port 8000",
+    "hone serve policy runs/gsm8k --name gsm8k",
+    "hone serve policy Qwen/Qwen3-0.6B --precision bfloat16 --max-concurrent 32",
 )
 
 Host = Annotated[str | None, typer.Option(help="Address to listen on; others than this machine's own need a token.")]
@@ -99,6 +108,51 @@ def reward(
         unscored_constant=unscored_constant,
     )
     run(loaded, http, settings, warm_up=warm_up)
+
+
+@app.command("policy", epilog=POLICY_EXAMPLES)
+def policy(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_RUN", help="Model directory, hub name, or a run's folder or file.")
+    ],
+    host: Host = None,
+    port: Port = None,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
+    max_body_mib: MaxBodyMib = None,
+    drain_timeout_s: DrainTimeout = None,
+    name: Annotated[
+        str | None, typer.Option(help="What requests call the model; else the last part of its path.")
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="Jinja file, instead of the tokenizer's own.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    threads: Annotated[int | None, typer.Option(help="For arithmetic; 0: every core that it may use.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(help="Samples decoded together.")] = None,
+) -> None:
+    """Serve a model through OpenAI's completions and chat completions."""
+    from hone.build.policy_server import PolicySettings, serve_policy
+    from hone.serve.http import HttpSettings
+
+    http = given(
+        HttpSettings,
+        host=host,
+        port=POLICY_PORT if port is None else port,
+        token_env=token_env,
+        token_file=token_file,
+        max_body_mib=max_body_mib,
+        drain_timeout_s=drain_timeout_s,
+    )
+    settings = given(
+        PolicySettings,
+        name=name,
+        chat_template=chat_template,
+        device=device,
+        precision=precision,
+        threads=threads,
+        max_concurrent=max_concurrent,
+    )
+    serve_policy(model, http, settings)
 
 
 def given(settings: type[T], **options: Any) -> T:
