@@ -70,12 +70,10 @@ async def compute_score(
         raise RewardError(f"the reward service could not score a sample: {result.error.fault}: {result.error.detail}")
     score = unscored if result.score is None else result.score
     assert score is not None  # an item without a score has an error
-    parts = {
-        name: score if part.score is None else part.score for name, part in result.components.items() if part.weight
-    }
+    weighted = {name: part for name, part in result.components.items() if part.weight}
     return {
         "score": score,
-        **{f"{name}_score": value for name, value in parts.items()},
+        **{f"{name}_score": score if part.score is None else part.score for name, part in weighted.items()},
         "model_fault": float("model_fault" in result.flags),
     }
 

@@ -183,7 +183,7 @@ class ScoringService:
             raise Problem(
                 422, "unprocessable-body", str(error), errors=[(f"/items/{error.place}", str(error))]
             ) from None
-        works = [work for work in works if not self._too_long(work, request.items, results)]
+        works = [work for work in works if not self._too_long(work, request.items, asked, results)]
         claims, new = [], []
         for work in works:
             key = _content_key(request, work)
@@ -223,15 +223,16 @@ class ScoringService:
         if limit and self._of_client[client] + num_items > limit:
             raise _refusal(429, "client-limit", f"a client may have {limit} items waiting or being scored", wait_s / 2)
 
-    def _too_long(self, work: Work, items: Sequence[Item], results: dict[int, ItemResult]) -> bool:
+    def _too_long(self, work: Work, items: Sequence[Item], asked: Asked, results: dict[int, ItemResult]) -> bool:
+        """Whether a response of a group is beyond the limit; its items are then answered."""
         limit_kib = self._settings.max_solution_kib
-        sizes = {place: len(items[place].solution_str.encode()) for place in work.places}
-        if max(sizes.values()) <= limit_kib << 10:
+        longest = max(len(items[place].solution_str.encode()) for place in work.places)
+        if longest <= limit_kib << 10:
             return False
-        detail = f"a response of {max(sizes.values())} bytes; the limit is {limit_kib} KiB (--max-solution-kib)"
-        error = ItemError(fault="data", retryable=False, detail=detail)
+        detail = f"a response of {longest} bytes; the limit is {limit_kib} KiB (--max-solution-kib)"
+        scores = dict.fromkeys(asked.weights, Score(None, Fault.DATA, detail))
         for place in work.places:
-            results[place] = ItemResult(id=items[place].id, status="error", score=None, error=error)
+            results[place] = self._result(items[place], asked, scores)
         return True
 
     # ---- answering
@@ -243,44 +244,37 @@ class ScoringService:
         done = claim.scores()
         cached = all(joined.done is not None for joined in claim.joined.values())
         elapsed_ms = 0.0 if cached else 1000 * max((d.elapsed_s for d in done.values()), default=0.0)
+        late = Score(None, Fault.INFRA, f"not scored within {timeout_s:g} s")
         num_late = 0
-        late = [name for name in asked.weights if name not in done]
-        weighted = [(w, done[name].scores) for name, w in asked.weights.items() if w and name in done]
         for number, place in enumerate(claim.work.places):
-            scores = {name: done[name].scores[number] for name in asked.weights if name in done}
-            error = _first_error(scores, asked)
-            if late and error is None:
-                detail = f"not scored by {', '.join(late)} within {timeout_s:g} s"
-                error = ItemError(fault="infra", retryable=True, component=late[0], detail=detail)
-                num_late += 1
-            results[place] = self._result(items[place], asked, scores, error, weighted, number).model_copy(
-                update={"cached": cached, "elapsed_ms": elapsed_ms}
-            )
+            scores = {name: done[name].scores[number] if name in done else late for name in asked.weights}
+            result = self._result(items[place], asked, scores, cached=cached, elapsed_ms=elapsed_ms)
+            num_late += result.error is not None and result.error.component not in done
+            results[place] = result
         self.metrics.scored(asked.name, done, [results[place] for place in claim.work.places], cached=cached)
         return num_late
 
     def _result(
-        self,
-        item: Item,
-        asked: Asked,
-        scores: Mapping[str, Score],
-        error: ItemError | None,
-        weighted: Sequence[tuple[float, tuple[Score, ...]]],
-        number: int,
+        self, item: Item, asked: Asked, scores: Mapping[str, Score], *, cached: bool = False, elapsed_ms: float = 0.0
     ) -> ItemResult:
+        """The verdict on an item, from what every component that was asked for says of it."""
         components = {name: component_result(score, asked.weights[name]) for name, score in scores.items()}
+        error = _first_error(scores, asked)
         flags = ["truncated"] if item.finish_reason == "length" else []
         if any(score.fault is Fault.MODEL for score in scores.values()):
             flags.append("model_fault")
+        weighted = [(weight, (scores[name],)) for name, weight in asked.weights.items() if weight]
         return ItemResult(
             id=item.id,
             status="ok" if error is None else "error",
-            score=weighted_sum(weighted, number) if error is None else None,
+            score=weighted_sum(weighted, 0),
             min=asked.minimum,
             max=asked.maximum,
             components=components,
             metrics=self._parts_of(components),
             flags=flags,
+            cached=cached,
+            elapsed_ms=elapsed_ms,
             error=error,
         )
 
