@@ -1,0 +1,94 @@
+"""Everything that a plan follows from, looked up: architectures, workload, placement, and the largest microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hone.config.run import RunConfig
+from hone.plan import activations
+from hone.plan.activations import Checkpointing, Implementation, Pass
+from hone.plan.architecture import Architecture
+from hone.plan.hardware import Hardware
+from hone.plan.placement import Placement
+from hone.plan.presets import find_architecture, named_architecture
+from hone.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything that a plan follows from, resolved."""
+
+    config: RunConfig
+    hardware: Hardware
+    placement: Placement
+    """`mode` is not auto any more."""
+    architecture: Architecture
+    critic: Architecture | None
+    judge: Architecture | None
+    reward_models: tuple[tuple[str, Architecture], ...]
+    workload: Workload
+
+
+def resolve(config: RunConfig, hardware: Hardware, placement: Placement, workload: Workload, folder: Path) -> Inputs:
+    """Look up every architecture, and decide what `auto` means."""
+    architecture = find_architecture(config.model, folder)
+    critic = None
+    if workload.has_critic:
+        named = config.critic.path
+        critic = (architecture if named is None else named_architecture(named, folder, key="critic.path")).as_critic()
+    if placement.mode == "auto":
+        placement = placement.model_copy(update={"mode": "local" if hardware.devices == 1 else "colocated"})
+    rewards = [
+        (str(component.args["path"]), named_architecture(str(component.args["path"]), folder, key="reward_model"))
+        for component in config.reward.components
+        if component.use == "reward_model" and "path" in component.args
+    ]
+    scorer = placement.judge
+    return Inputs(
+        config=config,
+        hardware=hardware,
+        placement=placement,
+        architecture=architecture,
+        critic=critic,
+        judge=None if scorer is None else named_architecture(scorer.model, folder, key="placement.judge.model"),
+        reward_models=tuple(rewards),
+        workload=workload,
+    )
+
+
+def implementation_of(inputs: Inputs) -> Implementation:
+    """Which code runs the policy."""
+    wanted = inputs.config.model.implementation
+    if wanted != "auto":
+        return wanted
+    return "hone" if inputs.architecture.model_type in activations.OWN_FAMILIES else "transformers"
+
+
+def checkpointing_of(inputs: Inputs) -> Checkpointing:
+    if inputs.placement.checkpointing is not None:
+        return inputs.placement.checkpointing
+    return "full" if inputs.config.train.activation_checkpointing else "none"
+
+
+def microbatch(inputs: Inputs, *, ranks: int = 1, bytes_each: int = 2) -> Pass:
+    """The largest microbatch of the policy on one of `ranks` devices that divide the samples among them."""
+    workload, train, placement = inputs.workload, inputs.config.train, inputs.placement
+    lengths = workload.lengths
+    tokens = min(train.tokens_per_microbatch, max(-(-workload.step_tokens() // ranks), lengths.longest))
+    tokens = -(-tokens // placement.context_parallel)
+    responses = workload.group * lengths.max_response
+    share = responses / (lengths.max_prompt + responses)
+    return Pass(
+        architecture=inputs.architecture,
+        implementation=implementation_of(inputs),
+        bytes_each=bytes_each,
+        tokens=tokens,
+        response_tokens=max(1, round(tokens * share)),
+        longest=lengths.longest,
+        checkpointing=checkpointing_of(inputs),
+        loss=placement.loss,
+        chunk_tokens=train.logprob_chunk_tokens,
+        entropy_gradient=workload.has_entropy_gradient,
+        tensor_parallel=placement.tensor_parallel,
+    )

@@ -1,0 +1,157 @@
+"""One policy update on a timeline: which phases there are in a placement, and which of them overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hone.plan import time
+from hone.plan.cluster import Pool, Trained
+from hone.plan.engine import Engine
+from hone.plan.inputs import Inputs, checkpointing_of
+from hone.plan.time import CPU, GPU, GPU_EAGER, Efficiency, Learner, Sampler, StepTime
+from hone.plan.workload import Lengths
+
+
+def step_time(inputs: Inputs, pools: Sequence[Pool]) -> StepTime:
+    """Seconds of one policy update, by phase.
+
+    Args:
+        pools: who does what where; none for a run in one process.
+    """
+    rates = rates_of(inputs)
+    sampler = _sampler(inputs, pools)
+    phases = _rollout(inputs, sampler, rates) | _judging(inputs, pools, rates) | _publishing(inputs, pools, rates)
+    phases |= _learning(inputs, pools, rates)
+    generating = phases["rollout"] + phases.get("reward", 0.0)
+    rest = sum(phases.values()) - generating
+    # Devices of their own that may run ahead, generate while others train.
+    overlaps = inputs.placement.mode == "separate" and inputs.workload.max_staleness > 0
+    return StepTime(
+        phases=phases,
+        step_s=max(generating, rest) if overlaps else generating + rest,
+        response_tokens=inputs.workload.samples * inputs.workload.lengths.mean_response,
+        samples=inputs.workload.samples,
+        useful_flops=_useful_flops(inputs),
+        peak_flops=inputs.hardware.devices * inputs.hardware.flops(_bytes_each(inputs)),
+        efficiency=rates,
+        concurrent=time.concurrent_sequences(sampler, inputs.workload.lengths, inputs.workload.group),
+    )
+
+
+def rates_of(inputs: Inputs) -> Efficiency:
+    """The priors for this hardware and this engine."""
+    if inputs.hardware.kind == "cpu":
+        return CPU
+    graphs = inputs.placement.mode != "local" and inputs.placement.engine.graphs
+    return GPU if graphs else GPU_EAGER
+
+
+def _bytes_each(inputs: Inputs) -> int:
+    return 4 if inputs.placement.mode == "local" and inputs.config.run.precision == "float32" else 2
+
+
+def _sampler(inputs: Inputs, pools: Sequence[Pool]) -> Sampler:
+    pool = next((pool for pool in pools if pool.engine), None)
+    if pool is None or pool.engine is None:
+        concurrent = inputs.config.rollout.max_concurrent_samples
+        return Sampler(inputs.architecture, 1, 1, concurrent, math.inf, _bytes_each(inputs))
+    return _of_engine(pool.engine, pool.devices)
+
+
+def _of_engine(engine: Engine, devices: int) -> Sampler:
+    settings, each = engine.settings, engine.settings.tensor_parallel
+    return Sampler(settings.architecture, max(devices // each, 1), each, settings.max_samples, engine.cache_tokens)
+
+
+def _rollout(inputs: Inputs, sampler: Sampler, rates: Efficiency) -> dict[str, float]:
+    workload, hardware = inputs.workload, inputs.hardware
+    decoding = time.decode_s(sampler, hardware, rates, workload.lengths, workload.samples, workload.group)
+    return {"rollout": decoding + time.prefill_s(sampler, hardware, rates, workload.lengths, workload.prompts)}
+
+
+def _judging(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[str, float]:
+    """A judge reads each response and writes its opinion; a reward model only reads."""
+    scorer = inputs.placement.judge
+    pool = next((pool for pool in pools if pool.judge), None)
+    if scorer is None or pool is None or pool.judge is None:
+        return {}
+    lengths = Lengths(
+        max_prompt=scorer.prompt_tokens,
+        max_response=scorer.response_tokens,
+        mean_prompt=min(inputs.workload.lengths.mean, scorer.prompt_tokens),
+        mean_response=scorer.response_tokens / 2,
+    )
+    judge, samples = _of_engine(pool.judge, pool.devices), inputs.workload.samples
+    seconds = time.prefill_s(judge, inputs.hardware, rates, lengths, samples)
+    if scorer.writes:
+        seconds += time.decode_s(judge, inputs.hardware, rates, lengths, samples, 1)
+    return {"reward": seconds}
+
+
+def _publishing(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[str, float]:
+    """New weights to the engines; in one process they are shared, or copied where sampling runs ahead."""
+    if pools:
+        return {"publish": time.publish_s(inputs.architecture, inputs.hardware, rates)}
+    if not inputs.workload.max_staleness:
+        return {}
+    copied = 2 * _bytes_each(inputs) * inputs.architecture.total_parameters
+    return {"publish": copied / (inputs.hardware.bandwidth * rates.decode_bandwidth)}
+
+
+def _learning(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[str, float]:
+    workload, hardware, lengths = inputs.workload, inputs.hardware, inputs.workload.lengths
+    tokens = workload.samples / workload.samples_per_optimizer_step * workload.mean_step_tokens()
+    logit_tokens = workload.samples * lengths.mean_response
+    policy = _learner(inputs, next((pool.policy for pool in pools if pool.policy), None), pools)
+    passes = workload.has_reference + workload.has_old_logprobs_pass
+    phases: dict[str, float] = {}
+    if passes:
+        phases["logprobs"] = passes * time.forward_s(policy, hardware, rates, tokens, lengths, logit_tokens)
+    once = time.update_s(policy, hardware, rates, tokens, lengths, logit_tokens)
+    step = workload.optimizer_steps * time.optimizer_s(policy, hardware, rates)
+    if inputs.critic is None:
+        return phases | {"update": workload.passes * once, "optimizer": step}
+    critic = _critic(inputs, policy, pools)
+    values = time.forward_s(critic, hardware, rates, tokens, lengths, 0)
+    learning = workload.passes * time.update_s(critic, hardware, rates, tokens, lengths, 0)
+    own_devices = any(pool.critic and not pool.policy for pool in pools)
+    update = max(workload.passes * once, learning) if own_devices else workload.passes * once + learning
+    phases["logprobs"] = phases.get("logprobs", 0.0) + values
+    return phases | {"update": update, "optimizer": step * (1 if own_devices else 2)}
+
+
+def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[Pool]) -> Learner:
+    devices = next((pool.devices for pool in pools if pool.policy), 1)
+    return Learner(
+        architecture=inputs.architecture,
+        devices=devices,
+        checkpointing=checkpointing_of(inputs),
+        bytes_each=_bytes_each(inputs),
+        trained_parameters=trained.trained if trained else inputs.architecture.total_parameters,
+        chunked_loss=inputs.placement.loss == "chunked",
+        offloaded=bool(trained and trained.offload),
+    )
+
+
+def _critic(inputs: Inputs, policy: Learner, pools: Sequence[Pool]) -> Learner:
+    assert inputs.critic is not None, "asked for only where there is one"
+    return Learner(
+        architecture=inputs.critic,
+        devices=next((pool.devices for pool in pools if pool.critic), 1),
+        checkpointing=policy.checkpointing,
+        bytes_each=policy.bytes_each,
+        trained_parameters=inputs.critic.total_parameters,
+        offloaded=policy.offloaded,
+    )
+
+
+def _useful_flops(inputs: Inputs) -> float:
+    """Operations without recomputation: sample once, and forward and backward over what was sampled."""
+    workload, lengths = inputs.workload, inputs.workload.lengths
+    tokens = workload.samples / workload.samples_per_optimizer_step * workload.mean_step_tokens()
+    responses = workload.samples * lengths.mean_response
+    one = time.forward_flops(inputs.architecture, tokens, lengths.mean / 2, logit_tokens=responses)
+    passes = 1 + 3 * workload.passes + workload.has_reference + workload.has_old_logprobs_pass
+    critic = (1 + 3 * workload.passes) * one if inputs.critic else 0.0
+    return passes * one + critic

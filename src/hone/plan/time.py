@@ -1,0 +1,218 @@
+"""How long a step takes, by phase: a roofline with stated efficiencies, over the distribution of response lengths.
+
+Every phase is counted in operations and in bytes, and takes as long as the slower of the two at a stated share of what
+the device can do. The shares are priors that hold for good kernels on large models within a factor of two; small models
+and one-process runs have more overhead per operation than is modelled. A machine's own figures replace them
+(`Efficiency`). Not modelled: stragglers between machines, rewards computed on the host, and evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hone.plan.activations import Checkpointing
+from hone.plan.architecture import Architecture
+from hone.plan.hardware import Hardware
+from hone.plan.workload import Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of a device's peak that real work reaches, and what a decoding step costs besides."""
+
+    training_flops: float
+    forward_flops: float
+    decode_flops: float
+    decode_bandwidth: float
+    link: float
+    decode_overhead_s: float
+    """Per decoding step."""
+
+
+GPU = Efficiency(0.40, 0.50, 0.50, 0.60, 0.60, 0.003)
+GPU_EAGER = Efficiency(0.40, 0.50, 0.50, 0.60, 0.60, 0.020)
+"""Without captured graphs: every operation is launched from Python."""
+CPU = Efficiency(0.35, 0.40, 0.30, 0.40, 1.0, 0.002)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """The devices that generate: `replicas` engines, each on `devices_each`."""
+
+    architecture: Architecture
+    replicas: int
+    devices_each: int
+    concurrent: int
+    """Sequences that one replica decodes together."""
+    cache_tokens: float
+    """Tokens that one replica's cache holds; infinite where it grows."""
+    bytes_each: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Predicted seconds of one policy update."""
+
+    phases: Mapping[str, float]
+    """Seconds by phase, in order."""
+    step_s: float
+    """Less than their sum where generating and training overlap."""
+    response_tokens: float
+    samples: int
+    useful_flops: float
+    """Operations that the mathematics needs: nothing twice."""
+    peak_flops: float
+    """Operations per second of all devices."""
+    efficiency: Efficiency
+    concurrent: float
+    """Sequences that one replica really has in work, given its cache."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.response_tokens / self.step_s
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.step_s
+
+    @property
+    def compute_utilisation(self) -> float:
+        return self.useful_flops / (self.peak_flops * self.step_s)
+
+    def cost(self, price_per_hour: float, devices: int, steps: int = 1000) -> float:
+        """Price of `steps` steps, at a price per device and hour."""
+        return price_per_hour * devices * steps * self.step_s / 3600
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "phases_s": dict(self.phases),
+            "step_s": self.step_s,
+            "response_tokens_per_s": self.tokens_per_s,
+            "samples_per_s": self.samples_per_s,
+            "compute_utilisation": self.compute_utilisation,
+            "concurrent_sequences_per_replica": self.concurrent,
+            "efficiency": asdict(self.efficiency),
+        }
+
+
+def forward_flops(arch: Architecture, tokens: float, mean_context: float, *, logit_tokens: float) -> float:
+    """Operations of one forward pass: two per parameter and token, attention, and logits of `logit_tokens`."""
+    output = arch.vocab * arch.hidden
+    body = 2 * (arch.matrix_parameters - output) * tokens
+    attention = 4 * arch.layers * arch.q_size * mean_context * tokens
+    return body + attention + 2 * output * logit_tokens
+
+
+def weights_read_bytes(arch: Architecture, tokens: float, bytes_each: int) -> float:
+    """Bytes of weights that a forward pass of so many tokens reads: of the experts, those that any token is sent to."""
+    counts = arch.parameters
+    dense = counts.total - counts.experts - (0 if arch.tied else counts.embedding)
+    if arch.experts is None:
+        return bytes_each * dense
+    untouched = (1 - arch.experts.active / arch.experts.count) ** tokens
+    return bytes_each * (dense + counts.experts * (1 - untouched))
+
+
+def concurrent_sequences(sampler: Sampler, lengths: Lengths, group: int) -> float:
+    """Sequences that a replica has in work: bounded by its setting, and by the cache at their mean length.
+
+    A prompt is in the cache once for its group, and a sequence in work is on average half of what it will be.
+    """
+    tokens_each = lengths.mean_prompt / group + lengths.mean_response / 2
+    return max(1.0, min(float(sampler.concurrent), sampler.cache_tokens / max(tokens_each, 1.0)))
+
+
+def decode_s(
+    sampler: Sampler, hardware: Hardware, rates: Efficiency, lengths: Lengths, samples: int, group: int
+) -> float:
+    """Seconds in which one replica samples its share of `samples` responses, long tail included."""
+    share = samples / sampler.replicas
+    concurrent = min(concurrent_sequences(sampler, lengths, group), share)
+    quantiles = lengths.response_quantiles()
+    mean = sum(quantiles) / len(quantiles)
+    # While more are waiting, all rows are taken; each of them is somewhere in its response.
+    saturated_steps = (share - concurrent) * mean / concurrent
+    context = lengths.mean_prompt + mean / 2
+    seconds = saturated_steps * _decode_step_s(sampler, hardware, rates, concurrent, context)
+    # The last ones start together and end one by one.
+    before = 0.0
+    for number, length in enumerate(quantiles):
+        rows = concurrent * (len(quantiles) - number) / len(quantiles)
+        context = lengths.mean_prompt + (before + length) / 2
+        seconds += (length - before) * _decode_step_s(sampler, hardware, rates, max(rows, 1.0), context)
+        before = length
+    return seconds
+
+
+def _decode_step_s(sampler: Sampler, hardware: Hardware, rates: Efficiency, rows: float, context: float) -> float:
+    """Seconds of one decoding step of `rows` sequences of `context` tokens each."""
+    arch, tp, p = sampler.architecture, sampler.devices_each, sampler.bytes_each
+    cache = arch.kv_bytes_per_token(bytes_each=p, tensor_parallel=tp) * context * rows
+    read = weights_read_bytes(arch, rows, p) / tp + cache
+    flops = forward_flops(arch, rows, context, logit_tokens=rows) / tp
+    by_bytes = read / (hardware.bandwidth * rates.decode_bandwidth)
+    return max(by_bytes, flops / (hardware.flops(p) * rates.decode_flops)) + rates.decode_overhead_s
+
+
+def prefill_s(sampler: Sampler, hardware: Hardware, rates: Efficiency, lengths: Lengths, prompts: int) -> float:
+    """Seconds in which the replicas compute their prompts, each once."""
+    tokens = prompts * lengths.mean_prompt
+    flops = forward_flops(sampler.architecture, tokens, lengths.mean_prompt / 2, logit_tokens=prompts)
+    devices = sampler.replicas * sampler.devices_each
+    return flops / (devices * hardware.flops(sampler.bytes_each) * rates.forward_flops)
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """The devices that train one model."""
+
+    architecture: Architecture
+    devices: int
+    checkpointing: Checkpointing
+    bytes_each: int
+    trained_parameters: int
+    chunked_loss: bool = True
+    offloaded: bool = False
+
+
+RECOMPUTED: Mapping[Checkpointing, float] = {"none": 0.0, "selective": 0.3, "full": 1.0}
+"""Forward passes of the layers that the backward pass makes again."""
+
+
+def pass_flops(learner: Learner, tokens: float, lengths: Lengths, logit_tokens: float) -> float:
+    """Operations of one forward pass over a step's tokens."""
+    return forward_flops(learner.architecture, tokens, lengths.mean / 2, logit_tokens=logit_tokens)
+
+
+def forward_s(
+    learner: Learner, hardware: Hardware, rates: Efficiency, tokens: float, lengths: Lengths, logit_tokens: float
+) -> float:
+    """Seconds of a pass without gradients."""
+    flops = pass_flops(learner, tokens, lengths, logit_tokens)
+    return flops / (learner.devices * hardware.flops(learner.bytes_each) * rates.forward_flops)
+
+
+def update_s(
+    learner: Learner, hardware: Hardware, rates: Efficiency, tokens: float, lengths: Lengths, logit_tokens: float
+) -> float:
+    """Seconds of forward and backward passes over a step's tokens."""
+    flops = pass_flops(learner, tokens, lengths, logit_tokens)
+    again = RECOMPUTED[learner.checkpointing] * pass_flops(learner, tokens, lengths, 0)
+    output = learner.architecture.vocab * learner.architecture.hidden
+    again += 2 * output * logit_tokens * learner.chunked_loss
+    return (3 * flops + again) / (learner.devices * hardware.flops(learner.bytes_each) * rates.training_flops)
+
+
+def optimizer_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> float:
+    """Seconds of one optimizer step: 16 bytes per parameter read and written, over the host link if they live there."""
+    moved = 32 * learner.trained_parameters / learner.devices
+    bandwidth = hardware.host_link * rates.link if learner.offloaded else hardware.bandwidth * rates.decode_bandwidth
+    return moved / bandwidth
+
+
+def publish_s(arch: Architecture, hardware: Hardware, rates: Efficiency) -> float:
+    """Seconds until the engines have new bfloat16 weights, all of them over one device's link."""
+    return 2 * arch.total_parameters / (hardware.link * rates.link)

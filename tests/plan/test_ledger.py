@@ -1,0 +1,144 @@
+"""Ledgers: the closed form of planner.md against its traces, and states that can be counted by hand."""
+
+import pytest
+
+from hone.plan.activations import Pass, saved_per_token
+from hone.plan.architecture import GIB
+from hone.plan.cluster import Trained, update_moments
+from hone.plan.hardware import find_hardware
+from hone.plan.ledger import PHASES, moment, term
+from hone.plan.placement import placement_from
+from hone.plan.planner import plan
+from hone.plan.presets import known_architecture
+
+EIGHT = find_hardware("8xH100-80G")
+QWEN_8B = 8_190_735_360
+
+
+def eager_pass(name, *, tokens, longest=4096, checkpointing="none", loss="naive"):
+    arch = known_architecture(name)
+    assert arch
+    return Pass(arch, "transformers", 2, tokens, tokens, longest, checkpointing=checkpointing, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "sequences", "longest", "shard", "checkpointing", "traced_gib", "error"),
+    [
+        ("qwen3-8b", 1, 4096, 8, "none", 50.773, 0.002),
+        ("qwen3-8b", 1, 4096, 8, "full", 22.326, 0.002),
+        ("qwen3-8b", 4, 4096, 8, "full", 46.936, 0.002),
+        ("qwen3-8b", 8, 4096, 8, "full", 79.750, 0.002),
+        ("qwen3-4b", 4, 4096, 4, "full", 42.904, 0.01),
+        ("meta-llama-3-8b", 1, 2048, 16, "none", 22.822, 0.03),
+        ("qwen3-0.6b", 2, 1024, 8, "none", 8.450, 0.01),
+        ("qwen3-32b", 1, 4096, 16, "full", 40.1, 0.01),
+    ],
+)
+def test_closed_form_of_an_update_meets_its_trace(name, sequences, longest, shard, checkpointing, traced_gib, error):
+    """Traces of Transformers' classes under FSDP2, operator by operator (planner.md 3.5)."""
+    work = eager_pass(name, tokens=sequences * longest, longest=longest, checkpointing=checkpointing)
+    peak = max(moment.bytes for moment in update_moments(Trained("", work, shard, accumulates=False), []))
+    assert peak / GIB == pytest.approx(traced_gib, rel=error)
+
+
+def test_saved_activations_of_qwen3_8b():
+    """Transformers' code keeps 215.3 kB per token and layer, Hone's decoder 137.6 kB, a checkpoint 8 kB."""
+    eager = eager_pass("qwen3-8b", tokens=4096)
+    own = Pass(eager.architecture, "hone", 2, 4096, 4096, 4096)
+    assert saved_per_token(eager) == pytest.approx(215_304, abs=300)
+    assert saved_per_token(own) == 137_640
+    assert saved_per_token(own, "full") == 8192
+
+
+def states(ledger, name):
+    return next(term.bytes for term in ledger.peak.terms if term.name == name)
+
+
+def test_states_are_sharded_and_12_bytes_a_parameter(configured):
+    found = plan(configured(), EIGHT)
+    ledger = found.ledgers[0]
+    assert states(ledger, "master weights") + states(ledger, "AdamW moments") == pytest.approx(12 * QWEN_8B / 8, abs=2)
+
+
+def test_one_process_holds_18_bytes_a_parameter_in_bfloat16_and_16_in_float32(configured):
+    names = ("master weights", "gradient", "AdamW moments", "compute copy")
+    for precision, each in (("bfloat16", 18), ("float32", 16)):
+        found = plan(configured(f"run.precision={precision}"), find_hardware("H100-80G"))
+        held = [term for term in found.ledgers[0].moments[0].terms if term.name in names]
+        assert sum(term.bytes for term in held) == each * QWEN_8B
+
+
+def test_peak_is_the_largest_moment_and_never_a_sum_over_phases(configured):
+    ledger = plan(configured(), EIGHT).ledgers[0]
+    assert ledger.peak.bytes == max(moment.bytes for moment in ledger.moments)
+    assert [moment.phase for moment in ledger.phase_peaks()] == [
+        phase for phase in PHASES if any(moment.phase == phase for moment in ledger.moments)
+    ]
+
+
+def test_terms_of_one_name_are_one_and_empty_ones_none():
+    found = moment("update", "x", term("a", 1, "1"), [term("a", 2, "2"), term("b", 0, "0")])
+    assert [(one.name, one.bytes, one.formula) for one in found.terms] == [("a", 3, "1 + 2")]
+
+
+@pytest.mark.parametrize(
+    "bigger",
+    ["train.tokens_per_microbatch=65536", "train.logprob_chunk_tokens=4096", "rollout.max_concurrent_samples=2048"],
+)
+def test_memory_knobs_move_the_peak_up(configured, bigger):
+    """On one device, where nothing divides them; each in the moment that it is about."""
+    small = plan(configured(), find_hardware("H200-141G"))
+    large = plan(configured(bigger), find_hardware("H200-141G"))
+    pairs = zip(small.ledgers[0].moments, large.ledgers[0].moments, strict=True)
+    assert any(big.bytes > little.bytes for little, big in pairs)
+    assert all(
+        big.bytes >= little.bytes
+        for little, big in zip(small.ledgers[0].moments, large.ledgers[0].moments, strict=True)
+    )
+
+
+def test_numbers_of_the_algorithm_do_not(configured):
+    """More prompts and larger groups make more microbatches, not larger ones (practice E believed otherwise)."""
+    small = plan(configured("train.prompts_per_step=64"), EIGHT)
+    large = plan(configured("train.prompts_per_step=128", "rollout.group_size=16"), EIGHT)
+    assert large.ledgers[0].peak.bytes == pytest.approx(small.ledgers[0].peak.bytes, rel=0.002)
+
+
+def test_more_devices_never_need_more_each(configured):
+    peaks = [plan(configured(), find_hardware(f"{count}xH100-80G")).ledgers[0].peak.bytes for count in (2, 4, 8, 16)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_reference_and_a_critic_are_counted(configured):
+    bare = plan(configured(), EIGHT)
+    grpo = plan(configured("algorithm.kl_loss_coef=0.1"), EIGHT)
+    ppo = plan(configured("algorithm.credit=gae"), EIGHT)
+    names = {term.name for moment in ppo.ledgers[0].moments for term in moment.terms}
+    assert states(grpo.ledgers[0], "reference") == pytest.approx(2 * QWEN_8B / 8, abs=1)
+    assert {"critic: master weights", "critic: AdamW moments"} <= names
+    assert ppo.ledgers[0].peak.bytes > bare.ledgers[0].peak.bytes
+
+
+def test_an_adapter_trains_little_and_needs_no_copy_for_the_reference(configured):
+    found = plan(configured("lora.rank=16", "algorithm.kl_loss_coef=0.1"), find_hardware("H100-80G"))
+    terms = {term.name: term.bytes for term in found.ledgers[0].moments[0].terms}
+    trained = 36 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
+    assert terms["master weights"] == 4 * trained
+    assert terms["frozen weights"] == 2 * QWEN_8B
+    assert "reference" not in terms
+
+
+def test_offload_moves_states_to_the_host(configured):
+    moved = plan(configured(), EIGHT, placement=placement_from(["placement.offload_optimizer=true"]))
+    assert not any(term.name == "AdamW moments" for moment in moved.ledgers[0].moments for term in moment.terms)
+    host = moved.ledgers[-1]
+    assert states(host, "states") == 16 * QWEN_8B
+
+
+def test_json_is_plain_and_complete(configured):
+    import json
+
+    found = json.loads(json.dumps(plan(configured(), EIGHT).as_dict()))
+    assert set(found) == {"format", "hardware", "placement", "model", "workload", "verdict", "ledgers", "time", "notes"}
+    assert found["model"]["parameters"] == QWEN_8B
+    assert found["ledgers"][0]["peak"]["bytes"] == max(one["bytes"] for one in found["ledgers"][0]["moments"])
