@@ -18,7 +18,7 @@ def build(monkeypatch):
     module = ModuleType("hone.build")
     module.answer = CheckReport()  # type: ignore[attr-defined]
 
-    def check_run(loaded: Loaded) -> CheckReport:
+    def check_run(loaded: Loaded, *, start_services: bool) -> CheckReport:
         answer = module.answer
         if isinstance(answer, Exception):
             raise answer

@@ -6,6 +6,7 @@ First the run file alone, with nothing heavy imported; then, if it is right, dat
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,17 +20,25 @@ from hone.errors import ConfigError, DataError, HoneError
 EXAMPLES = examples(
     "hone check run.yaml",
     "hone check run.yaml model.path=models/qwen3-0.6b",
+    "hone check run.yaml --services",
     "hone check run.yaml --json",
 )
 
 
-def check(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def check(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    start_services: Annotated[
+        bool, typer.Option("--services", help="Start the run file's services, so that rewards that ask them count.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Check a run file, its data, its tokenizer and its rewards on real rows."""
     try:
         loaded = load_config(run_file, overrides or ())
         from hone import build
 
-        report = build.check_run(loaded)
+        report = build.check_run(loaded, start_services=start_services)
     except HoneError as error:
         if not as_json:
             raise

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.config.run import RunConfig
+from hone.config.run import RewardComponent, RunConfig
 
 
 def run_name(run_file: Path) -> str:
@@ -103,13 +103,17 @@ def adapter_stages(config: RunConfig) -> str | None:
 
 
 def service_uses(config: RunConfig) -> list[tuple[str, str]]:
-    """Where built-in rewards name a service in their args, as `service: NAME` at any depth: (key, NAME)."""
+    """Where rewards name a service: (key, NAME)."""
     return [
-        use
+        (f"reward.components.{number}.{key}", name)
         for number, component in enumerate(config.reward.components)
-        if ":" not in component.use
-        for use in _named_services(component.args, f"reward.components.{number}.args")
+        for key, name in services_of(component)
     ]
+
+
+def services_of(component: RewardComponent) -> list[tuple[str, str]]:
+    """Where a built-in reward names a service in its args, as `service: NAME` at any depth: (key, NAME)."""
+    return [] if ":" in component.use else list(_named_services(component.args, "args"))
 
 
 def _named_services(args: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:

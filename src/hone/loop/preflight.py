@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
-from hone.config.derived import longest_tokens
+from hone.cluster.devices import split_devices, visible_devices
+from hone.config.derived import longest_tokens, service_uses, services_of, unused_services
 from hone.config.load import Loaded
 from hone.config.report import CheckReport
 from hone.config.run import RunConfig
@@ -23,7 +25,7 @@ from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
 from hone.data.sources import BadRow, read_rows
-from hone.errors import ConfigError, DataError
+from hone.errors import ConfigError, DataError, ServiceError
 from hone.loop.sft import imitation_rows
 from hone.model.load import describe_model, init_config, read_config
 from hone.model.lora import check_targets
@@ -50,8 +52,12 @@ class Findings:
         return CheckReport(tuple(self.lines), tuple(self.problems), tuple(self.not_checked), self.figures)
 
 
-async def check(loaded: Loaded) -> CheckReport:
-    """Look at everything a run of this file would use. Problems are collected; only a bug raises."""
+async def check(loaded: Loaded, services: Mapping[str, str] = MappingProxyType({})) -> CheckReport:
+    """Look at everything a run of this file would use. Problems are collected; only a bug raises.
+
+    Args:
+        services: base URLs of those services of the run file that are running, by name.
+    """
     config, folder, findings = loaded.config, loaded.run_file.parent, Findings()
     tokenizer = check_tokenizer_and_model(config, folder, findings)
     if config.critic.path is not None:
@@ -61,11 +67,13 @@ async def check(loaded: Loaded) -> CheckReport:
     if tokenizer is not None:
         check_prompts(config, folder, tokenizer, findings)
     if config.reward.components and config.data.answer_column is not None:
-        await check_rewards(config, folder, findings)
+        await check_rewards(config, folder, services, findings)
     elif config.reward.components:
         findings.not_checked.append("rewards: data.answer_column is not set, so there are no gold answers to score")
     if config.rollout.environment.use is not None:
         await check_environment(config, folder, findings)
+    if config.services:
+        check_services(config, services, findings)
     return findings.report()
 
 
@@ -200,13 +208,39 @@ async def check_environment(config: RunConfig, folder: Path, findings: Findings)
         await environments.close()
 
 
-async def check_rewards(config: RunConfig, folder: Path, findings: Findings) -> None:
+def check_services(config: RunConfig, services: Mapping[str, str], findings: Findings) -> None:
+    """What would be started, with which GPUs. Their programs and files are looked at with the configuration."""
+    try:
+        split = split_devices(config, visible_devices())
+    except ServiceError as error:
+        findings.problems.append(str(error))
+        return
+    findings.lines += split.notes
+    if split.training:
+        findings.lines.append(f"training sees GPU {split.training}")
+    for name, service in config.services.items():
+        what = service.reward or service.policy or " ".join(service.command or ())
+        gpus = f"GPU {split.services[name]}" if split.services[name] else "no GPU"
+        where = f"running at {services[name]}" if name in services else "started with the run"
+        findings.lines.append(f"service {name}: {what}; {gpus}; {where}")
+    findings.lines += [f"service {name}: no reward names it in its args" for name in unused_services(config)]
+
+
+async def check_rewards(config: RunConfig, folder: Path, services: Mapping[str, str], findings: Findings) -> None:
     """Score each gold answer as if the policy had written it, then each gold answer under another row's question."""
-    components = tuple(c for c in config.reward.components if c.use not in OF_SHAPE)
+    waiting = {name for _, name in service_uses(config)} - services.keys()
+    findings.not_checked += [
+        f"rewards of service {name}: it is started with the run; `hone check --services` starts it" for name in waiting
+    ]
+    components = tuple(
+        c
+        for c in config.reward.components
+        if c.use not in OF_SHAPE and not any(name in waiting for _, name in services_of(c))
+    )
     findings.not_checked += [
         f"reward {component_name(c)}: a gold answer alone says nothing about it"
         for c in config.reward.components
-        if c not in components
+        if c.use in OF_SHAPE
     ]
     prompts = gold_prompts(config, folder, findings)
     is_fast = all(component.use in BUILTIN for component in components)
@@ -217,7 +251,7 @@ async def check_rewards(config: RunConfig, folder: Path, findings: Findings) -> 
         update={"components": components, "max_unscored_frac": 1.0, "min_valid_per_group": 1}
     )
     response = partial(as_response, next((c.use for c in components if c.use in OF_ANSWERS), ""))
-    async with Rewards.from_config(settings, folder, window_samples=len(checked)) as rewards:
+    async with Rewards.from_config(settings, folder, window_samples=len(checked), services=services) as rewards:
         away = services_away(await rewards.score(as_group(checked[0], response(checked[0].answer))), config)
         if away:
             findings.not_checked += away
