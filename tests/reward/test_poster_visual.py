@@ -3,66 +3,23 @@
 import asyncio
 import base64
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from chat_endpoint import Reply, Script, completion, endpoint, says
 
-from hone.reward.poster import judge_of, visualquality
+from hone.reward import transport
+from hone.reward.openai import Answer, read_answer
+from hone.reward.poster import judge_of
 from hone.reward.poster.scoring import score_posters
 from hone.reward.poster.table import GROUND_TRUTH
 from hone.reward.poster.visualquality import VisualQuality, parse_rating
 from hone.types import Fault
 
-Reply = tuple[int, dict[str, str], bytes]
-Script = Callable[[int, dict], Reply]
-"""Number of the request, counted from 0, and its body."""
-
-
-def completion(text: object, finish: str = "stop") -> bytes:
-    return json.dumps({"choices": [{"finish_reason": finish, "message": {"content": text}}]}).encode()
-
-
-def rating(text: object, finish: str = "stop") -> Reply:
-    return 200, {}, completion(text, finish)
-
-
-@contextmanager
-def endpoint(script: Script) -> Iterator[tuple[str, list[dict]]]:
-    """A server and what it was asked."""
-    asked: list[dict] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append(body | {"path": self.path, "auth": self.headers.get("Authorization")})
-            status, headers, reply = script(len(asked) - 1, body)
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    monkeypatch.setattr(visualquality, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.01)
 
 
 def rate(url: str, pictures: int = 1, **keys: object) -> list[float | str]:
@@ -94,23 +51,12 @@ def rate(url: str, pictures: int = 1, **keys: object) -> list[float | str]:
     ],
 )
 def test_ratings_are_parsed_strictly(text, value):
-    assert parse_rating(json.loads(completion(text))) == value
+    assert parse_rating(read_answer(json.loads(completion(text)))) == value
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        None,
-        [],
-        {},
-        {"choices": []},
-        {"choices": [{}]},
-        {"choices": [{"finish_reason": "stop", "message": {"content": None}}]},
-        json.loads(completion("<answer>4</answer>", "length")),
-    ],
-)
-def test_replies_of_another_shape_are_no_ratings(reply):
-    assert parse_rating(reply) is None
+@pytest.mark.parametrize("answer", [Answer("", "stop"), Answer("<answer>4</answer>", "length"), Answer("4", None)])
+def test_an_answer_that_did_not_end_by_itself_is_no_rating(answer):
+    assert parse_rating(answer) is None
 
 
 def test_pictures_go_in_and_ratings_come_out_in_order(monkeypatch):
@@ -119,7 +65,7 @@ def test_pictures_go_in_and_ratings_come_out_in_order(monkeypatch):
     def script(_: int, body: dict) -> Reply:
         url = body["messages"][0]["content"][0]["image_url"]["url"]
         number = base64.b64decode(url.removeprefix("data:image/png;base64,")).split()[1]
-        return rating(f"<answer>{1 + int(number) / 2}</answer>")
+        return says(f"<answer>{1 + int(number) / 2}</answer>")
 
     with endpoint(script) as (url, asked):
         assert rate(url, pictures=8, api_key_env="VQ_KEY") == [1 + n / 2 for n in range(8)]
@@ -130,31 +76,31 @@ def test_pictures_go_in_and_ratings_come_out_in_order(monkeypatch):
 
 
 def test_what_does_not_parse_is_asked_for_again_with_another_seed():
-    with endpoint(lambda n, _: rating("<answer>4</answer>" if n == 2 else "hm")) as (url, asked):
+    with endpoint(lambda n, _: says("<answer>4</answer>" if n == 2 else "hm")) as (url, asked):
         assert rate(url) == [4.0]
     assert [one["seed"] for one in asked] == [0, 1, 2]
     assert [one["temperature"] for one in asked] == [0.0, 1.0, 1.0]
 
 
 def test_what_never_parses_is_no_rating():
-    with endpoint(lambda *_: rating("hm")) as (url, asked):
+    with endpoint(lambda *_: says("hm")) as (url, asked):
         (found,) = rate(url)
     assert "gave a rating in 0 of 1 votes" in found
     assert len(asked) == 3
 
 
 def test_votes_are_averaged_and_need_a_majority():
-    with endpoint(lambda _, body: rating(f"<answer>{2 + body['seed'] // 3}</answer>")) as (url, asked):
+    with endpoint(lambda _, body: says(f"<answer>{2 + body['seed'] // 3}</answer>")) as (url, asked):
         assert rate(url, votes=3) == [3.0]
     assert sorted(one["seed"] for one in asked) == [0, 3, 6]
     assert {one["temperature"] for one in asked} == {1.0}
-    with endpoint(lambda _, body: rating("<answer>2</answer>" if body["seed"] < 3 else "hm")) as (url, _):
+    with endpoint(lambda _, body: says("<answer>2</answer>" if body["seed"] < 3 else "hm")) as (url, _):
         assert "1 of 3 votes" in rate(url, votes=3)[0]
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_a_failing_endpoint_is_asked_again(status):
-    with endpoint(lambda n, _: rating("<answer>4</answer>") if n == 2 else (status, {}, b"")) as (url, asked):
+    with endpoint(lambda n, _: says("<answer>4</answer>") if n == 2 else (status, {}, b"")) as (url, asked):
         assert rate(url) == [4.0]
     assert len(asked) == 3
 
@@ -162,23 +108,23 @@ def test_a_failing_endpoint_is_asked_again(status):
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 501])
 def test_a_refusal_is_final(status):
     with endpoint(lambda *_: (status, {}, b"no")) as (url, asked):
-        assert f"answers {status}" in rate(url)[0]
+        assert f"HTTP {status}" in rate(url)[0]
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[" * 100_000, b"{", b'{"choices": "x"}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "body",
+    [b"<html>", b"[" * 100_000, b"{", b'{"choices": "x"}', b'{"choices": [{}]}', b"\xff\xfe", b" " * (9 << 20)],
+    ids=["html", "deep", "torn", "choices", "no message", "bytes", "flood"],
+)
 def test_nonsense_is_no_rating(body):
-    with endpoint(lambda *_: (200, {}, body)) as (url, _):
-        assert "0 of 1 votes" in rate(url)[0]
-
-
-def test_a_flood_is_cut_off():
-    with endpoint(lambda *_: (200, {}, b" " * (2 << 20))) as (url, _):
-        assert "more than 1,048,576 bytes" in rate(url)[0]
+    with endpoint(lambda *_: (200, {}, body)) as (url, asked):
+        assert isinstance(rate(url, timeout_s=0.5)[0], str)
+    assert asked
 
 
 def test_an_endpoint_that_says_when_is_waited_for():
-    with endpoint(lambda n, _: rating("<answer>4</answer>") if n else (503, {"Retry-After": "1"}, b"")) as (url, _):
+    with endpoint(lambda n, _: says("<answer>4</answer>") if n else (503, {"Retry-After": "1"}, b"")) as (url, _):
         start = time.monotonic()
         assert rate(url) == [4.0]
         assert time.monotonic() - start >= 1.0
@@ -187,16 +133,16 @@ def test_an_endpoint_that_says_when_is_waited_for():
 def test_every_wait_has_an_end():
     def sleepy(*_: object) -> Reply:
         time.sleep(0.5)
-        return rating("<answer>4</answer>")
+        return says("<answer>4</answer>")
 
     with endpoint(sleepy) as (url, _):
-        assert "took longer than 0.1 s" in rate(url, timeout_s=0.1)[0]
+        assert "0.1 s" in rate(url, timeout_s=0.1)[0]
     with endpoint(lambda *_: (503, {"Retry-After": "3600"}, b"")) as (url, _):
-        assert "took longer than 0.2 s" in rate(url, timeout_s=0.2)[0]
+        assert "0.2 s" in rate(url, timeout_s=0.2)[0]
 
 
 def test_nobody_there():
-    assert "cannot be reached" in rate("http://127.0.0.1:9/v1")[0]
+    assert isinstance(rate("http://127.0.0.1:9/v1", timeout_s=0.3)[0], str)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +167,8 @@ def test_a_rating_of_five_is_full_marks_and_a_failure_is_a_fault_of_ours():
             args = {"visual": "visualquality_r1", "visual_args": {"endpoint": url, "model": "vq"}}
             return asyncio.run(score_posters([good, "no poster"], GROUND_TRUTH, judge_of(args)))
 
-    full, none = score(lambda *_: rating("<answer>5</answer>"))
+    full, none = score(lambda *_: says("<answer>5</answer>"))
     assert (full.value, full.detail, none.value) == (pytest.approx(1.0), "visual: visualquality_r1 (vq)", 0.0)
-    assert score(lambda *_: rating("<answer>3</answer>"))[0].value == pytest.approx(0.9)
+    assert score(lambda *_: says("<answer>3</answer>"))[0].value == pytest.approx(0.9)
     failed, none = score(lambda *_: (401, {}, b""))
     assert (failed.value, failed.fault, none.value, none.fault) == (None, Fault.INFRA, 0.0, Fault.MODEL)
