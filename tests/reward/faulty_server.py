@@ -135,29 +135,31 @@ class FaultyServer:
             runner.run(self.serve(self.port, started.set))
 
     async def serve(self, port: int, started: Callable[[], object] = lambda: None) -> None:
-        self._stop, connections = asyncio.Event(), set()
+        self._stop = asyncio.Event()
+        connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
-        async def connection(reader, writer):
-            connections.add(asyncio.current_task())
+        async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 while await self._answer_one(reader, writer):
                     pass
             except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
                 self.cut_off += 1
-            finally:
-                writer.close()
-                with contextlib.suppress(ConnectionError, TimeoutError, ssl.SSLError):
-                    async with asyncio.timeout(1):
-                        await writer.wait_closed()
-                connections.discard(asyncio.current_task())
+            writer.close()
+            with contextlib.suppress(ConnectionError, TimeoutError, ssl.SSLError):
+                await asyncio.wait_for(writer.wait_closed(), 1)
+            del connections[asyncio.current_task()]
 
-        async with await asyncio.start_server(connection, self.host, port, ssl=self.tls) as server:
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connections[asyncio.create_task(converse(reader, writer))] = writer
+
+        async with await asyncio.start_server(connected, self.host, port, ssl=self.tls) as server:
             self.port = server.sockets[0].getsockname()[1]
             started()
             await self._stop.wait()
             server.close()
-            for task in list(connections):
+            for task, writer in connections.items():
                 task.cancel()
+                writer.transport.abort()
             await asyncio.gather(*connections, return_exceptions=True)
 
     async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
