@@ -21,10 +21,11 @@ from hone.reward.rules.settings import takes
 from hone.reward.signature import all_faulty, reward
 from hone.types import Fault, Group, Score
 
+# Every repetition that a response could feed is bounded: the search stays linear.
 _ALONE = r"(?<![\w'’\\-])({letters})(?![\w'’]|-\w)"
-_ANCHOR = r"(?i:\b(?:answer|option|choice|final))\b(?i:[ \t]+(?:is|option|choice|answer))*"
-_BETWEEN = r"[ \t]*[:=]?[\s*_(\[{{$\"`]{{0,12}}(?:\\(?:text|mathrm|mathbf|textbf)\{{)?\(?"
-_NO_ARTICLE = r"(?!(?<=[AI])[ \t]+[a-z])"
+_ANCHOR = r"(?i:\b(?:answer|option|choice|final))\b(?i:[ \t]{1,4}(?:is|option|choice|answer)){0,3}"
+_BETWEEN = r"[ \t]{0,4}[:=]?[\s*_(\[{$\"`]{0,12}(?:\\(?:text|mathrm|mathbf|textbf)\{)?\(?"
+_NO_ARTICLE = r"(?!(?<=[AI])[ \t]{1,4}[a-z])"
 _LAST_LINE = r"[\s*_(\[$\"`]*({letters})[)\].:*_$\"`]*(?:[ \t]+\S.*)?"
 
 
@@ -82,7 +83,7 @@ def _patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Patter
     alone = _ALONE.format(letters=alternatives)
     return (
         re.compile(alone),
-        re.compile(_ANCHOR + _BETWEEN.format() + alone + _NO_ARTICLE),
+        re.compile(_ANCHOR + _BETWEEN + alone + _NO_ARTICLE),
         re.compile(_LAST_LINE.format(letters=alternatives)),
     )
 
