@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from hone.config.wording import nearest
@@ -107,25 +108,7 @@ class Architecture:
     @property
     def parameters(self) -> Parameters:
         """Exact counts by component."""
-        expert_layers = self.layers - self.dense_layers if self.experts else 0
-        dense_block = 3 * self.hidden * self.inner + (2 * self.inner + self.hidden) * self.mlp_bias
-        feed_forward = (self.layers - expert_layers) * dense_block
-        routed = router = 0
-        if self.experts:
-            moe = self.experts
-            routed = expert_layers * moe.count * 3 * self.hidden * moe.inner
-            per_expert = self.hidden + moe.has_correction_bias
-            router = expert_layers * (moe.count * per_expert + self.hidden * moe.has_shared_gate)
-            feed_forward += expert_layers * 3 * self.hidden * moe.shared_inner
-        return Parameters(
-            embedding=self.vocab * self.hidden,
-            attention=self.layers * self._attention_parameters(),
-            feed_forward=feed_forward,
-            experts=routed,
-            router=router,
-            norms=self.layers * self._norm_parameters() + self.hidden,
-            output=0 if self.tied else self.vocab * self.hidden,
-        )
+        return _counted(self)
 
     @property
     def total_parameters(self) -> int:
@@ -148,7 +131,7 @@ class Architecture:
     def layer_parameters(self) -> int:
         """Parameters of the largest layer."""
         moe = self.experts
-        attention = self._attention_parameters() + self._norm_parameters()
+        attention = _attention_parameters(self) + _norm_parameters(self)
         if moe is None:
             return attention + 3 * self.hidden * self.inner
         widths = moe.count * moe.inner + moe.shared_inner
@@ -181,22 +164,48 @@ class Architecture:
         """The same body with one number per token in place of logits; its head is too small to count."""
         return replace(self, tied=True)
 
-    def _attention_parameters(self) -> int:
-        h, latent = self.hidden, self.latent
-        if latent is None:
-            biases = (self.q_size + 2 * self.kv_size) * self.qkv_bias + h * self.out_bias
-            return h * (self.q_size + 2 * self.kv_size) + self.q_size * h + biases
-        q_size = self.heads * (latent.nope_dim + latent.rope_dim)
-        queries = h * q_size if latent.q_rank is None else latent.q_rank * (h + q_size)
-        down = h * (latent.kv_rank + latent.rope_dim)
-        up = latent.kv_rank * self.heads * (latent.nope_dim + latent.value_dim)
-        return queries + down + up + self.heads * latent.value_dim * h
 
-    def _norm_parameters(self) -> int:
-        inside = 2 * self.head_dim if self.qk_norm else 0
-        if self.latent:
-            inside = self.latent.kv_rank + (self.latent.q_rank or 0)
-        return self.norms_per_layer * self.hidden + inside
+@cache
+def _counted(arch: Architecture) -> Parameters:
+    expert_layers = arch.layers - arch.dense_layers if arch.experts else 0
+    dense_block = 3 * arch.hidden * arch.inner + (2 * arch.inner + arch.hidden) * arch.mlp_bias
+    feed_forward = (arch.layers - expert_layers) * dense_block
+    routed = router = 0
+    if arch.experts:
+        moe = arch.experts
+        routed = expert_layers * moe.count * 3 * arch.hidden * moe.inner
+        per_expert = arch.hidden + moe.has_correction_bias
+        router = expert_layers * (moe.count * per_expert + arch.hidden * moe.has_shared_gate)
+        feed_forward += expert_layers * 3 * arch.hidden * moe.shared_inner
+    return Parameters(
+        embedding=arch.vocab * arch.hidden,
+        attention=arch.layers * _attention_parameters(arch),
+        feed_forward=feed_forward,
+        experts=routed,
+        router=router,
+        norms=arch.layers * _norm_parameters(arch) + arch.hidden,
+        output=0 if arch.tied else arch.vocab * arch.hidden,
+    )
+
+
+def _attention_parameters(arch: Architecture) -> int:
+    """Of one layer."""
+    h, latent = arch.hidden, arch.latent
+    if latent is None:
+        biases = (arch.q_size + 2 * arch.kv_size) * arch.qkv_bias + h * arch.out_bias
+        return h * (arch.q_size + 2 * arch.kv_size) + arch.q_size * h + biases
+    queries = h * arch.q_size if latent.q_rank is None else latent.q_rank * (h + arch.q_size)
+    down = h * (latent.kv_rank + latent.rope_dim)
+    up = latent.kv_rank * arch.heads * (latent.nope_dim + latent.value_dim)
+    return queries + down + up + arch.heads * latent.value_dim * h
+
+
+def _norm_parameters(arch: Architecture) -> int:
+    """Of one layer."""
+    inside = 2 * arch.head_dim if arch.qk_norm else 0
+    if arch.latent:
+        inside = arch.latent.kv_rank + (arch.latent.q_rank or 0)
+    return arch.norms_per_layer * arch.hidden + inside
 
 
 class _Keys:

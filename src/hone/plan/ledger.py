@@ -7,7 +7,7 @@ counted them, so that a plan can be checked by hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,5 +132,6 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def total(terms: Sequence[Term]) -> int:
-    return sum(one.bytes for one in terms)
+def percent(share: float) -> str:
+    """`59 %`."""
+    return f"{100 * share:.0f} %"

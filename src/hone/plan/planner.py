@@ -16,6 +16,7 @@ from hone.plan.inputs import Inputs, implementation_of, microbatch, resolve
 from hone.plan.ledger import Ledger
 from hone.plan.placement import Placement
 from hone.plan.pools import pools_of
+from hone.plan.rules import misfits
 from hone.plan.schedule import step_time
 from hone.plan.time import StepTime
 from hone.plan.verdict import Verdict, judge
@@ -123,7 +124,8 @@ def _local_plan(inputs: Inputs) -> Plan:
     ledgers = [Ledger(f"{hardware.name}", 1, hardware.memory_bytes, tuple(device))]
     if host:
         ledgers.append(Ledger("host", 1, hardware.host_bytes, tuple(host)))
-    return Plan(inputs, tuple(ledgers), judge(ledgers, ()), step_time(inputs, []), tuple(_notes(inputs)))
+    verdict = judge(ledgers, misfits(inputs, []))
+    return Plan(inputs, tuple(ledgers), verdict, step_time(inputs, []), tuple(_notes(inputs)))
 
 
 # ---- many devices
@@ -142,9 +144,8 @@ def _cluster_plan(inputs: Inputs) -> Plan:
     ]
     host = cluster.host_moments(pools, per_node=hardware.per_node)
     ledgers.append(Ledger("host", hardware.nodes, hardware.host_bytes, tuple(host)))
-    engines = [engine for pool in pools for engine in (pool.engine, pool.judge) if engine]
-    problems = [problem for problem in (engine.problem() for engine in engines) if problem]
-    return Plan(inputs, tuple(ledgers), judge(ledgers, problems), step_time(inputs, pools), tuple(_notes(inputs)))
+    verdict = judge(ledgers, misfits(inputs, pools))
+    return Plan(inputs, tuple(ledgers), verdict, step_time(inputs, pools), tuple(_notes(inputs)))
 
 
 def _notes(inputs: Inputs) -> list[str]:

@@ -90,9 +90,16 @@ def _judging(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[s
 
 
 def _publishing(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[str, float]:
-    """New weights to the engines; in one process they are shared, or copied where sampling runs ahead."""
+    """New weights to the engines; in one process they are shared, or copied where sampling runs ahead.
+
+    Colocated trainers that make room for the engines leave and come back here.
+    """
     if pools:
-        return {"publish": time.publish_s(inputs.architecture, inputs.hardware, rates)}
+        seconds = time.publish_s(inputs.architecture, inputs.hardware, rates)
+        for pool in pools:
+            if pool.policy and pool.trainer_leaves and not pool.policy.offload:
+                seconds += time.leaving_s(_learner(inputs, pool.policy, pools), inputs.hardware, rates)
+        return {"publish": seconds}
     if not inputs.workload.max_staleness:
         return {}
     copied = 2 * _bytes_each(inputs) * inputs.architecture.total_parameters
@@ -123,15 +130,28 @@ def _learning(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[
 
 def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[Pool]) -> Learner:
     devices = next((pool.devices for pool in pools if pool.policy), 1)
+    placement = inputs.placement
     return Learner(
         architecture=inputs.architecture,
         devices=devices,
+        microbatches=_microbatches(inputs, devices),
+        tensor_parallel=placement.tensor_parallel if pools else 1,
         checkpointing=checkpointing_of(inputs),
         bytes_each=_bytes_each(inputs),
         trained_parameters=trained.trained if trained else inputs.architecture.total_parameters,
-        chunked_loss=inputs.placement.loss == "chunked",
+        chunked_loss=placement.loss == "chunked",
         offloaded=bool(trained and trained.offload),
     )
+
+
+def _microbatches(inputs: Inputs, devices: int) -> int:
+    """Of one rank, over the optimizer steps of one pass."""
+    workload, placement = inputs.workload, inputs.placement
+    ways = placement.tensor_parallel * placement.context_parallel if devices > 1 else 1
+    ranks = max(devices // ways, 1)
+    steps = workload.samples // workload.samples_per_optimizer_step
+    budget = inputs.config.train.tokens_per_microbatch
+    return steps * max(1, math.ceil(workload.mean_step_tokens() / ranks / budget))
 
 
 def _critic(inputs: Inputs, policy: Learner, pools: Sequence[Pool]) -> Learner:
@@ -139,6 +159,8 @@ def _critic(inputs: Inputs, policy: Learner, pools: Sequence[Pool]) -> Learner:
     return Learner(
         architecture=inputs.critic,
         devices=next((pool.devices for pool in pools if pool.critic), 1),
+        microbatches=policy.microbatches,
+        tensor_parallel=policy.tensor_parallel,
         checkpointing=policy.checkpointing,
         bytes_each=policy.bytes_each,
         trained_parameters=inputs.critic.total_parameters,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 from hone.plan.activations import Checkpointing
@@ -29,12 +30,17 @@ class Efficiency:
     link: float
     decode_overhead_s: float
     """Per decoding step."""
+    microbatch_overhead_s: float
+    """Per microbatch: layout, launches, what small products lose."""
 
 
-GPU = Efficiency(0.40, 0.50, 0.50, 0.60, 0.60, 0.003)
-GPU_EAGER = Efficiency(0.40, 0.50, 0.50, 0.60, 0.60, 0.020)
+GPU = Efficiency(0.40, 0.50, 0.50, 0.60, 0.60, 0.003, 0.030)
+GPU_EAGER = Efficiency(0.40, 0.50, 0.50, 0.60, 0.60, 0.020, 0.030)
 """Without captured graphs: every operation is launched from Python."""
-CPU = Efficiency(0.35, 0.40, 0.30, 0.40, 1.0, 0.002)
+CPU = Efficiency(0.35, 0.40, 0.30, 0.40, 1.0, 0.002, 0.005)
+
+ALL_REDUCE_S = 15e-6
+"""Latency of one all-reduce between devices of a machine; tensor parallelism needs two per layer and decoding step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,7 @@ def concurrent_sequences(sampler: Sampler, lengths: Lengths, group: int) -> floa
     return max(1.0, min(float(sampler.concurrent), sampler.cache_tokens / max(tokens_each, 1.0)))
 
 
+@lru_cache(maxsize=4096)  # a search asks again and again for the same engine
 def decode_s(
     sampler: Sampler, hardware: Hardware, rates: Efficiency, lengths: Lengths, samples: int, group: int
 ) -> float:
@@ -154,7 +161,8 @@ def _decode_step_s(sampler: Sampler, hardware: Hardware, rates: Efficiency, rows
     read = weights_read_bytes(arch, rows, p) / tp + cache
     flops = forward_flops(arch, rows, context, logit_tokens=rows) / tp
     by_bytes = read / (hardware.bandwidth * rates.decode_bandwidth)
-    return max(by_bytes, flops / (hardware.flops(p) * rates.decode_flops)) + rates.decode_overhead_s
+    waiting = 2 * arch.layers * ALL_REDUCE_S if tp > 1 else 0.0
+    return max(by_bytes, flops / (hardware.flops(p) * rates.decode_flops)) + rates.decode_overhead_s + waiting
 
 
 def prefill_s(sampler: Sampler, hardware: Hardware, rates: Efficiency, lengths: Lengths, prompts: int) -> float:
@@ -174,6 +182,9 @@ class Learner:
     checkpointing: Checkpointing
     bytes_each: int
     trained_parameters: int
+    microbatches: int
+    """Of one device in a policy update, all passes together."""
+    tensor_parallel: int = 1
     chunked_loss: bool = True
     offloaded: bool = False
 
@@ -198,12 +209,40 @@ def forward_s(
 def update_s(
     learner: Learner, hardware: Hardware, rates: Efficiency, tokens: float, lengths: Lengths, logit_tokens: float
 ) -> float:
-    """Seconds of forward and backward passes over a step's tokens."""
+    """Seconds of forward and backward passes over a step's tokens.
+
+    Gathering weights and reducing gradients overlaps with arithmetic, so the slower of the two counts; the all-reduces
+    of tensor parallelism stand between operations and are added.
+    """
     flops = pass_flops(learner, tokens, lengths, logit_tokens)
     again = RECOMPUTED[learner.checkpointing] * pass_flops(learner, tokens, lengths, 0)
     output = learner.architecture.vocab * learner.architecture.hidden
     again += 2 * output * logit_tokens * learner.chunked_loss
-    return (3 * flops + again) / (learner.devices * hardware.flops(learner.bytes_each) * rates.training_flops)
+    flops_s = hardware.flops(learner.bytes_each) * rates.training_flops
+    arithmetic = (3 * flops + again) / (learner.devices * flops_s)
+    moved = max(arithmetic, learner.microbatches * gathering_s(learner, hardware, rates))
+    return moved + _reducing_s(learner, hardware, rates, tokens) + learner.microbatches * rates.microbatch_overhead_s
+
+
+def gathering_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> float:
+    """Seconds in which one microbatch's weights are gathered twice (2 B each) and gradients reduced (4 B)."""
+    if learner.devices == 1:
+        return 0.0
+    count = learner.architecture.total_parameters / learner.tensor_parallel
+    seconds = 8 * count / (hardware.link * rates.link)
+    if learner.offloaded:  # this device's share of weights comes from the host, and of gradients goes there
+        seconds = max(seconds, 8 * count / learner.devices / (hardware.host_link * rates.link))
+    return seconds
+
+
+def _reducing_s(learner: Learner, hardware: Hardware, rates: Efficiency, tokens: float) -> float:
+    """Seconds of tensor parallelism's all-reduces: two per layer forward, two backward, of the residual stream."""
+    ways, arch = learner.tensor_parallel, learner.architecture
+    if ways == 1:
+        return 0.0
+    tokens_each = tokens * ways / learner.devices
+    moved = 4 * arch.layers * 2 * arch.hidden * tokens_each * 2 * (ways - 1) / ways
+    return moved / (hardware.link * rates.link)
 
 
 def optimizer_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> float:
@@ -216,3 +255,8 @@ def optimizer_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> floa
 def publish_s(arch: Architecture, hardware: Hardware, rates: Efficiency) -> float:
     """Seconds until the engines have new bfloat16 weights, all of them over one device's link."""
     return 2 * arch.total_parameters / (hardware.link * rates.link)
+
+
+def leaving_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> float:
+    """Seconds in which states (12 bytes a parameter) go to the host and come back."""
+    return 24 * learner.trained_parameters / learner.devices / (hardware.host_link * rates.link)

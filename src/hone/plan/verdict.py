@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hone.plan.ledger import Ledger, Moment, gib
+from hone.plan.ledger import Ledger, Moment, gib, percent
 
 Level = Literal["fits", "tight", "does not fit"]
 
@@ -57,5 +57,5 @@ def shares(moment: Moment, most: int = 5) -> str:
     """The largest terms of a moment, the largest with its share: `logits 27.8 GiB (59 %), AdamW moments 7.6 GiB`."""
     named = [term for term in moment.by_size() if term.bytes >= SMALL_FRAC * moment.bytes][:most] or [moment.largest]
     first, *others = named
-    words = [f"{first.name} {gib(first.bytes)} ({first.bytes / moment.bytes:.0%})".replace("%)", " %)")]
+    words = [f"{first.name} {gib(first.bytes)} ({percent(first.bytes / moment.bytes)})"]
     return ", ".join(words + [f"{term.name} {gib(term.bytes)}" for term in others])

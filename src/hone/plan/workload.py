@@ -21,7 +21,7 @@ from hone.config.run import RunConfig
 
 ASSUMED_MEAN_FRAC = 0.5
 """Of the longest response, and of the longest prompt, where nobody has measured them."""
-QUANTILES = 64
+QUANTILES = 32
 """Points at which the distribution of response lengths is looked at."""
 
 
