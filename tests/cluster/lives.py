@@ -1,0 +1,87 @@
+"""Not a test: a process that imports Hone once and starts and ends launchers, again and again.
+
+    python lives.py RUN.yaml SIGNAL LIVES SEED
+
+Each life is a fork that runs `hone train --resume`; it gets the signal at a random moment, and then nothing of it may
+be left: no process that was started for the run file's folder, nobody listening on its services' ports. Prints one
+JSON line per life: exit code, how long after the signal, what its services were doing, what was left.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from watching import listens
+
+import hone.build  # noqa: F401 (the slow import, before the forks)
+from hone.cli.main import main
+from hone.cluster.state import read_state
+from hone.config.load import load_config
+
+LEFT_WITHIN_S = 5.0
+
+
+def live(run_file: str) -> int:
+    pid = os.fork()
+    if pid == 0:
+        log = os.open(Path(run_file).with_name("lives.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os._exit(main(["train", run_file, "--resume"]))
+    return pid
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Processes with the folder in their command line or as their working directory, this one's own aside."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and (
+                str(folder) in " ".join(process.cmdline()) or process.cwd() == str(folder)
+            ):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def what_is_left(folder: Path, ports: set[int]) -> list[str]:
+    """Processes and ports that are still there after LEFT_WITHIN_S."""
+    deadline = time.monotonic() + LEFT_WITHIN_S
+    while True:
+        left = [str(process) for process in processes_of(folder)] + [str(port) for port in ports if listens(port)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+def end(run_file: str, number: int, after_s: float) -> dict:
+    folder, run_dir = Path(run_file).parent, load_config(run_file).run_dir
+    (run_dir / "services.json").unlink(missing_ok=True)
+    pid = live(run_file)
+    time.sleep(after_s)
+    state = read_state(run_dir)
+    os.kill(pid, number)
+    began = time.monotonic()
+    _, status = os.waitpid(pid, 0)
+    took_s = time.monotonic() - began
+    ports = {int(service.url.rpartition(":")[2]) for service in state.services} if state else set()
+    doing = state.services[0].state if state else None
+    left = what_is_left(folder, ports)
+    return {"exit": os.waitstatus_to_exitcode(status), "took_s": took_s, "doing": doing, "left": left}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_file, number, lives, seed = sys.argv[1], signal.Signals[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4])
+    rng = random.Random(seed)
+    for life in range(lives):
+        # The first ones at moments that are surely different: before, during and after the start of the services.
+        after_s = (0.0, 0.4, 2.0)[life] if life < 3 else rng.uniform(0.0, 2.5)
+        print(json.dumps(end(run_file, number, after_s)), flush=True)
