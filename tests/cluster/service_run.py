@@ -23,7 +23,7 @@ observe: {{console: {console}, tensorboard: false, trace: false}}
 SERVED = "{use: service, name: sums, args: {service: reward_server}}"
 
 FUNCTION = '''
-"""How much of a response is of the answer's characters: a reward of many values, slow enough to be killed in the middle."""
+"""How much of a response is of the answer's characters: many values, and slow enough to be killed in the middle."""
 import time
 from pathlib import Path
 

@@ -32,7 +32,7 @@ def up(
     from hone.cluster import up as supervisor
     from hone.cluster.state import runtime_folder
 
-    folder = runtime_folder() / _checked_name(name or loaded.name)
+    folder = runtime_folder() / _checked_name(loaded.name if name is None else name)
     if foreground:
         supervisor.keep_up(loaded, folder, lambda line: print(line, flush=True))
         return

@@ -7,9 +7,10 @@ services.json, logs/, supervisor.log. To stop it is to send it SIGTERM; should i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,8 +40,7 @@ def keep_up(loaded: Loaded, folder: Path, say: Say) -> None:
         ServiceError: one of them cannot be had (any more); the others are stopped.
         DataError: the folder's services are up already.
     """
-    if not loaded.config.services:
-        raise ConfigError([f"{loaded.run_file}  services: there are none in this file to start."])
+    _refuse_no_services(loaded)
     folder.mkdir(exist_ok=True)
     with (folder / _LOCK).open("a") as lock:
         try:
@@ -73,37 +73,47 @@ def start_supervisor(loaded: Loaded, folder: Path, arguments: Sequence[str], say
 
     Raises:
         ServiceError: it ended instead, or did not get ready. It is stopped then.
+        DataError: the folder's services are up already.
     """
+    _refuse_no_services(loaded)
     state = read_state(folder)
     if state is not None and state.process() is not None:
         raise DataError(_is_up(folder))
     folder.mkdir(exist_ok=True)
     log = folder / _LOG
     log.write_text("")
-    with log.open("ab") as out:
-        command = [sys.executable, "-m", "hone.cli.main", "up", *arguments, "--foreground"]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    pid = os.posix_spawn(  # not `subprocess`, whose handle would have to be closed by waiting
+        sys.executable,
+        [sys.executable, "-m", "hone.cli.main", "up", *arguments, "--foreground"],
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND, 0),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
     try:
-        return _wait_until_up(process, loaded, folder, Follower(log, from_start=True), say)
+        return _wait_until_up(pid, loaded, folder, Follower(log, from_start=True), say)
     except BaseException:  # Ctrl-C too
-        process.terminate()
-        process.wait()  # bounded by its services' stop_timeout_s
+        with contextlib.suppress(ChildProcessError):  # it was taken in, and its number may be another's
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                os.kill(pid, signal.SIGTERM)
+                os.waitpid(pid, 0)  # bounded by its services' stop_timeout_s
         raise
 
 
-def _wait_until_up(
-    process: subprocess.Popen[bytes], loaded: Loaded, folder: Path, log: Follower, say: Say
-) -> Supervision:
+def _wait_until_up(pid: int, loaded: Loaded, folder: Path, log: Follower, say: Say) -> Supervision:
     longest_s = max(service.start_timeout_s for service in loaded.config.services.values())
     deadline = time.monotonic() + longest_s + _OVERHEAD_S
     while time.monotonic() < deadline:
-        ended = process.poll() is not None
+        ended, _ = os.waitpid(pid, os.WNOHANG)
         for line in log.new_lines():
             say(line)
-        state = read_state(folder)
         if ended:
             raise ServiceError(f"the services did not start; {folder / _LOG} says why.")
-        if state is not None and state.pid == process.pid and all(s.state == "ready" for s in state.services):
+        state = read_state(folder)
+        if state is not None and state.pid == pid and all(service.state == "ready" for service in state.services):
             return state
         time.sleep(_POLL_S)
     last = "\n".join(last_lines(folder / _LOG, count=5))
@@ -123,6 +133,11 @@ def stop_supervisor(supervision: Supervision) -> None:
         process.wait(_OVERHEAD_S)
     except psutil.NoSuchProcess:
         return
+
+
+def _refuse_no_services(loaded: Loaded) -> None:
+    if not loaded.config.services:
+        raise ConfigError([f"{loaded.run_file}  services: there are none in this file to start."])
 
 
 def _is_up(folder: Path) -> str:
