@@ -1,4 +1,6 @@
+import base64
 import html
+import io
 import json
 import re
 import shutil
@@ -6,9 +8,10 @@ import subprocess
 
 import pytest
 from observed import Settings, decode, make_group
+from PIL import Image
 
 from hone.observe.observer import Observer
-from hone.observe.report import MAX_POINTS, MAX_SAMPLES, script_json, thin, write_report
+from hone.observe.report import MAX_PICTURES, MAX_POINTS, MAX_SAMPLES, script_json, thin, write_report
 
 HOSTILE = (
     "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\"><!--&amp;\u2028"
@@ -122,16 +125,72 @@ byId("facts").textContent = JSON.stringify(facts);
 </script></body>"""
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_a_browser_draws_it_without_errors_and_runs_nothing_that_the_model_wrote(tmp_path):
-    page = make_run(tmp_path / "run").read_text()
+def facts_in_a_browser(page, tmp_path):
+    """What WITNESS finds in a page after clicking about in it."""
     trap = "<script>window.failures = []; window.onerror = message => { failures.push(message); };</script>"
     probe = tmp_path / "probe.html"
     probe.write_text(page.replace("<head>", "<head>" + trap, 1).replace("</body>", WITNESS))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
     out = subprocess.run(["chromium", *flags, probe.as_uri()], capture_output=True, text=True, timeout=60).stdout
-    found = json.loads(html.unescape(re.search(r'<pre id="facts">(.*?)</pre>', out, re.S)[1]))
+    return json.loads(html.unescape(re.search(r'<pre id="facts">(.*?)</pre>', out, re.S)[1]))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_shows_the_pictures(tmp_path):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 6), "red").save(file, "PNG")
+    observer = Observer(tmp_path / "run", Settings(), title="p", total_steps=3, picture=lambda sample: file.getvalue())
+    for step in range(1, 4):
+        observer.record("rl", step, [make_group(texts=("4", "pwned", "5"), rewards=(1.0, 0.0, 0.5))], None)
+        observer.log("rl", step, {"rollout/reward_mean": 0.5})
+    observer.close("finished")
+    found = facts_in_a_browser((tmp_path / "run" / "report.html").read_text(), tmp_path)
+    assert found["errors"] == [] and found["images"] == 2  # the one row found, in the list and opened
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_draws_it_without_errors_and_runs_nothing_that_the_model_wrote(tmp_path):
+    page = make_run(tmp_path / "run").read_text()
+    found = facts_in_a_browser(page, tmp_path)
     assert found["errors"] == [] and found["title"] == "my run · Hone report" and found["images"] == 0
     assert found["rows"] == 4 and found["charts"] >= 6 and found["open"] == 1
     assert found["readout"].startswith("step 3")
+
+
+def png_of(recorded):
+    return (
+        None
+        if recorded.sample.text == "4" and recorded.prompt_id == "row-1"
+        else b"\x89PNG" + recorded.sample.text.encode()
+    )
+
+
+def test_pictures_are_of_the_best_and_the_worst_of_each_group_and_are_kept(tmp_path):
+    observer = Observer(tmp_path, Settings(), title="posters", total_steps=1, picture=png_of)
+    made = [make_group(i, texts=("4", "22", HOSTILE), rewards=(0.5, 1.0, 0.0)) for i in range(2)]
+    made.append(make_group(2, rewards=(None, None)))
+    observer.record("rl", 1, made, None)
+    observer.log("rl", 1, {"rollout/reward_mean": 0.5})
+    observer.close("finished")
+    page = (tmp_path / "report.html").read_text()
+    drawn = {
+        (s["prompt"], s["index"]): base64.b64decode(s["picture"]) for s in page_data(page)["samples"] if "picture" in s
+    }
+    assert sorted(index for _, index in drawn) == [1, 2]  # one prompt text for all rows here
+    assert drawn[("2+2=", 2)] == b"\x89PNG" + HOSTILE.encode()
+    places = [(s["reward"], "picture" in s) for s in page_data(page)["samples"]]
+    assert places == [(0.5, False), (1.0, True), (0.0, True)] * 2 + [(None, False)] * 2
+    assert write_report(tmp_path).read_text() == page
+
+
+def test_pictures_are_bounded(tmp_path):
+    observer = Observer(tmp_path, Settings(samples_max_mib=8), title="posters", total_steps=1, picture=png_of)
+    for step in range(1, 6):
+        observer.record("rl", step, [make_group(i) for i in range(30)], None)
+        observer.log("rl", step, {"rollout/reward_mean": 0.5})
+    observer.close("finished")
+    samples = page_data((tmp_path / "report.html").read_text())["samples"]
+    drawn = [sample for sample in samples if "picture" in sample]
+    assert 0 < len(drawn) <= MAX_PICTURES
+    assert {sample["step"] for sample in drawn} == {1, 2, 3, 4, 5}

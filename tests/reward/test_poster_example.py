@@ -1,22 +1,29 @@
 """examples/poster: its files are what its script makes, its tokenizer spells them, a judge that is away is named."""
 
 import asyncio
+import base64
 import gzip
 import importlib.util
+import io
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from PIL import Image
 
+from hone.build.pictures import picture_of_responses
 from hone.config.load import load_config
-from hone.config.run import ModelSection
+from hone.config.run import ModelSection, RewardSection
 from hone.data.chat import load_tokenizer
 from hone.loop.preflight import services_away
+from hone.observe.observer import Observer
+from hone.observe.recorder import RecordedSample
 from hone.reward.base import Rewards
 from hone.reward.poster import judge_of
 from hone.reward.poster.scoring import score_posters
-from hone.types import Group
+from hone.types import Group, Sample
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "poster"
 REAL = [
@@ -69,9 +76,39 @@ def test_a_judge_that_is_not_there_yet_is_named_and_stops_no_check(make_group):
     loaded = load_config(EXAMPLE / "run.yaml", REAL)
     row = shipped("test")[0]
 
-    async def scored() -> Group:
-        async with Rewards.from_config(loaded.config.reward, EXAMPLE, window_samples=1000) as rewards:
-            return await rewards.score(make_group(row["response"], answer=row["poster"]))
-
-    (said,) = services_away(asyncio.run(scored()), loaded.config)
+    scored = asyncio.run(scored_group(loaded.config.reward, make_group(row["response"], answer=row["poster"])))
+    (said,) = services_away(scored, loaded.config)
     assert "reward poster: visual: http://127.0.0.1:9/v1/chat/completions cannot be reached" in said
+
+
+def test_the_report_shows_the_posters(tmp_path, make_group):
+    loaded = load_config(EXAMPLE / "run.yaml", [])
+    row = shipped("test")[0]
+    scored = asyncio.run(scored_group(loaded.config.reward, make_group(row["response"], "prose", answer=row["poster"])))
+    observer = Observer(
+        tmp_path, loaded.config.observe, title="posters", total_steps=1, picture=picture_of_responses(loaded.config)
+    )
+    observer.record("rl", 1, [scored], None)
+    observer.log("rl", 1, {"rollout/reward_mean": 0.5})
+    observer.close("finished")
+    page = (tmp_path / "report.html").read_text()
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert found is not None
+    good, prose = (Image.open(io.BytesIO(base64.b64decode(s["picture"]))) for s in json.loads(found[1])["samples"])
+    assert (good.format, max(good.size)) == ("PNG", 320)
+    assert good.size == prose.size
+    assert len(good.convert("RGB").getcolors(1 << 20) or []) > 2 > len(prose.convert("RGB").getcolors(1 << 20) or [])
+
+
+def test_a_run_without_posters_draws_nothing():
+    config = load_config(EXAMPLE / "run.yaml", ["reward.components=[{use: exact}]"]).config
+    assert picture_of_responses(config) is None
+    drawing = picture_of_responses(load_config(EXAMPLE / "run.yaml", []).config)
+    sample = Sample("p", 0, (1,), (0.0,), (0,), "stop", "prose")
+    broken = RecordedSample("rl", 1, "p", "", (), "no ground truth", sample, {}, {}, 0.0, None)
+    assert drawing is not None and drawing(broken) is None
+
+
+async def scored_group(settings: RewardSection, group: Group) -> Group:
+    async with Rewards.from_config(settings, EXAMPLE, window_samples=1000) as rewards:
+        return await rewards.score(group)

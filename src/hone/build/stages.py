@@ -24,6 +24,7 @@ from hone.build.models import (
     starting_model,
     with_adapter,
 )
+from hone.build.pictures import picture_of_responses
 from hone.build.sampling import held_out_evaluation, make_engine, make_rewards, sampling_of
 from hone.build.services import claim_devices, unused_notes
 from hone.cluster.services import Services
@@ -73,6 +74,7 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
             total_steps=config.run.steps,
             resume_bytes=saved.progress.metrics_bytes if saved else None,
             decode=tokenizer.decode,
+            picture=picture_of_responses(config),
         )
         outcome = "failed"
         try:

@@ -26,7 +26,7 @@ from hone.observe.background import Background
 from hone.observe.console import LogView, View, open_view
 from hone.observe.metrics import find_metric
 from hone.observe.recorder import Recorder
-from hone.observe.report import Summary, write_report
+from hone.observe.report import Picture, Summary, write_report
 from hone.observe.sinks import MetricsFile, TensorBoard, Wandb
 from hone.observe.trace import Event, Spans, TraceFile
 from hone.types import Group
@@ -59,6 +59,7 @@ class Observer:
         total_steps: int,
         resume_bytes: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        picture: Picture | None = None,
     ) -> None:
         """Open the run's records in `folder`.
 
@@ -67,13 +68,14 @@ class Observer:
             resume_bytes: `position()` at the checkpoint that the run continues from; metrics.jsonl is cut there and
                 samples beyond it go. None starts new records and removes old ones.
             decode: token ids to text, for the report's view of single tokens.
+            picture: draws a response, for the report.
         Raises:
             ConfigError: Weights & Biases is asked for and its package or key is missing.
             RunFolderError: metrics.jsonl is not the one that `resume_bytes` was taken from.
         """
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         resume = bool(resume_bytes)
-        self._folder, self._decode = folder, decode
+        self._folder, self._decode, self._picture = folder, decode, picture
         self._lock = threading.Lock()
         self._metrics = MetricsFile(folder / "metrics.jsonl", resume_bytes)
         self._wandb = Wandb(folder / "wandb", settings.wandb, title) if settings.wandb else None
@@ -166,7 +168,8 @@ class Observer:
                 self.warn(str(stuck))
             self._metrics.close()
             self._summary.end(self._folder, outcome)
-            message = f"{outcome}. Report: {write_report(self._folder, decode=self._decode)}"
+            report = write_report(self._folder, decode=self._decode, picture=self._picture)
+            message = f"{outcome}. Report: {report}"
         except OSError as error:
             self.warn(f"report.html cannot be written: {error.strerror}")
         finally:

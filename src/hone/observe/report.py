@@ -6,6 +6,7 @@ as JSON, into the page `report.html` beside this file. What the model wrote is d
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import math
@@ -31,6 +32,8 @@ STEPS_SHOWN = 5
 """Steps per stage whose samples are in the page: first, last, and evenly between."""
 MAX_TOKENS = 150_000
 """Tokens with logprobs in the page; samples beyond it show their text only."""
+MAX_PICTURES = 60
+"""In the page: of the best and the worst sample of groups, evenly over the groups shown."""
 MAX_TEXT = 20_000
 """Characters of one prompt or response in the page."""
 
@@ -67,12 +70,19 @@ class Summary:
         (folder / SUMMARY).write_text(json.dumps(asdict(self), indent=1))
 
 
-def write_report(run_folder: Path, *, decode: Callable[[Sequence[int]], str] | None = None) -> Path:
+Picture = Callable[[RecordedSample], bytes | None]
+"""A response as a PNG file, for people; None where there is nothing to draw."""
+
+
+def write_report(
+    run_folder: Path, *, decode: Callable[[Sequence[int]], str] | None = None, picture: Picture | None = None
+) -> Path:
     """Write report.html from what the run's folder holds, finished or not. Returns its path.
 
     Args:
-        decode: token ids to text, for the view of single tokens; kept in samples/tokens.json, so that a report
-            made again from the folder has it too.
+        decode: token ids to text, for the view of single tokens.
+        picture: draws a response. What both give is kept in samples/, so that a report made again from the folder has
+            it too.
     """
     samples = choose_samples(run_folder)
     data = {
@@ -80,7 +90,7 @@ def write_report(run_folder: Path, *, decode: Callable[[Sequence[int]], str] | N
         "config": _text(run_folder / "run.yaml"),
         "stages": _stages(_lines(run_folder / "metrics.jsonl")),
         "phases": PHASES,
-        "samples": _sample_rows(samples),
+        "samples": _sample_rows(samples, _pictures(run_folder, samples, picture)),
         "pieces": _pieces(run_folder, samples, decode),
         "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},
     }
@@ -197,7 +207,7 @@ def _known(name: str) -> Any:
         return None
 
 
-def _sample_rows(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
+def _sample_rows(samples: Sequence[RecordedSample], pictures: Mapping[str, str]) -> list[dict[str, Any]]:
     rows, tokens_left = [], MAX_TOKENS
     for recorded in samples:
         sample = recorded.sample
@@ -216,6 +226,8 @@ def _sample_rows(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
             "scores": {name: _short(value) for name, value in recorded.scores.items()},
             "faults": recorded.faults,
         }
+        if _place(recorded) in pictures:
+            row["picture"] = pictures[_place(recorded)]
         if len(sample.token_ids) <= tokens_left:
             tokens_left -= len(sample.token_ids)
             row["token_ids"] = sample.token_ids
@@ -235,3 +247,29 @@ def _pieces(
     if pieces:
         kept.write_text(json.dumps(pieces))
     return pieces
+
+
+def _pictures(run_folder: Path, samples: Sequence[RecordedSample], picture: Picture | None) -> dict[str, str]:
+    """Place of a sample -> its picture as base64 text; empty when nobody draws."""
+    kept = run_folder / "samples" / "pictures.json"
+    if picture is None:
+        return json.loads(kept.read_text()) if kept.exists() else {}
+    groups: dict[tuple[str, int, str], list[RecordedSample]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            groups.setdefault((sample.stage, sample.step, sample.prompt_id), []).append(sample)
+    ends = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
+    shown = {_place(sample): sample for pair in _spread(ends, MAX_PICTURES // 2) for sample in pair}
+    drawn = {place: picture(sample) for place, sample in shown.items()}
+    found = {place: base64.b64encode(png).decode() for place, png in drawn.items() if png is not None}
+    if found:
+        kept.write_text(json.dumps(found))
+    return found
+
+
+def _place(recorded: RecordedSample) -> str:
+    return f"{recorded.stage}/{recorded.step}/{recorded.prompt_id}/{recorded.sample.index}"
+
+
+def _reward(recorded: RecordedSample) -> float:
+    return recorded.reward or 0.0
