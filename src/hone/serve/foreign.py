@@ -195,7 +195,8 @@ class SlimeRequest(Foreign):
 
 def slime_reply(result: ItemResult, constant: float | None) -> dict[str, float]:
     """What slime takes as the reward itself: `--reward-key score`. Raises Problem like `openrlhf_reply`."""
-    parts = {f"{name}_score": part.score for name, part in result.components.items() if part.score is not None}
+    weighted = [name for name, part in result.components.items() if part.weight]
+    parts = {f"{name}_score": _part_or(result, name, constant) for name in weighted}
     return {**parts, "score": scored_or(result, constant)}
 
 

@@ -44,6 +44,7 @@ from hone.serve.http import (
     strict_router,
     while_connected,
 )
+from hone.serve.idempotency import IdempotencyKeys
 from hone.serve.problem import Problem
 from hone.serve.scoring import ScoringService
 from hone.serve.settings import ScoringSettings
@@ -78,6 +79,7 @@ class RewardServer:
 
     def __init__(self, scoring: ScoringService, settings: ScoringSettings, lifecycle: Lifecycle) -> None:
         self._scoring, self._settings, self._lifecycle = scoring, settings, lifecycle
+        self._keys = IdempotencyKeys(settings.cache_ttl_s)
 
     def app(self, http: HttpSettings, tokens: Tokens) -> FastAPI:
         metrics = self._scoring.metrics
@@ -108,7 +110,8 @@ class RewardServer:
     async def rewards(self, body: RewardRequest, request: Request) -> Response:
         """Score a batch. One result per item, in order; an item that cannot be scored is an error of its own."""
         began = time.monotonic()
-        results = await self._score(request, body)
+        with self._keys.use(_client(request), request.headers.get("idempotency-key"), await request.body()):
+            results = await self._score(request, body)
         num_ok = sum(result.error is None for result in results)
         reply = RewardReply(
             server=self._info(),
