@@ -107,14 +107,14 @@ def test_padding_and_block_size_are_bounded():
     useful = sum(int(((b.bias_BQK == 0) & b.real_BQ[:, :, None]).sum()) for b in layout.blocks)
     padded = sum(block.bias_BQK.numel() for block in layout.blocks)
     assert padded < 2.5 * useful  # a causal square alone is twice its useful half
-    assert max(block.bias_BQK.numel() for block in layout.blocks) <= BLOCK_SCORES
+    assert max(block.bias_BQK.numel() for block in layout.blocks) <= 1.3 * BLOCK_SCORES  # sizes are rounded up
     assert len(layout.blocks) < 60
 
 
 def test_long_sequences_are_cut_so_that_blocks_stay_bounded():
     layout = Layout.build([list(range(6000))], [0], [list(range(3000))])
-    assert max(block.bias_BQK.numel() for block in layout.blocks) <= BLOCK_SCORES
-    assert len(layout.token_ids_X) == 8999
+    assert max(block.bias_BQK.numel() for block in layout.blocks) <= 1.3 * BLOCK_SCORES  # sizes are rounded up
+    assert layout.num_tokens == 8999 and len(layout.token_ids_X) == 9024
 
 
 def test_flat_arrays_give_the_same_layout():

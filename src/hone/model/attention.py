@@ -106,7 +106,7 @@ class _SharedPromptAttention(torch.autograd.Function):
             parts.append(out.mul_(inverse).view(-1, q.shape[-1]))
             normalisers += (top, inverse)
         padded = parts[0] if len(parts) == 1 else torch.cat(parts)
-        out = padded.index_select(0, output_rows).view(q.shape)
+        out = _without_filler(padded.index_select(0, output_rows).view(q.shape), workspace)
         ctx.save_for_backward(q, k, v, out, *normalisers)
         ctx.workspace = workspace
         return out
@@ -137,7 +137,8 @@ class _SharedPromptAttention(torch.autograd.Function):
             parts.append(_product(grad_scores, keys, size**-0.5).view(-1, size))
             _add_rows(grad_k, rows.sums, _product(grad_scores.mT, queries, size**-0.5))
         padded = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return padded.index_select(0, output_rows).view(q.shape), grad_k, grad_v, None
+        grad_q = _without_filler(padded.index_select(0, output_rows).view(q.shape), workspace)
+        return grad_q, grad_k, grad_v, None
 
 
 def score_dtype(x: Tensor) -> torch.dtype:
@@ -170,6 +171,12 @@ def _cast(x: Tensor, like: Tensor, name: str, workspace: _Workspace) -> Tensor:
 def _zero_padded(inverse: Tensor, rows: _BlockRows) -> Tensor:
     batch, width = rows.block.real_BQ.shape
     return (inverse.view(batch, -1, width) * rows.block.real_BQ[:, None]).view(inverse.shape)
+
+
+def _without_filler(x: Tensor, workspace: _Workspace) -> Tensor:
+    """x, with 0 where filler tokens hold what belongs to the first one."""
+    x[workspace.layout.num_tokens :] = 0
+    return x
 
 
 def _queries(x: Tensor, index: Tensor, k: Tensor, rows: _BlockRows) -> Tensor:

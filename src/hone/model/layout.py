@@ -13,6 +13,9 @@ of one prompt and its responses are adjacent. With prompt "ab" and the samples "
 Attention over such a list is ragged. `blocks` cuts it into padded rectangles of queries against keys, of bounded size
 and of similar shape within a block, which is all that attention.py needs to know. Pure index arithmetic in numpy;
 nothing here loops over tokens.
+
+All sizes are rounded up (`round_size`): the list ends in filler tokens that nothing reads, a block in tiles without a
+real query. A CPU's matrix library compiles a kernel for each shape it meets, so shapes should repeat.
 """
 
 from __future__ import annotations
@@ -33,9 +36,15 @@ WHOLE_GROUP_TOKENS = 64
 QUERY_ROWS = 256
 """Longer sequences are cut into tiles of so many queries, so that a tile sees only the keys before its end."""
 BLOCK_SCORES = 1 << 19
-"""Most scores per head in a block: 64 MiB in float32 with 32 heads."""
+"""Most scores per head in a block, before its sizes are rounded up: 64 MiB in float32 with 32 heads."""
 FREE_PADDING_SCORES = 1 << 13
 """Padding that is cheaper than another block would be."""
+
+
+def round_size(size: int) -> int:
+    """The next size of few: at most 12 % and 63 above, and exact up to 8."""
+    step = min(64, 1 << max(size.bit_length() - 4, 0))
+    return -(-size // step) * step
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class Rows:
 class Layout:
     """One microbatch in shared-prompt layout: X tokens computed, U unique response tokens, T of all samples."""
 
+    num_tokens: int
+    """Of X; what follows is filler, token 0 at position 0."""
     token_ids_X: Tensor
     position_X: Tensor
     predict_U: Tensor
@@ -78,12 +89,13 @@ class Layout:
     expand_T: Tensor | None
     """(T,) index into U for every token of every sample, in sample order. None: U == T."""
     needed_W: Tensor
-    """(W,) the distinct values of predict_U, ascending: the only final hidden states anyone reads."""
+    """(W,) the distinct values of predict_U, ascending, then filler: the only final hidden states anyone reads."""
     needed_U: Tensor
     """(U,) index into W: needed_W[needed_U] == predict_U."""
     blocks: tuple[Block, ...]
     query_slot_3X: Tensor
-    """(3, X) where each token is a query: rows of (Q,) before its own among all blocks, times Q; place in it; Q."""
+    """(3, X) where each token is a query: rows of (Q,) before its own among all blocks, times Q; place in it; Q.
+    Filler stands where the first token does."""
     spans_R: Ints
     """(R, 4) of each distinct sample: start and length of its prompt in X, start of its response, response tokens."""
 
@@ -135,7 +147,7 @@ class Layout:
             chain.from_iterable(prompts[i] for i in used_N), np.int64, int(prompt_length_N.sum())
         )
         places = _place(prompt_length_N, prompt_R, samples.length_R)
-        token_ids_X = np.empty(places.size, np.int64)
+        token_ids_X = np.zeros(round_size(places.size), np.int64)
         token_ids_X[_ranges(places.prompt_start_N, prompt_length_N)] = prompt_tokens
         unique_tokens = token_ids_T[_ranges(samples.start_R, samples.length_R)]
         start_U = _starts(samples.length_R)
@@ -150,12 +162,13 @@ class Layout:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
         return cls(
+            num_tokens=places.size,
             token_ids_X=put(token_ids_X),
-            position_X=put(places.position_X),
+            position_X=put(_filled(places.position_X, len(token_ids_X))),
             predict_U=put(predict_U),
             target_U=put(unique_tokens),
             expand_T=None if expand_T is None else put(expand_T),
-            needed_W=put(needed_W),
+            needed_W=put(_filled(needed_W, round_size(len(needed_W)))),
             needed_U=put(needed_U),
             blocks=tuple(Block(*map(put, arrays), padded=not arrays[-1].all()) for arrays in blocks),
             query_slot_3X=put(query_slot_3X),
@@ -232,7 +245,7 @@ def _blocks(
     tiles = _tiles(places, prompt_length_N, prompt_R)
     num_queries, num_keys = tiles[:, 1], tiles[:, 3] + tiles[:, 5]
     order = np.lexsort((num_queries, num_keys))
-    query_slot_3X = np.empty((3, places.size), np.int64)
+    query_slot_3X = np.empty((3, round_size(places.size)), np.int64)
     blocks, slots = [], 0
     for members in _split(order, num_queries, num_keys):
         block = _pad(tiles[members], places.response_X)
@@ -242,6 +255,7 @@ def _blocks(
         query_slot_3X[:, queries[real_BQ]] = slots + tile * width, column, np.full_like(tile, width)
         slots += real_BQ.size
         blocks.append(block)
+    query_slot_3X[:, places.size :] = query_slot_3X[:, :1]
     return blocks, query_slot_3X
 
 
@@ -289,13 +303,18 @@ def _split(order: Ints, num_queries: Ints, num_keys: Ints) -> list[Ints]:
 
 
 def _pad(tiles: Ints, response_X: Ints) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays of a `Block` of these tiles, and of some more without a real query."""
+    num_real = len(tiles)
+    tiles = np.concatenate((tiles, np.repeat(tiles[:1], round_size(num_real) - num_real, axis=0)))
     query_start, num_queries, shared_start, num_shared, own_start, num_own = (tiles[:, i, None] for i in range(6))
-    query = np.arange(num_queries.max())
+    query = np.arange(round_size(int(num_queries.max())))
     real_BQ = query < num_queries
+    real_BQ[num_real:] = False
     query_BQ = query_start + np.minimum(query, num_queries - 1)
     num_keys = num_shared + num_own
-    key = np.minimum(np.arange(num_keys.max()), num_keys - 1)
-    real_BK = np.arange(num_keys.max()) < num_keys
+    column = np.arange(round_size(int(num_keys.max())))
+    key = np.minimum(column, num_keys - 1)
+    real_BK = column < num_keys
     key_BK = np.where(key < num_shared, shared_start + key, own_start + key - num_shared)
     query_response, key_response = response_X[query_BQ][:, :, None], response_X[key_BK][:, None]
     # Within a group X is in causal order: prompt first, then each response. So "earlier in X, and of the prompt or of
@@ -303,6 +322,10 @@ def _pad(tiles: Ints, response_X: Ints) -> tuple[np.ndarray, np.ndarray, np.ndar
     seen_BQK = (key_BK[:, None] <= query_BQ[:, :, None]) & ((key_response < 0) | (key_response == query_response))
     bias_BQK = np.where(seen_BQK & real_BK[:, None], np.float32(0), np.float32(-np.inf))
     return query_BQ, key_BK, bias_BQK, real_BQ
+
+
+def _filled(indices: Ints, size: int) -> Ints:
+    return np.pad(indices, (0, size - len(indices)))
 
 
 def _starts(lengths: Ints) -> Ints:

@@ -4,7 +4,8 @@ Rows of one prompt that have sampled the same tokens so far are one branch: it i
 forks where they part. A prompt's keys and values are stored once. At each layer the queries of all branches of a prompt
 meet it in one matrix product, each branch meets its own response in another, and one softmax spans both. A branch whose
 rows are finished is closed over by moving the last branch into its slot. Attention is as wide as the longest live
-prompt and, rounded up, response.
+prompt and, rounded up, response. Counts of tokens and branches are rounded up too (`layout.round_size` says why); the
+result of the filler is never read.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.model.decoder import Attend, Decoder
+from hone.model.layout import round_size
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.stepper import closing_moves
 
@@ -80,8 +82,8 @@ class DecoderStepper:
         prompt_X = np.repeat(np.arange(len(prompts)), length_N)
         token_X = np.concatenate([np.array(prompt) for prompt in prompts])
         hidden_NH = self._model(
-            torch.from_numpy(token_X).to(device),
-            torch.from_numpy(position_X).to(device),
+            torch.from_numpy(_filled(token_X)).to(device),
+            torch.from_numpy(_filled(position_X)).to(device),
             self._prefill_attention(first, prompt_X, position_X, length_N),
             torch.from_numpy(length_N.cumsum() - 1).to(device),
         )
@@ -97,13 +99,16 @@ class DecoderStepper:
         """Causal attention within each prompt, padded on the right, where causality alone hides the padding."""
         store, num_prompts, width = self._prompt_store, len(length_N), int(length_N.max())
         flat = store.flat_index(first + prompt_X, position_X)
-        padded_X = torch.from_numpy(prompt_X * width + position_X).to(flat.device)
+        padded_X = torch.from_numpy(_filled(prompt_X * width + position_X)).to(flat.device)
+        num_tokens = len(position_X)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store.write(layer, flat, k, v)
+            store.write(layer, flat, k[:num_tokens], v[:num_tokens])
             keys, values = store.read(layer, first, first + num_prompts)
             heads, kv_heads, head_dim = q.shape[1], k.shape[1], k.shape[2]
-            q_padded = q.new_zeros(num_prompts * width, heads, head_dim).index_copy_(0, padded_X, q)
+            q_padded = q.new_zeros(num_prompts * width, heads, head_dim).index_copy_(
+                0, padded_X[:num_tokens], q[:num_tokens]
+            )
             out = F.scaled_dot_product_attention(
                 q_padded.view(num_prompts, width, heads, head_dim).transpose(1, 2),
                 keys.view(num_prompts, kv_heads, -1, head_dim)[:, :, :width],
@@ -154,13 +159,17 @@ class DecoderStepper:
 
     def advance(self, token_ids_B: Tensor) -> Tensor:
         device = token_ids_B.device
-        token_C = torch.from_numpy(self._fork(token_ids_B.cpu().numpy())).to(device)
+        token_C = self._fork(token_ids_B.cpu().numpy())
         if self._grouping is None:
             self._forget_unused_prompts()
             self._prompt_store.reserve(0, int(self._prompt_length_N.max()), live=len(self._prompt_ids))
             self._grouping = Grouping.of(self._slot_C, self._prompt_length_N, self._model.num_kv_heads, device)
-        position_C = torch.from_numpy(self._prompt_length_N[self._slot_C] + self._length_C).to(device)
-        hidden_CH = self._model(token_C, position_C, self._decode_attention(self._grouping))
+        position_C = self._prompt_length_N[self._slot_C] + self._length_C
+        hidden_CH = self._model(
+            torch.from_numpy(_filled(token_C)).to(device),
+            torch.from_numpy(_filled(position_C)).to(device),
+            self._decode_attention(self._grouping, _filled(self._length_C)),
+        )
         self._length_C += 1
         return self._logits(hidden_CH).index_select(0, torch.from_numpy(self._branch_B).to(device))
 
@@ -173,7 +182,7 @@ class DecoderStepper:
         parent_C, token_C = np.divmod(child_C, self._model.vocab_size)
         count = len(child_C)
         columns = columns_for(int(self._length_C[parent_C].max()) + 1)
-        self._response_store.reserve(self._max_rows, columns, live=len(self._length_C))
+        self._response_store.reserve(round_size(self._max_rows), columns, live=len(self._length_C))
         stays_C = (np.diff(parent_C, prepend=-1) != 0) & (parent_C < count)
         if count == len(self._length_C) and stays_C.all():
             return token_C
@@ -192,11 +201,11 @@ class DecoderStepper:
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         return F.linear(hidden_BH, self._model.output_weight)
 
-    def _decode_attention(self, grouping: Grouping) -> Attend:
+    def _decode_attention(self, grouping: Grouping, length_C: np.ndarray) -> Attend:
         prompts, responses = self._prompt_store, self._response_store
-        num_branches, num_prompts = len(self._slot_C), len(self._prompt_length_N)
-        flat = responses.flat_index(np.arange(num_branches), self._length_C)
-        bias_CW = self._bias(grouping).to(flat.device)
+        num_branches, num_prompts = len(length_C), len(self._prompt_length_N)
+        flat = responses.flat_index(np.arange(num_branches), length_C)
+        bias_CW = self._bias(grouping, length_C).to(flat.device)
         kv_heads, group_heads, head_dim = self._model.num_kv_heads, self._group_heads, self._model.head_dim
         prompt_width, members = grouping.prompt_width, grouping.members
 
@@ -220,11 +229,16 @@ class DecoderStepper:
 
         return attend
 
-    def _bias(self, grouping: Grouping) -> Tensor:
+    def _bias(self, grouping: Grouping, length_C: np.ndarray) -> Tensor:
         """(C, P + L), -inf where a branch has no such token."""
-        bias_CL = torch.zeros(len(self._length_C), self._response_store.columns)
-        bias_CL.masked_fill_(torch.arange(bias_CL.shape[1]) > torch.from_numpy(self._length_C)[:, None], -torch.inf)
+        bias_CL = torch.zeros(len(length_C), self._response_store.columns)
+        bias_CL.masked_fill_(torch.arange(bias_CL.shape[1]) > torch.from_numpy(length_C)[:, None], -torch.inf)
         return torch.cat([grouping.prompt_bias_CP, bias_CL], 1).to(self._prompt_hidden_NH.dtype)
+
+
+def _filled(values: np.ndarray) -> np.ndarray:
+    """The values, then zeros up to a round size."""
+    return np.pad(values, (0, round_size(len(values)) - len(values)))
 
 
 def columns_for(tokens: int) -> int:
@@ -248,7 +262,7 @@ class Grouping:
     branch_of_seat: Tensor
     """(N * Hkv * members,) int64 into (C * Hkv)."""
     seat_of_branch: Tensor
-    """(C * Hkv,) int64 into (N * Hkv * members)."""
+    """(C * Hkv,) int64 into (N * Hkv * members); filler looks into the first seat."""
     prompt_bias_CP: Tensor
     """-inf beyond a branch's prompt."""
 
@@ -263,15 +277,17 @@ class Grouping:
         members = int(branches_of_prompt_N.max())
         head = np.arange(kv_heads)
         seat_of_branch = (slot_C[:, None] * kv_heads + head) * members + member_C[:, None]
+        num_filler = round_size(num_branches) - num_branches
         branch_of_seat = np.tile(head[:, None], (num_prompts, 1, members))
         branch_of_seat.reshape(-1)[seat_of_branch] = np.arange(num_branches)[:, None] * kv_heads + head
         width = int(prompt_length_N.max())
-        bias_CP = torch.zeros(num_branches, width)
-        bias_CP.masked_fill_(torch.arange(width) >= torch.from_numpy(prompt_length_N[slot_C])[:, None], -torch.inf)
+        prompt_length_C = torch.from_numpy(np.pad(prompt_length_N[slot_C], (0, num_filler)))
+        bias_CP = torch.zeros(num_branches + num_filler, width)
+        bias_CP.masked_fill_(torch.arange(width) >= prompt_length_C[:, None], -torch.inf)
         return cls(
             members,
             width,
             torch.from_numpy(branch_of_seat.reshape(-1)).to(device),
-            torch.from_numpy(seat_of_branch.reshape(-1)).to(device),
+            torch.from_numpy(np.pad(seat_of_branch.reshape(-1), (0, num_filler * kv_heads))).to(device),
             bias_CP,
         )
