@@ -202,6 +202,8 @@ class Progress:
     best_value: float | None = None
     metrics_bytes: int = 0
     """Length of metrics.jsonl when the checkpoint was written; a resumed run truncates the file to it."""
+    reward_fingerprints: dict[str, str] = field(default_factory=dict)
+    """Reward component -> fingerprint of the rules that its service scores by."""
     control: Control = field(default_factory=Control)
     """Of the stage's algorithm, which changes this very object."""
 

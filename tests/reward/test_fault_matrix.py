@@ -460,3 +460,22 @@ def test_text_that_is_none_of_utf_8_spoils_nothing(train):
     with FaultyServer() as server:
         (group,) = train(server.url, texts=[["a\ud800b", "fine", "\x00\x1b"]])
     assert None not in group.rewards and group.rewards[1] == 0.75 * score_of("fine") + 0.25 * score_of("enif")
+
+
+def test_the_rules_of_a_service_are_remembered_and_its_failures_told_once(make_rewards, make_group):
+    with FaultyServer(lambda request: Answer(502) if request.number == 1 else None) as server:
+        component = {"use": "service", "args": {"url": server.url}}
+
+        async def go(expected):
+            async with make_rewards(component) as rewards:
+                rewards.expect(expected)
+                await rewards.score(make_group("a", "b"))
+                return rewards.fingerprints(), rewards.http_metrics(), rewards.http_metrics()
+
+        fingerprints, told, told_again = asyncio.run(go({}))
+        assert fingerprints == {"service": "sha256:right"}
+        assert told == {"reward/service_http_failed": 1.0, "reward/service_http_given_up": 0.0}
+        assert set(told_again.values()) == {0.0}
+        assert asyncio.run(go(fingerprints))[0] == fingerprints
+        with pytest.raises(RewardError, match="sha256:right, not sha256:former"):
+            asyncio.run(go({"service": "sha256:former"}))

@@ -32,6 +32,7 @@ async def train_policy(run: PolicyRun) -> None:
     """Make policy updates until `run.steps` are made or a stop is asked for. The caller saves the end."""
     progress, prompts_per_step = run.progress, run.config.train.prompts_per_step
     buffer: GroupBuffer[Finished] = GroupBuffer((run.config.rollout.max_staleness + 1) * prompts_per_step)
+    run.rewards.expect(progress.reward_fingerprints)
     await run.publish()
     if await evaluate_if_due(run) and progress.step < run.config.run.steps:
         await run.save()
@@ -49,6 +50,7 @@ async def train_policy(run: PolicyRun) -> None:
             metrics = await update(run, [f.group for f in finished])
             progress.step += 1
             progress.next_prompt = finished[-1].group.prompt.index + 1
+            progress.reward_fingerprints = run.rewards.fingerprints()
             with run.observer.span("publish"):
                 await run.publish()
             metrics |= {"time/generate_s": generated - started, "time/reward_s": taken - generated}
@@ -104,7 +106,7 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     """One policy update, possibly of several optimizer steps, on `prompts_per_step` groups."""
     dropped = run.take_dropped()
     metrics = summarize(groups, dropped, version=run.progress.step, threshold=run.config.eval.threshold)
-    metrics |= component_metrics(groups, run.rewards.weights)
+    metrics |= component_metrics(groups, run.rewards.weights) | run.rewards.http_metrics()
     with run.observer.span("train"):
         batch, learned = await run.in_compute_thread(learn, run, groups)
     run.record(groups, dropped, batch)

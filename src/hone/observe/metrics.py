@@ -62,6 +62,12 @@ METRICS: dict[str, Metric] = {
         "below 0 it works against the others.",
     ),
     "reward/<component>_fault_frac": Metric("fraction", "Samples for which that component had a fault.", (0.0, 0.05)),
+    "reward/<component>_http_failed": Metric(
+        "HTTP requests", "Of that component, without a valid answer; tried again until their deadline.", (0.0, 0.0)
+    ),
+    "reward/<component>_http_given_up": Metric(
+        "HTTP requests", "Of that component, refused or without a valid answer by their deadline.", (0.0, 0.0)
+    ),
     "train/loss": Metric("loss", "The quantity optimised, over the whole update.", (-0.5, 0.5)),
     "train/grad_norm": Metric("norm", "Global gradient norm before clipping."),
     "train/lr": Metric("learning rate", "Learning rate of the update's last optimizer step."),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from hone.config.run import RewardComponent, RewardSection
 from hone.errors import ConfigError, RewardError
@@ -24,6 +24,9 @@ from hone.reward.resolve import Unusable, load, load_held, resolve
 from hone.reward.signature import Range, RewardFunction, ScoreSample, check_scores, declared_range
 from hone.reward.worker import Job
 from hone.types import Group, Prompt, Sample, Score
+
+if TYPE_CHECKING:
+    from hone.reward.transport import Counts
 
 
 class Scorer(Protocol):
@@ -52,6 +55,19 @@ class Early(Scorer, Protocol):
     def begin(self, prompt: Prompt) -> ScoreSample | None:
         """What scores the samples of this prompt, each as `score` would; None: only `score` can, as args have it."""
         ...
+
+
+@runtime_checkable
+class OverHttp(Scorer, Protocol):
+    """A scorer that asks a service of another process, which may fail and may be another than it was."""
+
+    @property
+    def counts(self) -> Counts:
+        """What happened on the way since the start."""
+        ...
+
+    fingerprint: str | None
+    """Of the rules that the service scores by; None while unknown. Set it to hold the service to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,9 @@ class Rewards:
     ) -> None:
         self.components = tuple(components)
         self.early = {c.name: c.scorer for c in components if isinstance(c.scorer, Early)}
+        self._over_http = {c.name: c.scorer for c in components if isinstance(c.scorer, OverHttp)}
+        self._counted: dict[str, dict[str, int]] = {}
+        """What `http_metrics` has told already."""
         self.weights = {component.name: component.weight for component in components}
         self._min_valid_per_group = settings.min_valid_per_group
         self._bound = UnscoredBound(settings.max_unscored_frac, window_samples)
@@ -184,6 +203,26 @@ class Rewards:
     def summary(self) -> str:
         """How many samples came to be scored since the start, and how many of them could not be."""
         return f"{self._unscored:,} of {self._samples:,} samples could not be scored"
+
+    def http_metrics(self) -> dict[str, float]:
+        """`reward/<component>_http_*`: what failed on the way to services since the last call."""
+        metrics: dict[str, float] = {}
+        for name, scorer in self._over_http.items():
+            counts = scorer.counts
+            now = {"failed": counts.failed + counts.invalid, "given_up": counts.unavailable + counts.refused}
+            before, self._counted[name] = self._counted.get(name, {}), now
+            metrics |= {f"reward/{name}_http_{key}": float(now[key] - before.get(key, 0)) for key in now}
+        return metrics
+
+    def fingerprints(self) -> dict[str, str]:
+        """By which rules each component's service scores, as far as they are known."""
+        known = {name: scorer.fingerprint for name, scorer in self._over_http.items()}
+        return {name: fingerprint for name, fingerprint in known.items() if fingerprint is not None}
+
+    def expect(self, fingerprints: Mapping[str, str]) -> None:
+        """Hold the services to the rules that the run began with."""
+        for name, scorer in self._over_http.items():
+            scorer.fingerprint = fingerprints.get(name, scorer.fingerprint)
 
     @property
     def worker_restarts(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -25,7 +25,7 @@ from hone.config.run import Section, key
 from hone.errors import RewardError
 from hone.reward.resolve import Unusable, nearest
 from hone.reward.signature import DETAIL_CHARACTERS, ScoreSample, all_faulty
-from hone.reward.transport import Call, Endpoints, Refused, Unavailable
+from hone.reward.transport import Call, Counts, Endpoints, Refused, Unavailable
 from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, score_of
 from hone.types import Fault, Group, Prompt, Sample, Score
 
@@ -60,7 +60,7 @@ class ServiceSettings(Section):
 
 
 class ServiceReward:
-    """The scorer (`base.Held`, `base.Early`). Needs no service at its start: requests wait for one."""
+    """The scorer (`base.Held`, `base.Early`, `base.OverHttp`). Needs no service at its start: requests wait for one."""
 
     def __init__(self, settings: ServiceSettings, endpoints: Endpoints) -> None:
         self.fingerprint: str | None = None
@@ -98,9 +98,10 @@ class ServiceReward:
     async def close(self) -> None:
         await self._endpoints.close()
 
-    def counts(self) -> dict[str, int]:
-        """What happened on the way since the start."""
-        return asdict(self._endpoints.counts)
+    @property
+    def counts(self) -> Counts:
+        """See `base.OverHttp`."""
+        return self._endpoints.counts
 
     def begin(self, prompt: Prompt) -> ScoreSample | None:
         """See `base.Early`."""
