@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hone.reward.resolve import Unusable
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 ELISION = "\n[... the middle is left out ...]\n"
 
@@ -42,7 +45,10 @@ class ByteBound:
 
 
 class TokenizerCounter:
-    """The judge's own tokenizer, a `tokenizer.json` or the folder with it. Needs nothing but the tokenizers library."""
+    """The judge's own tokenizer, a `tokenizer.json` or the folder with it. Needs nothing but the tokenizers library.
+
+    A text with characters that it cannot spell counts by its bytes.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises Unusable when there is no such file."""
@@ -59,10 +65,14 @@ class TokenizerCounter:
         self.special_tokens: Sequence[str] = tuple(token.content for token in added if token.special)
 
     def count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        encoding = self._encoding(text)
+        return ByteBound().count(text) if encoding is None else len(encoding.ids)
 
     def cut_middle(self, text: str, max_tokens: int) -> str:
-        spans = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        encoding = self._encoding(text)
+        if encoding is None:
+            return ByteBound().cut_middle(text, max_tokens)
+        spans = encoding.offsets
         keep = max(0, max_tokens - self.count(ELISION))
         while keep > 0:  # tokens at the seams may join differently, so what was cut is counted again
             half = keep // 2
@@ -72,6 +82,12 @@ class TokenizerCounter:
                 return head + ELISION + tail
             keep -= 1
         return ""
+
+    def _encoding(self, text: str) -> Encoding | None:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception:  # boundary: the library raises bare exceptions for what it cannot spell
+            return None
 
 
 def without_reasoning(response: str) -> str:

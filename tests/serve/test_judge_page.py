@@ -1,0 +1,57 @@
+"""docs/rewards-judge.md: its settings are accepted or refused as it says, its code runs, its requests are answered."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hone.config.run import RewardSection
+from hone.data.chat import Tokenizer, character_tokenizer
+from hone.reward.judge.scorer import JudgeReward
+from hone.reward.judge.settings import JudgeSettings
+from hone.reward.judge.user import check
+from hone.reward.resolve import Unusable
+from hone.serve.openai import ChatRequest, CompletionRequest
+
+PAGE = (Path(__file__).parents[2] / "docs/rewards-judge.md").read_text("utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def test_the_first_settings_are_accepted_and_their_lengths_come_out(tmp_path):
+    section = RewardSection.model_validate(yaml.safe_load(blocks("yaml")[0])["reward"])
+    (component,) = section.components
+    folder = tmp_path / "models/deepseek-grm"
+    folder.mkdir(parents=True)
+    Tokenizer(character_tokenizer("ab")).hf.save_pretrained(folder)
+    args = component.args | {"template_tokens": 450}  # a tokenizer of two characters counts no words
+    assert JudgeReward.from_args(args, folder=tmp_path, timeout_s=1).settings.votes == 3
+
+
+def test_the_recipe_that_overflows_is_refused_with_the_sum_on_the_page(tmp_path):
+    recipe = yaml.safe_load(blocks("yaml")[1])
+    with pytest.raises(Unusable) as refused:
+        JudgeReward.from_args(recipe, folder=tmp_path, timeout_s=1)
+    said = re.search(r"^    (max_question_tokens 1024 .*): \.\.\.$", PAGE, re.MULTILINE)[1]
+    assert said in str(refused.value)
+
+
+def test_functions_of_the_users_fit(tmp_path):
+    settings = JudgeSettings.of(yaml.safe_load(blocks("yaml")[2]))
+    config = settings.data_processor_config
+    (tmp_path / config.path).write_text(blocks("python")[0])
+    for role, name in (("preprocess", config.preprocess_fn_name), ("postprocess", config.postprocess_fn_name)):
+        check({"path": str(tmp_path / config.path), "name": name, "role": role})
+
+
+def test_requests_have_the_form_that_the_server_takes():
+    commands = [shlex.split(line) for block in blocks("bash") for line in block.replace("\\\n", "").splitlines()]
+    bodies = {words[2].rpartition("/v1/")[2]: json.loads(words[-1]) for words in commands if "-d" in words}
+    assert CompletionRequest.model_validate(bodies["completions"]).n == 2
+    assert ChatRequest.model_validate(bodies["chat/completions"]).temperature == 0
+    assert commands[0][:3] == ["hone", "serve", "policy"]
