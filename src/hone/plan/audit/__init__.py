@@ -1,0 +1,1 @@
+"""A foreign recipe's settings and claims about memory, each checked with the planner's arithmetic."""
