@@ -1,4 +1,4 @@
-"""What the poster reward gives to a good poster made worse step by step; written into docs/rewards-poster.md.
+"""What the poster reward gives to a good poster made worse step by step; written into docs/rewards.md.
 
 python -m hone.reward.poster.table [PAGE]          rewrites the table of the page (default: that one)
 """
@@ -18,7 +18,7 @@ from hone.reward.poster import judge_of
 from hone.reward.poster.scoring import score_posters
 from hone.types import Score
 
-PAGE = Path("docs/rewards-poster.md")
+PAGE = Path("docs/rewards.md")
 BEGIN, END = "<!-- table: python -m hone.reward.poster.table -->\n", "<!-- end of table -->\n"
 
 INK = "#7c2d12"
