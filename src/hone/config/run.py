@@ -102,7 +102,8 @@ class RewardComponent(Section):
     args: dict[str, Any] = key({})
     """Keyword arguments for the reward."""
     timeout_s: float = key(10.0, unit="seconds per group", gt=0)
-    """A scorer that takes longer is killed and replaced; the sample becomes a fault, not a number."""
+    """A scorer that takes longer is killed and replaced; the sample becomes a fault, not a number. Rewards that judge
+    one response at a time, `math` among them, have this long for each."""
 
 
 class RewardSection(Section):
