@@ -5,12 +5,13 @@ The Python API of this package; `hone plan` prints what it returns. Closed forms
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hone.config.run import RunConfig
 from hone.plan import cluster, local
+from hone.plan.cures import best_cure
 from hone.plan.hardware import Hardware
 from hone.plan.inputs import Inputs, implementation_of, microbatch, resolve
 from hone.plan.ledger import Ledger
@@ -96,7 +97,11 @@ def plan(
         DataError: a model whose shape is not known.
     """
     workload = workload_of(config, mean_prompt_tokens=mean_prompt_tokens, mean_response_tokens=mean_response_tokens)
-    return plan_inputs(resolve(config, hardware, placement or Placement(), workload, folder))
+    found = plan_inputs(resolve(config, hardware, placement or Placement(), workload, folder))
+    cure = best_cure(found.inputs, found.ledgers, lambda inputs: plan_inputs(inputs).ledgers)
+    if cure is None:
+        return found
+    return replace(found, verdict=replace(found.verdict, sentence=f"{found.verdict.sentence}. {cure}"))
 
 
 def plan_inputs(inputs: Inputs) -> Plan:

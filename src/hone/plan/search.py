@@ -16,6 +16,7 @@ from typing import Any, Literal
 from hone.plan.inputs import Inputs
 from hone.plan.ledger import gib, percent
 from hone.plan.planner import Plan, plan_inputs
+from hone.plan.settings import Settings, changed, setting
 from hone.plan.verdict import TIGHT_FRAC
 
 Preset = Literal["safe", "recommended", "aggressive"]
@@ -27,9 +28,6 @@ WORTH_FRAC = 0.01
 ROUNDS = 3
 TOKEN_BUDGETS = tuple(sorted(step << bits for bits in range(9, 18) for step in (2, 3)))
 FRACS = tuple(round(0.2 + 0.05 * n, 2) for n in range(15))
-
-Settings = Mapping[str, Any]
-"""Values by key; keys under `placement.` belong to the placement, the others to the run file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,38 +138,6 @@ def _divisors(inputs: Inputs, most: int) -> list[int]:
     """Degrees of tensor parallelism that divide heads and devices, within one machine."""
     heads, devices = inputs.architecture.heads, inputs.hardware.devices
     return [n for n in (1, 2, 4, 8, 16) if n <= min(most, devices) and heads % n == 0 and devices % n == 0]
-
-
-# ---- settings of resolved inputs
-
-
-def setting(inputs: Inputs, key: str) -> Any:
-    """The value of a key, with what null stands for put in."""
-    if key == "placement.checkpointing" and inputs.placement.checkpointing is None:
-        return "full" if inputs.config.train.activation_checkpointing else "none"
-    if key == "placement.engine.max_samples" and inputs.placement.engine.max_samples is None:
-        return inputs.config.rollout.max_concurrent_samples
-    here: Any = inputs.placement if key.startswith("placement.") else inputs.config
-    for part in key.removeprefix("placement.").split("."):
-        here = getattr(here, part)
-    return here
-
-
-def changed(inputs: Inputs, settings: Settings) -> Inputs:
-    """The same inputs with other settings; only keys that the algorithm does not depend on."""
-    config, placement = inputs.config, inputs.placement
-    for key, value in settings.items():
-        if key.startswith("placement."):
-            placement = _with(placement, key.removeprefix("placement.").split("."), value)
-        else:
-            config = _with(config, key.split("."), value)
-    return replace(inputs, config=config, placement=placement)
-
-
-def _with(section: Any, path: Sequence[str], value: Any) -> Any:
-    first, *rest = path
-    inner = _with(getattr(section, first), rest, value) if rest else value
-    return section.model_copy(update={first: inner})
 
 
 def _differences(start: Inputs, end: Inputs) -> dict[str, Any]:

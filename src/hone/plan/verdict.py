@@ -31,9 +31,13 @@ class Verdict:
 
 def judge(ledgers: Sequence[Ledger], problems: Sequence[str]) -> Verdict:
     """The verdict on all ledgers together; the tightest one is the one to talk about."""
-    tightest = min(ledgers, key=lambda ledger: ledger.headroom_bytes / ledger.capacity_bytes)
-    sentence = describe(tightest)
-    return Verdict("does not fit" if problems else level_of(tightest), sentence, tuple(problems))
+    device = tightest(ledgers)
+    return Verdict("does not fit" if problems else level_of(device), describe(device), tuple(problems))
+
+
+def tightest(ledgers: Sequence[Ledger]) -> Ledger:
+    """The kind of device with the least head-room, as a share of it."""
+    return min(ledgers, key=lambda ledger: ledger.headroom_bytes / ledger.capacity_bytes)
 
 
 def level_of(ledger: Ledger) -> Level:
