@@ -119,6 +119,26 @@ def test_a_sample_of_two_turns_by_hand():
     assert replace(second, **{k: getattr(first, k) for k in ("prompt", "sampling", "first_position")}) == first
 
 
+def test_a_sample_is_told_when_its_episode_is_over():
+    told = []
+
+    def answer(episode, turn, text):
+        return Observation("X") if episode.sample_index == 1 and turn == 0 else None
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request, on_sample=None):
+            told.append("turn")
+            return await super().generate(request)
+
+    async def main():
+        episodes = EpisodeEngine(Engine("D$", "E$", "F$"), Scripted(answer), encode=tokens, max_turns=4, in_step=True)
+        return await episodes.generate(request([1, 2], samples=2, max_tokens=12), told.append)
+
+    first, second = asyncio.run(main())
+    assert told == ["turn", first, "turn", second]
+    assert (first.text, second.text) == ("D", "EXF")
+
+
 def test_the_environment_sees_each_turn_and_its_own_chance():
     seen = []
 

@@ -134,6 +134,26 @@ def test_shared_weights_need_only_a_version_and_stay_trainable():
     assert model.output_weight.grad is not None
 
 
+def test_each_sample_is_told_as_it_is_finished():
+    told, gate = [], Gate()
+
+    async def use(engine):
+        ragged = request([3, 4], samples=6, max_tokens=40)
+        call = asyncio.create_task(engine.generate(ragged, lambda sample: told.append((sample, call.done()))))
+        await gate.reached()
+        assert not told
+        gate.open()
+        samples = await call
+        assert [sample for sample, _ in sorted(told, key=lambda each: each[0].index)] == list(samples)
+        return samples
+
+    samples = with_engine(tiny_model(), use, decode=gate)
+    lengths = [len(sample.token_ids) for sample, _ in told]
+    assert lengths == sorted(lengths) and len(set(lengths)) > 1  # in the order of finishing
+    assert not any(is_done for _, is_done in told)
+    assert samples == generate(tiny_model(), [request([3, 4], samples=6, max_tokens=40)])[0]  # telling changes nothing
+
+
 def test_a_cancelled_call_frees_its_rows_and_disturbs_nobody():
     def requests():
         return [request(p, index=i, samples=2, max_tokens=3 + 20 * i) for i, p in enumerate(random_prompts(4))]
