@@ -178,6 +178,31 @@ def test_nobody_there(make_group):
     assert {one.fault for one in asyncio.run(main())} == {Fault.INFRA}
 
 
+def test_a_sample_is_judged_as_soon_as_it_is_finished_and_scores_as_in_its_group(make_group, make_rewards):
+    """Every answer is there before the group is: what is left for then is whose fault a missing score is."""
+    group = make_group("good", "broken", "poor")
+    component = {"use": "judge", "args": {"url": "", "log_every_s": 1e6}}
+
+    async def main(url: str, asked: list) -> tuple[Group, Group, int]:
+        component["args"]["url"] = url
+        async with make_rewards(component) as rewards, rewards.begin(group.prompt) as scoring:
+            for sample in group.samples:
+                scoring.on_sample(sample)
+            while len(asked) < 5:
+                await asyncio.sleep(0.01)
+            early = len(asked)
+            return await scoring.finish(group.samples), await rewards.score(group), early
+
+    def script(number: int, body: dict) -> Reply:
+        return says("hm") if shown(body) == ["broken"] else by_text(good=9, poor=3)(number, body)
+
+    with endpoint(script) as (url, asked):
+        begun, whole, early = asyncio.run(main(url, asked))
+    assert begun.rewards == whole.rewards == (8 / 9, 2 / 9, 2 / 9)
+    assert begun.scores["judge"][1].fault is Fault.MODEL
+    assert len(asked) == early == 5
+
+
 # ---- votes
 
 

@@ -21,7 +21,7 @@ from hone.errors import ConfigError, RewardError
 from hone.reward.builtin import HELD
 from hone.reward.pool import WorkerPool
 from hone.reward.resolve import Unusable, load, load_held, resolve
-from hone.reward.signature import Range, RewardFunction, ScoreSample, check_scores, declared_range
+from hone.reward.signature import MayScoreSample, Range, RewardFunction, check_scores, declared_range
 from hone.reward.worker import Job
 from hone.types import Group, Prompt, Sample, Score
 
@@ -50,10 +50,13 @@ class Held(Scorer, Protocol):
 
 @runtime_checkable
 class Early(Scorer, Protocol):
-    """A scorer to which a sample's siblings do not matter, so that each can be scored as soon as it is finished."""
+    """A scorer to which a sample's siblings mostly do not matter, so that each can be scored once it is finished."""
 
-    def begin(self, prompt: Prompt) -> ScoreSample | None:
-        """What scores the samples of this prompt, each as `score` would; None: only `score` can, as args have it."""
+    def begin(self, prompt: Prompt) -> MayScoreSample | None:
+        """What scores the samples of this prompt, each as `score` would; None: only `score` can, as args have it.
+
+        It may give None for a sample whose siblings matter after all: then `score` is asked for the whole group.
+        """
         ...
 
 
@@ -265,7 +268,7 @@ class Scoring:
         self._rewards, self._prompt = rewards, prompt
         begun = {name: scorer.begin(prompt) for name, scorer in rewards.early.items()}
         self._early = {name: score_sample for name, score_sample in begun.items() if score_sample is not None}
-        self._running: dict[tuple[str, int], asyncio.Future[Score]] = {}
+        self._running: dict[tuple[str, int], asyncio.Future[Score | None]] = {}
         """Component name and sample index -> its score."""
         self.on_sample: Callable[[Sample], None] | None = self._start if self._early else None
         """To be told of each finished sample; None when no scorer can use it."""
@@ -286,9 +289,9 @@ class Scoring:
     async def _scores(self, component: Component, group: Group) -> tuple[Score, ...]:
         running = [self._running.get((component.name, sample.index)) for sample in group.samples]
         begun = [score for score in running if score is not None]
-        if len(begun) < len(running):
-            return await component.scorer.score(group)
-        return tuple(await asyncio.gather(*begun))
+        scores = await asyncio.gather(*begun) if len(begun) == len(running) else [None]
+        found = tuple(score for score in scores if score is not None)
+        return found if len(found) == len(group.samples) else await component.scorer.score(group)
 
     async def __aenter__(self) -> Self:
         return self

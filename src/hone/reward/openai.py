@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.reward.transport import Endpoints
+from hone.reward.transport import Counts, Endpoints
 
 CHAT_PATH = "/v1/chat/completions"
 MAX_REPLY_BYTES = 8 << 20
@@ -66,6 +66,11 @@ class ChatClient:
         """
         body = {**self._named, "messages": list(messages), **sampling}
         return await self._endpoints.post(CHAT_PATH, body, deadline_s=deadline_s, check=read_answer)
+
+    @property
+    def counts(self) -> Counts:
+        """What happened on the way since the start."""
+        return self._endpoints.counts
 
     async def close(self) -> None:
         """Close the connections. May be called twice."""

@@ -23,6 +23,8 @@ Scores = Sequence[float | Score | None]
 RewardFunction = Callable[..., Scores | Awaitable[Scores]]
 ScoreSample = Callable[[Sample], Awaitable[Score]]
 """Scores one sample of a prompt that was given before, without its siblings."""
+MayScoreSample = Callable[[Sample], Awaitable[Score | None]]
+"""The same; None for a sample whose siblings matter after all."""
 
 DETAIL_CHARACTERS = 200
 """Longest cause that a fault carries."""

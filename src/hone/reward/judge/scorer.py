@@ -30,7 +30,8 @@ from hone.reward.judge.user import UserFunctions
 from hone.reward.openai import Answer, ChatClient
 from hone.reward.pool import CallFailed
 from hone.reward.resolve import Unusable
-from hone.reward.signature import DETAIL_CHARACTERS, Range, all_faulty
+from hone.reward.signature import DETAIL_CHARACTERS, MayScoreSample, Range, all_faulty
+from hone.reward.transport import Counts
 from hone.types import Fault, Group, Prompt, Sample, Score
 
 
@@ -57,9 +58,11 @@ class Row:
 
 
 class JudgeReward:
-    """The scorer (`base.Held`). Needs no judge at its start: questions wait for one."""
+    """The scorer (`base.Held`, `base.Early`, `base.OverHttp`). Needs no judge at its start: questions wait for one."""
 
     hone_range = Range(0.0, 1.0)
+    fingerprint: str | None = None
+    """Never known: an endpoint does not tell what its model is."""
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class JudgeReward:
         functions: UserFunctions | None,
     ) -> None:
         self.settings, self.template, self.counter = settings, template, counter
-        self._functions = functions
+        self._client, self._functions = client, functions
         self._traffic = Traffic(settings.log_every_s)
         self._asker = Asker(
             client,
@@ -124,6 +127,20 @@ class JudgeReward:
         await self._asker.close()
         if self._functions:
             await self._functions.close()
+
+    @property
+    def counts(self) -> Counts:
+        """What happened on the way since the start (`base.OverHttp`)."""
+        return self._client.counts
+
+    def begin(self, prompt: Prompt) -> MayScoreSample | None:
+        """See `base.Early`. Whoever cannot be scored alone is left to `score`, which finds the answers remembered."""
+
+        async def score_sample(sample: Sample) -> Score | None:
+            (score,) = await self.score(Group(prompt, (sample,)))
+            return score if score.fault is None else None
+
+        return score_sample if self.settings.mode == "pointwise" else None
 
     async def score(self, group: Group) -> tuple[Score, ...]:
         """One score per sample, in [0, 1]; canaries that are due are judged beside them."""
