@@ -106,21 +106,18 @@ def serving(folder: Path, *options: str, rewards: str = REWARDS, token: str | No
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-    served = None
     try:
         url = wait_for(lambda: re.search(r"listening on (\S+)", log.read_text()), process, log).group(1)
         wait_for(lambda: ": ready" in log.read_text(), process, log)
         served = Served(process, log, url, token)
         yield served
+        served.client.close()
+        if process.poll() is None:
+            process.terminate()
+            assert process.wait(10) == 0, log.read_text()
     finally:
-        if served is not None:
-            served.client.close()
-        process.terminate()
-        try:
-            process.wait(10)
-        finally:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
 
 
 def wait_for(condition: Any, process: subprocess.Popen, log: Path, seconds: float = 60.0) -> Any:

@@ -175,7 +175,7 @@ CURL = r"""
 curl -X POST http://localhost:8899/compute_reward \
   -H "Content-Type: application/json" \
   -d '{
-    "solution_str": "{\"layers\":[{\"type\":\"title\", \"text\":\"Sale\",\"x\":9,\"y\":9,\"width\":300,\"height\":60}]}",
+    "solution_str": "{\"layers\":[{\"type\":\"title\",\"text\":\"Sale\",\"x\":9,\"y\":9,\"width\":300,\"height\":60}]}",
     "ground_truth": {"canvas_size": [400, 300], "layers": [{"type": "title", "text": "Sale", "x": 9, "y": 9,
       "width": 300, "height": 60}]},
     "extra_info": {"sample_id": "test"}

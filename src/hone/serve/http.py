@@ -241,6 +241,11 @@ class Guard:
             exchange.status = 499  # as others log a client that hung up; nothing can be sent
         except Problem as problem:
             await problem.response(exchange.request_id)(scope, receive, exchange.send)
+        except asyncio.CancelledError:  # the server ends before the request could
+            if not exchange.started:
+                problem = Problem(503, "cancelled", "the server goes down", retryable=True, retry_after_s=5, close=True)
+                await problem.response(exchange.request_id)(scope, receive, exchange.send)
+            raise
         except Exception:  # boundary: a mistake in a server must not take the answer's form and the log line with it
             log.exception("request %s failed", exchange.request_id)
             if not exchange.started:

@@ -1,0 +1,381 @@
+"""The reward service when things go wrong: scorers that hang or die, clients that leave, deadlines, limits, its end.
+
+The scorer `obey` does what a response says and leaves a line in a file: the witness of what was really scored.
+"""
+
+import json
+import signal
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+from served import serving
+
+from hone.cli.main import main
+
+TIMEOUT_S = 1.5
+OBEY = """\
+reward:
+  workers: 2
+  components:
+    - {use: "mine.py:obey", args: {witness: witness.txt}, timeout_s: TIMEOUT_S}
+    - {use: "mine.py:place", weight: 0}
+"""
+
+
+def obeying(folder, *options, timeout_s=TIMEOUT_S, **more):
+    return serving(folder, *options, rewards=OBEY.replace("TIMEOUT_S", str(timeout_s)), **more)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("obey")
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    with obeying(folder, "--timeout-s", "30") as running:
+        yield running
+
+
+@pytest.fixture
+def witnessed(folder):
+    """What was scored so far, a response a line."""
+    path = folder / "witness.txt"
+    path.write_text("")
+    return lambda: path.read_text().splitlines()
+
+
+def in_background(function, *args, **more):
+    thread = threading.Thread(target=function, args=args, kwargs=more, daemon=True)
+    thread.start()
+    return thread
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def texts(*responses):
+    return {"reward": "obey", "items": [{"id": f"i{n}", "solution_str": text} for n, text in enumerate(responses)]}
+
+
+def posted(served, body):
+    """The answer, once what was cancelled before is ended: until then a service foresees a wait and refuses."""
+    while (response := served.post("/v1/rewards", body)).status_code == 503:
+        time.sleep(0.05)
+    return response
+
+
+def test_health_answers_at_once_while_every_scorer_hangs(served, witnessed):
+    """Four hang two workers, so that two of them wait for the others' time limit; health is asked all the time."""
+    hangs = [f"sleep 99 {n}" for n in range(4)]
+    running = in_background(served.post, "/v1/rewards", texts(*hangs))
+    until(lambda: len(witnessed()) == 2)
+    seconds = []
+    while running.is_alive():
+        began = time.monotonic()
+        assert served.client.get("/health").status_code == 200
+        seconds.append(time.monotonic() - began)
+        time.sleep(0.02)
+    # had the event loop waited for a scorer, there would be two or three answers of a time limit each
+    assert len(seconds) > 5 and statistics.median(seconds) < TIMEOUT_S / 10
+    assert len(witnessed()) == 4
+    (after,) = served.score({"solution_str": "fine"}, reward="obey")
+    assert after["score"] == 4.0
+
+
+def test_a_scorer_that_fails_is_an_error_of_its_items_alone(served):
+    results = served.score(
+        *({"solution_str": text} for text in ("fine", "die", "none", "sleep 99 again")), reward="obey"
+    )
+    assert [result["score"] for result in results] == [4.0, None, None, None]
+    details = [result["error"]["detail"] for result in results[1:]]
+    assert "exit code 3" in details[0] and "returned None" in details[1] and "took longer" in details[2]
+    assert all(result["error"]["fault"] == "infra" and result["error"]["retryable"] for result in results[1:])
+    assert served.client.get("/health").json()["status"] == "degraded"
+    assert served.metric("reward_worker_restarts_total") >= 2
+    assert [r["score"] for r in served.score({"solution_str": "well"}, reward="obey")] == [4.0]
+    assert served.client.get("/health").json()["status"] == "healthy"
+
+
+def test_our_own_failure_is_not_remembered(served, witnessed):
+    for _ in range(2):
+        (result,) = served.score({"solution_str": "none of it"}, reward="obey")
+        assert result["error"]["retryable"] and not result["cached"]
+    assert witnessed() == ["none of it"] * 2
+
+
+def test_what_is_late_is_an_error_of_its_item_and_the_rest_is_answered(served, witnessed):
+    began = time.monotonic()
+    asked = [{"solution_str": "sleep 1.4 late"}, {"solution_str": "fine too"}]
+    late, fine = served.score(*asked, reward="obey", timeout_ms=600)
+    assert time.monotonic() - began < 1.3
+    assert (fine["score"], late["score"]) == (8.0, None)
+    assert late["error"] == {
+        "fault": "infra",
+        "retryable": True,
+        "component": "obey",
+        "detail": "not scored within 0.6 s",
+    }
+
+
+def test_nothing_in_time_is_an_answer_of_its_own(served):
+    response = posted(served, texts("sleep 1.4 nothing") | {"timeout_ms": 200})
+    assert (response.status_code, response.json()["type"]) == (504, "urn:hone:problem:deadline")
+    assert response.json()["retryable"]
+
+
+def test_work_whose_deadline_passed_in_the_queue_is_not_scored(served, witnessed):
+    busy_and_queued = texts("sleep 1 a", "sleep 1 b", "too late")
+    assert posted(served, busy_and_queued | {"timeout_ms": 500}).status_code == 504
+    served.score({"solution_str": "afterwards"}, reward="obey")
+    assert "too late" not in witnessed() and "afterwards" in witnessed()
+
+
+def test_a_wait_beyond_the_deadline_is_refused_at_once(served, witnessed):
+    busy = in_background(served.post, "/v1/rewards", texts(*(f"sleep 0.4 {n}" for n in range(4))))
+    until(lambda: len(witnessed()) == 4)
+    response = served.post("/v1/rewards", texts("impatient") | {"timeout_ms": 50})
+    assert (response.status_code, response.json()["type"]) == (503, "urn:hone:problem:too-long-a-wait")
+    busy.join(20)
+
+
+def test_work_whose_client_is_gone_is_not_scored(served, witnessed):
+    busy = in_background(served.post, "/v1/rewards", texts("sleep 0.8 c", "sleep 0.8 d"))
+    until(lambda: len(witnessed()) == 2)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{served.url}/v1/rewards", json=texts("nobody waits"), timeout=0.2)
+    until(lambda: served.client.get("/health").json()["queue_depth"] == 2)
+    busy.join(20)
+    served.score({"solution_str": "later"}, reward="obey")
+    assert sorted(witnessed()) == ["later", "sleep 0.8 c", "sleep 0.8 d"]
+    assert served.client.get("/health").json()["queue_depth"] == 0
+    assert " 499 " in served.log.read_text()
+
+
+def test_the_same_work_in_flight_is_done_once(served, witnessed):
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(served.post, "/v1/rewards", texts("sleep 0.5 once")) for _ in range(4)]
+        scores = [future.result().json()["results"][0]["score"] for future in asked]
+    assert scores == [float(len("sleep 0.5 once"))] * 4
+    assert witnessed() == ["sleep 0.5 once"]
+
+
+def test_work_that_somebody_still_waits_for_outlives_another_client(served, witnessed):
+    waiting = ThreadPoolExecutor(1).submit(served.post, "/v1/rewards", texts("sleep 0.7 shared"))
+    until(lambda: witnessed() == ["sleep 0.7 shared"])
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{served.url}/v1/rewards", json=texts("sleep 0.7 shared"), timeout=0.1)
+    assert waiting.result(20).json()["summary"]["ok"] == 1
+    assert witnessed() == ["sleep 0.7 shared"]
+
+
+def test_a_key_in_flight_is_not_overtaken(served, witnessed):
+    key = {"Idempotency-Key": "busy"}
+    busy = in_background(served.post, "/v1/rewards", texts("sleep 0.5 key"), headers=key)
+    until(lambda: len(witnessed()) == 1)
+    response = served.post("/v1/rewards", texts("sleep 0.5 key"), headers=key)
+    assert (response.status_code, response.json()["type"]) == (409, "urn:hone:problem:already-in-flight")
+    busy.join(20)
+    assert served.post("/v1/rewards", texts("sleep 0.5 key"), headers=key).json()["results"][0]["cached"]
+
+
+def test_workers_killed_under_load_cost_retries_and_no_score(served):
+    responses = [f"sleep 0.02 {n}" for n in range(40)]
+    children = psutil.Process(served.process.pid).children()
+    restarts = served.metric("reward_worker_restarts_total")
+
+    def kill_twice():
+        for _ in range(2):
+            time.sleep(0.15)
+            for child in psutil.Process(served.process.pid).children():
+                child.kill()
+
+    assert len(children) == 2
+    killer = in_background(kill_twice)
+    body, scores, failed = texts(*responses), {}, 0
+    while len(scores) < len(responses):
+        body["items"] = [item for item in body["items"] if item["id"] not in scores]
+        results = served.post("/v1/rewards", body).json()["results"]
+        assert all(result["error"] is None or result["error"]["retryable"] for result in results)
+        failed += sum(result["score"] is None for result in results)
+        scores |= {result["id"]: result["score"] for result in results if result["score"] is not None}
+    killer.join()
+    assert failed > 0 and served.metric("reward_worker_restarts_total") > restarts  # they did die at work
+    assert [scores[f"i{n}"] for n in range(40)] == [float(len(text)) for text in responses]
+
+
+# ---- limits and tokens
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory):
+    """A service with a token and with every limit small."""
+    folder = tmp_path_factory.mktemp("strict")
+    (folder / "tokens.txt").write_text("old-token\n")
+    limits = {"queue-items": 4, "client-items": 3, "max-items": 3, "max-solution-kib": 1, "max-body-mib": 0.01}
+    options = [f"--{name}={value}" for name, value in limits.items()]
+    with obeying(folder, "--token-file", "tokens.txt", *options, token="old-token") as running:
+        running.folder = folder
+        yield running
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "request_"),
+    [
+        (400, "bad-json", {"content": b"{", "headers": JSON}),
+        (400, "bad-json", {"content": b'{"items": [], "timeout_ms": NaN}', "headers": JSON}),
+        (400, "bad-json", {"content": b'{"items": [], "seed": 1e999}', "headers": JSON}),
+        (400, "bad-json", {"content": b'{"items": "\xff"}', "headers": JSON}),
+        (400, "bad-json", {"content": b"[" * 500 + b"]" * 500, "headers": JSON}),
+        (400, "bad-gzip", {"content": b"{}", "headers": {**JSON, "Content-Encoding": "gzip"}}),
+        (401, "unauthorized", {"json": {"items": []}, "headers": {"Authorization": "Bearer old-toke"}}),
+        (401, "unauthorized", {"json": {"items": []}, "headers": {"Authorization": "old-token"}}),
+        (404, "unknown-reward", {"json": {"items": [], "reward": "nope"}}),
+        (404, "not-found", {"url": "/v2/rewards", "json": {}}),
+        (405, "method-not-allowed", {"method": "PUT", "json": {}}),
+        (413, "body-too-large", {"content": b" " * 20_000, "headers": JSON}),
+        (413, "body-too-large", {"content": (b" " * 2_000 for _ in range(10)), "headers": JSON}),
+        (413, "too-many-items", {"json": texts(*"abcd")}),
+        (415, "not-json", {"content": b"{}", "headers": {"Content-Type": "text/plain"}}),
+        (415, "unknown-encoding", {"content": b"{}", "headers": {**JSON, "Content-Encoding": "br"}}),
+        (422, "unprocessable-body", {"json": {"items": [{"id": "a", "solution_str": 5}]}}),
+        (422, "unprocessable-body", {"json": texts("a") | {"unknown": 1}}),
+        (422, "unprocessable-body", {"json": {"items": [{"id": "a", "solution_str": "x"}] * 2}}),
+        (422, "unprocessable-body", {"json": texts("a") | {"mode": "groupwise"}}),
+    ],
+)
+def test_a_wrong_request_is_a_problem(strict, status, kind, request_):
+    request = {"method": "POST", "url": "/v1/rewards"} | request_
+    response = strict.client.request(**request)
+    problem = response.json()
+    assert (response.status_code, problem["status"], problem["type"]) == (status, status, f"urn:hone:problem:{kind}")
+    assert response.headers["content-type"] == "application/problem+json"
+    assert problem.keys() == {"type", "title", "status", "detail", "instance", "retryable", "errors"}
+    assert problem["retryable"] is False
+    assert problem["instance"] == f"urn:hone:request:{response.headers['x-request-id']}"
+
+
+def test_a_problem_points_to_what_is_wrong(strict):
+    items = [{"id": "a", "solution_str": "x"}, {"id": "b", "solution": "y"}]
+    problem = strict.post("/v1/rewards", {"items": items}).json()
+    assert problem["errors"] == [
+        {"pointer": "#/items/1/solution_str", "detail": "Field required"},
+        {"pointer": "#/items/1/solution", "detail": "unknown field"},
+    ]
+    same = {"solution_str": "x", "group_id": "g"}
+    items = [{"id": "a", **same}, {"id": "b", **same, "prompt": "?"}]
+    problem = strict.post("/v1/rewards", {"mode": "groupwise", "items": items}).json()
+    (error,) = problem["errors"]
+    assert error == {"pointer": "#/items/1", "detail": "differs from the first item of its group in prompt"}
+
+
+def test_a_small_gzip_body_does_not_become_a_large_one(strict):
+    import gzip
+
+    bomb = gzip.compress(b" " * (64 << 20))
+    before = psutil.Process(strict.process.pid).memory_info().rss
+    response = strict.client.post("/v1/rewards", content=bomb[:9_000], headers={**JSON, "Content-Encoding": "gzip"})
+    assert response.status_code == 413
+    assert psutil.Process(strict.process.pid).memory_info().rss < before + (16 << 20)
+
+
+def test_a_response_too_long_to_score_costs_its_item_alone(strict):
+    results = strict.score({"solution_str": "x" * 2000}, {"solution_str": "short"}, reward="obey")
+    assert [result["score"] for result in results] == [None, 5.0]
+    assert results[0]["error"]["fault"] == "data" and "the limit is 1 KiB" in results[0]["error"]["detail"]
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(strict):
+    (strict.folder / "tokens.txt").write_text("old-token another-token third-token")
+    with ThreadPoolExecutor(2) as threads:
+        busy = threads.submit(strict.post, "/v1/rewards", texts("sleep 1 a", "sleep 1 b", "sleep 1 c"))
+        until(lambda: strict.client.get("/health").json()["queue_depth"] == 3)
+        own = strict.post("/v1/rewards", texts("more"))
+        others = strict.post("/v1/rewards", texts("x", "y"), headers={"Authorization": "Bearer another-token"})
+        fits = threads.submit(strict.post, "/v1/rewards", texts("z"), headers={"Authorization": "Bearer third-token"})
+        assert busy.result(20).json()["summary"]["ok"] == fits.result(20).json()["summary"]["ok"] + 2 == 3
+    for response, status, kind in ((own, 429, "client-limit"), (others, 503, "queue-full")):
+        assert (response.status_code, response.json()["type"]) == (status, f"urn:hone:problem:{kind}")
+        assert response.json()["retryable"] and int(response.headers["retry-after"]) >= 1
+    assert strict.post("/v1/rewards", texts("more")).status_code == 200
+
+
+def test_tokens_are_rotated_in_their_file_and_never_logged(strict):
+    def status(token):
+        return strict.post("/v1/rewards", {"items": []}, headers={"Authorization": f"Bearer {token}"}).status_code
+
+    (strict.folder / "tokens.txt").write_text("new-token\nold-token\n")
+    assert (status("new-token"), status("old-token")) == (200, 200)
+    (strict.folder / "tokens.txt").write_text("new-token\n")
+    assert (status("new-token"), status("old-token")) == (200, 401)
+    (strict.folder / "tokens.txt").write_text("")  # as for a moment while it is written
+    assert (status("new-token"), status("wrong")) == (200, 401)
+    assert [strict.client.get(path).status_code for path in ("/livez", "/readyz", "/health")] == [200, 200, 200]
+    assert [strict.client.get(path).status_code for path in ("/metrics", "/openapi.json")] == [401, 401]
+    assert "-token" not in strict.log.read_text()
+    (strict.folder / "tokens.txt").write_text("old-token\n")
+
+
+# ---- the end
+
+
+def test_sigterm_drains_and_a_second_signal_cancels(tmp_path):
+    """That a drained service ends with 0 is seen by `serving`, at the end of every service of these tests."""
+    with obeying(tmp_path, timeout_s=60) as served, ThreadPoolExecutor(2) as threads:
+        workers = psutil.Process(served.process.pid).children()
+        finishes = threads.submit(served.post, "/v1/rewards", texts("sleep 1 last"))
+        never = threads.submit(served.post, "/v1/rewards", texts("sleep 50 never"))
+        until(lambda: served.client.get("/health").json()["queue_depth"] == 2)
+        served.process.send_signal(signal.SIGTERM)
+        until(lambda: served.client.get("/readyz").status_code == 503)
+        health, refused = served.client.get("/health"), served.post("/v1/rewards", texts("new"))
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:hone:problem:draining")
+        assert refused.headers["retry-after"] and refused.headers["connection"] == "close"
+        assert finishes.result(20).json()["summary"]["ok"] == 1
+        served.process.send_signal(signal.SIGINT)
+        cancelled = never.result(20)
+        assert (cancelled.status_code, cancelled.json()["type"]) == (503, "urn:hone:problem:cancelled")
+        assert served.process.wait(10) == 130
+        gone, alive = psutil.wait_procs(workers, timeout=5)
+        assert len(gone) == 2 and not alive
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "code", "said"),
+    [
+        ("{use: exact}", ["--host", "0.0.0.0"], 2, "needs a token"),
+        ("{use: exact}", ["--token-env", "HONE_NO_SUCH_VARIABLE"], 2, "the environment has no HONE_NO_SUCH_VARIABLE"),
+        ("{use: exact}", ["--queue-items", "0"], 2, "--queue-items"),
+        ("{use: exakt}", [], 2, "Did you mean exact?"),
+        ("{use: 'broken.py:f'}", [], 2, "No module named 'not_there'"),
+        ("{use: exact}", ["--warm-up", "item.json"], 3, "the row has no answer"),
+    ],
+)
+def test_a_service_that_cannot_start_says_why(tmp_path, monkeypatch, capsys, rewards, options, code, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text(f"reward: {{components: [{rewards}]}}")
+    (tmp_path / "broken.py").write_text("import not_there\ndef f(group): return []\n")
+    (tmp_path / "item.json").write_text(json.dumps({"solution_str": "4"}))
+    assert main(["serve", "reward", "bad.yaml", "--port", "0", *options]) == code
+    out, err = capsys.readouterr()
+    assert said in err and "ready" not in out
+
+
+def test_a_port_that_is_taken_is_named(served, tmp_path, capsys):
+    (tmp_path / "fine.yaml").write_text("reward: {components: [{use: exact}]}")
+    port = served.url.rpartition(":")[2]
+    assert main(["serve", "reward", str(tmp_path / "fine.yaml"), "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
