@@ -41,6 +41,7 @@ BUILT_IN_REWARDS = (
     "code",
     "reward_model",
     "service",
+    "judge",
 )
 """Must equal `hone.reward`'s registry, which cannot be imported from here; a test compares them."""
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
