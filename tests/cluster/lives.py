@@ -42,13 +42,12 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and (
-                str(folder) in " ".join(process.cmdline()) or process.cwd() == str(folder)
-            ):
+            is_its = str(folder) in " ".join(process.cmdline()) or process.cwd() == str(folder)
+            if is_its and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue
-    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+    return found
 
 
 def what_is_left(folder: Path, ports: set[int]) -> list[str]:

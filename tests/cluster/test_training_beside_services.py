@@ -122,12 +122,24 @@ def test_a_trainer_that_crashes_ends_its_services(tmp_path, monkeypatch, capsys)
     assert "services.reward_server: no reward names it" in log_of(tmp_path)
 
 
+def test_an_evaluation_starts_the_services_too(faultless, capsys):
+    evaluated = ["data.eval=sums.jsonl", "data.eval_rows=0:8"]
+    log = faultless / "run" / "logs" / "reward_server.log"
+    before = log.read_bytes()
+    assert main(["eval", str(faultless / "tiny.yaml"), *evaluated, "--json"]) == 0
+    said = capsys.readouterr()
+    assert 0 < json.loads(said.out)["eval/reward_mean"] <= 1
+    assert "service reward_server: ready after" in said.err
+    assert log.read_bytes() == before, "the training run's own"
+
+
 def ended(tmp_path, number, lives, *, service=None):
     """What became of launchers that got a signal at random moments."""
     command = f"command: {json.dumps(toy('--children'))}"
     run_file = write_run(tmp_path, service=service or command, reward="{use: exact}", steps=100_000, save_every=50)
     program = [sys.executable, str(HERE / "lives.py"), str(run_file), number, str(lives), "1"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60 + 6 * lives, check=True)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60 + 6 * lives)
+    assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -142,6 +154,7 @@ def test_killed_launchers_leave_nothing_behind(tmp_path):
 @pytest.mark.timeout(900)
 def test_a_hundred_killed_launchers_leave_nothing_behind(tmp_path):
     found = ended(tmp_path, "SIGKILL", 100)
+    assert {life["exit"] for life in found} == {-signal.SIGKILL}, (tmp_path / "lives.log").read_text()[-2000:]
     assert [life["left"] for life in found] == [[]] * 100
     doing = [life["doing"] for life in found]
     assert doing.count("ready") > 20 and (None in doing or "starting" in doing), "moments of all kinds"
