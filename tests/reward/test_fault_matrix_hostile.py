@@ -1,6 +1,6 @@
 """Responses that attack what scores them, among good ones: they earn the minimum, the others exactly what they earn
 without them, and the batch that is trained on holds no other number. (Expressions and patterns that stall a worker are
-in test_math_answers.py and test_rules.py, programs in test_sandbox_hostile.py.)"""
+in test_math_answers.py and test_rule_rewards.py, programs in test_sandbox_hostile.py.)"""
 
 import asyncio
 import json

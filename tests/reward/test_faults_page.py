@@ -1,0 +1,42 @@
+"""docs/rewards-faults.md: every test that it names exists, its run file loads, its numbers are the code's."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from hone.config.run import RewardSection
+from hone.reward import transport
+from hone.reward.client import ServiceReward, ServiceSettings
+
+TESTS = Path(__file__).parents[1]
+PAGE = (TESTS.parent / "docs" / "rewards-faults.md").read_text("utf-8")
+NAMED = sorted(set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE)))
+
+
+def test_every_row_names_a_test():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and "| outcome |" not in line]
+    assert len(rows) > 50
+    assert [row for row in rows if "::test_" not in row] == []
+
+
+@pytest.mark.parametrize("file", sorted({file for file, _ in NAMED}))
+def test_every_named_test_exists(file):
+    (path,) = TESTS.rglob(file)
+    there = {node.name for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)}
+    assert {name for other, name in NAMED if other == file} <= there
+
+
+def test_the_run_file_loads(monkeypatch, tmp_path):
+    monkeypatch.setenv("REWARD_TOKEN", "t")
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (component,) = RewardSection.model_validate(YAML(typ="safe").load(block)["reward"]).components
+    ServiceReward.from_args(component.args, folder=tmp_path)
+    assert component.args["deadline_s"] == ServiceSettings().deadline_s
+
+
+def test_its_numbers_are_the_codes():
+    assert (transport.FIRST_BACKOFF_S, transport.MAX_BACKOFF_S, transport.EJECT_AFTER) == (0.5, 30.0, 3)
+    assert (transport.RETRIES_PER_REQUEST, transport.RETRIES_PER_S) == (0.1, 10.0)
