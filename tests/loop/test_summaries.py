@@ -1,7 +1,12 @@
-"""What a step says of the groups that it trains on, and of those that it dropped."""
+"""By hand: what a step says of groups that it trains on and of those that it dropped, and what an evaluation says."""
+
+import itertools
+import math
 
 import pytest
 
+from hone.config.run import EvalSection
+from hone.loop.evaluate import metrics_of, pass_at_k
 from hone.loop.run import summarize
 from hone.types import Group, Prompt, Sample
 
@@ -23,3 +28,36 @@ def test_the_pass_rate_counts_dropped_groups_and_nothing_else_does():
 def test_without_dropped_groups_it_is_the_accuracy():
     metrics = summarize([group(1.0, 0.0, 1.0, None)], [], version=0, threshold=1.0)
     assert metrics["rollout/pass_rate"] == metrics["rollout/accuracy"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("right", "k", "expected"), [(2, 1, 1 / 2), (2, 2, 5 / 6), (2, 3, 1), (0, 2, 0), (1, 3, 3 / 4)]
+)
+def test_pass_at_k_of_four_samples_by_hand(right, k, expected):
+    """Of C(4, k) draws without replacement, those that hold a right sample."""
+    assert pass_at_k([group(*[1.0] * right, *[0.0] * (4 - right))], k, 1.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("right", range(8))
+@pytest.mark.parametrize("k", range(1, 8))
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(right, k):
+    rewards = [1.0] * right + [0.0] * (7 - right)
+    draws = list(itertools.combinations(rewards, k))
+    assert pass_at_k([group(*rewards)], k, 1.0) == pytest.approx(sum(max(draw) for draw in draws) / len(draws))
+
+
+def test_pass_at_k_leaves_out_who_has_too_few_scored_samples():
+    """2 of 2 scored, and 1 of 1 scored, which says nothing of two."""
+    groups = [group(1.0, 1.0, None), group(0.0, None, None)]
+    assert pass_at_k(groups, 2, 1.0) == 1
+    assert pass_at_k(groups, 1, 1.0) == 0.5
+    assert math.isnan(pass_at_k(groups, 3, 1.0))
+
+
+def test_evaluation_by_hand():
+    """Four scored samples of five: 1, 0, 0.5 and 1."""
+    metrics = metrics_of([group(1.0, 0.0), group(0.5, 1.0, None)], EvalSection(samples=3, pass_k=(2,)))
+    assert metrics["eval/accuracy"] == 0.5
+    assert metrics["eval/reward_mean"] == 0.625
+    assert metrics["eval/unscored_frac"] == pytest.approx(0.2)
+    assert metrics["eval/pass@2"] == 1
