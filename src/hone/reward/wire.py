@@ -193,8 +193,9 @@ class ItemResult(Wire):
             raise ValueError(f"score {score} is outside [{low}, {high}]")
         if self.components:
             terms = [c.weight * c.score for c in self.components.values() if c.weight and c.score is not None]
-            if abs(score - math.fsum(terms)) > SUM_TOLERANCE * max(1.0, *(abs(term) for term in terms), abs(score)):
-                raise ValueError(f"score {score} is not the weighted sum of its components, {math.fsum(terms)}")
+            total, scale = sum(terms), max(1.0, *(abs(term) for term in terms), abs(score))
+            if not (math.isfinite(scale) and abs(score - total) <= SUM_TOLERANCE * scale):
+                raise ValueError(f"score {score} is not the weighted sum of its components, {total}")
 
 
 class ServerInfo(Wire):

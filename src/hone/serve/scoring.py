@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -245,11 +246,12 @@ class ScoringService:
         cached = all(joined.done is not None for joined in claim.joined.values())
         elapsed_ms = 0.0 if cached else 1000 * max((d.elapsed_s for d in done.values()), default=0.0)
         late = Score(None, Fault.INFRA, f"not scored within {timeout_s:g} s")
+        late_components = asked.weights.keys() - done.keys()
         num_late = 0
         for number, place in enumerate(claim.work.places):
             scores = {name: done[name].scores[number] if name in done else late for name in asked.weights}
             result = self._result(items[place], asked, scores, cached=cached, elapsed_ms=elapsed_ms)
-            num_late += result.error is not None and result.error.component not in done
+            num_late += result.error is not None and result.error.component in late_components
             results[place] = result
         self.metrics.scored(asked.name, done, [results[place] for place in claim.work.places], cached=cached)
         return num_late
@@ -263,11 +265,16 @@ class ScoringService:
         flags = ["truncated"] if item.finish_reason == "length" else []
         if any(score.fault is Fault.MODEL for score in scores.values()):
             flags.append("model_fault")
-        weighted = [(weight, (scores[name],)) for name, weight in asked.weights.items() if weight]
+        value = weighted_sum([(weight, (scores[name],)) for name, weight in asked.weights.items() if weight], 0)
+        if value is not None and not math.isfinite(value):
+            error = ItemError(
+                fault="infra", retryable=False, detail="the weighted sum is beyond what a number can hold"
+            )
+            value = None
         return ItemResult(
             id=item.id,
             status="ok" if error is None else "error",
-            score=weighted_sum(weighted, 0),
+            score=value,
             min=asked.minimum,
             max=asked.maximum,
             components=components,
@@ -309,7 +316,7 @@ def _sum(terms: Iterable[tuple[float, float | None]]) -> float | None:
         if bound is None:
             return None
         total += weight * bound
-    return total
+    return total if math.isfinite(total) else None
 
 
 def _first_error(scores: Mapping[str, Score], asked: Asked) -> ItemError | None:
