@@ -1,7 +1,5 @@
 """A run file to plan, and ways to make one."""
 
-from pathlib import Path
-
 import pytest
 
 from hone.config.load import load_config
@@ -14,10 +12,10 @@ reward: {components: [{use: exact}]}
 """
 
 
-@pytest.fixture
-def configured(tmp_path: Path):
+@pytest.fixture(scope="session")
+def configured(tmp_path_factory: pytest.TempPathFactory):
     """A function: overrides -> RunConfig of Qwen3-8B in bfloat16."""
-    file = tmp_path / "run.yaml"
+    file = tmp_path_factory.mktemp("plan") / "run.yaml"
     file.write_text(RUN)
 
     def config(*overrides: str):

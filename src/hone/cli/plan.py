@@ -1,82 +1,253 @@
-"""`hone plan`: does it fit, before anything starts? Closed forms, no torch."""
+"""`hone plan`: does it fit, how fast is it, and what would be better, before anything starts? No torch."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from hone.cli.arguments import AsJson, RunFile, examples
-from hone.config.load import load_config
-from hone.errors import MemoryExhausted
+from hone.cli.arguments import AsJson, examples
+from hone.config.load import Loaded, load_config
+from hone.errors import DataError, MemoryExhausted
 from hone.plan.hardware import find_hardware
-from hone.plan.ledger import gib
-from hone.plan.placement import is_placement, placement_from
+from hone.plan.ledger import Ledger, gib, percent
+from hone.plan.placement import PREFIX, is_placement, placement_from
 from hone.plan.planner import Plan, plan
+from hone.plan.search import MARGINS, Preset, Proposal, beyond, propose
 from hone.plan.verdict import level_of
 
 EXAMPLES = examples(
     "hone plan run.yaml",
     "hone plan run.yaml --hardware 8xH100-80G model.path=Qwen/Qwen3-8B",
     "hone plan run.yaml --hardware 8xA100-40G placement.engine.tensor_parallel=2 --json",
+    "hone plan run.yaml --hardware 8xH100-80G --preset recommended --write better.yaml --html plan.html",
+    "hone plan --audit examples/audit/practice-a.yaml",
 )
 
 
+class PresetName(StrEnum):
+    """What `--preset` takes."""
+
+    SAFE = "safe"
+    RECOMMENDED = "recommended"
+    AGGRESSIVE = "aggressive"
+
+
 def plan_command(
-    run_file: RunFile,
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)
+    ] = None,
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="section.key=value",
-            help="Settings that win over the file's; those under `placement.` say how models are spread over devices.",
+            help="Settings that win over the file's, and that no preset changes; those under `placement.` say how "
+            "models are spread over devices (docs/memory.md lists them).",
             show_default=False,
         ),
     ] = None,
     hardware: Annotated[
         str, typer.Option(metavar="8xH100-80G", help="Devices to plan for; `this` measures the machine in use.")
     ] = "this",
+    host_memory_gib: Annotated[
+        float | None, typer.Option(help="Memory of one machine, where the device's usual one is wrong.", min=1)
+    ] = None,
+    mean_response_tokens: Annotated[
+        float | None, typer.Option(help="As measured; without it half the limit is assumed. For times only.", min=1)
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Per device and hour: says what 1,000 steps cost.", min=0)] = None,
+    preset: Annotated[
+        PresetName | None,
+        typer.Option(help="Search for better settings of the same algorithm, with this preset's head-room."),
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the preset as a run file (--preset recommended).")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures.")] = None,
+    audit: Annotated[
+        Path | None, typer.Option(metavar="RECIPE.yaml", help="Check another system's settings and claims instead.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict memory of every phase on every kind of device, and say whether it fits.
+    """Predict memory of every phase on every kind of device and the time of a step, and say whether it fits.
 
-    Exit code 0 when it fits or is tight, 4 when it does not fit.
+    Exit code 0 when it fits or is tight, 4 when it does not fit. An audit: 0, or 2 when the recipe cannot work.
     """
+    if audit is not None:
+        _audit(audit, as_json=as_json)
+        return
+    if run_file is None:
+        raise typer.BadParameter("name a run file, or a recipe with --audit")
+    if write is not None and write.absolute().parent != run_file.absolute().parent:
+        reason = f"must be beside {run_file}, whose relative paths start there"
+        raise typer.BadParameter(reason, param_hint="--write")
     given = words or []
-    loaded = load_config(run_file, [word for word in given if not is_placement(word)])
-    found = plan(
+    settings = [word for word in given if not is_placement(word)]
+    loaded = load_config(run_file, settings)
+    today = plan(
         loaded.config,
-        find_hardware(hardware),
+        find_hardware(hardware, host_memory_gib=host_memory_gib),
         folder=loaded.run_file.parent,
         placement=placement_from([word for word in given if is_placement(word)]),
+        mean_response_tokens=mean_response_tokens,
     )
+    wanted: Preset | None = preset.value if preset else "recommended" if write else None
+    proposals = _propose(today, wanted, given) if wanted else []
+    chosen = next((proposal for proposal in proposals if proposal.preset == wanted), None)
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        typer.echo(json.dumps(_as_dict(today, proposals, price), indent=2))
     else:
-        show(found, Console())
-    if found.verdict.level == "does not fit":
+        show(today, proposals, price, Console())
+    if write is not None and chosen is not None:
+        _write(write, loaded, settings, chosen)
+    if html is not None:
+        from hone.plan.page import write_page
+
+        ordered = sorted(proposals, key=lambda proposal: proposal is not chosen)
+        write_page(html, today, ordered, title=f"Plan of {loaded.name} on {today.inputs.hardware.title}")
+    final = chosen.plan if chosen else today
+    if final.verdict.level == "does not fit":
         raise typer.Exit(MemoryExhausted.exit_code)
 
 
-def show(found: Plan, console: Console) -> None:
-    """Print a plan for people."""
-    arch = found.inputs.architecture
-    console.print(
+def _propose(today: Plan, wanted: Preset, given: list[str]) -> list[Proposal]:
+    """What is wanted, and the two that practice asks to see beside today's settings."""
+    shown = {wanted: None, "recommended": None, "aggressive": None}
+    pinned = frozenset(word.partition("=")[0] for word in given)
+    return [propose(today, preset, pinned=pinned) for preset in MARGINS if preset in shown]
+
+
+def _as_dict(today: Plan, proposals: list[Proposal], price: float | None) -> dict[str, Any]:
+    found = today.as_dict()
+    if price is not None:
+        found["time"]["cost_of_1000_steps"] = today.time.cost(price, today.inputs.hardware.devices)
+    if proposals:
+        found["proposals"] = [proposal.as_dict() for proposal in proposals]
+        found["beyond"] = beyond(today)
+    return found
+
+
+def _audit(path: Path, *, as_json: bool) -> None:
+    from hone.plan.audit.report import audit
+
+    found = audit(path)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        typer.echo("\n".join([found.read.recipe.name, *found.lines()]))
+    if not found.is_sound:
+        raise typer.Exit(DataError.exit_code)
+
+
+# ---- for people
+
+
+def show(today: Plan, proposals: list[Proposal], price: float | None, console: Console) -> None:
+    """Print a plan, and what is proposed beside it."""
+    arch, inputs = today.inputs.architecture, today.inputs
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(
         f"{arch.model_type}, {arch.total_parameters:,} parameters, {arch.kv_bytes_per_token():,} B of cache per token; "
-        f"{found.inputs.hardware.title}, {found.inputs.placement.mode}",
-        markup=False,
-        highlight=False,
+        f"{inputs.hardware.title}, {inputs.placement.mode}"
     )
-    for ledger in found.ledgers:
-        table = Table(title=f"{ledger.count} x {ledger.device}, {gib(ledger.capacity_bytes)}: {level_of(ledger)}")
-        for column in ("phase", "moment", "peak", "of it"):
-            table.add_column(column, justify="right" if column == "peak" else "left")
-        for moment in ledger.phase_peaks():
-            largest = ", ".join(f"{term.name} {gib(term.bytes)}" for term in moment.by_size()[:3])
-            table.add_row(moment.phase, moment.name, gib(moment.bytes), largest)
-        console.print(table)
-    console.print(f"{found.verdict.level}: {found.verdict.sentence}", markup=False, highlight=False)
-    for problem in (*found.verdict.problems, *found.notes):
-        console.print(problem, markup=False, highlight=False)
+    for ledger in today.ledgers:
+        console.print(_table(ledger))
+    say(f"{today.verdict.level}: {today.verdict.sentence}")
+    for problem in (*today.verdict.problems, *today.notes):
+        say(f"  {problem}")
+    say(_speed(today, price))
+    if proposals:
+        _show_proposals(today, proposals, console, say)
+    else:
+        say("--preset recommended searches for better settings of the same algorithm.")
+
+
+def _table(ledger: Ledger) -> Table:
+    table = Table(
+        title=f"{ledger.count} x {ledger.device}, {gib(ledger.capacity_bytes)}: {level_of(ledger)}",
+        title_justify="left",
+    )
+    table.add_column("phase")
+    table.add_column("moment")
+    table.add_column("peak", justify="right")
+    table.add_column("most of it")
+    for moment in ledger.phase_peaks():
+        largest = ", ".join(f"{term.name} {gib(term.bytes)}" for term in moment.by_size()[:3])
+        bold = "bold" if moment is ledger.peak else None
+        table.add_row(moment.phase, moment.name, gib(moment.bytes), largest, style=bold)
+    return table
+
+
+def _speed(today: Plan, price: float | None) -> str:
+    time, lengths = today.time, today.inputs.workload.lengths
+    split = ", ".join(f"{phase} {seconds:.3g}" for phase, seconds in time.phases.items())
+    mean = f"{lengths.mean_response:,.0f} tokens on average" + (" (assumed)" if lengths.is_assumed else "")
+    words = (
+        f"about {time.step_s:.3g} s a step ({split}), {time.samples_per_s:.3g} samples/s, {time.tokens_per_s:,.0f} "
+        f"response tokens/s; memory {percent(today.memory_utilisation)} and compute "
+        f"{percent(time.compute_utilisation)} used; responses of {mean}"
+    )
+    if price is not None:
+        words += f"; 1,000 steps cost {time.cost(price, today.inputs.hardware.devices):,.2f}"
+    return words
+
+
+def _show_proposals(today: Plan, proposals: list[Proposal], console: Console, say: Any) -> None:
+    from hone.plan.page import comparison
+
+    table = Table(title="the same algorithm, other settings", title_justify="left")
+    for name in ("", "today", *(proposal.preset for proposal in proposals)):
+        table.add_column(name)
+    for label, cells in comparison([today, *(proposal.plan for proposal in proposals)]):
+        table.add_row(label, *cells)
+    console.print(table)
+    for proposal in proposals:
+        say(f"{proposal.preset} ({percent(MARGINS[proposal.preset])} head-room): {len(proposal.changes)} changes")
+        for change in proposal.changes:
+            say(f"  {change.key}: {change.before} -> {change.after}  {change.why}")
+    for line in beyond(today):
+        say(f"would change the algorithm, so not done: {line}")
+
+
+def _write(path: Path, loaded: Loaded, settings: list[str], chosen: Proposal) -> None:
+    """A run file that extends the planned one; what belongs to the placement stands in it as a comment."""
+    lines = [f"# {chosen.preset} settings for {loaded.run_file}, by hone plan on {chosen.plan.inputs.hardware.title}."]
+    placed = [f"{change.key}={json.dumps(change.after)}" for change in chosen.changes if change.key.startswith(PREFIX)]
+    if placed:
+        lines.append(f"# The placement that it goes with: {' '.join(placed)}")
+    lines.append(f"extends: [{json.dumps(loaded.run_file.name)}]")
+    tree: dict[str, Any] = {}
+    for word in settings:
+        key, _, value = word.partition("=")
+        _put(tree, key, f"{value}  # from the command line")
+    for change in chosen.changes:
+        if not change.key.startswith(PREFIX):
+            _put(tree, change.key, f"{json.dumps(change.after)}  # was {json.dumps(change.before)}; {change.why}")
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text("\n".join([*lines, *_yaml_lines(tree)]) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def _put(tree: dict[str, Any], key: str, line: str) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[name] = line
+
+
+def _yaml_lines(tree: dict[str, Any], indent: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield f"{indent}{name}:"
+            yield from _yaml_lines(value, indent + "  ")
+        else:
+            yield f"{indent}{name}: {value}"

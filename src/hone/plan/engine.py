@@ -7,6 +7,7 @@ added. Sources: vLLM's `determine_available_memory` and `sleep`; workspace and g
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hone.plan.architecture import GIB, Architecture
@@ -133,7 +134,7 @@ class Engine:
         )
 
     def _way_out(self) -> str:
-        settings, least = self.settings, self.smallest_frac
+        settings, least = self.settings, math.ceil(100 * self.smallest_frac) / 100
         if least <= 0.95:
             return f"At least {least:.2f} is needed, or a larger {settings.knob}.tensor_parallel."
         return (

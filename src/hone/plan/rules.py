@@ -61,15 +61,6 @@ def sequence_fits_the_model(inputs: Inputs) -> Iterator[str]:
         )
 
 
-def sequence_fits_a_microbatch(inputs: Inputs) -> Iterator[str]:
-    longest, budget = inputs.workload.lengths.longest, inputs.config.train.tokens_per_microbatch
-    if longest - 1 > budget:
-        yield (
-            f"train.tokens_per_microbatch = {budget}, but one sample may have {longest} tokens, and a sample is never "
-            f"cut. Set it to at least {longest}."
-        )
-
-
 def heads_divide(inputs: Inputs) -> Iterator[str]:
     arch, placement = inputs.architecture, inputs.placement
     tensor, context = placement.tensor_parallel, placement.context_parallel
@@ -160,7 +151,7 @@ def sleeping_engines_do_not_run_ahead(inputs: Inputs) -> Iterator[str]:
         )
 
 
-EVERYWHERE: tuple[Rule, ...] = (sequence_fits_the_model, sequence_fits_a_microbatch)
+EVERYWHERE: tuple[Rule, ...] = (sequence_fits_the_model,)
 ON_MANY: tuple[Rule, ...] = (
     heads_divide,
     devices_divide,

@@ -27,7 +27,7 @@ WORTH_FRAC = 0.01
 """A change must make a step this much shorter, or it is not made."""
 ROUNDS = 3
 TOKEN_BUDGETS = tuple(sorted(step << bits for bits in range(9, 18) for step in (2, 3)))
-FRACS = tuple(round(0.2 + 0.05 * n, 2) for n in range(15))
+FRACS = tuple(round(0.2 + 0.1 * n, 1) for n in range(8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ def training(inputs: Inputs) -> dict[str, Sequence[Any]]:
     workload, placement = inputs.workload, inputs.placement
     many = placement.mode != "local"
     longest = workload.lengths.longest
-    most = max(workload.step_tokens(), longest)
+    ranks = inputs.hardware.devices // (placement.tensor_parallel * placement.context_parallel)
+    most = max(-(-workload.step_tokens() // max(ranks, 1)), longest)
     budgets = {budget for budget in TOKEN_BUDGETS if longest <= budget < 2 * most}
     knobs: dict[str, Sequence[Any]] = {
         "train.tokens_per_microbatch": sorted(budgets | {inputs.config.train.tokens_per_microbatch}),
@@ -102,7 +103,6 @@ def training(inputs: Inputs) -> dict[str, Sequence[Any]]:
     knobs |= {
         "placement.checkpointing": ("none", "selective", "full"),
         "placement.offload_optimizer": (False, True),
-        "placement.offload_trainer": (False, True) if placement.mode == "colocated" else (False,),
     }
     return knobs | {"placement.tensor_parallel": _divisors(inputs, inputs.hardware.per_node)}
 

@@ -1,0 +1,112 @@
+"""`hone plan` as a command: exit codes, JSON, files that it writes, and that a bad argument says what is right."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from hone.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+model: {path: Qwen/Qwen3-8B}
+data: {train: a/b, answer_column: answer}
+run: {precision: bfloat16}
+train: {prompts_per_step: 64}
+reward: {components: [{use: exact}]}
+"""
+GPUS = ["--hardware", "8xH100-80G"]
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    return file
+
+
+def planned(capsys, *arguments):
+    code = main(["plan", *map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_what_fits_is_0_and_what_does_not_is_4(run_file, capsys):
+    code, found = planned(capsys, run_file, *GPUS, "train.tokens_per_microbatch=4096")
+    assert (code, found["verdict"]["level"]) == (0, "fits")
+    code, found = planned(capsys, run_file, *GPUS, "train.tokens_per_microbatch=65536")
+    assert (code, found["verdict"]["level"]) == (4, "does not fit")
+
+
+def test_people_get_the_sentence(run_file, capsys):
+    main(["plan", str(run_file), *GPUS, "train.tokens_per_microbatch=32768", "--price", "2.5"])
+    text = capsys.readouterr().out
+    assert "does not fit: H100-80G (policy and engine): peak " in text
+    assert "in update, layer backward: activations " in text
+    assert "would free" in text and "1,000 steps cost" in text
+
+
+@pytest.mark.parametrize("name", ["gsm8k-arithmetic", "ppo"])
+def test_todays_examples_fit_this_machine(name, capsys):
+    code, found = planned(capsys, ROOT / "examples" / name / "run.yaml")
+    assert code == 0
+    assert found["placement"]["mode"] == "local"
+    assert found["model"]["parameters"] < 10_000_000
+
+
+def test_a_preset_writes_a_run_file_that_plans_as_promised(run_file, capsys):
+    better = run_file.with_name("better.yaml")
+    words = ["train.tokens_per_microbatch=32768", "rollout.temperature=0.9"]
+    code, found = planned(capsys, run_file, *GPUS, *words[1:], "train.logprob_chunk_tokens=512", "--write", better)
+    assert code == 0
+    proposal = next(one for one in found["proposals"] if one["preset"] == "recommended")
+    placed = [f"{one['key']}={one['after']}" for one in proposal["changes"] if one["key"].startswith("placement.")]
+    code, again = planned(capsys, better, *GPUS, *placed)
+    assert code == 0
+    assert again["ledgers"] == proposal["plan"]["ledgers"]
+    assert again["workload"] == found["workload"]
+    assert "rollout:\n  temperature: 0.9" in better.read_text()
+
+
+def test_presets_stand_side_by_side(run_file, capsys):
+    main(["plan", str(run_file), *GPUS, "--preset", "safe"])
+    text = capsys.readouterr().out
+    header = next(line for line in text.splitlines() if "today" in line)
+    assert [word for word in header.split() if word.isalpha()] == ["today", "safe", "recommended", "aggressive"]
+    assert "samples per second" in " ".join(text.split()) or "samples" in text
+    assert "would change the algorithm, so not done" in text
+
+
+def test_a_page_has_a_picture_of_every_device(run_file, capsys):
+    page = run_file.with_name("plan.html")
+    assert main(["plan", str(run_file), *GPUS, "--preset", "recommended", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert text.count("<svg") == 4  # devices and host, today and recommended
+    for part in text.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + part.partition("</svg>")[0] + "</svg>")
+    assert "<script" not in text and "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_an_audit_lists_findings_and_is_2_when_the_recipe_cannot_work(capsys):
+    code = main(["plan", "--audit", str(ROOT / "examples" / "audit" / "practice-c-split.yaml")])
+    assert code == 2
+    assert "64 devices asked for, 48 there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hardware", "8xH10"], "no such device"),
+        (["placement.engine.memory_fra=0.4"], "Did you mean placement.engine.memory_frac?"),
+        (["model.path=Qwen/Qwen3-9B"], "Did you mean qwen3-"),
+        (["--write", "/nowhere/x.yaml"], "must be beside"),
+    ],
+)
+def test_wrong_arguments_are_2_and_say_what_is_right(run_file, arguments, message, capsys):
+    assert main(["plan", str(run_file), *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_no_run_file_is_said(capsys):
+    assert main(["plan"]) == 2
+    assert "--audit" in capsys.readouterr().err

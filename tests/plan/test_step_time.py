@@ -1,0 +1,82 @@
+"""Times: orders of magnitude that can be checked by hand, and what must make a step longer or shorter."""
+
+import pytest
+
+from hone.plan.hardware import find_hardware, this_machine
+from hone.plan.placement import placement_from
+from hone.plan.planner import plan
+from hone.plan.presets import known_architecture
+from hone.plan.time import forward_flops, weights_read_bytes
+from hone.plan.workload import Lengths
+
+EIGHT = find_hardware("8xH100-80G")
+
+
+def test_a_forward_pass_is_two_operations_per_parameter_and_token():
+    """planner.md's count of Qwen3-8B over 4,096 tokens, attention left out: 6.200e13."""
+    arch = known_architecture("qwen3-8b")
+    assert arch and forward_flops(arch, 4096, 0, logit_tokens=4096) == pytest.approx(6.2e13, rel=0.001)
+
+
+def test_a_decoding_step_reads_all_weights_but_experts_that_nobody_asked_for():
+    dense, moe = known_architecture("qwen3-8b"), known_architecture("qwen3-30b-a3b")
+    assert dense and moe
+    assert weights_read_bytes(dense, 1, 2) == 2 * (8_190_735_360 - 151_936 * 4096)
+    one, many = (weights_read_bytes(moe, tokens, 2) for tokens in (1, 4096))
+    assert one < 0.15 * many
+    assert many == pytest.approx(2 * (moe.total_parameters - 151_936 * 2048), rel=1e-6)
+
+
+def test_lengths_have_the_mean_they_are_given():
+    lengths = Lengths(max_prompt=100, max_response=1000, mean_prompt=50, mean_response=300)
+    quantiles = lengths.response_quantiles()
+    assert quantiles == sorted(quantiles) and max(quantiles) <= 1000
+    assert sum(quantiles) / len(quantiles) == pytest.approx(300, rel=0.02)
+    assert Lengths(100, 1000, 50, 1000).response_quantiles() == [1000.0] * len(quantiles)
+
+
+@pytest.mark.parametrize(
+    "longer",
+    [
+        "train.activation_checkpointing=true",
+        "algorithm.kl_loss_coef=0.1",
+        "algorithm.credit=gae",
+        "rollout.group_size=16",
+        "train.passes_per_batch=2",
+    ],
+)
+def test_more_work_takes_longer(configured, longer):
+    assert plan(configured(longer), EIGHT).time.step_s > 1.02 * plan(configured(), EIGHT).time.step_s
+
+
+def test_more_devices_take_less_time(configured):
+    seconds = [plan(configured(), find_hardware(f"{count}xH100-80G")).time.step_s for count in (2, 4, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_phases_add_up_unless_they_overlap(configured):
+    apart = placement_from(["placement.mode=separate", "placement.engine_devices=4"])
+    for staleness, overlaps in ((0, False), (1, True)):
+        time = plan(configured(f"rollout.max_staleness={staleness}"), EIGHT, placement=apart).time
+        total = sum(time.phases.values())
+        assert (time.step_s < 0.95 * total) if overlaps else (time.step_s == pytest.approx(total))
+
+
+def test_cost_is_devices_times_hours(configured):
+    time = plan(configured(), EIGHT).time
+    assert time.cost(2.0, 8) == pytest.approx(2.0 * 8 * 1000 * time.step_s / 3600)
+
+
+def test_a_judge_takes_time_and_memory(configured):
+    words = ["placement.judge.model=deepseek-v2-lite", "placement.judge.memory_frac=0.6"]
+    found = plan(configured(), EIGHT, placement=placement_from(words))
+    assert found.time.phases["reward"] > 0
+    judging = next(moment for moment in found.ledgers[0].moments if moment.phase == "reward")
+    weights = next(term for term in judging.terms if term.name == "judge: weights")
+    assert weights.bytes == 2 * 15_706_484_224
+
+
+def test_this_machine_is_measured():
+    found = this_machine()
+    assert found.devices >= 1 and found.memory_bytes > 2**30
+    assert found.fp32_flops > 1e9 and found.bandwidth > 1e8
