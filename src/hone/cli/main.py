@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import hone
-from hone.cli import check, evaluate, explain, export, plan, serve, services, train
+from hone.cli import check, evaluate, evaluate_judge, explain, export, plan, serve, services, train
 from hone.errors import HoneError, Stopped
 
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -36,6 +36,7 @@ app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
 app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command("eval-judge", epilog=evaluate_judge.EXAMPLES)(evaluate_judge.evaluate_judge)
 app.command("export", epilog=export.EXAMPLES)(export.export)
 app.command("up", epilog=services.UP_EXAMPLES)(services.up)
 app.command("status", epilog=services.STATUS_EXAMPLES)(services.status)

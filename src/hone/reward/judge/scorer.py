@@ -152,21 +152,22 @@ class JudgeReward:
         cases = [self._case(row, sample) for sample in group.samples]
         to_judge = [case.text for case in cases if case.verdict is None]
         canaries = self._canaries.due(row.question, [sample.text for sample in group.samples])
-        votes, canary_votes = await asyncio.gather(
-            self._votes(row, to_judge), self._votes_apart(row, list(canaries.values()), count=1)
-        )
-        extra = self._canaries.report(
-            {
-                name: self._share(vote.scores[0])
-                for name, (vote,) in zip(canaries, canary_votes, strict=True)
-                if vote.scores
-            }
-        )
+        votes, found = await asyncio.gather(self._votes(row, to_judge), self._judge_canaries(row, canaries))
+        extra = self._canaries.report(found)
         judged = iter(self._verdicts(votes, [case for case in cases if case.verdict is None], extra))
         scores = tuple(case.verdict or next(judged) for case in cases)
         texts = [sample.text for sample in group.samples]
         self._traffic.judged(texts, [score.value for score in scores], time.monotonic() - began)
         return scores
+
+    async def canary_scores(self, prompt: Prompt) -> dict[str, float]:
+        """Scores in [0, 1] of responses to a prompt that deserve nothing, by name; without those that have none."""
+        row = self._row(prompt)
+        return await self._judge_canaries(row, self._canaries.of(row.question))
+
+    async def _judge_canaries(self, row: Row, canaries: Mapping[str, str]) -> dict[str, float]:
+        votes = await self._votes_apart(row, list(canaries.values()), count=1)
+        return {name: self._share(vote.scores[0]) for name, (vote,) in zip(canaries, votes, strict=True) if vote.scores}
 
     # ---- what the judge is shown
 
