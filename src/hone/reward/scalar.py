@@ -17,6 +17,7 @@ import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal, Protocol, Self
@@ -52,11 +53,15 @@ class RewardModelSettings(Section):
     """auto: a GPU when torch sees one, and bfloat16 there; float32 on a CPU."""
 
 
+Families = Sequence[Sequence[Sequence[int]]]
+"""Token ids of conversations, those with one prompt together."""
+
+
 class Model(Protocol):
     """Token ids of conversations to their scores."""
 
-    def scores(self, conversations: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[tuple[int, float]]:
-        """(index, score) of each conversation, one microbatch after the other."""
+    def scores(self, families: Families, batch_tokens: int) -> Iterator[tuple[int, float]]:
+        """(index, score) of each conversation, counted through all families, one microbatch after the other."""
         ...
 
 
@@ -96,18 +101,24 @@ class RewardModel:
         self._loaded = None
 
     async def score(self, group: Group) -> tuple[Score, ...]:
+        (scores,) = await self.score_many([group])
+        return scores
+
+    async def score_many(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """The scores of several groups, read in microbatches of all of them; the time limit is for all of them too."""
         assert self._loaded is not None, "`start` came first and found nothing wrong"
         async with self._turn:
             given_up = self._given_up = Event()
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await self._in_thread(self._loaded.score, group, given_up)
+                    return await self._in_thread(self._loaded.score, groups, given_up)
             except TimeoutError:
-                return all_faulty(len(group.samples), f"not done within {self._timeout_s:g} s (timeout_s)")
+                detail = f"not done within {self._timeout_s:g} s (timeout_s)"
             except Exception as error:  # boundary: a foreign model may raise anything, memory may run out
-                return all_faulty(len(group.samples), f"raised {describe(error)}")
+                detail = f"raised {describe(error)}"
             finally:
                 given_up.set()  # the thread cannot be stopped, but it looks here before each microbatch
+        return [all_faulty(len(group.samples), detail) for group in groups]
 
     async def _in_thread(self, work: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
@@ -147,25 +158,28 @@ class Loaded:
             model = TransformersClassifier(place, dtype, device)
         return cls(model, ConversationReader(tokenizer, form), config, settings)
 
-    def score(self, group: Group, given_up: Event) -> tuple[Score, ...]:
+    def score(self, groups: Sequence[Group], given_up: Event) -> list[tuple[Score, ...]]:
         """One score per sample; what cannot be read is a fault of the data, what is not finite one of ours."""
-        scores = [Score(None, Fault.INFRA, "given up")] * len(group.samples)
-        conversations: list[list[int]] = []
-        sample_of: list[int] = []
-        for number, sample in enumerate(group.samples):
-            try:
-                conversations.append(self.read(group.prompt, sample.text))
-                sample_of.append(number)
-            except Unreadable as error:
-                scores[number] = Score(None, Fault.DATA, str(error)[:DETAIL_CHARACTERS])
-        if not conversations:
-            return tuple(scores)
-        with torch.inference_mode():
-            for index, value in self.model.scores(conversations, self.settings.batch_tokens):
-                scores[sample_of[index]] = self.normalised(value)
-                if given_up.is_set():
-                    break
-        return tuple(scores)
+        scores = [[Score(None, Fault.INFRA, "given up")] * len(group.samples) for group in groups]
+        families: list[list[list[int]]] = []
+        sample_of: list[tuple[int, int]] = []
+        for place, group in enumerate(groups):
+            family: list[list[int]] = []
+            for number, sample in enumerate(group.samples):
+                try:
+                    family.append(self.read(group.prompt, sample.text))
+                    sample_of.append((place, number))
+                except Unreadable as error:
+                    scores[place][number] = Score(None, Fault.DATA, str(error)[:DETAIL_CHARACTERS])
+            families += [family] if family else []
+        if families:
+            with torch.inference_mode():
+                for index, value in self.model.scores(families, self.settings.batch_tokens):
+                    place, number = sample_of[index]
+                    scores[place][number] = self.normalised(value)
+                    if given_up.is_set():
+                        break
+        return [tuple(of_group) for of_group in scores]
 
     def read(self, prompt: Prompt, answer: str) -> list[int]:
         """Token ids of a conversation. Raises Unreadable when this model cannot be given it."""
@@ -188,9 +202,9 @@ class OwnModel:
     def __init__(self, model: ScalarModel) -> None:
         self.model = model.eval()
 
-    def scores(self, conversations: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[tuple[int, float]]:
+    def scores(self, families: Families, batch_tokens: int) -> Iterator[tuple[int, float]]:
         pad_id = self.model.hf_config.pad_token_id
-        sequences = Sequences.of([[_without_padding(ids, pad_id) for ids in conversations]])
+        sequences = Sequences.of([[_without_padding(ids, pad_id) for ids in family] for family in families])
         for samples in _microbatches(sequences, batch_tokens):
             yield from zip(samples.tolist(), last_token_scores(self.model, sequences, samples).tolist(), strict=True)
 
@@ -208,7 +222,8 @@ class TransformersClassifier:
             raise DataError(f"{folder}: {len(missing)} weights are missing, {missing[0]} among them: no reward model")
         self.model, self.device = model.to(device).eval(), device
 
-    def scores(self, conversations: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[tuple[int, float]]:
+    def scores(self, families: Families, batch_tokens: int) -> Iterator[tuple[int, float]]:
+        conversations = list(chain.from_iterable(families))
         pad_id = self.model.config.pad_token_id
         order = sorted(range(len(conversations)), key=lambda index: len(conversations[index]))
         while order:
