@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.run import RunConfig
+from hone.errors import DataError
 from hone.plan import cluster, local
+from hone.plan.balance import balanced, equal_thirds, slower_side_s
 from hone.plan.cures import best_cure
 from hone.plan.hardware import Hardware
 from hone.plan.inputs import Inputs, implementation_of, microbatch, resolve
@@ -44,6 +46,11 @@ class Plan:
         """Peak over capacity, of the device that is fullest; the host does not count."""
         devices = self.ledgers[:-1] if len(self.ledgers) > 1 else self.ledgers
         return max(ledger.peak.bytes / ledger.capacity_bytes for ledger in devices)
+
+    def impossible(self, margin: float) -> float:
+        """How far from possible: rules broken, and the share of each device that lacks to a head-room of `margin`."""
+        lacking = (ledger.peak.bytes / ledger.capacity_bytes - (1 - margin) for ledger in self.ledgers)
+        return len(self.verdict.problems) + sum(max(0.0, share) for share in lacking)
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json` and for whoever compares a plan with a run."""
@@ -94,14 +101,28 @@ def plan(
         placement: how models are spread over devices; None: one process on one device, or all devices in turn.
         mean_prompt_tokens, mean_response_tokens: as measured; None assumes half the limits.
     Raises:
-        DataError: a model whose shape is not known.
+        DataError: a model whose shape is not known, or a run file without stage rl.
     """
+    if "rl" not in config.stages:
+        raise DataError(f"stages: {', '.join(config.stages)} has no rl, the stage that hone plan plans.")
     workload = workload_of(config, mean_prompt_tokens=mean_prompt_tokens, mean_response_tokens=mean_response_tokens)
-    found = plan_inputs(resolve(config, hardware, placement or Placement(), workload, folder))
+    inputs = resolve(config, hardware, placement or Placement(), workload, folder)
+    if inputs.placement.mode == "separate" and inputs.placement.engine_devices is None:
+        inputs = balanced(inputs, _judged)
+    found = plan_inputs(inputs)
+    thirds = compare_with_thirds(found)
+    if thirds:
+        found = replace(found, notes=(*found.notes, thirds))
     cure = best_cure(found.inputs, found.ledgers, lambda inputs: plan_inputs(inputs).ledgers)
     if cure is None:
         return found
     return replace(found, verdict=replace(found.verdict, sentence=f"{found.verdict.sentence}. {cure}"))
+
+
+def _judged(inputs: Inputs) -> tuple[float, StepTime]:
+    """What is impossible about inputs, rules broken and shares of memory that lack, and their times."""
+    found = plan_inputs(inputs)
+    return found.impossible(0.0), found.time
 
 
 def plan_inputs(inputs: Inputs) -> Plan:
@@ -155,12 +176,30 @@ def _cluster_plan(inputs: Inputs) -> Plan:
 
 def _notes(inputs: Inputs) -> list[str]:
     notes: list[str] = []
-    workload, config = inputs.workload, inputs.config
+    workload, config, placement = inputs.workload, inputs.config, inputs.placement
     in_flight = workload.samples * (workload.max_staleness + 1)
     concurrent = config.rollout.max_concurrent_samples
-    if inputs.placement.mode == "local" and concurrent > in_flight and not workload.evaluates:
+    if placement.mode == "local" and concurrent > in_flight and not workload.evaluates:
         notes.append(
             f"rollout.max_concurrent_samples = {concurrent}, but only {in_flight} samples are ever in flight: the "
             f"cache is made for all {concurrent}"
         )
+    if placement.mode == "local" and inputs.hardware.devices > 1:
+        notes.append(f"one process computes on one device: {inputs.hardware.devices - 1} of them have nothing to do")
+    if len(config.stages) > 1:
+        others = ", ".join(stage for stage in config.stages if stage != "rl")
+        notes.append(f"planned is stage rl; {others} trains the same model without engine, reference and critic")
     return notes
+
+
+def compare_with_thirds(found: Plan) -> str | None:
+    """Practice's split of rollout, policy and critic against this one; None where the critic has no own devices."""
+    placement = found.inputs.placement
+    if placement.mode != "separate" or not placement.critic_devices or found.inputs.critic is None:
+        return None
+    thirds = plan_inputs(equal_thirds(found.inputs))
+    trainers = found.inputs.hardware.devices - (placement.engine_devices or 0) - placement.critic_devices
+    return (
+        f"rollout : policy : critic = {placement.engine_devices} : {trainers} : {placement.critic_devices} takes "
+        f"{slower_side_s(found.time):.3g} s on its slower side, 1 : 1 : 1 {slower_side_s(thirds.time):.3g} s"
+    )

@@ -37,7 +37,7 @@ def pools_of(inputs: Inputs) -> list[Pool]:
             )
         )
     else:
-        engines = placement.engine_devices or max(1, rest // 2)
+        engines = placement.engine_devices or placement.engine.tensor_parallel
         critics = placement.critic_devices if inputs.critic else 0
         trainers = max(rest - engines - critics, 1)
         policy, critic = _learners(inputs, trainers, critics or trainers)

@@ -130,7 +130,7 @@ def sampling(inputs: Inputs) -> dict[str, Sequence[Any]]:
     }
     if placement.mode == "colocated":
         return knobs | {"placement.offload_trainer": (False, True)}
-    spare = inputs.hardware.devices - (placement.judge.devices if placement.judge else 0)
+    spare = inputs.hardware.devices - (placement.judge.devices if placement.judge else 0) - placement.critic_devices
     return knobs | {"placement.engine_devices": range(1, spare)}
 
 
@@ -160,8 +160,7 @@ class _Found:
     @classmethod
     def of(cls, inputs: Inputs, margin: float) -> _Found:
         plan = plan_inputs(inputs)
-        missing = sum(max(0.0, ledger.peak.bytes / ledger.capacity_bytes - (1 - margin)) for ledger in plan.ledgers)
-        impossible = len(plan.verdict.problems) + missing
+        impossible = plan.impossible(margin)
         return cls(inputs, plan, (impossible, plan.time.step_s, plan.memory_utilisation))
 
     def is_better_than(self, other: _Found) -> bool:
