@@ -168,3 +168,22 @@ def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(RunFolderError, match=r"cannot make a run's folder here.*run\.dir"):
         start(tmp_path / "x")
+
+
+def test_a_look_at_a_run_that_goes_on(tmp_path):
+    with RunFolder.open(tmp_path / "run", run_yaml="", config={}) as held:
+        folder = RunFolder.read(tmp_path / "run")
+        assert folder.is_in_use() and folder.last_metrics() is None
+        held.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st')
+        assert folder.last_metrics() == {"step": 2}
+    assert not folder.is_in_use()
+
+
+def test_services_may_move_between_a_run_and_its_resumption(tmp_path):
+    def config(**service):
+        return {"services": {"judge": {"command": ["serve"], "port": 0} | service}}
+
+    RunFolder.open(tmp_path / "run", run_yaml="", config=config()).close()
+    RunFolder.open(tmp_path / "run", run_yaml="", config=config(port=8000, devices=[7]), resume=True).close()
+    with pytest.raises(RunFolderError, match=r"services.judge.command: .* -> "):
+        RunFolder.open(tmp_path / "run", run_yaml="", config=config(command=["other"]), resume=True)

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from hone.errors import DataError
+from hone.observe.whole import write_whole
 
 FILE = "services.json"
 _SAME_START_S = 1.0
@@ -70,9 +71,7 @@ def supervised_by_me(run_file: Path, services: tuple[ServiceState, ...], stop_ti
 
 def write_state(folder: Path, supervision: Supervision) -> None:
     """Replace the folder's services.json in one step."""
-    aside = folder / f"{FILE}.new"
-    aside.write_text(json.dumps(supervision.as_dict(), indent=1))
-    aside.replace(folder / FILE)
+    write_whole(folder / FILE, json.dumps(supervision.as_dict(), indent=1))
 
 
 def read_state(folder: Path) -> Supervision | None:

@@ -22,6 +22,7 @@ from typing import Any, Self
 from hone.config import schema
 from hone.config.run import ServiceSection
 from hone.errors import RunFolderError
+from hone.observe.whole import ASIDE, write_whole
 
 SAME_NUMBERS = (
     "run.dir",
@@ -43,7 +44,6 @@ SAME_NUMBERS = (
 seen of it, or how much memory it takes, never what an update computes (beyond the rounding of float sums)."""
 
 _IDENTITY, _LOCK = ".identity.json", ".lock"
-_ASIDE = ".new"
 _LAST_BYTES = 64 << 10
 """More than one line of metrics has."""
 
@@ -139,8 +139,8 @@ class RunFolder:
                 _refuse_changed(path, folder.identity(), _plain(config))
                 folder.resumed = True
             # The identity comes first: a folder with any other file in it always has one.
-            _write_aside(path / _IDENTITY, json.dumps(config, indent=1))
-            _write_aside(folder.run_yaml, run_yaml)
+            write_whole(path / _IDENTITY, json.dumps(config, indent=1))
+            write_whole(folder.run_yaml, run_yaml)
         except BaseException:
             folder.close()
             raise
@@ -229,7 +229,7 @@ class RunFolder:
 
 def _contents(path: Path) -> list[str]:
     """What lies in the folder besides what an interrupted `open` may leave."""
-    return sorted(child.name for child in path.iterdir() if child.name not in (_LOCK, _IDENTITY + _ASIDE))
+    return sorted(child.name for child in path.iterdir() if child.name not in (_LOCK, _IDENTITY + ASIDE))
 
 
 def _some(names: list[str]) -> str:
@@ -248,13 +248,6 @@ def _is_same_file(handle: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _write_aside(path: Path, text: str) -> None:
-    """Replace a file in one step, so that a kill leaves the old one or the new one."""
-    aside = path.with_name(path.name + _ASIDE)
-    aside.write_text(text)
-    aside.replace(path)
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.observe.background import Background
+from hone.observe.whole import write_whole
 from hone.types import Group, Sample, Turn
 
 FULL_MARK = "full.json"
@@ -89,7 +90,7 @@ class Recorder:
         self._full = True
         self._warn(f"{reason}: samples are not recorded from {stage} step {step} on")
         with contextlib.suppress(OSError):  # the disk may be what failed; then a resumed run finds out again
-            (self._folder / FULL_MARK).write_text(json.dumps({"stage": stage, "step": step}))
+            write_whole(self._folder / FULL_MARK, json.dumps({"stage": stage, "step": step}))
 
     def _restore_full_mark(self, last_step: Mapping[str, int]) -> None:
         mark = self._folder / FULL_MARK

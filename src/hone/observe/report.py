@@ -20,6 +20,7 @@ from typing import Any
 
 from hone.observe.metrics import PHASES, find_metric
 from hone.observe.recorder import RecordedSample, read_samples, recorded_steps
+from hone.observe.whole import write_whole
 
 SUMMARY = Path("logs") / "summary.json"
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -67,7 +68,7 @@ class Summary:
         return cls(**json.loads(path.read_text())) if path.exists() else cls(title=folder.name, began_unix_s=0.0)
 
     def _write(self, folder: Path) -> None:
-        (folder / SUMMARY).write_text(json.dumps(asdict(self), indent=1))
+        write_whole(folder / SUMMARY, json.dumps(asdict(self), indent=1))
 
 
 Picture = Callable[[RecordedSample], bytes | None]
@@ -104,9 +105,7 @@ def write_report(
     parts = {"{{title}}": html.escape(data["summary"]["title"]), "{{data}}": script_json(data)}
     page = re.sub("{{title}}|{{data}}", lambda mark: parts[mark[0]], TEMPLATE.read_text(encoding="utf-8"))
     path = run_folder / "report.html"
-    aside = path.with_suffix(".html.tmp")
-    aside.write_text(page, encoding="utf-8")
-    aside.replace(path)
+    write_whole(path, page)
     return path
 
 
@@ -245,7 +244,7 @@ def _pieces(
         return json.loads(kept.read_text()) if kept.exists() else {}
     pieces = {str(token): decode([token]) for token in sorted({t for s in samples for t in s.sample.token_ids})}
     if pieces:
-        kept.write_text(json.dumps(pieces))
+        write_whole(kept, json.dumps(pieces))
     return pieces
 
 
@@ -263,7 +262,7 @@ def _pictures(run_folder: Path, samples: Sequence[RecordedSample], picture: Pict
     drawn = {place: picture(sample) for place, sample in shown.items()}
     found = {place: base64.b64encode(png).decode() for place, png in drawn.items() if png is not None}
     if found:
-        kept.write_text(json.dumps(found))
+        write_whole(kept, json.dumps(found))
     return found
 
 

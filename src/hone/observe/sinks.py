@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import ConfigError, HoneError, RunFolderError
+from hone.observe.whole import write_whole
 
 
 class MetricsFile:
@@ -171,5 +172,5 @@ def _wandb_id(folder: Path) -> str:
     """The run's id at the service: made once, kept in the folder, so that a resumed run finds it."""
     path = folder / "id"
     if not path.exists():
-        path.write_text(os.urandom(6).hex())
+        write_whole(path, os.urandom(6).hex())
     return path.read_text()
