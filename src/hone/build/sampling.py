@@ -11,8 +11,10 @@ from hone.build.job import Job
 from hone.config.run import RunConfig
 from hone.data.chat import Tokenizer
 from hone.data.prompts import load_prompts
+from hone.errors import DataError
 from hone.loop.evaluate import evaluate
 from hone.model.base import CausalModel
+from hone.model.decoder import Decoder
 from hone.reward.base import Component, Rewards
 from hone.reward.environment import FromEnvironment
 from hone.rollout.engine import Engine, Sampling
@@ -31,6 +33,13 @@ async def make_engine(
     environments = EnvironmentPool(settings, base_dir)
     if settings.use is not None:
         await environments.start()
+    if config.rollout.compile:
+        if not isinstance(model, Decoder):
+            raise DataError(
+                f"rollout.compile = true: {type(model.hf_config).__name__} goes through Transformers' own class, which "
+                "is not compiled. Set rollout.compile=false."
+            )
+        model.compile_inference()
     engine = LocalEngine(
         model,
         decode=tokenizer.decode,

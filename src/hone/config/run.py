@@ -173,6 +173,8 @@ class RolloutSection(Section):
     """A response ends with one of these tokens; the tokenizer's EOS always does."""
     max_concurrent_samples: int = key(512, unit="sequences", ge=1)
     """Sequences decoded together by an engine; bounds its KV cache."""
+    compile: bool = key(False)
+    """Compile what stands between two attentions (Hone's decoder, a C++ compiler or Triton): pays in long runs on GPUs."""
     max_staleness: int = key(0, unit="policy updates", ge=0)
     """Updates allowed between sampling a token and training on it. 0 is on-policy; 1 overlaps both."""
     timeout_s: float = key(600.0, unit="seconds per group", gt=0)

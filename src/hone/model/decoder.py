@@ -36,6 +36,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 The scores are scaled by D ** -0.5; which token sees which is the strategy's own business."""
 
+Halves = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
+"""`Layer.before_attention` and `Layer.after_attention`, or the same compiled."""
+
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -91,13 +94,21 @@ class Layer(nn.Module):
         self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=mlp_bias)
         self.down_proj = nn.Linear(inner, hidden, bias=mlp_bias)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, needed_W: Tensor | None) -> Tensor:
-        qkv = self.qkv_proj(self.input_norm(x)).unflatten(1, (-1, self.head_dim))
-        norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_normed else None
-        q, k, v = split_and_rotate(qkv, turn, self.num_heads, self.num_kv_heads, norms, self.input_norm.eps)
-        mixed = attend(self.index, q, k, v).flatten(1)
+    def forward(
+        self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, needed_W: Tensor | None, halves: Halves | None
+    ) -> Tensor:
+        before, after = halves or (Layer.before_attention, Layer.after_attention)
+        mixed = attend(self.index, *before(self, x, turn)).flatten(1)
         if needed_W is not None:
             x, mixed = x.index_select(0, needed_W), mixed.index_select(0, needed_W)
+        return after(self, x, mixed)
+
+    def before_attention(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = self.qkv_proj(self.input_norm(x)).unflatten(1, (-1, self.head_dim))
+        norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_normed else None
+        return split_and_rotate(qkv, turn, self.num_heads, self.num_kv_heads, norms, self.input_norm.eps)
+
+    def after_attention(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + self.o_proj(mixed)
         return x + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(x))))
 
@@ -132,6 +143,7 @@ class Decoder(CausalModel):
             if not self.tied:
                 self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
         self.to(dtype).to_empty(device=device)
+        self._compiled: Halves | None = None
         self.rope_table: Tensor
         self.register_buffer("rope_table", rope_table(config, self.head_dim).to(device, dtype), persistent=False)
 
@@ -145,6 +157,16 @@ class Decoder(CausalModel):
             del self.lm_head
             self.tied = True
             self.hf_config = type(self.hf_config).from_dict({**self.hf_config.to_dict(), "tie_word_embeddings": True})
+
+    def compile_inference(self) -> None:
+        """From now on run what stands between two attentions as compiled kernels, wherever no gradient is wanted.
+
+        The first passes take some ten seconds each for their compilation; one result serves all layers and all sizes.
+        """
+        self._compiled = (
+            torch.compile(Layer.before_attention, dynamic=True),
+            torch.compile(Layer.after_attention, dynamic=True),
+        )
 
     def forward(
         self, token_ids_X: Tensor, position_X: Tensor, attend: Attend, needed_W: Tensor | None = None
@@ -160,12 +182,13 @@ class Decoder(CausalModel):
         cos_sin_XD = self.rope_table.index_select(0, position_X).to(x.dtype)  # a trainer may turn weights into bfloat16
         turn = rotation(*cos_sin_XD.chunk(2, dim=-1))
         recompute = self.checkpoint_layers and torch.is_grad_enabled()
+        halves = None if torch.is_grad_enabled() else self._compiled
         for layer in self.layers:
             needed = needed_W if layer.index == self.num_layers - 1 else None
             if recompute:
-                x = checkpoint(layer, x, turn, attend, needed, use_reentrant=False)
+                x = checkpoint(layer, x, turn, attend, needed, None, use_reentrant=False)
             else:
-                x = layer(x, turn, attend, needed)
+                x = layer(x, turn, attend, needed, halves)
         return self.norm(x)
 
     def hidden(self, layout: Layout) -> Tensor:
