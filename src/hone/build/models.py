@@ -10,7 +10,7 @@ import torch
 from hone.build.job import Job
 from hone.config.derived import critic_steps_total, trains_adapter
 from hone.config.load import Loaded
-from hone.config.run import OptimizerSection, RunConfig
+from hone.config.run import OptimizerSection, RunConfig, Stage
 from hone.data.chat import Tokenizer, resolve_model
 from hone.errors import DataError
 from hone.loop.folder import RunFolder
@@ -98,14 +98,16 @@ def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> 
 
 def make_trainer(
     job: Job,
+    stage: Stage,
     model: CausalModel,
     optimizer: OptimizerSection,
     steps: int,
     reference: CausalModel | None = None,
     critic: Critic | None = None,
 ) -> LocalTrainer:
-    """The trainer of one stage; what is only of RL is neutral for imitation."""
+    """The trainer of one stage. How an update is divided and repeated is only of RL; a step of imitation is one."""
     config, train = job.config, job.config.train
+    divided = stage == "rl"
     model.checkpoint_layers = train.activation_checkpointing
     trainer = LocalTrainer(
         model,
@@ -116,8 +118,8 @@ def make_trainer(
         logprob_chunk_tokens=train.logprob_chunk_tokens,
         precision=config.run.precision,
         reference=reference,
-        samples_per_optimizer_step=train.samples_per_optimizer_step,
-        passes_per_batch=train.passes_per_batch,
+        samples_per_optimizer_step=train.samples_per_optimizer_step if divided else None,
+        passes_per_batch=train.passes_per_batch if divided else 1,
         seed=config.seed,
         critic=critic,
         critic_warmup_updates=config.critic.warmup_updates if critic else 0,

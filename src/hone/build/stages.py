@@ -131,7 +131,7 @@ async def run_sft(job: Job, saved: Saved | None) -> None:
     job.observer.say(f"imitating {report}")
     steps = total_steps(job.config.sft, len(rows))
     model = with_adapter(job.config, starting_model(job, "sft"), "sft")
-    trainer = make_trainer(job, model, job.config.sft.optimizer, steps)
+    trainer = make_trainer(job, "sft", model, job.config.sft.optimizer, steps)
     progress = begin_stage(job, "sft", steps, trainer, saved)
     run = SftRun(job.config, progress, trainer, *job.doors, rows=rows)
     await train_sft(run)
@@ -178,7 +178,8 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         critic = make_critic(job, model) if "values" in algorithm.needs else None
         model = with_adapter(config, model, "rl")
         reference = make_reference(model) if "ref_logprobs" in algorithm.needs else None
-        trainer = make_trainer(job, model, config.train.optimizer, optimizer_steps_total(config), reference, critic)
+        steps = optimizer_steps_total(config)
+        trainer = make_trainer(job, "rl", model, config.train.optimizer, steps, reference, critic)
         restored(trainer, saved)
         if not shared and job.device.type == "cpu":  # sampling and training at the same time: half the cores each
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
