@@ -31,6 +31,8 @@ def judge(group):
 
 def verdict(text):
     witness("judged")
+    with (HERE / "order").open("a") as file:
+        file.write(text + "\\n")
     if text == "hang":
         witness("hang")
         while True:
@@ -83,10 +85,11 @@ def test_the_one_that_hangs_earns_the_minimum_and_the_others_their_own_scores(sc
     assert len(set(pids(tmp_path, "judged")[8:])) == 2  # the rest was judged by another process
 
 
-def test_a_group_that_only_hangs_lets_others_pass_between(score_all, make_group):
+def test_a_group_that_only_hangs_lets_others_pass_between(score_all, make_group, tmp_path):
     hangs, good = score_all(make_group("hang", "hang", "hang"), make_group("a"), timeout_s=0.5)
     assert hangs.rewards == (-1.0, -1.0, -1.0)
     assert good.rewards == (0.01,)
+    assert (tmp_path / "order").read_text().split() == ["hang", "a", "hang", "hang"]
 
 
 def test_a_worker_that_waits_instead_of_computing_was_held_up_and_the_response_is_not_blamed(

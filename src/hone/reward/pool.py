@@ -125,6 +125,7 @@ class WorkerPool:
                 raise
             finally:
                 self._free.put_nowait(worker)
+            await asyncio.sleep(0)  # whoever waits takes the worker now; asked again at once, it would be ours again
         return tuple(task.scores)
 
     async def call(self, job: int, argument: Any, *, timeout_s: float) -> Any:
