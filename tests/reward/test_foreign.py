@@ -8,6 +8,7 @@ import pytest
 from hone.errors import ConfigError
 from hone.reward.base import first_fault
 from hone.reward.foreign import Unfit, adapted
+from hone.reward.resolve import Unusable, load, resolve
 from hone.reward.signature import check_scores, declared_range, overrun_score
 from hone.types import Fault, Group, Prompt, Sample, Score
 
@@ -217,23 +218,19 @@ def test_nothing_heavy_is_imported_for_them(score):
         ),
     ],
 )
-def test_what_fits_no_form_or_several_is_a_problem_of_the_run_file(make_rewards, source, problem):
-    async def run():
-        async with make_rewards({"use": "mine.py:f"}, source=source):
-            pass
-
-    with pytest.raises(ConfigError, match=problem) as error:
-        asyncio.run(run())
-    assert error.value.problems[0].startswith("reward.components.0.use: ")
+def test_what_fits_no_form_or_several_cannot_be_had(source, problem, tmp_path):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(Unusable, match=problem):
+        load(resolve("mine.py:f", tmp_path), {})
 
 
-def test_an_unknown_argument_is_met_with_a_hint(make_rewards):
+def test_an_unknown_argument_is_a_problem_of_the_run_file_with_a_hint(make_rewards):
     async def run():
         source = "def f(data_source, solution_str, ground_truth, extra_info, tolerance=0.1): pass"
         async with make_rewards({"use": "mine.py:f", "args": {"tolerence": 1}}, source=source):
             pass
 
-    with pytest.raises(ConfigError, match=r"does not fit.*Did you mean 'tolerance'\?"):
+    with pytest.raises(ConfigError, match=r"^reward\.components\.0\.use: .*does not fit.*Did you mean 'tolerance'\?"):
         asyncio.run(run())
 
 
