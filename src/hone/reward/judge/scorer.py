@@ -73,7 +73,7 @@ class JudgeReward:
         functions: UserFunctions | None,
     ) -> None:
         self.settings, self.template, self.counter = settings, template, counter
-        self._client, self._functions = client, functions
+        self._client, self.functions = client, functions
         self._traffic = Traffic(settings.log_every_s)
         self._asker = Asker(
             client,
@@ -121,12 +121,12 @@ class JudgeReward:
 
     async def start(self) -> list[str]:
         """Import the user's functions. Returns what is wrong with them."""
-        return await self._functions.start() if self._functions else []
+        return await self.functions.start() if self.functions else []
 
     async def close(self) -> None:
         await self._asker.close()
-        if self._functions:
-            await self._functions.close()
+        if self.functions:
+            await self.functions.close()
 
     @property
     def counts(self) -> Counts:
@@ -216,8 +216,8 @@ class JudgeReward:
         return self.counter.count(self.template.messages(row.question, texts, row.reference)[0]["content"])
 
     async def _messages(self, row: Row, texts: Sequence[str]) -> Messages:
-        if self._functions and self._has_own_prompt:
-            return await self._functions.prompt({**row.item, "response": texts[0]})
+        if self.functions and self._has_own_prompt:
+            return await self.functions.prompt({**row.item, "response": texts[0]})
         return self.template.messages(row.question, texts, row.reference)
 
     # ---- votes
@@ -239,8 +239,8 @@ class JudgeReward:
                 return [Vote(None, lost=f"data_processor_config: its function {error}")] * count
 
             async def read(answer: Answer) -> list[float]:
-                if self._functions and self._functions.has("postprocess"):
-                    score = await self._functions.score(answer.text, {**row.item, "response": text})
+                if self.functions and self.functions.has("postprocess"):
+                    score = await self.functions.score(answer.text, {**row.item, "response": text})
                     return self._reading.checked([score], 1)
                 return self._reading.scores(answer, 1)
 
