@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from hone.reward.base import Component
@@ -20,8 +21,8 @@ from hone.reward.signature import all_faulty, describe
 from hone.types import Fault, Group, Score
 
 log = logging.getLogger("hone.serve.reward")
-_FORGET = 0.1
-"""Weight of the newest measurement in the running mean of the pace."""
+_FADE_S = 10.0
+"""Busy time after which a measurement of the pace counts 1/e."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +108,16 @@ class Memory:
 
 @dataclass
 class Pace:
-    """How many seconds an item takes while there is something to do, from when groups were finished."""
+    """How many seconds an item takes while there is something to do, from when groups were finished lately."""
 
-    per_item_s: float = 0.0
-    _since: float = field(default_factory=time.monotonic)
+    _seconds: float = 0.0
+    _items: float = 0.0
+    """Busy seconds and items finished, both fading: many may finish at one moment, so decay goes by time."""
+    _since: float = 0.0
+
+    @property
+    def per_item_s(self) -> float:
+        return self._seconds / self._items if self._items else 0.0
 
     def begin(self) -> None:
         """Work arrived where there was none."""
@@ -118,8 +125,10 @@ class Pace:
 
     def finished(self, num_items: int) -> None:
         now = time.monotonic()
-        measured = (now - self._since) / num_items
-        self.per_item_s += (measured - self.per_item_s) * (_FORGET if self.per_item_s else 1.0)
+        elapsed = now - self._since
+        kept = math.exp(-elapsed / _FADE_S)
+        self._seconds = self._seconds * kept + elapsed
+        self._items = self._items * kept + num_items
         self._since = now
 
     def wait_s(self, items_in_front: int, items_running: int) -> float:

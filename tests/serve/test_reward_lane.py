@@ -1,0 +1,261 @@
+"""Inside the reward service: memory, pace, micro-batches, fingerprint; and what crosses the wire."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from hone.config.load import load_rewards
+from hone.reward.base import Component
+from hone.reward.wire import (
+    Disagreement,
+    Item,
+    ItemResult,
+    RewardRequest,
+    component_result,
+    decode_json,
+    encode_json,
+    groups_of,
+    items_of,
+    plain,
+)
+from hone.serve.batching import MicroBatcher, batched
+from hone.serve.fingerprint import fingerprint
+from hone.serve.lane import Done, Lane, Memory, Pace
+from hone.types import Fault, Group, Prompt, Sample, Score, Turn
+
+
+def group_of(*texts):
+    samples = tuple(Sample("p", i, (7, 8), (-0.25, -1e-3), (3, 3), "stop", text) for i, text in enumerate(texts))
+    return Group(Prompt("p", 0, "2+2=", (1,), answer="4"), samples)
+
+
+# ---- the wire
+
+
+def test_a_group_crosses_the_wire_unchanged():
+    chat = ({"role": "user", "content": "2+2?", "name": "x"},)
+    group = group_of("4", "five")
+    samples = (
+        replace(group.samples[0], loss_mask=(True, False), turns=(Turn(0, 1, 0.5, {"m": 1.0}),)),
+        replace(group.samples[1], finish_reason="length"),
+    )
+    prompt = replace(group.prompt, columns={"level": 3, "tags": ["a"], "none": None}, messages=chat)
+    group = Group(prompt, samples)
+    request = RewardRequest(mode="groupwise", items=items_of(group, trace=True))
+    received = RewardRequest.model_validate(decode_json(encode_json(request.model_dump(mode="json"))))
+    (work,) = groups_of(received.items, received.mode)
+    assert work.group == group and work.places == (0, 1)
+
+
+def test_items_of_several_groups_find_back_to_their_places():
+    items = [Item(id=str(n), group_id=group, solution_str="x") for n, group in enumerate("abacb")]
+    assert [work.places for work in groups_of(items, "groupwise")] == [(0, 2), (1, 4), (3,)]
+    assert [work.places for work in groups_of(items, "pointwise")] == [(0,), (1,), (2,), (3,), (4,)]
+    with pytest.raises(Disagreement, match="needs a group_id") as raised:
+        groups_of([*items, Item(id="5", solution_str="x")], "groupwise")
+    assert raised.value.place == 5
+
+
+class NumpyLike:
+    def __init__(self, value):
+        self.value = value
+
+    def tolist(self):
+        return self.value
+
+
+def test_plain_data_of_a_row():
+    row = {"a": NumpyLike([1, 2.5]), "b": (True, None), 3: {"nan": float("nan")}, "c": NumpyLike(4)}
+    assert plain(row) == {"a": [1, 2.5], "b": [True, None], "3": {"nan": None}, "c": 4}
+    with pytest.raises(ValueError, match=r"row.x\[1\] is bytes"):
+        plain({"x": [1, b"2"]}, "row")
+
+
+@pytest.mark.parametrize(
+    "text", [b"NaN", b"[Infinity]", b"-1e400", b'{"a":}', b"\xff", b"[" * 65 + b"]" * 65, b"1" * 5000]
+)
+def test_what_is_no_json_is_refused(text):
+    with pytest.raises(ValueError):
+        decode_json(text)
+
+
+def test_depth_is_of_brackets_and_not_of_text():
+    assert decode_json(b'["[[[[[[[[[[{{{{", "\\"[["]', max_depth=1) == ["[[[[[[[[[[{{{{", '"[[']
+    with pytest.raises(ValueError, match="nested 3 deep"):
+        decode_json(b'[{"a": []}]', max_depth=2)
+
+
+OK = {"id": "a", "status": "ok", "score": 0.5, "components": {"x": {"score": 1.0, "weight": 0.5}}}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"score": float("nan")},
+        {"score": None},
+        {"score": "0.5"},
+        {"score": 0.6},
+        {"max": 0.4},
+        {"min": 0.6},
+        {"status": "error"},
+        {"error": {"fault": "infra", "retryable": True, "detail": ""}},
+        {"components": {"x": {"score": 1.0, "weight": 1e308}, "y": {"score": 10.0, "weight": 1e308}}},
+        {"components": {"x": {"score": None, "weight": 0.5}}},
+        {"surprise": 1},
+    ],
+)
+def test_a_result_that_contradicts_itself_is_no_result(changed):
+    ItemResult.model_validate(OK)
+    with pytest.raises(ValueError):
+        ItemResult.model_validate(OK | changed)
+
+
+def test_a_measurement_that_is_not_finite_is_left_out():
+    score = Score(1.0, metrics={"good": 2.0, "bad": float("nan")})
+    assert component_result(score, 1.0).metrics == {"good": 2.0}
+
+
+# ---- memory and pace
+
+
+def test_memory_forgets_the_oldest_and_never_learns_our_failures():
+    memory = Memory(max_items=3, ttl_s=60)
+    done = Done((Score(1.0),), 0.1)
+    for key in (b"a", b"b", b"c"):
+        memory.put(key, done)
+    assert memory.get(b"a") is done  # used again, so b is now the oldest
+    memory.put(b"d", done)
+    assert [memory.get(key) is done for key in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+    memory.put(b"e", Done((Score(None, Fault.INFRA, "down"),), 0.1))
+    memory.put(b"f", Done((Score(None, Fault.DATA, "no answer"),), 0.1))
+    assert memory.get(b"e") is None and memory.get(b"f") is not None
+
+
+def test_memory_ends_with_its_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("hone.serve.lane.time.monotonic", lambda: now[0])
+    memory = Memory(max_items=3, ttl_s=60)
+    memory.put(b"a", Done((Score(1.0),), 0.1))
+    now[0] += 59
+    assert memory.get(b"a") is not None
+    now[0] += 2
+    assert memory.get(b"a") is None
+
+
+def test_pace_is_learnt_from_what_finishes_and_from_what_does_not(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("hone.serve.lane.time.monotonic", lambda: now[0])
+    pace = Pace()
+    pace.begin()
+    assert pace.wait_s(100, 10) == 0.0  # nothing is known yet
+    now[0] = 4.0
+    for _ in range(4):  # a batch of them at one moment
+        pace.finished(2)
+    assert pace.per_item_s == 0.5 and pace.wait_s(10, 0) == 5.0
+    now[0] = 24.0  # and then nothing for 20 s, with 10 items running: 2 s each at best
+    assert pace.wait_s(10, 10) == 20.0
+
+
+def test_a_lane_scores_equal_work_once_and_drops_what_nobody_waits_for():
+    seen = []
+
+    class Slow:
+        async def score(self, group):
+            seen.append(group.samples[0].text)
+            await asyncio.sleep(0.01)
+            return (Score(1.0),) * len(group.samples)
+
+    async def main():
+        lane = Lane(Component("slow", 1.0, Slow()), Memory(10, 60), max_in_flight_groups=1)
+        first = lane.add(b"1", group_of("first"))
+        left_alone = lane.add(b"2", group_of("left"))
+        again = lane.find(b"1")
+        left_alone.leave()
+        third = lane.add(b"3", group_of("third"))
+        await asyncio.wait([first.future, again.future, third.future])
+        assert first.result() == again.result() and lane.find(b"1").done is not None
+        assert lane.find(b"2") is None and (lane.items_waiting, lane.items_running) == (0, 0)
+        begun = lane.add(b"4", group_of("begun"))
+        await asyncio.sleep(0)
+        begun.leave()  # cancelled while it runs
+        at_once = lane.add(b"5", group_of("at once"))
+        at_once.leave()
+        await asyncio.sleep(0.03)
+        assert (lane.items_waiting, lane.items_running) == (0, 0)
+        assert (await asyncio.wait_for(lane.add(b"6", group_of("last")).future, 5)).scores == (Score(1.0),)
+
+    asyncio.run(main())
+    assert seen == ["first", "third", "begun", "last"]
+
+
+# ---- micro-batches
+
+
+class Together:
+    """Counts what it is given at one time; a response "fail" fails the batch it is in."""
+
+    def __init__(self):
+        self.batches = []
+
+    async def score(self, group):
+        raise AssertionError("one by one is not how it is asked")
+
+    async def score_many(self, groups):
+        self.batches.append([group.samples[0].text for group in groups])
+        await asyncio.sleep(0.005)
+        if any(group.samples[0].text == "fail" for group in groups):
+            raise RuntimeError("no memory")
+        return [tuple(Score(float(len(sample.text))) for sample in group.samples) for group in groups]
+
+
+def test_what_waits_while_a_batch_runs_is_the_next_batch():
+    scorer = Together()
+
+    async def main():
+        batcher = MicroBatcher(scorer, max_items=3, max_wait_s=0.001)
+        texts = ["a", "bb", "ccc", "dddd", "e"]
+        scores = await asyncio.gather(*(batcher.score(group_of(text)) for text in texts))
+        assert [score.value for (score,) in scores] == [1, 2, 3, 4, 1]
+        gone = asyncio.ensure_future(batcher.score(group_of("gone")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        failed, fine = await asyncio.gather(
+            batcher.score(group_of("fail")), batcher.score(group_of("too", "many", "here")), return_exceptions=True
+        )
+        assert isinstance(failed, RuntimeError) and fine == (Score(3.0), Score(4.0), Score(4.0))
+
+    asyncio.run(main())
+    assert scorer.batches == [["a", "bb", "ccc"], ["dddd", "e"], ["fail"], ["too"]]
+
+
+def test_only_a_scorer_that_can_is_given_batches():
+    class Plain:
+        async def score(self, group):
+            return ()
+
+    plain_one, together = Component("plain", 1.0, Plain()), Component("together", 1.0, Together())
+    assert batched(plain_one, 8, 0.0) is plain_one
+    assert isinstance(batched(together, 8, 0.0).scorer, MicroBatcher)
+
+
+# ---- fingerprint
+
+
+def test_the_fingerprint_is_of_rules_and_their_files(tmp_path):
+    def of(weight=1.0, workers=1, code="import helper\ndef f(group): return helper.x\n", helper="x = 1", template="t"):
+        (tmp_path / "mine.py").write_text(code)
+        (tmp_path / "helper.py").write_text(helper)
+        (tmp_path / "unrelated.py").write_text(str(weight + workers))
+        (tmp_path / "template.txt").write_text(template)
+        (tmp_path / "r.yaml").write_text(
+            f"reward:\n  workers: {workers}\n  components:\n"
+            f"    - {{use: 'mine.py:f', weight: {weight}, args: {{template: template.txt}}}}\n"
+        )
+        return fingerprint(load_rewards(tmp_path / "r.yaml"))
+
+    first = of()
+    assert first.startswith("sha256:") and of() == of(workers=4) == first
+    others = [of(weight=2.0), of(code="def f(group): return [1]\n"), of(helper="x = 2"), of(template="u")]
+    assert len({first, *others}) == 5
