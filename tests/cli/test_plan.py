@@ -1,6 +1,8 @@
 """`hone plan` as a command: exit codes, JSON, files that it writes, and that a bad argument says what is right."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -105,6 +107,16 @@ def test_an_audit_lists_findings_and_is_2_when_the_recipe_cannot_work(capsys):
 def test_wrong_arguments_are_2_and_say_what_is_right(run_file, arguments, message, capsys):
     assert main(["plan", str(run_file), *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_plan_needs_nothing_heavy(run_file):
+    program = (
+        f"import sys\nfrom hone.cli.main import main\ncode = main(['plan', {str(run_file)!r}, *{GPUS!r}])\n"
+        "print(*sorted({'torch', 'transformers', 'scipy', 'fastapi', 'math_verify'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].strip() == ""
 
 
 def test_no_run_file_is_said(capsys):

@@ -142,3 +142,34 @@ def test_json_is_plain_and_complete(configured):
     assert set(found) == {"format", "hardware", "placement", "model", "workload", "verdict", "ledgers", "time", "notes"}
     assert found["model"]["parameters"] == QWEN_8B
     assert found["ledgers"][0]["peak"]["bytes"] == max(one["bytes"] for one in found["ledgers"][0]["moments"])
+
+
+def test_prompts_are_counted_once_and_a_last_token_never(configured):
+    """Two prompts of 3 tokens with 2 samples of 4: 2 x 3 + 4 x 3 = 18 tokens are computed."""
+    sizes = ("prompts_per_step=2", "tokens_per_microbatch=100")
+    config = configured(
+        *(f"train.{size}" for size in sizes),
+        "rollout.group_size=2",
+        "data.max_prompt_tokens=3",
+        "rollout.max_response_tokens=4",
+    )
+    assert plan(config, EIGHT).inputs.workload.step_tokens() == 18
+
+
+def test_devices_of_their_own_are_split_by_time_and_memory(configured):
+    """Longer responses ask for more devices that sample."""
+    apart = placement_from(["placement.mode=separate", "placement.engine.memory_frac=0.8"])
+    words = ("train.activation_checkpointing=true", "train.prompts_per_step=256", "train.tokens_per_microbatch=40000")
+    splits = []
+    for tokens in (128, 16_384):
+        found = plan(configured(*words, f"rollout.max_response_tokens={tokens}"), EIGHT, placement=apart)
+        splits.append(found.inputs.placement.engine_devices)
+        assert [ledger.count for ledger in found.ledgers[:2]] == [8 - splits[-1], splits[-1]]
+    assert 1 <= splits[0] < splits[1] <= 7
+
+
+def test_practices_split_in_thirds_is_set_beside_the_balanced_one(configured):
+    words = ["placement.mode=separate", "placement.critic_devices=1", "placement.engine.memory_frac=0.8"]
+    found = plan(configured("algorithm.credit=gae"), find_hardware("12xH100-80G"), placement=placement_from(words))
+    assert any("1 : 1 : 1" in note for note in found.notes)
+    assert sum(ledger.count for ledger in found.ledgers[:-1]) == 12

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from hone.plan.activations import (
     CHUNK_BYTES_FORWARD,
@@ -32,8 +33,8 @@ PROCESS_BYTES = 420 << 20
 """Python with torch, Transformers and Hone loaded, measured."""
 CONTEXT_BYTES = 512 << 20
 """A process's CUDA context; an estimate."""
-CACHE_COLUMNS = 64
-"""Granularity of the engine's cache, in tokens; `rollout.cache._COLUMNS`, a test compares them."""
+LEAST_COLUMNS = 16
+"""Granularity of the engine's cache, in tokens; `rollout.decoding._LEAST_COLUMNS`, a test compares them."""
 PREFILL_TOKENS = 16384
 """Prompt tokens that the engine computes at one time; `rollout.decoding._PREFILL_TOKENS`, a test compares them."""
 
@@ -91,12 +92,11 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
     if settings.reward_models:
         yield moment("reward", "reward model reads", resident, cache, _layer_forward(_reward_pass(settings)))
     if workload.has_reference or workload.has_old_logprobs_pass:
-        yield moment("logprobs", "layers", resident, cache, _layer_forward(work))
-        yield moment("logprobs", "logits", resident, cache, _loss_forward(work))
+        yield from forward_moments(work, [*resident, *cache])
     if settings.critic and workload.has_critic:
         critic = replace(work, architecture=settings.critic, has_logits=False)
-        yield from _backward_moments("critic's ", critic, [*resident, *cache], trained=True)
-    yield from _backward_moments("", work, [*resident, *cache], trained=not workload.adapter_rank)
+        yield from update_moments("critic's ", critic, [*resident, *cache], trained=True)
+    yield from update_moments("", work, [*resident, *cache], trained=not workload.adapter_rank)
     yield moment("optimizer", "step", resident, cache)
     if not settings.is_gpu:
         exported = term("exported weights", 4 * total, f"4 B x {total:,} parameters")
@@ -153,13 +153,26 @@ def _prompts(settings: LocalSettings, workload: Workload) -> int:
     return rows if workload.evaluates else -(-rows // workload.group)
 
 
-def _columns(tokens: int) -> tuple[int, int]:
-    """Columns of the engine's cache once it has held so many tokens, and before it last grew."""
-    have = before = 0
-    while have < tokens:
-        wanted = have + 1 if have else 1
-        before, have = have, -(-max(wanted, have * 3 // 2) // CACHE_COLUMNS) * CACHE_COLUMNS
-    return have, before
+@cache
+def columns_of(tokens: int) -> tuple[int, int]:
+    """Columns of the engine's store once a response has so many tokens, and before it last grew; as `columns_for` in
+    `rollout/decoding.py`, a test compares them."""
+    now = before = _columns_for(tokens)
+    while before == now and tokens > 0:
+        tokens -= 1
+        before = _columns_for(tokens)
+    return now, before
+
+
+def _columns_for(tokens: int) -> int:
+    step = max(LEAST_COLUMNS, 1 << max(tokens.bit_length() - 3, 0))
+    return -(-tokens // step) * step
+
+
+def rounded(size: int) -> int:
+    """As `round_size` in `model/layout.py`; a test compares them."""
+    step = min(64, 1 << max(size.bit_length() - 4, 0))
+    return -(-size // step) * step
 
 
 def _cache(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
@@ -171,23 +184,23 @@ def _cache(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
         held = f"{rows:,} rows x {lengths.longest:,} tokens x {per_token:,} B"
         yield term("KV cache", rows * lengths.longest * per_token, held, "rollout.max_concurrent_samples")
         return
-    columns, _ = _columns(max(lengths.max_response - 1, 1))
-    slots = settings.max_concurrent
+    columns, _ = columns_of(max(lengths.max_response - 1, 1))
+    slots = rounded(settings.max_concurrent)
     held = f"{slots:,} slots x {columns:,} tokens x {per_token:,} B"
     yield term("KV cache of responses", slots * columns * per_token, held, "rollout.max_concurrent_samples")
     prompts = _prompts(settings, workload)
-    width = -(-lengths.max_prompt // CACHE_COLUMNS) * CACHE_COLUMNS
-    held = f"{prompts:,} prompts x {width:,} tokens x {per_token:,} B"
-    yield term("KV cache of prompts", prompts * width * per_token, held, "data.max_prompt_tokens")
+    held = f"{prompts:,} prompts x {lengths.max_prompt:,} tokens x {per_token:,} B"
+    yield term("KV cache of prompts", prompts * lengths.max_prompt * per_token, held, "data.max_prompt_tokens")
 
 
 def _growth(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
     """While the cache of responses grows, its old self is there too."""
     if settings.work.implementation == "hone":
-        _, before = _columns(max(workload.lengths.max_response - 1, 1))
+        _, before = columns_of(max(workload.lengths.max_response - 1, 1))
         per_token = settings.architecture.kv_bytes_per_token(bytes_each=settings.work.bytes_each)
-        held = f"{settings.max_concurrent:,} slots x {before:,} tokens x {per_token:,} B"
-        size = settings.max_concurrent * before * per_token
+        slots = rounded(settings.max_concurrent)
+        held = f"{slots:,} slots x {before:,} tokens x {per_token:,} B"
+        size = slots * before * per_token
         yield term("old cache", size, held, "rollout.max_concurrent_samples")
 
 
@@ -230,8 +243,14 @@ def _loss_forward(work: Pass) -> Iterator[Term]:
     yield _logits(logits_forward_bytes(work), CHUNK_BYTES_FORWARD, work)
 
 
-def _backward_moments(prefix: str, work: Pass, held: list[Term], *, trained: bool) -> Iterator[Moment]:
-    """The moments of a microbatch that may be its largest."""
+def forward_moments(work: Pass, held: list[Term]) -> Iterator[Moment]:
+    """The two moments of a pass without gradients; `held` is there besides."""
+    yield moment("logprobs", "layers", held, _layer_forward(work))
+    yield moment("logprobs", "logits", held, _loss_forward(work))
+
+
+def update_moments(prefix: str, work: Pass, held: list[Term], *, trained: bool) -> Iterator[Moment]:
+    """The moments of a microbatch that may be its largest; `held` is there besides."""
     arch, tokens = work.architecture, work.tokens
     each = saved_per_token(work)
     formula = f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens"

@@ -1,0 +1,125 @@
+"""The ledger of one process against this process: bytes that torch's CPU allocator really hands out.
+
+Tiny models and few tokens; the forms must not come out below what is measured, nor far above it. The constants that
+`plan` cannot import, because it must not import torch, are compared with what they stand for.
+"""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hone.algo.algorithm import Algorithm
+from hone.config.run import AlgorithmSection, OptimizerSection
+from hone.data.chat import character_tokenizer
+from hone.model.decoder import FAMILY
+from hone.model.layout import BLOCK_SCORES, QUERY_ROWS, round_size
+from hone.model.load import init_model
+from hone.plan import activations, local, presets
+from hone.plan.activations import Pass
+from hone.plan.architecture import architecture_from
+from hone.rollout import decoding
+from hone.train.local import LocalTrainer
+from hone.types import Batch
+
+ARCHITECTURES = {
+    "small vocabulary": ("qwen3", 128, 384, 4, 4, 2, 32, 30, True),
+    "large vocabulary": ("qwen3", 128, 384, 2, 4, 2, 32, 16_000, True),
+    "deep, untied": ("llama", 96, 256, 8, 6, 2, 16, 1000, False),
+}
+PROMPTS, GROUP, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 4, 64, 64
+
+
+def built(name):
+    family, hidden, inner, layers, heads, kv_heads, head_dim, vocab, tied = ARCHITECTURES[name]
+    keys = {
+        "model_type": family,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+    }
+    model = init_model(keys, vocab_size=vocab, seed=0, dtype=torch.float32, device="cpu")
+    return model, architecture_from({**keys, "vocab_size": vocab})
+
+
+def random_batch(vocab):
+    rng, samples = torch.Generator().manual_seed(0), PROMPTS * GROUP
+    tokens = samples * RESPONSE_TOKENS
+    prompts = torch.randint(0, vocab, (PROMPTS, PROMPT_TOKENS), generator=rng).tolist()
+    return Batch(
+        prompts=tuple(map(tuple, prompts)),
+        prompt_S=torch.arange(PROMPTS).repeat_interleave(GROUP),
+        length_S=torch.full((samples,), RESPONSE_TOKENS),
+        token_ids_T=torch.randint(0, vocab, (tokens,), generator=rng),
+        loss_mask_T=torch.ones(tokens),
+        sampler_logprobs_T=torch.full((tokens,), -1.0),
+        reward_S=torch.ones(samples),
+        columns={"advantages_T": torch.randn(tokens, generator=rng)},
+    )
+
+
+def allocated(work):
+    """Most bytes that were there at once during `work`, beyond what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    now = most = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision):
+    model, arch = built(name)
+    model.checkpoint_layers = checkpointing == "full"
+    trainer = LocalTrainer(
+        model,
+        optimizer=OptimizerSection(),
+        total_optimizer_steps=10,
+        temperature=1.0,
+        tokens_per_microbatch=4096,
+        logprob_chunk_tokens=128,
+        precision=precision,
+    )
+    batch, algorithm = random_batch(arch.vocab), Algorithm(AlgorithmSection(), correction="none")
+    trainer.update(batch, algorithm)
+    update = allocated(lambda: trainer.update(batch, algorithm))
+    logprobs = allocated(lambda: trainer.logprobs(batch))
+    responses = PROMPTS * GROUP * RESPONSE_TOKENS
+    work = Pass(
+        arch,
+        "hone",
+        4 if precision == "float32" else 2,
+        tokens=PROMPTS * PROMPT_TOKENS + PROMPTS * GROUP * (RESPONSE_TOKENS - 1),
+        response_tokens=responses,
+        longest=PROMPT_TOKENS + RESPONSE_TOKENS,
+        checkpointing=checkpointing,
+        chunk_tokens=128,
+    )
+    planned = max(moment.bytes for moment in local.update_moments("", work, [], trained=True))
+    assert -0.03 < planned / update - 1 < 0.20
+    passed = max(moment.bytes for moment in local.forward_moments(work, []))
+    assert -0.03 < passed / logprobs - 1 < 0.35
+
+
+@pytest.mark.parametrize("longest", [1, 16, 17, 64, 65, 127, 128, 200, 511, 1000])
+def test_the_cache_grows_as_the_store_does(longest):
+    sizes = sorted({decoding.columns_for(tokens) for tokens in range(longest + 1)})
+    assert local.columns_of(longest) == (sizes[-1], sizes[-2])
+
+
+def test_constants_are_those_of_the_code():
+    assert activations.OWN_FAMILIES == FAMILY
+    assert activations.BLOCK_SCORES == BLOCK_SCORES
+    assert activations.QUERY_ROWS == QUERY_ROWS
+    assert local.LEAST_COLUMNS == decoding._LEAST_COLUMNS
+    assert [local.rounded(size) for size in range(1, 2000)] == [round_size(size) for size in range(1, 2000)]
+    assert len(character_tokenizer("abc")) - 3 == presets.SPECIAL_CHARACTER_TOKENS
