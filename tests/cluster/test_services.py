@@ -49,6 +49,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(module, "HEALTH_INTERVAL_S", 0.05)
     monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 0.3)
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(module, "PORT_TIMEOUT_S", 0.2)
 
 
 async def until(holds, within_s=15.0):
@@ -118,7 +119,7 @@ def test_a_service_that_does_not_become_ready_in_time(tmp_path):
     asyncio.run(run())
 
 
-def test_a_taken_port_is_told_with_who_has_it_and_nothing_is_started(tmp_path):
+def test_a_taken_port_is_told_with_who_has_it_and_nothing_is_started(tmp_path, quick):
     async def run():
         first = Watched(tmp_path / "first", judge={"command": toy()})
         async with first.services:

@@ -26,7 +26,7 @@ def runtime(tmp_path, monkeypatch):
 
 def write_file(folder, *flags):
     file = folder / "shared.yaml"
-    file.write_text(f"services: {{judge: {{command: {json.dumps(toy(*flags))}}}}}\n")
+    file.write_text(f"services: {{judge: {{command: {json.dumps(toy(*flags))}, reuse: true}}}}\n")
     return str(file)
 
 
@@ -94,6 +94,8 @@ def test_a_run_takes_the_same_service_that_is_up_and_leaves_it(runtime, tmp_path
     taken, said = asyncio.run(run(reuse=True))
     assert taken == url and said == [f"service judge: the one that `hone up` keeps as shared, at {url}"]
     assert listens(int(url.rpartition(":")[2])), "it was not ours to stop"
+    other = shown(capsys, "up", str(tmp_path / "shared.yaml"), "--name", "other")
+    assert other["services"][0]["url"] != url, "what is told to be up is started"
     assert asyncio.run(run())[0] != url
     assert asyncio.run(run(reuse=True, command=toy("--deaf"), stop_timeout_s=0.1))[0] != url, "another service"
 

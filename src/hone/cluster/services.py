@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -184,11 +184,15 @@ class Services:
         say: Say,
         relay: Relay,
         stop: asyncio.Event,
+        may_reuse: bool = True,
     ) -> None:
-        """Args:
-        folder: where services.json is written.
-        stop: set when a service is lost for good, and by others; waiting ends then.
         """
+        Args:
+            folder: where services.json is written.
+            stop: set when a service is lost for good, and by others; waiting ends then.
+            may_reuse: heed `reuse`; False starts each in any case.
+        """
+        self._may_reuse = may_reuse
         self._folder, self._run_file, self._stop = folder, run_file, stop
         self._say, self._relay = say, relay
         self._launches = tuple(launches)
@@ -202,12 +206,13 @@ class Services:
         """Base URLs by name; they stay what they are when a service is started again."""
 
     @classmethod
-    def from_config(
-        cls, loaded: Loaded, split: Split, *, folder: Path, logs: Path, say: Say, relay: Relay, stop: asyncio.Event
-    ) -> Self:
-        """The services of a run file, with the GPUs that `split` gives them; each log goes into `logs`."""
+    def from_config(cls, loaded: Loaded, split: Split, *, folder: Path, logs: Path, **options: Any) -> Self:
+        """The services of a run file, with the GPUs that `split` gives them; each log goes into `logs`.
+
+        `options` are those of the class.
+        """
         launches = plan_launches(loaded.config, loaded.run_file.parent, logs, split)
-        return cls(launches, folder=folder, run_file=loaded.run_file, say=say, relay=relay, stop=stop)
+        return cls(launches, folder=folder, run_file=loaded.run_file, **options)
 
     async def start(self) -> None:
         """Start all of them, without waiting until they are ready.
@@ -285,7 +290,7 @@ class Services:
 
     def _borrow(self, launch: Launch) -> str | None:
         """Where `hone up` keeps the same service running, if this one may be it."""
-        if not launch.service.reuse:
+        if not (launch.service.reuse and self._may_reuse):
             return None
         for name, supervision in kept_up(runtime_folder()).items():
             for service in supervision.services:

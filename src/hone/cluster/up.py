@@ -60,7 +60,9 @@ async def _keep_up(loaded: Loaded, folder: Path, say: Say) -> None:
     def relay(name: str, line: str) -> None:
         say(f"[{name}] {line}")
 
-    services = Services.from_config(loaded, split, folder=folder, logs=folder / "logs", say=say, relay=relay, stop=stop)
+    services = Services.from_config(
+        loaded, split, folder=folder, logs=folder / "logs", say=say, relay=relay, stop=stop, may_reuse=False
+    )
     async with services:
         await services.ready()
         await stop.wait()
