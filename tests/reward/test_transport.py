@@ -213,8 +213,8 @@ def test_no_more_are_in_flight_than_allowed_and_standing_in_line_costs_no_deadli
         await asyncio.sleep(0.05)
 
     with FaultyServer(slow) as server:
-        answers, _ = ask(server, times=40, at_once=True, max_in_flight=2, deadline_s=0.4)  # a second in all
-    assert answers == [good_reply(BODY)] * 40
+        answers, _ = ask(server, times=60, at_once=True, max_in_flight=2, deadline_s=1.2)  # 1.5 s in all
+    assert answers == [good_reply(BODY)] * 60
     assert server.most_open == 2
 
 
@@ -331,3 +331,23 @@ def test_https_with_an_authority_of_ones_own(tmp_path):
         (error,), _ = ask(server, deadline_s=0.3)
     assert answer == good_reply(BODY)
     assert isinstance(error, Unavailable) and "certificate" in str(error).lower()
+
+
+def test_where_a_long_answer_means_something_it_is_not_asked_for_again():
+    with FaultyServer(lambda request: Answer(body=b" " * 5000)) as server:
+        (answer,), endpoints = ask(server, max_response_bytes=4000, too_long="too long")
+    assert answer == "too long"
+    assert len(server.requests) == 1 and endpoints.counts.invalid == 0
+
+
+def test_tries_may_be_counted():
+    async def go(server):
+        endpoints = Endpoints([server.url])
+        try:
+            await endpoints.call(deadline_s=20, max_tries=2).post("/", BODY, lambda answer: answer)
+        finally:
+            await endpoints.close()
+
+    with FaultyServer(lambda request: Answer(502)) as server, pytest.raises(Unavailable, match="failed 2 times"):
+        asyncio.run(go(server))
+    assert len(server.requests) == 2

@@ -86,7 +86,8 @@ class Endpoints:
         max_in_flight: requests at one time, for each endpoint.
         ready_path: answers 200 when the endpoint can be used; asked before an ejected endpoint is used again. None:
             the next request is the proof.
-        max_response_bytes: a longer answer is cut off and counts as invalid.
+        max_response_bytes: a longer answer is cut off.
+        too_long: what `check` gets in its place; None: it counts as invalid.
         ca_file: PEM file with the authorities to trust for https; None: the usual public ones.
         transport: what carries the requests, in tests.
     Raises:
@@ -101,13 +102,14 @@ class Endpoints:
         max_in_flight: int = 64,
         ready_path: str | None = None,
         max_response_bytes: int = 32 << 20,
+        too_long: Any = None,
         ca_file: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if not urls:
             raise ValueError("no URL")
         self._endpoints = [Endpoint(_base_url(url), max_in_flight) for url in urls]
-        self._ready_path, self._max_response_bytes = ready_path, max_response_bytes
+        self._ready_path, self._max_response_bytes, self._too_long = ready_path, max_response_bytes, too_long
         self.budget = RetryBudget()
         self._news = asyncio.Event()
         self.counts = Counts()
@@ -143,9 +145,9 @@ class Endpoints:
         """
         return await self.call(deadline_s=deadline_s, try_s=try_s).post(path, body, check)
 
-    def call(self, *, deadline_s: float, try_s: float | None = None) -> Call:
+    def call(self, *, deadline_s: float, try_s: float | None = None, max_tries: float = math.inf) -> Call:
         """For what takes several posts under one deadline: `call.post`, `call.again`, `call.post` of the rest."""
-        return Call(self, deadline_s, try_s or deadline_s / 2)
+        return Call(self, deadline_s, try_s or deadline_s / 2, max_tries)
 
     async def close(self) -> None:
         """Close the connections; requests in flight fail. May be called twice."""
@@ -185,6 +187,10 @@ class Endpoints:
                 if response.status_code == 200:
                     return _decoded(await _body(response, self._max_response_bytes))
                 raise _failure(response, _reason(await _body(response, _REASON_BYTES)))
+        except TooLong:
+            if self._too_long is None:
+                raise
+            return self._too_long
         except httpx.HTTPError as error:
             raise TryAgain(f"{type(error).__name__}: {error}".rstrip(": ")) from error
 
@@ -261,8 +267,8 @@ class Endpoints:
 class Call:
     """One thing to be had from the endpoints before a deadline, over as many tries as it takes."""
 
-    def __init__(self, endpoints: Endpoints, deadline_s: float, try_s: float) -> None:
-        self._endpoints, self._deadline_s, self.try_s = endpoints, deadline_s, try_s
+    def __init__(self, endpoints: Endpoints, deadline_s: float, try_s: float, max_tries: float) -> None:
+        self._endpoints, self._deadline_s, self.try_s, self._max_tries = endpoints, deadline_s, try_s, max_tries
         self._failures = 0
         self.deadline = math.inf
         """On the clock of `time.monotonic`; infinite until the clock is started."""
@@ -287,8 +293,10 @@ class Call:
 
     async def again(self, problem: str) -> None:
         """Wait before another try, within the retry budget. Raises Unavailable when the deadline comes first."""
-        wait_s = max(backoff_s(self._failures), self._endpoints.budget.spend())
         self._failures += 1
+        if self._failures >= self._max_tries:
+            self.give_up(problem)
+        wait_s = max(backoff_s(self._failures - 1), self._endpoints.budget.spend())
         if time.monotonic() + wait_s >= self.deadline:
             self.give_up(problem)
         await asyncio.sleep(wait_s)
@@ -339,6 +347,10 @@ class TryAgain(Exception):
         """How long the endpoint wants to be left alone; None: it did not say."""
         self.is_invalid = is_invalid
         """It answered, but not with what an answer must be."""
+
+
+class TooLong(TryAgain):
+    """The answer was cut off."""
 
 
 class Endpoint:
@@ -410,15 +422,15 @@ def _base_url(url: str) -> str:
 
 
 async def _body(response: httpx.Response, max_bytes: int) -> bytes:
-    """The body, as it came. Raises TryAgain when it is compressed, which was not asked for and could be a bomb, or
-    longer than `max_bytes`."""
+    """The body, as it came. Raises TryAgain when it is compressed, which was not asked for and could be a bomb, and
+    TooLong."""
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise TryAgain("the answer is compressed, which was not asked for", is_invalid=True)
     body = bytearray()
-    async for part in response.aiter_raw():
+    async for part in response.aiter_bytes():
         body += part
         if len(body) > max_bytes:
-            raise TryAgain(f"the answer is longer than {max_bytes:,} bytes", is_invalid=True)
+            raise TooLong(f"the answer is longer than {max_bytes:,} bytes", is_invalid=True)
     return bytes(body)
 
 

@@ -12,11 +12,9 @@ import contextlib
 import inspect
 import json
 import os
-import random
 import secrets
-import time
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 
@@ -33,14 +31,13 @@ from hone.reward.sandbox.base import (
     Stdin,
 )
 from hone.reward.sandbox.probe import prove
+from hone.reward.transport import Endpoints, Refused, Unavailable
 
 TRIES = 4
-CONNECT_TIMEOUT_S = 5.0
 ANSWER_GRACE_S = 10.0
 """Beyond a run's own time: for its way there and back, and a place in the service's queue."""
-FIRST_WAIT_S, MAX_WAIT_S = 0.25, 8.0
-"""Bounds of the random wait before another try; it doubles each time."""
-_TRY_AGAIN = {408, 425, 429, 500, 502, 503, 504}
+PATH = "/run_code"
+_TOO_LONG = "longer than any answer to a bounded output"
 _CALLER = f"""
 import json, os, sys
 
@@ -77,23 +74,27 @@ class Remote:
         token: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._url = url.rstrip("/")
+        self._url = url
         self._limits = limits
         self._num_places = num_places
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token = token
         self._transport = transport
-        self._client: httpx.AsyncClient | None = None
+        self._endpoints: Endpoints | None = None
         self._free = asyncio.Semaphore(num_places)
 
     async def start(self) -> None:
         await self.close()
-        self._client = httpx.AsyncClient(
-            headers=self._headers,
-            timeout=httpx.Timeout(self._limits.wall_s + ANSWER_GRACE_S, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=self._num_places),
-            transport=self._transport,
-            trust_env=False,
-        )
+        try:
+            self._endpoints = Endpoints(
+                [self._url],
+                token=self._token,
+                max_in_flight=self._num_places,
+                max_response_bytes=16 * self._limits.output_bytes + (1 << 16),  # JSON writes a byte in up to six; twice
+                too_long=_TOO_LONG,
+                transport=self._transport,
+            )
+        except ValueError as error:
+            raise SandboxUnavailable(str(error)) from None
         try:
             await prove(self, isolated=False)
         except SandboxUnavailable:
@@ -102,44 +103,52 @@ class Remote:
 
     @contextlib.asynccontextmanager
     async def open(self, source: str) -> AsyncIterator[RemoteSession]:
-        if self._client is None:
+        if self._endpoints is None:
             raise SandboxFault("the sandbox was not started")
         async with self._free:
-            yield RemoteSession(self._client, f"{self._url}/run_code", source, self._limits)
+            yield RemoteSession(self._endpoints, source, self._limits)
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
+        endpoints, self._endpoints = self._endpoints, None
+        if endpoints is not None:
+            await endpoints.close()
 
 
 class RemoteSession:
     """One program at the service, which sees each run as a program of its own."""
 
-    def __init__(self, client: httpx.AsyncClient, url: str, source: str, limits: Limits) -> None:
-        self._client = client
-        self._url = url
+    def __init__(self, endpoints: Endpoints, source: str, limits: Limits) -> None:
+        self._endpoints = endpoints
         self._source = source
         self._limits = limits
 
     async def run(self, given: Input) -> Run:
-        mark = secrets.token_hex(16)  # not to be guessed, so that nothing a program prints is taken for a value
-        deadline = time.monotonic() + TRIES * (self._limits.wall_s + ANSWER_GRACE_S)
-        request = self._request(given, mark)
-        for wait_s in (*(random.uniform(0, min(MAX_WAIT_S, FIRST_WAIT_S * 2**n)) for n in range(TRIES - 1)), None):
-            try:
-                return self._as_run(await self._ask(request, deadline), given, mark)
-            except _Again as error:
-                if wait_s is None or time.monotonic() + max(wait_s, error.retry_after_s) >= deadline:
-                    await self._give_up(error, deadline)
-                else:
-                    await asyncio.sleep(max(wait_s, error.retry_after_s))
-        raise AssertionError("the last try returns or gives up")
+        try:
+            return await self._asked(given, TRIES)
+        except _Broken as error:
+            if await self._is_well():
+                raise SandboxLost(f"the service runs other programs, but not this one: {error}") from None
+            raise SandboxFault(str(error)) from None
 
-    async def _give_up(self, error: _Again, deadline: float) -> NoReturn:
-        if error.by_program and await self._is_well(deadline):
-            raise SandboxLost(f"the service runs other programs, but not this one: {error}")
-        raise SandboxFault(f"{self._url}: {error}")
+    async def _asked(self, given: Input, max_tries: int) -> Run:
+        """Raises SandboxFault, and _Broken when this program breaks the service's sandbox each time."""
+        mark = secrets.token_hex(16)  # not to be guessed, so that nothing a program prints is taken for a value
+        try_s = self._limits.wall_s * 2 + ANSWER_GRACE_S
+        call = self._endpoints.call(deadline_s=TRIES * try_s, try_s=try_s, max_tries=max_tries)
+        is_broken = False
+        try:
+            while True:
+                run = await call.post(
+                    PATH, self._request(given, mark), lambda answer: self._as_run(answer, given, mark)
+                )
+                if not isinstance(run, str):
+                    return run
+                is_broken = True
+                await call.again(run)
+        except Unavailable as error:
+            raise _Broken(str(error)) if is_broken else SandboxFault(str(error)) from None
+        except Refused as error:
+            raise SandboxFault(f"{error}; is it the right address and token?") from None
 
     def _request(self, given: Input, mark: str) -> dict[str, Any]:
         match given:
@@ -157,60 +166,31 @@ class RemoteSession:
             "memory_limit_MB": self._limits.memory_bytes >> 20,
         }
 
-    async def _ask(self, request: dict[str, Any], deadline: float) -> dict[str, Any] | None:
-        """The service's answer; None when it is longer than any answer to a bounded output.
-
-        Raises _Again for what may go better another time, SandboxFault for what may not.
-        """
-        most = 16 * self._limits.output_bytes + (1 << 16)  # JSON writes a byte in up to six; two streams
-        try:
-            async with (
-                asyncio.timeout(min(self._limits.wall_s * 2 + ANSWER_GRACE_S, deadline - time.monotonic())),
-                self._client.stream("POST", self._url, json=request) as response,
-            ):
-                if response.status_code in _TRY_AGAIN:
-                    raise _Again(f"HTTP {response.status_code}", retry_after_s=_retry_after_s(response))
-                if response.status_code != 200:
-                    raise SandboxFault(f"{self._url}: HTTP {response.status_code}; is it the right address and token?")
-                body = bytearray()
-                async for part in response.aiter_bytes():
-                    body += part
-                    if len(body) > most:
-                        return None
-        except TimeoutError:
-            raise _Again("no answer in time") from None
-        except httpx.HTTPError as error:
-            raise _Again(f"{type(error).__name__}: {error}") from error
-        try:
-            answer = json.loads(body)
-        except (ValueError, RecursionError):
-            raise _Again("the answer is not JSON") from None
-        if not isinstance(answer, dict):
-            raise _Again("the answer is not an object")
-        return answer
-
-    def _as_run(self, answer: dict[str, Any] | None, given: Input, mark: str) -> Run:
-        if answer is None:
+    def _as_run(self, answer: Any, given: Input, mark: str) -> Run | str:
+        """How it ended; or what the service says when its sandbox broke. Raises ValueError for what is no answer."""
+        if answer is _TOO_LONG:
             return Run(Ending.OUTPUT, b"")
+        if not isinstance(answer, dict):
+            raise ValueError("not an object")
         status, compiled, ran = answer.get("status"), answer.get("compile_result"), answer.get("run_result")
         if status == "SandboxError":
-            raise _Again(f"SandboxError: {str(answer.get('message'))[:100]}", by_program=True)
+            return f"SandboxError: {str(answer.get('message'))[:100]}"
         result = ran if ran is not None else compiled
         if status not in ("Success", "Failed") or not isinstance(result, dict):
-            raise _Again(f"not an answer of run_code: status {str(status)[:40]!r}")
+            raise ValueError(f"not an answer of run_code: status {str(status)[:40]!r}")
         elapsed_s, code = result.get("execution_time"), result.get("return_code")
         elapsed_s = float(elapsed_s) if isinstance(elapsed_s, int | float) else 0.0
         detail = _last_line(result.get("stderr"))
         if result.get("status") == "TimeLimitExceeded":
             return Run(Ending.TIME, b"", detail, elapsed_s)
         if result.get("status") != "Finished" or not isinstance(code, int) or (code == 0) != (status == "Success"):
-            raise _Again("the answer contradicts itself: no return code, or one that does not fit the status")
+            raise ValueError("it contradicts itself: no return code, or one that does not fit the status")
         if code != 0 or ran is None:
             ending = Ending.MEMORY if detail.startswith("MemoryError") else Ending.CRASHED
             return Run(ending, b"", detail or f"exit code {code}", elapsed_s)
         stdout = result.get("stdout")
         if not isinstance(stdout, str):
-            raise _Again("the answer has no stdout")
+            raise ValueError("it has no stdout")
         if isinstance(given, Call):
             _, found, stdout = stdout.rpartition(mark)
             if not found:
@@ -220,30 +200,17 @@ class RemoteSession:
             return Run(Ending.OUTPUT, b"", "", elapsed_s)
         return Run(Ending.FINISHED, output, "", elapsed_s)
 
-    async def _is_well(self, deadline: float) -> bool:
+    async def _is_well(self) -> bool:
         """Whether the service runs a program that breaks nothing, just now."""
-        control = RemoteSession(self._client, self._url, "print('well')", self._limits)
         try:
-            run = control._as_run(await control._ask(control._request(Stdin(""), ""), deadline), Stdin(""), "")
-        except (_Again, SandboxFault):
+            run = await RemoteSession(self._endpoints, "print('well')", self._limits)._asked(Stdin(""), 1)
+        except (_Broken, SandboxFault):
             return False
         return run.ending is Ending.FINISHED and run.output.strip() == b"well"
 
 
-class _Again(Exception):
-    """The service failed in a way that another try may mend."""
-
-    def __init__(self, message: str, *, retry_after_s: float = 0.0, by_program: bool = False) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-        self.by_program = by_program
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    try:
-        return max(0.0, float(response.headers.get("Retry-After", "0")))
-    except ValueError:  # a date: our own waits will do
-        return 0.0
+class _Broken(Exception):
+    """The service's sandbox broke whenever it ran this program."""
 
 
 def _last_line(stderr: Any) -> str:
