@@ -177,6 +177,12 @@ def plan_microbatches(shape: Shape, samples: Indices, tokens_per_microbatch: int
     return sorted(plan, key=lambda part: int(part[0]))
 
 
+def computed_tokens(shape: Shape, samples: Indices) -> int:
+    """Tokens that a microbatch of these samples computes: each prompt once, no response's last token."""
+    responses = np.maximum(shape.length_S[samples] - 1, 0).sum()
+    return int(shape.prompt_tokens_N[np.unique(shape.prompt_S[samples])].sum() + responses)
+
+
 def _units(shape: Shape, samples: Indices, budget: int) -> list[tuple[int, Indices]]:
     """(computed tokens, samples) of what stays together: the samples of a prompt, or as many as fit."""
     prompt = shape.prompt_S[samples]

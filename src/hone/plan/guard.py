@@ -23,13 +23,25 @@ T = TypeVar("T")
 class Guard(Protocol):
     """Watches over memory. Any thread may ask."""
 
-    def phase(self, name: str, *, final: bool = False) -> AbstractContextManager[None]:
+    def phase(
+        self, name: str, *, moment: Callable[[], str] | None = None, final: bool = False, measured: bool = True
+    ) -> AbstractContextManager[None]:
         """Measure what happens inside, and turn a lack of memory into `ladder.OutOfMemory`.
 
         Args:
             name: one of `ledger.PHASES`.
-            final: what happened inside must not happen twice: too much memory at its end is for the next time.
+            moment: tells, after a failure, at which of the ledger's moments it was; "": not known.
+            final: what happened inside must not happen twice; a budget that it went beyond is no failure then.
+            measured: False where `open` and `close` measure, because this happens too often.
         """
+        ...
+
+    def open(self, name: str) -> None:
+        """A phase begins that no `with` can hold."""
+        ...
+
+    def close(self, name: str) -> None:
+        """It ends."""
         ...
 
     def attempt(self, work: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
@@ -41,15 +53,23 @@ class Guard(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises `ladder.OutOfMemory` when the run takes more than its budget. Costs nothing most of the time."""
+        """Raises when the run takes more than its budget; for inside a phase. Costs nothing most of the time."""
         ...
 
 
 class Unguarded:
     """Nobody watches: errors come as they are."""
 
-    def phase(self, name: str, *, final: bool = False) -> AbstractContextManager[None]:
+    def phase(
+        self, name: str, *, moment: Callable[[], str] | None = None, final: bool = False, measured: bool = True
+    ) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def open(self, name: str) -> None:
+        return None
+
+    def close(self, name: str) -> None:
+        return None
 
     def attempt(self, work: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
         return work()

@@ -62,6 +62,10 @@ class OutOfMemory(Exception):
         self.phase, self.moment, self.seen_bytes, self.detail = phase, moment, seen_bytes, detail
 
 
+class _OverBudget(MemoryError):
+    """What a CPU's allocator would say if it knew of the budget."""
+
+
 @dataclass(frozen=True, slots=True)
 class Knob:
     """A setting that can be changed while a run goes on."""
@@ -209,20 +213,32 @@ class Ladder:
     # ---- Guard
 
     @contextmanager
-    def phase(self, name: str, *, final: bool = False, moment: str = "") -> Iterator[None]:
-        """See `Guard.phase`. `moment`: of the ledger's, where the caller knows it."""
-        with self.meter.phase(name):
-            try:
-                yield
-                if self._is_counted and not final:
-                    self._check(name, moment)
-            except (MemoryError, RuntimeError, OSError) as error:
-                if not ran_out_of_memory(error):
-                    raise
-                raise OutOfMemory(name, moment, self.meter.peak_bytes(), _first_line(error)) from error
-            if final and self._is_counted and self.meter.peak_bytes() > self.limit_bytes:
-                with_less = OutOfMemory(name, moment, self.meter.peak_bytes(), "more than the budget")
-                self.climb_down(with_less)
+    def phase(
+        self, name: str, *, moment: Callable[[], str] | None = None, final: bool = False, measured: bool = True
+    ) -> Iterator[None]:
+        """See `Guard.phase`."""
+        if measured:
+            self.meter.open(name)
+        try:
+            yield
+            if self._is_counted and measured and not final:
+                self._check()
+        except (MemoryError, RuntimeError, OSError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            told = moment() if moment else ""
+            raise OutOfMemory(name, told, self.meter.peak_bytes(), _first_line(error)) from error
+        finally:
+            if measured:
+                self.meter.close(name)
+
+    def open(self, name: str) -> None:
+        """See `Guard.open`."""
+        self.meter.open(name)
+
+    def close(self, name: str) -> None:
+        """See `Guard.close`."""
+        self.meter.close(name)
 
     def attempt(self, work: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
         """See `Guard.attempt`."""
@@ -241,11 +257,11 @@ class Ladder:
         """See `Guard.check`."""
         if self._is_counted and (now := perf_counter()) >= self._next_check_s:
             self._next_check_s = now + CHECK_EVERY_S
-            self._check("", "")
+            self._check()
 
-    def _check(self, phase: str, moment: str) -> None:
+    def _check(self) -> None:
         if self.meter.peak_bytes() > self.limit_bytes:
-            raise _OverBudget(f"more than the budget of {gib(self.limit_bytes)}")
+            raise _OverBudget("more than plan.memory_budget_gib")
 
     # ---- down
 
@@ -298,7 +314,7 @@ class Ladder:
         ]
         if self._predict is not None:
             ledger = self._predict(self.settings)
-            lines.append(describe(replace(ledger, moments=tuple(_of_phase(ledger, failure.phase)))))
+            lines.append(describe(replace(ledger, moments=tuple(_of_phase(ledger, failure.phase)) or ledger.moments)))
         done = [f"{change.key} {_yaml(change.old)} -> {_yaml(change.new)}" for change in self.changes if change.is_down]
         lines += [f"Lowered already: {', '.join(done)}."] if done else []
         lines.append(
@@ -427,3 +443,22 @@ class Ladder:
             self.settings[change.key] = change.new
             if change.is_down:
                 self._ceilings[change.key] = change.old
+
+
+def _moment_of(ledger: Ledger, failure: OutOfMemory) -> Moment | None:
+    """The moment that failed, where it is known; else the largest of the phase."""
+    found = _of_phase(ledger, failure.phase)
+    named = [moment for moment in found if moment.name == failure.moment]
+    return max(named or found, key=lambda moment: moment.bytes, default=None)
+
+
+def _of_phase(ledger: Ledger, phase: str) -> list[Moment]:
+    return [moment for moment in ledger.moments if moment.phase == phase]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

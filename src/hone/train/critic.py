@@ -7,6 +7,7 @@ here: advantages and targets (`algo.returns`), the loss (`algo.value`), and when
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from hone.algo.value import Values, value_loss
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, count_totals, plan_microbatches
 from hone.model.heads import ScalarModel
+from hone.plan.guard import UNGUARDED, Guard
 from hone.train.learner import Learner
 from hone.train.optim import StepResult
 from hone.train.trainer import PreparedBatch, expanded, lay_out, samples_of_tokens
@@ -40,20 +42,31 @@ class Critic(Learner[ScalarModel]):
         precision: Literal["float32", "bfloat16", "float64"],
         tokens_per_microbatch: int,
         value_clip: float | None,
+        guard: Guard = UNGUARDED,
     ) -> None:
-        super().__init__(model, optimizer=optimizer, total_optimizer_steps=total_optimizer_steps, precision=precision)
+        super().__init__(
+            model,
+            optimizer=optimizer,
+            total_optimizer_steps=total_optimizer_steps,
+            precision=precision,
+            guard=guard,
+        )
         self.tokens_per_microbatch = tokens_per_microbatch
         self.value_clip = value_clip
 
-    @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """(T,) float32: the value of the state before each of the batch's tokens, in reward units."""
+        return self.without_gradient(lambda: self._values(batch))
+
+    @torch.no_grad()
+    def _values(self, batch: Batch) -> Tensor:
         prepared = PreparedBatch.of(batch, (), self.flat.master.dtype, self.device)
         every = torch.arange(len(batch.length_S)).numpy()
         value_T = torch.zeros(len(batch.token_ids_T), dtype=self.flat.master.dtype, device=self.device)
         for samples in plan_microbatches(prepared.shape, every, self.tokens_per_microbatch):
             values, index = self._forward(prepared, samples)
             value_T[index] = values
+            self.guard.check()
         return value_T.to(batch.loss_mask_T.device)
 
     def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
@@ -65,10 +78,10 @@ class Critic(Learner[ScalarModel]):
         measured: list[Tensor] = []
         results: list[StepResult] = []
         for samples in steps:
-            totals = count_totals(loss_tokens_S[samples])
-            for part in plan_microbatches(prepared.shape, samples[has_loss_S[samples]], self.tokens_per_microbatch):
-                measured.append(self._learn(prepared, part, algorithm, totals))
-            results.append(self.optimizer.step())
+            trained, totals = samples[has_loss_S[samples]], count_totals(loss_tokens_S[samples])
+            parts, result = self.optimizer_step(partial(self._accumulate, prepared, trained, algorithm, totals))
+            measured += parts
+            results.append(result)
         loss, clipped, value, tokens = torch.stack(measured).sum(0).tolist() if measured else (0.0,) * 4
         return {
             "critic/loss": loss / len(steps),
@@ -78,6 +91,14 @@ class Critic(Learner[ScalarModel]):
             "critic/lr": results[-1].lr,
             "critic/skipped_steps": sum(not r.applied for r in results),
         }
+
+    def _accumulate(self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, totals: Totals) -> list[Tensor]:
+        """Add the gradient of one optimizer step; returns what each microbatch measured."""
+        measured: list[Tensor] = []
+        for part in plan_microbatches(batch.shape, samples, self.tokens_per_microbatch):
+            measured.append(self._learn(batch, part, algorithm, totals))
+            self.guard.check()
+        return measured
 
     def _learn(self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, totals: Totals) -> Tensor:
         """Forward, loss and backward of some samples. (4,): loss, and over tokens clips, old values and a count."""

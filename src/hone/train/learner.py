@@ -5,7 +5,7 @@ What every kind of trainer shares. Not here: what is learnt (`local.py` a policy
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 from hone.config.run import OptimizerSection
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
-from hone.train.optim import FlatAdamW, FlatWeights
+from hone.plan.guard import UNGUARDED, Guard
+from hone.train.optim import FlatAdamW, FlatWeights, StepResult
 
 M = TypeVar("M", bound=CausalModel | ScalarModel)
+T = TypeVar("T")
 
 
 class Learner(Generic[M]):
@@ -27,6 +29,7 @@ class Learner(Generic[M]):
         optimizer: learning rate, schedule, clipping.
         total_optimizer_steps: of the whole stage; where the schedule ends.
         precision: arithmetic of forward and backward; the rest is float32.
+        guard: watches over memory.
     """
 
     def __init__(
@@ -36,10 +39,35 @@ class Learner(Generic[M]):
         optimizer: OptimizerSection,
         total_optimizer_steps: int,
         precision: Literal["float32", "bfloat16", "float64"],
+        guard: Guard = UNGUARDED,
     ) -> None:
         self.model = model
+        self.guard = guard
         self.flat = FlatWeights(model, getattr(torch, precision))
         self.optimizer = FlatAdamW(self.flat, optimizer, total_steps=total_optimizer_steps)
+
+    def optimizer_step(self, accumulate: Callable[[], T]) -> tuple[T, StepResult]:
+        """One optimizer step: `accumulate` adds up its gradient, which is then applied, once.
+
+        Whatever runs out of memory, it is done again from a gradient of zero. Returns what `accumulate` did.
+        """
+
+        def work() -> tuple[T, StepResult]:
+            with self.guard.phase("update"):
+                measured = accumulate()
+            with self.guard.phase("optimizer", final=True):
+                return measured, self.optimizer.step()
+
+        return self.guard.attempt(work, self.optimizer.begin_again)
+
+    def without_gradient(self, work: Callable[[], T]) -> T:
+        """What a pass without gradients computes; done again if it runs out of memory."""
+
+        def guarded() -> T:
+            with self.guard.phase("logprobs"):
+                return work()
+
+        return self.guard.attempt(guarded)
 
     @property
     def device(self) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import OptimizerSection
-from hone.data.pack import Indices, count_totals, optimizer_steps, plan_microbatches
+from hone.data.pack import Indices, computed_tokens, count_totals, optimizer_steps, plan_microbatches
 from hone.errors import CheckpointError
 from hone.model.base import CausalModel
+from hone.plan.guard import UNGUARDED, Guard
 from hone.train.critic import Critic
 from hone.train.learner import Learner
 from hone.train.optim import StepResult
@@ -41,6 +43,7 @@ class LocalTrainer(Learner[CausalModel]):
         critic: learns in every update, where the algorithm needs values.
         critic_warmup_updates: first updates in which only the critic learns.
         reference_refresh_every: updates after which the policy becomes the reference, again and again; 0: never.
+        guard: watches over memory.
     """
 
     def __init__(
@@ -60,8 +63,15 @@ class LocalTrainer(Learner[CausalModel]):
         critic: Critic | None = None,
         critic_warmup_updates: int = 0,
         reference_refresh_every: int = 0,
+        guard: Guard = UNGUARDED,
     ) -> None:
-        super().__init__(model, optimizer=optimizer, total_optimizer_steps=total_optimizer_steps, precision=precision)
+        super().__init__(
+            model,
+            optimizer=optimizer,
+            total_optimizer_steps=total_optimizer_steps,
+            precision=precision,
+            guard=guard,
+        )
         self.reference = None if reference is None else _frozen(reference, getattr(torch, precision))
         self.temperature = temperature
         self.tokens_per_microbatch = tokens_per_microbatch
@@ -74,25 +84,27 @@ class LocalTrainer(Learner[CausalModel]):
         self.reference_refresh_every = reference_refresh_every
         self.update_count = 0
         """Policy updates made; part of the key of the shuffling."""
+        self.largest_microbatch = 0
+        """Tokens of the largest microbatch of the last pass, gradient or not."""
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
         """(T,) float32 logprobs of the batch's tokens; see `Trainer.logprobs`."""
         model = self.reference if reference else self.model
         if model is None:
             raise ValueError("this trainer was made without a reference: the algorithm did not say that it needs one")
+        return self.without_gradient(lambda: self._logprobs(model, batch, temperature or self.temperature))
+
+    @torch.no_grad()
+    def _logprobs(self, model: CausalModel, batch: Batch, temperature: float) -> Tensor:
         prepared = PreparedBatch.of(batch, (), self.flat.master.dtype, self.device)
         every = torch.arange(len(batch.length_S)).numpy()
         logprobs_T = torch.zeros(len(batch.token_ids_T), dtype=self.flat.master.dtype, device=self.device)
-        for samples in plan_microbatches(prepared.shape, every, self.tokens_per_microbatch):
+        for samples in self._microbatches(prepared, every):
             values, _, index = forward_samples(
-                model,
-                prepared,
-                samples,
-                temperature=self.temperature if temperature is None else temperature,
-                chunk_tokens=self.logprob_chunk_tokens,
+                model, prepared, samples, temperature=temperature, chunk_tokens=self.logprob_chunk_tokens
             )
             logprobs_T[index] = values
+            self.guard.check()
         return logprobs_T.to(batch.loss_mask_T.device)
 
     def values(self, batch: Batch) -> Tensor:
@@ -142,10 +154,12 @@ class LocalTrainer(Learner[CausalModel]):
         measured: list[Tensor] = []
         results: list[StepResult] = []
         for samples in steps:
-            measured += self.accumulate(prepared, samples[trained_S[samples]], algorithm, loss_tokens_S[samples])
-            results.append(self.optimizer.step())
+            trained, tokens = samples[trained_S[samples]], loss_tokens_S[samples]
+            parts, result = self.optimizer_step(partial(self.accumulate, prepared, trained, algorithm, tokens))
+            measured += parts
+            results.append(result)
         metrics = algorithm.summarize(torch.stack(measured).tolist() if measured else [], len(steps))
-        trained = sum(int(trained_S[samples].sum()) for samples in steps)
+        num_trained = sum(int(trained_S[samples].sum()) for samples in steps)
         return metrics | {
             "train/grad_norm": sum(r.grad_norm for r in results) / len(results),
             "train/lr": results[-1].lr,
@@ -153,7 +167,7 @@ class LocalTrainer(Learner[CausalModel]):
             "train/skipped_steps": sum(not r.applied for r in results),
             "train/microbatches": len(measured),
             "train/masked_frac": 1 - int(loss_tokens_S.sum()) / max(len(batch.token_ids_T), 1),
-            "train/samples_trained_frac": trained / max(sum(map(len, steps)), 1),
+            "train/samples_trained_frac": num_trained / max(sum(map(len, steps)), 1),
         }
 
     def accumulate(
@@ -168,8 +182,9 @@ class LocalTrainer(Learner[CausalModel]):
             What each microbatch measured.
         """
         totals = count_totals(loss_tokens_S)
-        return [
-            train_microbatch(
+        measured: list[Tensor] = []
+        for part in self._microbatches(batch, samples):
+            found = train_microbatch(
                 self.model,
                 batch,
                 part,
@@ -178,8 +193,14 @@ class LocalTrainer(Learner[CausalModel]):
                 temperature=self.temperature,
                 chunk_tokens=self.logprob_chunk_tokens,
             )
-            for part in plan_microbatches(batch.shape, samples, self.tokens_per_microbatch)
-        ]
+            measured.append(found)
+            self.guard.check()
+        return measured
+
+    def _microbatches(self, batch: PreparedBatch, samples: Indices) -> list[Indices]:
+        plan = plan_microbatches(batch.shape, samples, self.tokens_per_microbatch)
+        self.largest_microbatch = max((computed_tokens(batch.shape, part) for part in plan), default=0)
+        return plan
 
     def _prepare(self, batch: Batch, algorithm: Algorithm) -> PreparedBatch:
         names = ["loss_mask_T", "sampler_logprobs_T", "advantages_T"]

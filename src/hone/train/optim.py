@@ -137,6 +137,14 @@ class FlatAdamW:
         grad.zero_()
         return StepResult(norm, lr, applied)
 
+    def begin_again(self) -> None:
+        """Forget the gradient of an optimizer step that ran out of memory before it was applied.
+
+        Applying allocates nothing, so weights and moments are as they were; Adam's own count may be one ahead.
+        """
+        self.weights.grad.zero_()
+        self._count_applied()
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors (the live buffers, not copies) and plain values that `restore` needs."""
         rest = {
@@ -165,7 +173,10 @@ class FlatAdamW:
         for name, moment in self.moments.items():
             moment.copy_(tensors[name])
         self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
-        for state in self._adam.state.values():
-            state["step"].fill_(self.step_count - self.skipped_count)
+        self._count_applied()
         self.weights.grad.zero_()
         self.weights.refresh_compute()
+
+    def _count_applied(self) -> None:
+        for state in self._adam.state.values():
+            state["step"].fill_(self.step_count - self.skipped_count)

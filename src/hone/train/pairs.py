@@ -16,6 +16,7 @@ from hone.data.pack import Indices, Shape, plan_microbatches
 from hone.data.pairs import Pair
 from hone.errors import DataError
 from hone.model.heads import ScalarModel, Sequences, last_token_scores
+from hone.plan.guard import UNGUARDED, Guard
 from hone.train.learner import Learner
 
 
@@ -47,12 +48,29 @@ class PairTrainer(Learner[ScalarModel]):
         total_optimizer_steps: int,
         tokens_per_microbatch: int,
         precision: Literal["float32", "bfloat16", "float64"],
+        guard: Guard = UNGUARDED,
     ) -> None:
-        super().__init__(model, optimizer=optimizer, total_optimizer_steps=total_optimizer_steps, precision=precision)
+        super().__init__(
+            model,
+            optimizer=optimizer,
+            total_optimizer_steps=total_optimizer_steps,
+            precision=precision,
+            guard=guard,
+        )
         self.tokens_per_microbatch = tokens_per_microbatch
 
     def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """One optimizer step on the mean loss of `pairs`. Returns metrics."""
+        (loss, correct), result = self.optimizer_step(lambda: self._accumulate(pairs))
+        return {
+            "rm/loss": loss / len(pairs),
+            "rm/accuracy": correct / len(pairs),
+            "rm/lr": result.lr,
+            "rm/grad_norm": result.grad_norm,
+        }
+
+    def _accumulate(self, pairs: Sequence[Pair]) -> tuple[float, float]:
+        """Add the gradient of the mean loss of `pairs`; returns the sum of their losses, and how many are right."""
         sequences, plan = self._plan(pairs)
         margin_P = self._margins(pairs)
         total = torch.zeros((), dtype=margin_P.dtype, device=self.device)
@@ -63,21 +81,12 @@ class PairTrainer(Learner[ScalarModel]):
             (loss_P.sum() / len(pairs)).backward()
             total += loss_P.detach().sum()
             correct += _correct(chosen_P.detach(), rejected_P.detach())
-        result = self.optimizer.step()
-        return {
-            "rm/loss": float(total) / len(pairs),
-            "rm/accuracy": float(correct) / len(pairs),
-            "rm/lr": result.lr,
-            "rm/grad_norm": result.grad_norm,
-        }
+            self.guard.check()
+        return float(total), float(correct)
 
-    @torch.no_grad()
     def measure(self, pairs: Sequence[Pair]) -> Measured:
         """The model as it is now, on pairs that it does not learn from."""
-        sequences, plan = self._plan(pairs)
-        score_S = torch.zeros(2 * len(pairs), dtype=torch.float64)
-        for samples in plan:
-            score_S[torch.from_numpy(samples)] = last_token_scores(self.model, sequences, samples).cpu().double()
+        score_S = self.without_gradient(lambda: self._scores(pairs))
         chosen_P, rejected_P = score_S.unflatten(0, (-1, 2)).unbind(1)
         loss_P = pairwise_loss(chosen_P, rejected_P, self._margins(pairs).cpu().double())
         return Measured(
@@ -86,6 +95,16 @@ class PairTrainer(Learner[ScalarModel]):
             score_mean=float(score_S.mean()),
             score_std=float(score_S.std()),
         )
+
+    @torch.no_grad()
+    def _scores(self, pairs: Sequence[Pair]) -> Tensor:
+        """(2 * pairs,) float64, on the CPU: better and worse of each pair in turn."""
+        sequences, plan = self._plan(pairs)
+        score_S = torch.zeros(2 * len(pairs), dtype=torch.float64)
+        for samples in plan:
+            score_S[torch.from_numpy(samples)] = last_token_scores(self.model, sequences, samples).cpu().double()
+            self.guard.check()
+        return score_S
 
     def _plan(self, pairs: Sequence[Pair]) -> tuple[Sequences, list[Indices]]:
         """The conversations of all pairs, sample 2i the better and 2i + 1 the worse of pair i, and the microbatches."""
