@@ -23,6 +23,9 @@ def witness(name):
 @reward(minimum=-1.0, maximum=1.0, overrun=Fault.MODEL)
 def judge(group):
     """Hangs or dies over what the response, or the row, says; else a number that depends on the response."""
+    if group.prompt.answer == "crash":
+        witness("row")
+        os.kill(os.getpid(), signal.SIGSEGV)
     if group.prompt.answer == "hang":
         witness("row")
         while True:
@@ -106,6 +109,13 @@ def test_a_row_that_cannot_be_read_in_time_is_a_fault_of_the_data(score_all, mak
     (group,) = score_all(make_group("a", "bb", answer="hang"))
     assert [(score.fault, score.value) for score in group.scores["judge"]] == [(Fault.DATA, None)] * 2
     assert len(pids(tmp_path, "row")) == 1
+
+
+def test_a_row_that_its_judge_does_not_survive_blames_nobody(score_all, make_group, tmp_path):
+    (group,) = score_all(make_group("a", "bb", answer="crash"))
+    assert [score.fault for score in group.scores["judge"]] == [Fault.INFRA] * 2
+    assert group.scores["judge"][0].detail == "with the row, its process was killed by SIGSEGV, twice"
+    assert len(pids(tmp_path, "row")) == 2
 
 
 def test_a_response_that_crashes_its_judge_twice_is_to_blame(score_all, make_group, tmp_path):

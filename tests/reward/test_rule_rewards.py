@@ -160,7 +160,13 @@ def test_options_must_exist(tmp_path):
     assert values("choice", chosen, tmp_path, options_column="options") == [1.0, 0.0]
     named = group("Answer: E", answer="E", columns={"options": {"A": "x", "E": "y"}})
     assert values("choice", named, tmp_path, options_column="options", letters="ABCDE") == [1.0]
-    for columns, answer in ((three, "D"), ({}, "A"), ({"options": "red"}, "A"), ({"options": list("abcdef")}, "A")):
+    for columns, answer in (
+        (three, "D"),
+        ({}, "A"),
+        ({"options": "red"}, "A"),
+        ({"options": {"AB": 1}}, "A"),
+        ({"options": list("abcdef")}, "A"),
+    ):
         (bad,) = scores(
             "choice", group("Answer: A", answer=answer, columns=columns), tmp_path, options_column="options"
         )

@@ -217,14 +217,15 @@ class _Scoring:
 
     def _hung(self, used_s: float) -> None:
         detail = f"took longer than {self._timeout_s:g} s; its process was killed"
+        was_busy = used_s >= BUSY_FRAC * self._timeout_s
         if self._overrun_score is None:
             self.fail(detail)
-        elif used_s < BUSY_FRAC * self._timeout_s:
-            self._next(None, Fault.INFRA, f"{detail} after {used_s:.1f} s of processor time")
         elif not self._row_done:
-            self.fail(f"the row {detail}", Fault.DATA)
-        else:
+            self.fail(f"the row {detail}", Fault.DATA if was_busy else Fault.INFRA)
+        elif was_busy:
             self._next(self._overrun_score, Fault.MODEL, detail)
+        else:
+            self._next(None, Fault.INFRA, f"{detail} after {used_s:.1f} s of processor time")
 
     def _died(self, error: WorkerDied) -> None:
         self._deaths += 1
@@ -232,7 +233,9 @@ class _Scoring:
             self.fail(f"its process {error}")
         elif self._deaths == 1:
             return  # once may be chance or a hand from outside: the same response again, in a fresh process
-        elif error.crashed and self._row_done:
+        elif not self._row_done:
+            self.fail(f"with the row, its process {error}, twice")
+        elif error.crashed:
             self._next(self._overrun_score, Fault.MODEL, f"its process {error}, twice")
         else:
             self._next(None, Fault.INFRA, f"its process {error}, twice")

@@ -93,7 +93,7 @@ def _letters(columns: Any, settings: ChoiceSettings) -> str:
     if settings.options_column is None:
         return settings.letters
     options = columns.get(settings.options_column)
-    if isinstance(options, dict) and options and all(str(name) in settings.letters for name in options):
+    if isinstance(options, dict) and options and set(map(str, options)) <= set(settings.letters):
         return "".join(map(str, options))
     if isinstance(options, Sequence) and not isinstance(options, str) and 2 <= len(options) <= len(settings.letters):
         return settings.letters[: len(options)]
