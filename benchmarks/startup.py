@@ -44,10 +44,13 @@ def main() -> None:
     train = ["train", str(RUN_FILE), f"run.threads={options.threads}"]
     from_rl = ["stages=[rl]", "data.eval=null", "eval.by=null", "eval.every=0"]
     explain = ["explain", str(RUN_FILE), "rollout.group_size"]
+    planned = ["plan", str(RUN_FILE), "--hardware", "8xH100-80G"]
     light: dict[str, Callable[[], float]] = {
         BARE_PYTHON: partial(until_exit, [sys.executable, "-c", "pass"], code=0),
         "hone --help": partial(until_exit, [*HONE, "--help"], code=0),
         "hone explain RUN.yaml KEY": partial(until_exit, [*HONE, *explain], code=0),
+        "hone plan RUN.yaml": partial(until_exit, [*HONE, *planned], code=0),
+        "hone plan RUN.yaml --preset": partial(until_exit, [*HONE, *planned, "--preset", "recommended"], code=0),
         "hone check, unknown key": partial(until_exit, [*HONE, "check", str(RUN_FILE), "rollout.group_siz=8"], code=2),
     }
     heavy: dict[str, Callable[[], float]] = {
