@@ -173,6 +173,8 @@ class RolloutSection(Section):
     """A response ends with one of these tokens; the tokenizer's EOS always does."""
     max_concurrent_samples: int = key(512, unit="sequences", ge=1)
     """Sequences decoded together by an engine; bounds its KV cache."""
+    prefill_tokens: int = key(16384, unit="tokens", ge=1)
+    """Prompt tokens that an engine computes at one time, one prompt at least; memory, never the result."""
     compile: bool = key(False)
     """Compile what stands between two attentions (Hone's decoder, a C++ compiler or Triton): pays in long runs on GPUs."""
     max_staleness: int = key(0, unit="policy updates", ge=0)
@@ -385,6 +387,13 @@ class ObserveSection(Section):
     """Write trace.json, for Perfetto."""
 
 
+class PlanSection(Section):
+    memory_budget_gib: float | None = key(None, unit="GiB", gt=0)
+    """Memory that the run may take of its device, on a CPU as resident memory of its process; null: all there is."""
+    autotune: bool = key(False)
+    """Raise concurrency and the token budget while less than 75 % of the memory is used, and step back above 85 %."""
+
+
 class GateSection(Section):
     enabled: bool = key(True)
     """Check before the first update that sampler and trainer agree."""
@@ -418,3 +427,4 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = key(CheckpointSection())
     observe: ObserveSection = key(ObserveSection())
     gate: GateSection = key(GateSection())
+    plan: PlanSection = key(PlanSection())

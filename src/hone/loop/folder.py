@@ -30,6 +30,8 @@ SAME_NUMBERS = (
     "run.threads",
     "run.devices",
     "rollout.timeout_s",
+    "rollout.max_concurrent_samples",
+    "rollout.prefill_tokens",
     "train.tokens_per_microbatch",
     "train.logprob_chunk_tokens",
     "train.activation_checkpointing",
@@ -39,6 +41,7 @@ SAME_NUMBERS = (
     "eval",
     "gate",
     "observe",
+    "plan",
 )
 """Keys and sections that may change between a run and its resumption: they decide how long it goes on, what is
 seen of it, or how much memory it takes, never what an update computes (beyond the rounding of float sums)."""

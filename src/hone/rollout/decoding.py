@@ -18,21 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.config.run import RolloutSection
 from hone.model.decoder import Attend, Decoder
 from hone.model.layout import round_size
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.stepper import closing_moves
 
-_PREFILL_TOKENS = 16384  # padded prompt tokens computed at one time; memory, never the result
+PREFILL_TOKENS: int = RolloutSection.model_fields["prefill_tokens"].default
 _LEAST_COLUMNS = 16
 
 
 class DecoderStepper:
-    """See `stepper.Stepper`. Shapes: N prompts, B rows, C branches, P and L columns of prompts and responses."""
+    """See `stepper.Stepper`. Shapes: N prompts, B rows, C branches, P and L columns of prompts and responses.
 
-    def __init__(self, model: Decoder, max_rows: int) -> None:
+    Args:
+        prefill_tokens: padded prompt tokens computed at one time, one prompt at least; memory, never the result.
+    """
+
+    def __init__(self, model: Decoder, max_rows: int, prefill_tokens: int = PREFILL_TOKENS) -> None:
         self._model = model
         self._max_rows = max_rows
+        self._prefill_tokens = prefill_tokens
         self._group_heads = model.num_heads // model.num_kv_heads
         self.clear()
 
@@ -52,6 +58,9 @@ class DecoderStepper:
         self._length_C = np.zeros(0, np.int64)  # response tokens with keys and values
         self._grouping: Grouping | None = None
 
+    def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
+        self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
+
     def can_add_rows(self, count: int) -> bool:
         return count < self._max_rows
 
@@ -63,7 +72,7 @@ class DecoderStepper:
         self._next_prompt_id += len(prompts)
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # less padding in each chunk
         while by_length:
-            size = max(1, _PREFILL_TOKENS // len(prompts[by_length[-1]]))
+            size = max(1, self._prefill_tokens // len(prompts[by_length[-1]]))
             chunk, by_length = by_length[-size:], by_length[:-size]
             self._prefill([prompts[i] for i in chunk], [ids[i] for i in chunk])
         self._grouping = None

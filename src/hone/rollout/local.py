@@ -18,7 +18,8 @@ from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.model.hf import TransformersModel
 from hone.model.load import weights_fingerprint
-from hone.rollout.decoding import DecoderStepper
+from hone.plan.guard import UNGUARDED, Guard
+from hone.rollout.decoding import PREFILL_TOKENS, DecoderStepper
 from hone.rollout.engine import OnSample, Request
 from hone.rollout.rows import Job
 from hone.rollout.scheduler import Decode, Scheduler
@@ -36,8 +37,10 @@ class LocalEngine:
         decode: token ids to text without special tokens.
         eos_ids: tokens that end every response.
         max_concurrent: rows decoded together, at most.
+        prefill_tokens: prompt tokens computed together, one prompt at least; both are memory, never the result.
         timeout_s: an engine that makes no step for so long is given up (EngineError).
         executor: one thread to compute on, shared with the trainer in a synchronous run; None: a thread of its own.
+        guard: watches over memory. What runs out begins again, with the same randomness.
     """
 
     def __init__(
@@ -50,11 +53,16 @@ class LocalEngine:
         timeout_s: float,
         executor: Executor | None = None,
         version: int = 0,
+        prefill_tokens: int = PREFILL_TOKENS,
+        guard: Guard = UNGUARDED,
     ) -> None:
         self.version = version
         self._model = model
         self._eos_ids = eos_ids
-        self._scheduler = Scheduler(make_stepper(model, max_concurrent), decode, max_concurrent)
+        self._guard = guard
+        self._max_concurrent, self._prefill_tokens = max_concurrent, prefill_tokens
+        self._is_busy = False  # the worker's; the phase "rollout" is open while it is
+        self._scheduler = Scheduler(make_stepper(model, max_concurrent, prefill_tokens), decode, max_concurrent)
         self._promises: dict[Job, Future[tuple[Sample, ...]]] = {}  # the worker's; a job is in it while it runs
         self._worker = Worker(
             lambda: not self._scheduler.idle, self._step, executor=executor, name="hone-engine", timeout_s=timeout_s
@@ -84,11 +92,12 @@ class LocalEngine:
 
         def load() -> None:
             if weights is not None:
-                self._model.load_weights(weights)
+                with self._guard.phase("publish"):
+                    self._model.load_weights(weights)
             self.version = version
 
         self._send()
-        await self._worker.run(load, f"loading the weights of version {version}")
+        await self._worker.run(lambda: self._guard.attempt(load), f"loading the weights of version {version}")
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""
@@ -106,6 +115,20 @@ class LocalEngine:
     async def wake(self) -> None:
         """See `Engine.wake`. The first request makes the cache anew."""
         self._awake = True
+
+    def limit(self, *, max_concurrent: int | None = None, prefill_tokens: int | None = None) -> None:
+        """Change bounds while the engine runs; may be called from any thread. What does not fit any more begins again,
+        and a cache that was made for more is freed: at once where the worker's own thread asks, else before its next
+        step."""
+        self._max_concurrent = max_concurrent or self._max_concurrent
+        self._prefill_tokens = prefill_tokens or self._prefill_tokens
+        rows, tokens = self._max_concurrent, self._prefill_tokens
+        self._worker.do(lambda: self._scheduler.limit(max_rows=rows, prefill_tokens=tokens))
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences being decoded."""
+        return self._scheduler.num_rows
 
     async def close(self) -> None:
         """See `Engine.close`."""
@@ -140,8 +163,19 @@ class LocalEngine:
     # ---- on the worker
 
     def _step(self) -> None:
-        for job in self._scheduler.step(self.version):
+        if not self._is_busy:
+            self._is_busy = True
+            self._guard.open("rollout")
+        for job in self._guard.attempt(self._guarded_step, self._scheduler.begin_again):
             self._worker.keep(self._promises.pop(job), tuple(job.samples))
+        if self._scheduler.idle:
+            self._is_busy = False
+            self._guard.close("rollout")
+
+    def _guarded_step(self) -> list[Job]:
+        with self._guard.phase("rollout", moment=lambda: self._scheduler.doing, measured=False):
+            complete = self._scheduler.step(self.version)
+        return complete
 
     def _start(self, job: Job, promise: Future[tuple[Sample, ...]]) -> None:
         self._promises[job] = promise
@@ -152,10 +186,10 @@ class LocalEngine:
             self._scheduler.cancel(job)
 
 
-def make_stepper(model: CausalModel, max_rows: int) -> Stepper:
+def make_stepper(model: CausalModel, max_rows: int, prefill_tokens: int) -> Stepper:
     """The fastest way to decode with this model."""
     if isinstance(model, Decoder):
-        return DecoderStepper(model, max_rows)
+        return DecoderStepper(model, max_rows, prefill_tokens)
     if isinstance(model, TransformersModel):
         return TransformersStepper(model)
     raise TypeError(f"no way to decode with a {type(model).__name__}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,14 +20,23 @@ class Job:
     limit_tokens: int
     """Tokens per sample, at most."""
     stop_ids: tuple[int, ...]
-    started: int = 0
-    """Samples that have been given a row."""
+    waiting: deque[int] = field(init=False)
+    """Which of the request's samples have no row yet, counted from 0."""
     prompt_id: int | None = None
     """The stepper's id of the prompt, once computed."""
     samples: list[Sample] = field(default_factory=list)
     """Finished ones, in order of finishing."""
     on_sample: OnSample | None = None
     """Told of each of them at once, where the arithmetic is done."""
+
+    def __post_init__(self) -> None:
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Every sample that is not finished waits for a row again."""
+        finished = {sample.index - self.request.first_sample for sample in self.samples}
+        self.waiting = deque(i for i in range(self.request.num_samples) if i not in finished)
+        self.prompt_id = None
 
 
 class Rows:
@@ -55,7 +65,7 @@ class Rows:
         """Give the job's next `count` samples a row each."""
         new = slice(self.count, self.count + count)
         sampling, request = job.request.sampling, job.request
-        self.sample_index[new] = request.first_sample + np.arange(job.started, job.started + count)
+        self.sample_index[new] = [request.first_sample + job.waiting.popleft() for _ in range(count)]
         self.length[new] = 0
         self._limit[new] = job.limit_tokens
         self._key[new] = row_keys(
@@ -71,7 +81,6 @@ class Rows:
         self._stop_ids[new, : len(job.stop_ids)] = job.stop_ids
         self.jobs += [job] * count
         self.count += count
-        job.started += count
 
     def controls(self) -> Controls:
         live = slice(self.count)
@@ -97,6 +106,15 @@ class Rows:
         length_B += 1
         stopped_B = (token_B[:, None] == self._stop_ids[: self.count]).any(1)
         return stopped_B, length_B >= self._limit[: self.count]
+
+    def make_room(self, max_rows: int) -> None:
+        """Have room for so many rows at least."""
+        more = max_rows - len(self.length)
+        if more <= 0:
+            return
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                setattr(self, name, np.pad(value, [(0, more)] + [(0, 0)] * (value.ndim - 1)))
 
     def move(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
         """Row `target[i]` becomes row `source[i]`; afterwards `count` rows are live."""

@@ -29,20 +29,31 @@ class Scheduler:
         self._decode = decode
         self._max_rows = max_rows
         self._rows = Rows(max_rows)
+        self._jobs: dict[Job, None] = {}  # all that are not complete, in the order of their arrival
         self._waiting: deque[Job] = deque()
+        self._complete: list[Job] = []  # a step that fails must not lose them
         self._logits_BV: Tensor | None = None  # of the live rows' next token
         self.num_tokens = 0
         """Tokens sampled since the start."""
+        self.doing = ""
+        """What the step in progress, or the one that failed, was at; names of the plan's moments."""
+
+    @property
+    def num_rows(self) -> int:
+        """Live rows."""
+        return self._rows.count
 
     @property
     def idle(self) -> bool:
         return not self._waiting and self._rows.count == 0
 
     def add(self, job: Job) -> None:
+        self._jobs[job] = None
         self._waiting.append(job)
 
     def cancel(self, job: Job) -> None:
         """Drop the job and free its rows. A job that is unknown or finished is none of our business."""
+        self._jobs.pop(job, None)
         if job in self._waiting:
             self._waiting.remove(job)
             if job.prompt_id is not None:
@@ -56,9 +67,11 @@ class Scheduler:
 
     def step(self, version: int) -> list[Job]:
         """Admit what fits, sample one token per live row; returns the jobs whose last sample this finished."""
+        self.doing = "prompts computed"
         self._admit()
+        self.doing = "sampling"
         if self._logits_BV is None:
-            return []
+            return self._take_complete()
         rows = self._rows
         token_B, logprob_B = sample(self._logits_BV, rows.controls(), rows.uniforms())
         self._logits_BV = None
@@ -67,16 +80,38 @@ class Scheduler:
         cut_texts = self._completed_stop_strings()
         stopped_B[list(cut_texts)] = True
         done_B = stopped_B | full_B
-        finished: list[Job] = []
         if done_B.any():
-            finished = self._collect(np.flatnonzero(done_B), stopped_B, cut_texts)
+            self._collect(np.flatnonzero(done_B), stopped_B, cut_texts)
             token_B = token_B.index_select(0, self._remove(done_B).to(token_B.device))
         if rows.count:
             self._logits_BV = self._stepper.advance(token_B)
-        return finished
+        return self._take_complete()
+
+    def begin_again(self) -> None:
+        """After a step that failed in the middle: free the cache, and start all samples anew that are not finished.
+
+        Each is drawn with the randomness that it was drawn with before.
+        """
+        jobs = [job for job in self._jobs if len(job.samples) < job.request.num_samples]
+        self.clear()
+        for job in jobs:
+            job.begin_again()
+            self.add(job)
+
+    def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
+        """Bounds from now on. Fewer rows than are live begin again; a cache that was made for more is freed."""
+        if max_rows < self._max_rows:
+            self._max_rows = max_rows
+            self._stepper.limit(max_rows=max_rows, prefill_tokens=prefill_tokens)
+            self.begin_again()
+            return
+        self._max_rows = max_rows
+        self._rows.make_room(max_rows)
+        self._stepper.limit(max_rows=max_rows, prefill_tokens=prefill_tokens)
 
     def clear(self) -> None:
         """Forget all jobs and free the cache."""
+        self._jobs.clear()
         self._waiting.clear()
         self._rows = Rows(self._max_rows)
         self._logits_BV = None
@@ -90,7 +125,7 @@ class Scheduler:
         for job in self._waiting:
             if free == 0:
                 break
-            count = min(free, job.request.num_samples - job.started)
+            count = min(free, len(job.waiting))
             starting.append((job, count))
             free -= count
         new = [job for job, _ in starting if job.prompt_id is None]
@@ -105,7 +140,7 @@ class Scheduler:
             self._rows.add(job, count)
         logits_BV = self._stepper.add_rows(row_prompts)
         self._logits_BV = logits_BV if self._logits_BV is None else torch.cat([self._logits_BV, logits_BV])
-        while self._waiting and self._waiting[0].started == self._waiting[0].request.num_samples:
+        while self._waiting and not self._waiting[0].waiting:
             job = self._waiting.popleft()
             assert job.prompt_id is not None
             self._stepper.release_prompt(job.prompt_id)
@@ -136,9 +171,13 @@ class Scheduler:
                     hits[row] = text[: min(ends)]
         return hits
 
-    def _collect(self, done: np.ndarray, stopped_B: np.ndarray, cut_texts: dict[int, str]) -> list[Job]:
-        """Make samples of finished rows; returns the jobs that are complete."""
-        rows, complete = self._rows, []
+    def _take_complete(self) -> list[Job]:
+        complete, self._complete = self._complete, []
+        return complete
+
+    def _collect(self, done: np.ndarray, stopped_B: np.ndarray, cut_texts: dict[int, str]) -> None:
+        """Make samples of finished rows, and set the jobs aside that are complete."""
+        rows = self._rows
         for row in done.tolist():
             job, length = rows.jobs[row], int(rows.length[row])
             token_ids = rows.tokens[row, :length].tolist()
@@ -156,5 +195,5 @@ class Scheduler:
                 job.on_sample(finished)
             if len(job.samples) == job.request.num_samples:
                 job.samples.sort(key=lambda s: s.index)
-                complete.append(job)
-        return complete
+                del self._jobs[job]
+                self._complete.append(job)

@@ -40,6 +40,10 @@ class Stepper(Protocol):
         """Row `target[i]` becomes row `source[i]`; afterwards `count` rows are live."""
         ...
 
+    def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
+        """At most so many rows, and so many prompt tokens computed at one time, from now on."""
+        ...
+
     def clear(self) -> None:
         """Forget everything and free all memory."""
         ...

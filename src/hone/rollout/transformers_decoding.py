@@ -26,6 +26,9 @@ class TransformersStepper:
         self._takes_positions = "position_ids" in inspect.signature(model.hf.base_model.forward).parameters
         self.clear()
 
+    def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
+        """A wave has as many rows as it is given, and computes all their prompts together: only fewer rows help."""
+
     def clear(self) -> None:
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._next_prompt_id = 0

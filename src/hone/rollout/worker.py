@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hone.errors import EngineError
+from hone.errors import EngineError, MemoryExhausted
 
 T = TypeVar("T")
 Action = Callable[[], Any]
@@ -48,6 +48,14 @@ class Worker:
         self._ended: BaseException | None = None
         self._closing = False
         self._beats = 0
+        self._thread: int | None = None  # whose turn it is
+
+    def do(self, action: Action) -> None:
+        """Run an action now if this is the worker's own thread, else before its next step."""
+        if threading.get_ident() == self._thread:
+            action()
+        else:
+            self.post([action])
 
     def post(self, actions: Sequence[Action]) -> None:
         """Have the worker run these, together and in order, before its next step."""
@@ -117,6 +125,7 @@ class Worker:
 
     def _take_turn(self) -> None:
         """Work until nothing is left to do, or until closed."""
+        self._thread = threading.get_ident()
         try:
             with torch.no_grad():
                 while not self._nothing_left():
@@ -155,7 +164,9 @@ class Worker:
             promise.set_exception(_described(reason))
 
 
-def _described(ended: BaseException) -> EngineError:
+def _described(ended: BaseException) -> EngineError | MemoryExhausted:
+    if isinstance(ended, MemoryExhausted):
+        return MemoryExhausted(str(ended))
     if isinstance(ended, EngineError):
         return EngineError(f"the engine ended: {ended}")
     error = EngineError(f"the engine's worker failed: {type(ended).__name__}: {ended}")
