@@ -117,7 +117,6 @@ class Remembered:
     def __init__(self, items: int) -> None:
         self._items = items
         self._tasks: OrderedDict[bytes, asyncio.Task[Answer]] = OrderedDict()
-        self._unkept: set[asyncio.Task[Answer]] = set()
 
     async def get(self, question: bytes, ask: Callable[[], Awaitable[Answer]]) -> Answer:
         """The answer; `ask` only when it is not known. A failure is not remembered."""

@@ -149,7 +149,8 @@ class JudgeReward:
         if self.settings.reference and answer is None:
             return all_faulty(len(group.samples), "the row has no answer to show to the judge", Fault.DATA)
         row = self._row(group.prompt)
-        cases = [self._case(row, sample) for sample in group.samples]
+        room = self._room(row)
+        cases = [self._case(sample, room) for sample in group.samples]
         to_judge = [case.text for case in cases if case.verdict is None]
         canaries = self._canaries.due(row.question, [sample.text for sample in group.samples])
         votes, found = await asyncio.gather(self._votes(row, to_judge), self._judge_canaries(row, canaries))
@@ -179,10 +180,9 @@ class JudgeReward:
         item = {"question": question, "reference": prompt.answer, "columns": dict(prompt.columns)}
         return Row(question, reference if self.settings.reference else None, item)
 
-    def _case(self, row: Row, sample: Sample) -> Case:
+    def _case(self, sample: Sample, room: int | None) -> Case:
         neutralise = self.template.neutralise
         flags = flags_of(sample.text, neutralise)
-        room = self._room(row)
         if room is None or self.counter.count(neutralise(sample.text)) <= room:
             return Case(sample.text, flags, cut=False)
         policy, metrics = self.settings.overlong, _metrics(flags=flags, cut=True)
