@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ def obey(group, *, witness):
         os._exit(3)
     return [None if verb == "none" else float(len(sample.text)) for sample in group.samples]
 '''
+MINE_PY = {"mine.py": MINE}
 POSTER = {
     "canvas_size": [400, 300],
     "layers": [
@@ -93,10 +94,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *options: str, rewards: str = REWARDS, token: str | None = None) -> Iterator[Served]:
-    """Started and ready; ended by SIGTERM, then by force."""
-    (folder / "mine.py").write_text(MINE)
-    (folder / "rewards.yaml").write_text(rewards)
+def serving(
+    folder: Path, *options: str, rewards: str = REWARDS, token: str | None = None, files: Mapping[str, str] = MINE_PY
+) -> Iterator[Served]:
+    """Started and ready; ended by SIGTERM, which must lead to exit code 0."""
+    for name, text in {**files, "rewards.yaml": rewards}.items():
+        (folder / name).write_text(text)
     log = folder / "server.log"
     with log.open("w") as file:
         process = subprocess.Popen(

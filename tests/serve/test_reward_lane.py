@@ -167,7 +167,7 @@ def test_a_lane_scores_equal_work_once_and_drops_what_nobody_waits_for():
             return (Score(1.0),) * len(group.samples)
 
     async def main():
-        lane = Lane(Component("slow", 1.0, Slow()), Memory(10, 60), max_in_flight_groups=1)
+        lane = Lane(Component("slow", 1.0, Slow()), Memory(10, 60), max_in_flight_groups=1, cancels_running=True)
         first = lane.add(b"1", group_of("first"))
         left_alone = lane.add(b"2", group_of("left"))
         again = lane.find(b"1")
@@ -187,6 +187,29 @@ def test_a_lane_scores_equal_work_once_and_drops_what_nobody_waits_for():
 
     asyncio.run(main())
     assert seen == ["first", "third", "begun", "last"]
+
+
+def test_where_stopping_costs_more_than_finishing_work_goes_on_and_is_there_for_who_asks_again():
+    async def main():
+        release, calls = asyncio.Event(), []
+
+        class InProcesses:
+            async def score(self, group):
+                calls.append(group)
+                await release.wait()
+                return (Score(1.0),) * len(group.samples)
+
+        lane = Lane(Component("p", 1.0, InProcesses()), Memory(10, 60), max_in_flight_groups=1, cancels_running=False)
+        running, queued = lane.add(b"1", group_of("a")), lane.add(b"2", group_of("b"))
+        await asyncio.sleep(0)
+        running.leave()
+        queued.leave()
+        again = lane.find(b"1")
+        release.set()
+        assert (await again.future).scores == (Score(1.0),) and lane.find(b"2") is None
+        assert len(calls) == 1
+
+    asyncio.run(main())
 
 
 # ---- micro-batches

@@ -2,8 +2,9 @@
 
 Scoring is pure, so work is known by its content: the same work asked for twice is done once, whether it still runs
 (the second joins) or was done before (it is remembered). Work that nobody waits for any more, because the client hung
-up or its deadline passed, is dropped from the queue, or cancelled if it runs. Who waits: `Joined.scores` for the
-scorer; who wakes: the task that ran it. No queue here has a bound of its own; admission is the service's.
+up or its deadline passed, is dropped from the queue, and cancelled if it runs; but not in a killable process, whose
+restart costs more than the rest of its work, and whoever asks again will want the result. Who waits: whoever holds a
+`Joined`, for its future; who wakes: the task that ran the work. No queue here has a bound; admission is the service's.
 """
 
 from __future__ import annotations
@@ -140,8 +141,10 @@ class Pace:
 class Lane:
     """See the module."""
 
-    def __init__(self, component: Component, memory: Memory, *, max_in_flight_groups: int) -> None:
-        self.component = component
+    def __init__(
+        self, component: Component, memory: Memory, *, max_in_flight_groups: int, cancels_running: bool
+    ) -> None:
+        self.component, self._cancels_running = component, cancels_running
         self._memory, self._max_in_flight = memory, max_in_flight_groups
         self._units: dict[bytes, _Unit] = {}
         """All that waits or runs."""
@@ -182,7 +185,7 @@ class Lane:
 
     def _leave(self, unit: _Unit) -> None:
         unit.waiters -= 1
-        if unit.waiters or unit.future.done():
+        if unit.waiters or unit.future.done() or (unit.task is not None and not self._cancels_running):
             return
         del self._units[unit.key]
         unit.future.cancel()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from hone.config.load import Loaded
 from hone.errors import RewardError
-from hone.reward.base import Component, Rewards, weighted_sum
+from hone.reward.base import Component, InPool, Rewards, weighted_sum
 from hone.reward.signature import Range
 from hone.reward.wire import (
     ComponentResult,
@@ -77,15 +77,7 @@ class ScoringService:
         # The bound on unscored samples is the trainer's to keep: a service answers for each item and goes on.
         section = loaded.config.reward.model_copy(update={"max_unscored_frac": 1.0})
         self._rewards = Rewards.from_config(section, loaded.run_file.parent, window_samples=1)
-        memory = {c.name: Memory(settings.cache_items, settings.cache_ttl_s) for c in self._rewards.components}
-        self.lanes = {
-            component.name: Lane(
-                batched(component, settings.batch_items, settings.batch_wait_ms / 1000),
-                memory[component.name],
-                max_in_flight_groups=settings.max_in_flight_groups,
-            )
-            for component in self._rewards.components
-        }
+        self.lanes = {component.name: self._lane(component) for component in self._rewards.components}
         self.fingerprint = ""
         self.metrics = RewardMetrics(lambda: self.pending_items, lambda: self._rewards.worker_restarts)
         self.pending_items = 0
@@ -93,6 +85,17 @@ class ScoringService:
         self._of_client = Counter[str]()
         self._parts: dict[str, dict[str, None]] = {name: {} for name in self.lanes}
         """Names that each component's measurements were seen to have: every item's reply has all of them."""
+
+    def _lane(self, component: Component) -> Lane:
+        settings = self._settings
+        in_pool = isinstance(component.scorer, InPool)
+        return Lane(
+            batched(component, settings.batch_items, settings.batch_wait_ms / 1000),
+            Memory(settings.cache_items, settings.cache_ttl_s),
+            # No more than there are processes: what waits here can be dropped, in the pool it would count as running.
+            max_in_flight_groups=self._loaded.config.reward.workers if in_pool else settings.max_in_flight_groups,
+            cancels_running=not in_pool,
+        )
 
     async def start(self) -> None:
         """Start the scorers. Raises ConfigError for those that cannot be."""
