@@ -23,9 +23,16 @@ TIMINGS = ("time", "memory/", "rollout/tokens_per_s", "rollout/samples_per_s")
 HERE = Path(__file__).parent
 
 
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
 def metrics_of(folder):
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(TIMINGS)} for line in lines]
+    """What was computed: without what depends on the clock, the machine, or how requests travelled."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith(TIMINGS) and "_http_" not in name}
+        for line in lines_of(folder)
+    ]
 
 
 def weights_of(folder):
@@ -69,6 +76,7 @@ def test_a_service_killed_in_mid_batch_changes_nothing(faultless, tmp_path):
     killing.join()
     after = read_state(tmp_path / "run").services[0]
     assert after.restarts == 1 and after.pid not in (None, seen["pid"]), "the fault really happened"
+    assert sum(line["reward/sums_http_failed"] for line in lines_of(tmp_path)) > 0, "in the middle of a batch"
     assert "was ended by signal 9, Killed; started again" in log_of(tmp_path)
     assert "rewards: 0 of 96 samples could not be scored; services: reward_server 1 restart" in log_of(tmp_path)
     assert weights_of(tmp_path) == weights_of(faultless)

@@ -92,7 +92,10 @@ class Life:
         control = self._keeper.stdin
         assert control is not None
         with contextlib.suppress(ConnectionError, RuntimeError):  # it has ended already
-            control.write(message) if message else control.close()
+            if message:
+                control.write(message)
+            else:
+                control.close()
         try:
             async with asyncio.timeout(timeout_s):
                 await self.ended()
