@@ -173,3 +173,9 @@ def test_practices_split_in_thirds_is_set_beside_the_balanced_one(configured):
     found = plan(configured("algorithm.credit=gae"), find_hardware("12xH100-80G"), placement=placement_from(words))
     assert any("1 : 1 : 1" in note for note in found.notes)
     assert sum(ledger.count for ledger in found.ledgers[:-1]) == 12
+
+
+def test_a_budget_is_the_capacity_of_one_process(configured):
+    found = plan(configured("plan.memory_budget_gib=2"), find_hardware("H100-80G"))
+    assert found.ledgers[0].capacity_bytes == 2 * GIB
+    assert found.verdict.level == "does not fit"

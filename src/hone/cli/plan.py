@@ -156,8 +156,8 @@ def show(today: Plan, proposals: list[Proposal], price: float | None, console: C
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     say(
-        f"{arch.model_type}, {arch.total_parameters:,} parameters, {arch.kv_bytes_per_token():,} B of cache per token; "
-        f"{inputs.hardware.title}, {inputs.placement.mode}"
+        f"{arch.model_type}, {arch.total_parameters:,} parameters, {arch.kv_bytes_per_token():,} B of bf16 cache per "
+        f"token; {inputs.hardware.title}, {inputs.placement.mode}"
     )
     for ledger in today.ledgers:
         console.print(_table(ledger))

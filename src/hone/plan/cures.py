@@ -46,6 +46,8 @@ def _candidates(inputs: Inputs) -> Iterator[tuple[str, Any]]:
             yield "train.activation_checkpointing", True
         if inputs.config.rollout.max_concurrent_samples > 1:
             yield "rollout.max_concurrent_samples", inputs.config.rollout.max_concurrent_samples // 2
+        if inputs.config.rollout.prefill_tokens > longest:
+            yield "rollout.prefill_tokens", max(longest, inputs.config.rollout.prefill_tokens // 4)
         return
     if setting(inputs, "placement.checkpointing") != "full":
         yield "placement.checkpointing", "full"

@@ -10,7 +10,7 @@ import re
 import subprocess
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,9 +22,9 @@ from hone.plan.architecture import GIB
 
 THIS = "this"
 NVIDIA_SMI_TIMEOUT_S = 5.0
-MEASURED_SIZE = 1024
+MEASURED_SIZE = 512
 """Rows of the square matrices whose product is timed on this machine's CPU."""
-MEASURED_BYTES = 64 << 20
+MEASURED_BYTES = 32 << 20
 _COUNT = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\S.*)")
 
 
@@ -176,17 +176,20 @@ def _nvidia_gpus() -> list[tuple[str, int]]:
 
 
 def _measured_cpu() -> tuple[float, float]:
-    """Operations per second in a float32 product, and bytes per second of a copy (read and written); best of three."""
+    """Operations per second in a float32 product, and bytes per second of a copy (read and written).
+
+    The best of several: the others were kept waiting by something else.
+    """
     import numpy as np
 
     a = np.ones((MEASURED_SIZE, MEASURED_SIZE), np.float32)
     source, target = np.ones(MEASURED_BYTES, np.uint8), np.empty(MEASURED_BYTES, np.uint8)
-    product_s, copy_s = [], []
-    for _ in range(3):
-        started = time.perf_counter()
-        np.matmul(a, a)
-        product_s.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        np.copyto(target, source)
-        copy_s.append(time.perf_counter() - started)
+    product_s = [_seconds(lambda: np.matmul(a, a)) for _ in range(20)]
+    copy_s = [_seconds(lambda: np.copyto(target, source)) for _ in range(5)]
     return 2 * MEASURED_SIZE**3 / min(product_s), 2 * MEASURED_BYTES / min(copy_s)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

@@ -35,8 +35,6 @@ CONTEXT_BYTES = 512 << 20
 """A process's CUDA context; an estimate."""
 LEAST_COLUMNS = 16
 """Granularity of the engine's cache, in tokens; `rollout.decoding._LEAST_COLUMNS`, a test compares them."""
-PREFILL_TOKENS = 16384
-"""Prompt tokens that the engine computes at one time; `rollout.decoding._PREFILL_TOKENS`, a test compares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,7 @@ class LocalSettings:
     work: Pass
     """The largest microbatch."""
     max_concurrent: int
+    prefill_tokens: int
     is_gpu: bool
     max_positions: int
 
@@ -217,10 +216,12 @@ def _sampling(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
 
 def _prefill(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
     longest = workload.lengths.max_prompt
-    at_once = min(_prompts(settings, workload), max(1, PREFILL_TOKENS // longest))
+    at_once = min(_prompts(settings, workload), max(1, settings.prefill_tokens // longest))
     work = replace(settings.work, tokens=at_once * longest)
     each = forward_per_token(work)
-    yield term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} prompt tokens")
+    yield term(
+        "one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} prompt tokens", "rollout.prefill_tokens"
+    )
 
 
 # ---- passes

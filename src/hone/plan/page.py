@@ -96,7 +96,7 @@ def _peak(plan: Plan) -> str:
 
 
 def _pictures(today: Plan, proposals: Sequence[Proposal]) -> str:
-    shown = [("today", today), *((proposal.preset, proposal.plan) for proposal in proposals[:1])]
+    shown = [("today", today), *((proposal.preset, proposal.plan) for proposal in proposals[:1] if proposal.changes)]
     parts = [
         "<h2>Memory over a step</h2><p><small>Point at a piece to see what it is and how it was counted.</small></p>"
     ]

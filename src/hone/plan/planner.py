@@ -12,6 +12,7 @@ from typing import Any
 from hone.config.run import RunConfig
 from hone.errors import DataError
 from hone.plan import cluster, local
+from hone.plan.architecture import GIB
 from hone.plan.balance import balanced, equal_thirds, slower_side_s
 from hone.plan.cures import best_cure
 from hone.plan.hardware import Hardware
@@ -143,11 +144,14 @@ def _local_plan(inputs: Inputs) -> Plan:
         reward_models=inputs.reward_models,
         work=microbatch(inputs, bytes_each=2 if config.run.precision == "bfloat16" else 4),
         max_concurrent=config.rollout.max_concurrent_samples,
+        prefill_tokens=config.rollout.prefill_tokens,
         is_gpu=hardware.kind == "gpu",
         max_positions=inputs.architecture.max_positions,
     )
     device, host = local.local_moments(settings, workload)
-    ledgers = [Ledger(f"{hardware.name}", 1, hardware.memory_bytes, tuple(device))]
+    budget = config.plan.memory_budget_gib
+    capacity = hardware.memory_bytes if budget is None else min(hardware.memory_bytes, round(budget * GIB))
+    ledgers = [Ledger(hardware.name, 1, capacity, tuple(device))]
     if host:
         ledgers.append(Ledger("host", 1, hardware.host_bytes, tuple(host)))
     verdict = judge(ledgers, misfits(inputs, []))

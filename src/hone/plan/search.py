@@ -122,7 +122,8 @@ def sampling(inputs: Inputs) -> dict[str, Sequence[Any]]:
     today = inputs.config.rollout.max_concurrent_samples
     counts = {count for count in (16, 32, 64, 128, 256, 512, 1024, 2048) if count < in_flight} | {in_flight, today}
     if placement.mode == "local":
-        return {"rollout.max_concurrent_samples": sorted(counts)}
+        prefill = {1024, 4096, 16384, inputs.config.rollout.prefill_tokens}
+        return {"rollout.max_concurrent_samples": sorted(counts), "rollout.prefill_tokens": sorted(prefill)}
     knobs: dict[str, Sequence[Any]] = {
         "placement.engine.tensor_parallel": _divisors(inputs, inputs.hardware.per_node),
         "placement.engine.memory_frac": sorted({*FRACS, placement.engine.memory_frac}),
