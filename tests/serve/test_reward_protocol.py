@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served import POSTER, poster_text, serving
+from served import POSTER, poster_text, serving, wait_for
 
 from hone.config.load import load_rewards
 from hone.errors import RewardError
@@ -351,8 +351,8 @@ def test_request_id_and_traceparent_come_back_and_are_logged(served):
     sent = {"X-Request-Id": "step-12/batch:3", "traceparent": trace}
     response = served.post("/v1/rewards", {"items": []}, headers=sent)
     assert (response.headers["x-request-id"], response.headers["traceparent"]) == ("step-12/batch:3", trace)
-    log = served.log.read_text()
-    assert "request=step-12/batch:3" in log and trace in log
+    line = f"request=step-12/batch:3 traceparent={trace}"  # written once the answer is sent
+    wait_for(lambda: line in served.log.read_text(), served.process, served.log)
     made = served.post("/v1/rewards", {"items": []}, headers={"X-Request-Id": "new\tline"})
     assert len(made.headers["x-request-id"]) == 32
 
