@@ -179,3 +179,18 @@ def test_a_budget_is_the_capacity_of_one_process(configured):
     found = plan(configured("plan.memory_budget_gib=2"), find_hardware("H100-80G"))
     assert found.ledgers[0].capacity_bytes == 2 * GIB
     assert found.verdict.level == "does not fit"
+
+
+def test_an_adapter_has_no_gradient_of_the_output_layer(configured):
+    found = plan(configured("lora.rank=16"), EIGHT)
+    names = {term.name for moment in found.ledgers[0].moments for term in moment.terms}
+    assert not names & {"gradient of output layer", "gradient of root"}
+    assert "frozen weights" in names
+
+
+def test_an_export_copies_the_weights_on_the_device_and_on_the_host(configured):
+    """`master_weights` copies where they are, `save_hf` to the host."""
+    found = plan(configured(), find_hardware("H200-141G"))
+    for ledger in found.ledgers:
+        exporting = next(moment for moment in ledger.moments if moment.name == "exporting")
+        assert 4 * QWEN_8B in [term.bytes for term in exporting.terms]

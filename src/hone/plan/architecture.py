@@ -157,9 +157,6 @@ class Architecture:
             return self.layers * (self.latent.kv_rank + self.latent.rope_dim) * bytes_each
         return 2 * self.layers * math.ceil(self.kv_heads / tensor_parallel) * self.head_dim * bytes_each
 
-    def with_vocab(self, vocab: int) -> Architecture:
-        return replace(self, vocab=vocab)
-
     def as_critic(self) -> Architecture:
         """The same body with one number per token in place of logits; its head is too small to count."""
         return replace(self, tied=True)

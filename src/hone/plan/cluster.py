@@ -86,10 +86,6 @@ class Trained:
         size = 0 if self.offload else 4 * self.trained / self.shard
         return term(self.label("gradient"), size, f"4 B x {self.trained:,} parameters / {self.shard}")
 
-    def host_bytes(self) -> float:
-        """What its states take on all hosts together, when offloaded."""
-        return 16 * self.trained
-
     def label(self, name: str) -> str:
         return f"{self.name}: {name}" if self.name else name
 
@@ -110,8 +106,8 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     layers = term("gathered layers", 2 * model.layer_bytes, f"2 x 2 B x {arch.layer_parameters:,} parameters")
     hidden = term("hidden states", 4 * p * arch.hidden * tokens, f"{4 * p} B x {arch.hidden} x {tokens:,} tokens", knob)
     piled = [model.gradient()] if model.accumulates else []
-    logits = [*_logits(work)] if work.has_logits else []
     trains_root = model.adapter == 0
+    logits = [*_logits(work, trained=trains_root)] if work.has_logits else []
     yield moment(
         "update", f"{prefix}loss backward", held, states, piled, saved, masks, root, _one(layers), hidden, logits
     )
@@ -141,13 +137,13 @@ def _masks(work: Pass, *, backward: bool) -> Term:
     return term("attention masks", size, f"blocks of {work.tokens:,} queries", "train.tokens_per_microbatch")
 
 
-def _logits(work: Pass) -> Iterator[Term]:
+def _logits(work: Pass, *, trained: bool) -> Iterator[Term]:
     arch, tp = work.architecture, work.tensor_parallel
     knob = "placement.loss" if work.loss == "naive" else "train.logprob_chunk_tokens"
     each, divided = logits_backward_bytes_each(work), f" / {tp}" if tp > 1 else ""
     formula = f"{each} B x {work.chunk:,} tokens x {arch.vocab:,} vocabulary{divided}"
     yield term("logits", logits_backward_bytes(work), formula, knob)
-    if work.loss == "chunked":
+    if work.loss == "chunked" and trained:
         formula = f"4 to 6 B x {arch.vocab:,} x {arch.hidden}{divided}"
         yield term("gradient of output layer", output_gradient_bytes(work), formula)
 

@@ -28,10 +28,6 @@ class Term:
     knob: str = ""
     """The setting that it follows from most directly; "" where none does."""
 
-    @property
-    def gib(self) -> float:
-        return self.bytes / GIB
-
 
 @dataclass(frozen=True, slots=True)
 class Moment:

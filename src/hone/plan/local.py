@@ -97,9 +97,8 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
         yield from update_moments("critic's ", critic, [*resident, *cache], trained=True)
     yield from update_moments("", work, [*resident, *cache], trained=not workload.adapter_rank)
     yield moment("optimizer", "step", resident, cache)
-    if not settings.is_gpu:
-        exported = term("exported weights", 4 * total, f"4 B x {total:,} parameters")
-        yield moment("checkpoint", "exporting", resident, cache, exported)
+    exported = term("exported weights", 4 * total, f"4 B x {total:,} parameters")
+    yield moment("checkpoint", "exporting", resident, cache, exported)
 
 
 def _resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:

@@ -55,10 +55,6 @@ class Lengths:
         scale = _scale_of_cut_exponential(mean, limit)
         return [min(limit, -scale * math.log1p(-(i + 0.5) / count)) for i in range(count)]
 
-    def response_quantile(self, share: float) -> float:
-        """The length that `share` of all responses do not exceed."""
-        return self.response_quantiles(1000)[min(int(share * 1000), 999)]
-
 
 def _scale_of_cut_exponential(mean: float, limit: float) -> float:
     """Scale s with s (1 - exp(-limit / s)) = mean, by bisection."""
