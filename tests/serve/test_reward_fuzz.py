@@ -9,7 +9,6 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -19,7 +18,13 @@ from served import POSTER, poster_text, serving
 
 from hone.reward.wire import RewardReply
 
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+def never_500(context, response, case):
+    """503 and 504 are honest answers, to a deadline of 1 ms for example."""
+    assert response.status_code in (503, 504) or response.status_code < 500
+
+
+CHECKS = [never_500, status_code_conformance, content_type_conformance, response_schema_conformance]
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.large_base_example]
 PATHS = ("/v1/rewards", "/compute_reward", "/get_reward", "/slime")
 

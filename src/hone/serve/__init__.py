@@ -1,1 +1,1 @@
-"""Servers: what is used in process, over HTTP. `http.py` is what they share; each other file is one of them."""
+"""Servers: what is used in process, over HTTP. `http.py`, `problem.py` and `running.py` are what they share; each other file is one of them."""

@@ -1,13 +1,12 @@
-"""What every server of Hone shares: who may ask, how much, and how a server starts, drains and ends.
+"""What every server of Hone shares: who may ask, and how much; how it runs is `running.py`.
 
     app = guarded_app("hone-reward", lifecycle, settings)
     ... routes ...
-    await serve(app, service, lifecycle, settings)
+    await running.serve(app, service, lifecycle, settings, name="hone-reward")
 
 `Guard` stands in front of an app: request id, bearer token, body limit while it streams in (after inflating too), no
-new work while starting or draining, one line in the log for each request. SIGTERM or SIGINT drains: readiness turns
-503, new work is refused, what is in flight may finish, then the process ends with 0; a second signal cancels it.
-Routes and what they do are their servers' own.
+new work while starting or draining, one line in the log for each request. Routes and what they do are their servers'
+own.
 """
 
 from __future__ import annotations
@@ -19,23 +18,20 @@ import ipaddress
 import logging
 import os
 import re
-import signal
-import socket
 import time
 import uuid
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
-import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import hone
-from hone.errors import ConfigError, DataError, Stopped
+from hone.errors import ConfigError
 from hone.reward.wire import decode_json
 from hone.serve.problem import RESPONSES, Problem, answer_with_problems
 
@@ -46,10 +42,6 @@ _REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _HEALTH = frozenset({"/livez", "/readyz", "/health"})
 """Routes that need no token, are answered at any time and are not logged while all is well."""
 _CHUNK_BYTES = 1 << 18
-_KEEP_ALIVE_S = 30
-"""An idle connection is kept so long: trainers pause between steps, and a new connection costs more than it does."""
-_CANCEL_TIMEOUT_S = 2
-"""For requests that were cancelled to come to their end."""
 
 
 class HttpSettings(BaseModel):
@@ -395,119 +387,3 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 async def _hung_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class Service(Protocol):
-    """What a server serves: made ready after the port is open, ended after the last request."""
-
-    async def start(self) -> None:
-        """Make ready, as long as it takes. An error of Hone's ends the server with its message."""
-        ...
-
-    async def close(self) -> None:
-        """End everything it holds, within seconds; may be called without a start."""
-        ...
-
-
-async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: HttpSettings, *, name: str) -> None:
-    """Listen, start the service, serve until SIGTERM or SIGINT, drain.
-
-    Prints `NAME: listening on URL`, then `NAME: ready`. Health is answered from the first moment.
-    Raises:
-        DataError: the port cannot be had.
-        Stopped: a second signal cancelled what was in flight.
-    """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # a server's log is its stderr
-    log.setLevel(logging.INFO)
-    listener = _listen(settings)
-    print(f"{name}: listening on {_url(settings.host, listener)}", flush=True)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False)
-    config.timeout_graceful_shutdown, config.timeout_keep_alive = _CANCEL_TIMEOUT_S, _KEEP_ALIVE_S
-    server = _Server(config)
-    stop = _Stop(lifecycle, server, settings.drain_timeout_s)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(_start(service, lifecycle, name))
-    try:
-        with stop.on_signals():
-            await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                await starting  # raises what went wrong
-            await serving
-    finally:
-        starting.cancel()
-        server.should_exit = True
-        await asyncio.gather(serving, starting, return_exceptions=True)
-        await service.close()
-    if stop.forced:
-        raise Stopped(f"{name}: requests in flight were cancelled")
-    print(f"{name}: drained", flush=True)
-
-
-async def _start(service: Service, lifecycle: Lifecycle, name: str) -> None:
-    await service.start()
-    if lifecycle.phase == "starting":
-        lifecycle.phase = "ready"
-        print(f"{name}: ready", flush=True)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which closes the door before anybody could see readiness turn."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Stop:
-    """What signals do: the first drains, the second cancels."""
-
-    def __init__(self, lifecycle: Lifecycle, server: uvicorn.Server, drain_timeout_s: float) -> None:
-        self._lifecycle, self._server, self._drain_timeout_s = lifecycle, server, drain_timeout_s
-        self._draining: asyncio.Task[None] | None = None
-        self.forced = False
-
-    @contextlib.contextmanager
-    def on_signals(self) -> Iterator[None]:
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self._signalled)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-    def _signalled(self) -> None:
-        if self._draining is None:
-            self._lifecycle.phase = "draining"
-            self._draining = asyncio.create_task(self._drain())
-        else:
-            self.forced = self._server.force_exit = self._server.should_exit = True
-
-    async def _drain(self) -> None:
-        try:
-            async with asyncio.timeout(self._drain_timeout_s):
-                await self._lifecycle.idle()
-        except TimeoutError:
-            log.warning("%d requests did not finish in time and are cancelled", self._lifecycle.in_flight)
-        self._server.should_exit = True
-
-
-def _listen(settings: HttpSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # With its protocol named, asyncio sends at once (TCP_NODELAY); else each answer waits 40 ms for the asker's ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        listener.close()
-        raise DataError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}. "
-            "Stop what is there, or choose another port (--port 0 takes a free one)."
-        ) from None
-    return listener
-
-
-def _url(host: str, listener: socket.socket) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

@@ -6,7 +6,7 @@
     GET  /health /readyz /livez /metrics /openapi.json
 
 `?reward=NAME` asks the foreign routes for one component instead of the weighted whole. What scores, queues and
-remembers is `scoring.py`; who may ask and how the server ends is `http.py`.
+remembers is `scoring.py`; who may ask is `http.py`, how the server starts and ends `running.py`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from hone.serve.http import (
     Tokens,
     guarded_app,
     refuse_open_door,
-    serve,
     strict_router,
     while_connected,
 )
 from hone.serve.idempotency import IdempotencyKeys
 from hone.serve.problem import Problem
+from hone.serve.running import serve
 from hone.serve.scoring import ScoringService
 from hone.serve.settings import ScoringSettings
 

@@ -69,7 +69,7 @@ class _Claim:
 
 
 class ScoringService:
-    """The rewards of a file, served. Started and closed by `http.serve`."""
+    """The rewards of a file, served. Started and closed by `running.serve`."""
 
     def __init__(self, loaded: Loaded, settings: ScoringSettings) -> None:
         """Raises ConfigError for rewards that cannot be had."""

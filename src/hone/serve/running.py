@@ -1,0 +1,142 @@
+"""How a server of Hone runs: it listens, starts what it serves, drains and ends. What it answers is its app's.
+
+SIGTERM or SIGINT drains: readiness turns 503, new work is refused (by `http.Guard`), what is in flight may finish, then
+the process ends with 0; a second signal cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Protocol
+
+import uvicorn
+from fastapi import FastAPI
+
+from hone.errors import DataError, Stopped
+from hone.serve.http import HttpSettings, Lifecycle, log
+
+_KEEP_ALIVE_S = 30
+"""An idle connection is kept so long: trainers pause between steps, and a new connection costs more than it does."""
+_CANCEL_TIMEOUT_S = 2
+"""For requests that were cancelled to come to their end."""
+
+
+class Service(Protocol):
+    """What a server serves: made ready after the port is open, ended after the last request."""
+
+    async def start(self) -> None:
+        """Make ready, as long as it takes. An error of Hone's ends the server with its message."""
+        ...
+
+    async def close(self) -> None:
+        """End everything it holds, within seconds; may be called without a start."""
+        ...
+
+
+async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: HttpSettings, *, name: str) -> None:
+    """Listen, start the service, serve until SIGTERM or SIGINT, drain.
+
+    Prints `NAME: listening on URL`, then `NAME: ready`. Health is answered from the first moment.
+    Raises:
+        DataError: the port cannot be had.
+        Stopped: a second signal cancelled what was in flight.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # a server's log is its stderr
+    log.setLevel(logging.INFO)
+    listener = _listen(settings)
+    print(f"{name}: listening on {_url(settings.host, listener)}", flush=True)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False)
+    config.timeout_graceful_shutdown, config.timeout_keep_alive = _CANCEL_TIMEOUT_S, _KEEP_ALIVE_S
+    server = _Server(config)
+    stop = _Stop(lifecycle, server, settings.drain_timeout_s)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(_start(service, lifecycle, name))
+    try:
+        with stop.on_signals():
+            await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                await starting  # raises what went wrong
+            await serving
+    finally:
+        starting.cancel()
+        server.should_exit = True
+        await asyncio.gather(serving, starting, return_exceptions=True)
+        await service.close()
+    if stop.forced:
+        raise Stopped(f"{name}: requests in flight were cancelled")
+    print(f"{name}: drained", flush=True)
+
+
+async def _start(service: Service, lifecycle: Lifecycle, name: str) -> None:
+    await service.start()
+    if lifecycle.phase == "starting":
+        lifecycle.phase = "ready"
+        print(f"{name}: ready", flush=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which closes the door before anybody could see readiness turn."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stop:
+    """What signals do: the first drains, the second cancels."""
+
+    def __init__(self, lifecycle: Lifecycle, server: uvicorn.Server, drain_timeout_s: float) -> None:
+        self._lifecycle, self._server, self._drain_timeout_s = lifecycle, server, drain_timeout_s
+        self._draining: asyncio.Task[None] | None = None
+        self.forced = False
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self._signalled)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _signalled(self) -> None:
+        if self._draining is None:
+            self._lifecycle.phase = "draining"
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            self.forced = self._server.force_exit = self._server.should_exit = True
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await self._lifecycle.idle()
+        except TimeoutError:
+            log.warning("%d requests did not finish in time and are cancelled", self._lifecycle.in_flight)
+        self._server.should_exit = True
+
+
+def _listen(settings: HttpSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # With its protocol named, asyncio sends at once (TCP_NODELAY); else each answer waits 40 ms for the asker's ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise DataError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}. "
+            "Stop what is there, or choose another port (--port 0 takes a free one)."
+        ) from None
+    return listener
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
