@@ -1,1 +1,5 @@
-"""Servers: what is used in process, over HTTP. `http.py`, `problem.py` and `running.py` are what they share; each other file is one of them."""
+"""Servers: what is used in process, over HTTP.
+
+`http.py`, `problem.py` and `running.py` are what they share. `reward.py` is the routes of rewards, with `scoring.py`,
+`lane.py` and what they need; `policy.py` is the routes of a model.
+"""
