@@ -10,5 +10,11 @@ import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
+def state_of_its_own(tmp_path_factory):
+    """Runs remember what memory they took; those of tests are not to be remembered by a user's."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from hone.build.memory import RunMemory
 from hone.cluster.services import Services
 from hone.config.load import Loaded
 from hone.config.run import RunConfig, RunSection
@@ -40,6 +41,7 @@ class Job:
     stop: asyncio.Event
     device: torch.device
     services: Services
+    memory: RunMemory
 
     @property
     def config(self) -> RunConfig:
@@ -55,9 +57,16 @@ class Job:
         """What the run of every stage takes from the job, in the order of `loop.run.Stage`."""
         return self.observer, self.checkpoints, self.compute, self.stop
 
-    async def computed(self, work: Callable[[], T]) -> T:
-        """Work done on the compute thread. All arithmetic belongs there: see `rollout.worker` for why."""
-        return await asyncio.get_running_loop().run_in_executor(self.compute, work)
+    async def computed(self, work: Callable[[], T], *, phase: str) -> T:
+        """Work done on the compute thread, from its start again if it runs out of memory. All arithmetic belongs there:
+        see `rollout.worker` for why."""
+        ladder = self.memory.ladder
+
+        def guarded() -> T:
+            with ladder.phase(phase):
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self.compute, ladder.attempt, guarded)
 
 
 def set_up_arithmetic(run: RunSection) -> torch.device:

@@ -124,6 +124,7 @@ def make_trainer(
         critic=critic,
         critic_warmup_updates=config.critic.warmup_updates if critic else 0,
         reference_refresh_every=config.algorithm.reference_refresh_every if reference else 0,
+        guard=job.memory.ladder,
     )
     if model.adapter is not None:
         trained = trainer.flat.master.numel()
@@ -155,6 +156,7 @@ def make_critic(job: Job, policy: CausalModel) -> Critic:
         precision=config.run.precision,
         tokens_per_microbatch=config.train.tokens_per_microbatch,
         value_clip=config.critic.value_clip,
+        guard=job.memory.ladder,
     )
 
 

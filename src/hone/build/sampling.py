@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from hone.build.job import Job
+from hone.build.memory import engine_knobs
 from hone.config.run import RunConfig
 from hone.data.chat import Tokenizer
 from hone.data.prompts import load_prompts
@@ -15,6 +16,8 @@ from hone.errors import DataError
 from hone.loop.evaluate import evaluate
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
+from hone.plan.guard import UNGUARDED
+from hone.plan.ladder import Ladder
 from hone.reward.base import Component, Rewards
 from hone.reward.environment import FromEnvironment
 from hone.rollout.engine import Engine, Sampling
@@ -26,9 +29,18 @@ Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
 
 async def make_engine(
-    config: RunConfig, tokenizer: Tokenizer, model: CausalModel, base_dir: Path, executor: Executor | None = None
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    model: CausalModel,
+    base_dir: Path,
+    executor: Executor | None = None,
+    ladder: Ladder | None = None,
 ) -> Engine:
-    """The embedded engine, computing on a thread of `executor`; with an environment, one whose samples meet it."""
+    """The embedded engine, computing on a thread of `executor`; with an environment, one whose samples meet it.
+
+    Args:
+        ladder: bound to the engine's bounds, where a run has one.
+    """
     settings = config.rollout.environment
     environments = EnvironmentPool(settings, base_dir)
     if settings.use is not None:
@@ -47,7 +59,11 @@ async def make_engine(
         max_concurrent=config.rollout.max_concurrent_samples,
         timeout_s=config.rollout.timeout_s,
         executor=executor,
+        prefill_tokens=config.rollout.prefill_tokens,
+        guard=ladder or UNGUARDED,
     )
+    if ladder is not None:
+        ladder.bind(*engine_knobs(engine, config))
     if settings.use is None:
         return engine
     return EpisodeEngine(

@@ -14,6 +14,7 @@ import torch
 
 from hone.algo.algorithm import Algorithm
 from hone.build.job import Job, first_cause, set_up_arithmetic, signals_ask_to_stop, tell_where_it_starts
+from hone.build.memory import RunMemory, exhausted, pair_knobs, trainer_knobs
 from hone.build.models import (
     make_critic,
     make_reference,
@@ -44,6 +45,7 @@ from hone.model.base import CausalModel
 from hone.model.load import save_hf
 from hone.model.lora import merged_copy
 from hone.observe.observer import Observer
+from hone.plan.workload import workload_of
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.local import LocalTrainer
@@ -89,16 +91,22 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
                     relay=observer.relay,
                     stop=stop,
                 )
-                job = Job(loaded, folder, observer, tokenizer, checkpoints, compute, stop, device, services)
+                memory = RunMemory(loaded, folder, observer, device)
+                job = Job(loaded, folder, observer, tokenizer, checkpoints, compute, stop, device, services, memory)
                 for note in (*split.notes, *unused_notes(config)):
                     observer.say(note)
-                asyncio.run(run_stages(job, saved))
+                try:
+                    asyncio.run(run_stages(job, saved))
+                finally:
+                    memory.tell()
             outcome = "finished"
         except Stopped:
             outcome = "stopped by the user; --resume goes on"
             raise
         except BaseExceptionGroup as group:
-            raise first_cause(group) from group
+            raise exhausted(first_cause(group)) from group
+        except (MemoryError, RuntimeError, OSError) as error:
+            raise exhausted(error) from error
         finally:
             observer.close(outcome)
         return folder.path
@@ -133,7 +141,8 @@ async def run_sft(job: Job, saved: Saved | None) -> None:
     model = with_adapter(job.config, starting_model(job, "sft"), "sft")
     trainer = make_trainer(job, "sft", model, job.config.sft.optimizer, steps)
     progress = begin_stage(job, "sft", steps, trainer, saved)
-    run = SftRun(job.config, progress, trainer, *job.doors, rows=rows)
+    job.memory.ladder.bind(*trainer_knobs(trainer, job.config))
+    run = SftRun(job.config, progress, trainer, *job.doors, rows=rows, guard=job.memory.ladder)
     await train_sft(run)
     await finish_stage(job, run)
 
@@ -152,9 +161,12 @@ async def run_reward_model(job: Job, saved: Saved | None) -> None:
         total_optimizer_steps=steps,
         tokens_per_microbatch=config.train.tokens_per_microbatch,
         precision=config.run.precision,
+        guard=job.memory.ladder,
     )
     progress = begin_stage(job, "reward_model", steps, trainer, saved)
-    run = RewardModelRun(config, progress, trainer, *job.doors, pairs=pairs, held_out=held_out)
+    ladder = job.memory.ladder
+    ladder.bind(*pair_knobs(trainer, config))
+    run = RewardModelRun(config, progress, trainer, *job.doors, pairs=pairs, held_out=held_out, guard=ladder)
     await train_reward_model(run)
     await finish_stage(job, run)
 
@@ -185,12 +197,15 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
         return trainer, trainer.model if shared else merged_copy(trainer.model)
 
-    trainer, sampled = await job.computed(assemble)
+    ladder = job.memory.ladder
+    ladder.begin(progress, job.memory.predictor())
+    trainer, sampled = await job.computed(assemble, phase="start")
+    ladder.bind(*trainer_knobs(trainer, config, most_tokens=workload_of(config).step_tokens()))
     await job.services.ready()
     if job.stop.is_set():
         return
     executor = job.compute if shared else None
-    engine = await make_engine(config, job.tokenizer, sampled, job.base_dir, executor)
+    engine = await make_engine(config, job.tokenizer, sampled, job.base_dir, executor, ladder)
     window = 20 * samples_per_update(config)
     rewards = make_rewards(config, job.base_dir, window_samples=window, services=job.services.urls)
     evaluation = held_out_evaluation(job, engine, rewards)
@@ -209,6 +224,7 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         weights_are_shared=shared,
         evaluate=evaluation,
         gate_passed=False,
+        guard=ladder,
     )
     try:
         async with rewards:
@@ -224,6 +240,7 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
 def begin_stage(job: Job, stage: str, steps: int, trainer: LocalTrainer | PairTrainer, saved: Saved | None) -> Progress:
     """Where a supervised stage goes on: at its first step, or where `saved` was taken, which `trainer` then holds."""
     progress = restored(trainer, saved) or Progress(stage=stage)
+    job.memory.ladder.begin(progress)
     job.observer.begin(stage, steps)
     return progress
 
@@ -234,7 +251,7 @@ async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> No
     if not job.stop.is_set():
         folder = stage_weights(job.folder, job.config, run.progress.stage)
         config, tokenizer = run.trainer.model.hf_config, job.tokenizer.hf
-        await job.computed(lambda: save_hf(folder, config, run.trainer.master_weights(), tokenizer))
+        await job.computed(lambda: save_hf(folder, config, run.trainer.master_weights(), tokenizer), phase="checkpoint")
 
 
 def export_best(job: Job, run: PolicyRun) -> None:

@@ -156,6 +156,10 @@ class RunFolder:
             raise RunFolderError(f"{path}: there is no run here. Name the run.dir that `hone train` printed.")
         return cls(path)
 
+    def rewrite(self, run_yaml: str) -> None:
+        """Another text for run.yaml: settings were changed while the run went on."""
+        write_whole(self.run_yaml, run_yaml)
+
     def is_in_use(self) -> bool:
         """Whether a process holds the folder for a run right now."""
         try:

@@ -56,6 +56,7 @@ async def train_policy(run: PolicyRun) -> None:
             metrics |= {"time/generate_s": generated - started, "time/reward_s": taken - generated}
             ended = now()
             run.log_step(metrics, seconds=ended - started + logging_s)
+            run.guard.tune()
             logging_s = now() - ended  # counts as part of the next step; evaluations and checkpoints of none
             # Before the next groups start: what is decoded together decides the last bits.
             is_best = await evaluate_if_due(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,7 @@ from hone.config.run import RunConfig
 from hone.data.prompts import PromptStream
 from hone.errors import DataError, RewardError
 from hone.observe.observer import Observer
+from hone.plan.guard import UNGUARDED, Guard
 from hone.reward.base import Rewards
 from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env import episode_metrics
@@ -45,6 +46,8 @@ class Stage(Generic[AnyTrainer]):
     """One thread for arithmetic, so that the event loop stays free for rewards, signals and deadlines."""
     stop: asyncio.Event
     """Set by the first SIGINT or SIGTERM."""
+    guard: Guard = field(default=UNGUARDED, kw_only=True)
+    """Watches over memory."""
 
     async def in_compute_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.compute, work, *args)
@@ -64,7 +67,22 @@ class Stage(Generic[AnyTrainer]):
         with self.observer.span("checkpoint"):
             self.progress.metrics_bytes = self.observer.position()
             tensors, rest = self.trainer.state()
-            await self.in_compute_thread(self.checkpoints.save, self.progress, tensors, rest)
+
+            def save() -> None:
+                with self.guard.phase("checkpoint"):
+                    self.checkpoints.save(self.progress, tensors, rest)
+
+            await self.in_compute_thread(self.guard.attempt, save)
+
+
+class _Weights:
+    """A trainer's weights, to be gone through more than once: loading them may have to begin again."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._trainer.weights())
 
 
 @dataclass
@@ -87,7 +105,7 @@ class PolicyRun(Stage[Trainer]):
 
     async def publish(self) -> None:
         """Make the trainer's weights live in the engine, as version `progress.step`."""
-        weights = None if self.weights_are_shared else self.trainer.weights()
+        weights = None if self.weights_are_shared else _Weights(self.trainer)
         await self.engine.load(weights, self.progress.step)
 
     def is_best_so_far(self, metrics: Mapping[str, float]) -> bool:

@@ -46,6 +46,9 @@ HEADLINE = {
     "rollout/tokens_per_s": "tokens/s",
     "sft/tokens_per_s": "tokens/s",
     "memory/rss_gib": "memory, GiB",
+    "memory/device_frac": "memory used",
+    "memory/device_busy_frac": "device busy",
+    "memory/rungs": "settings lowered",
 }
 """Metric -> its label, in the order shown. `train/clip_frac` is the sum of both sides."""
 

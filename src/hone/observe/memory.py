@@ -185,6 +185,15 @@ class Meter:
             peaks, self._peaks = self._peaks, {}
         return peaks
 
+    def forget(self, name: str) -> None:
+        """Take no account of what that phase took so far; of one that is open, from here on."""
+        with self._lock:
+            self._fold()
+            self._peaks.pop(name, None)
+            if name in self._open:
+                self._open[name] = (self._open[name][0], 0)
+            self.gauge.reset()
+
     def process_peak_bytes(self) -> int:
         """Largest resident memory of this process so far, whatever was reset since."""
         with self._lock:

@@ -154,6 +154,17 @@ METRICS: dict[str, Metric] = {
     "memory/rss_gib": Metric("GiB", "Resident memory of this process."),
     "memory/peak_rss_gib": Metric("GiB", "Largest resident memory of this process so far."),
     "memory/cuda_peak_gib": Metric("GiB", "Largest GPU memory that tensors held during the step."),
+    "memory/<phase>_peak_mib": Metric(
+        "MiB", "Largest memory of the device while that phase went on: tensors on a GPU, resident memory on a CPU."
+    ),
+    "memory/device_frac": Metric(
+        "fraction",
+        "Largest memory used, of the GPU's or of plan.memory_budget_gib; not on a CPU without.",
+        (0.75, 0.85),
+    ),
+    "memory/device_busy_frac": Metric("fraction", "How much of the time the GPU computed, by NVML.", (0.8, None)),
+    "memory/rungs": Metric("settings", "Settings that the ladder has lowered in this run, resumed or not.", (0.0, 0.0)),
+    "memory/redone": Metric("times", "Work done again since the process started because memory ran out.", (0.0, 0.0)),
     "memory/samples_mib": Metric("MiB", "Size of samples/ on disk; stops at observe.samples_max_mib."),
 }
 

@@ -91,6 +91,7 @@ class Observer:
             last_step=self._metrics.last_step,
         )
         self._summary = Summary.begin(folder, title=title, versions=versions(), resume=resume)
+        self._watched: Callable[[], Mapping[str, float]] = dict
         self._process = psutil.Process()
         self._peak_gib = 0.0
         self._not_finite: set[str] = set()
@@ -103,6 +104,10 @@ class Observer:
         for view in self._views:
             view.begin(stage, total_steps)
 
+    def watch(self, measure: Callable[[], Mapping[str, float]]) -> None:
+        """Add what this measures to every line of metrics, in place of the observer's own figure of that name."""
+        self._watched = measure
+
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Time what happens inside: `time/<name>_s` of the next line, and an event with `args` in trace.json."""
         return self._spans.span(name, **args)
@@ -114,7 +119,7 @@ class Observer:
             ValueError: a name is not in the registry (metrics.py).
         """
         line: dict[str, float] = {f"time/{name}_s": seconds for name, seconds in self._spans.take_seconds().items()}
-        line |= self._memory()
+        line |= self._memory() | self._watched()
         line |= {name: value if type(value) is int else float(value) for name, value in values.items()}
         for name in line:
             find_metric(name)

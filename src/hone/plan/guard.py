@@ -56,6 +56,10 @@ class Guard(Protocol):
         """Raises when the run takes more than its budget; for inside a phase. Costs nothing most of the time."""
         ...
 
+    def tune(self) -> None:
+        """A step is done and logged, and the next one has not begun: what there is room for may be raised."""
+        ...
+
 
 class Unguarded:
     """Nobody watches: errors come as they are."""
@@ -75,6 +79,9 @@ class Unguarded:
         return work()
 
     def check(self) -> None:
+        return None
+
+    def tune(self) -> None:
         return None
 
 

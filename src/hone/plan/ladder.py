@@ -177,6 +177,8 @@ class Ladder:
         """Times that work was done again."""
         self.predicted: dict[str, dict[str, Moment]] = {}
         """Stage -> phase -> its largest moment by the plan, at the settings of now."""
+        self.measured: dict[str, dict[str, int]] = {}
+        """Stage -> phase -> bytes, the most since a setting of the stage was changed."""
         self._is_counted = budget_bytes is not None and meter.gauge.kind == "cpu"  # a GPU's allocator refuses by itself
         self._has_limit = budget_bytes is not None or meter.gauge.kind == "gpu"
         self._autotune, self._say, self._changed, self._busy = autotune, say, changed, busy
@@ -248,9 +250,11 @@ class Ladder:
             except OutOfMemory as error:
                 failure = OutOfMemory(error.phase, error.moment, error.seen_bytes, error.detail)
             # Out here the failed work's frames are gone, and with them its tensors.
+            self.climb_down(failure)
             if undo is not None:
                 undo()
-            self.climb_down(failure)
+            self.meter.gauge.give_back()
+            self.meter.gauge.reset()
             self.redone += 1
 
     def check(self) -> None:
@@ -266,7 +270,7 @@ class Ladder:
     # ---- down
 
     def climb_down(self, failure: OutOfMemory) -> Change:
-        """Take the next rung for a phase that ran out of memory, and give back what is free.
+        """Take the next rung for a phase that ran out of memory.
 
         Raises:
             MemoryExhausted: there is none.
@@ -279,8 +283,6 @@ class Ladder:
             change = self._change(knob.key, new, "out of memory", failure.phase, failure.moment, failure)
             self._ceilings[knob.key] = change.old
             self._make(change)
-            self.meter.gauge.give_back()
-            self.meter.gauge.reset()
             return change
 
     def _next_rung(self, failure: OutOfMemory) -> tuple[Knob, Any] | None:
@@ -361,7 +363,7 @@ class Ladder:
     def _expected(self, key: str, new: int) -> float:
         """Share of the memory with a setting raised: what was seen, as much larger as the plan says it becomes."""
         if self._predict is None:
-            growth = dict.fromkeys(self._peaks, new / self.settings[key])
+            growth = dict.fromkeys(self._peaks, new / int(self.settings[key]))
         else:
             now = {moment.phase: moment.bytes for moment in self._predict(self.settings).phase_peaks()}
             then = {m.phase: m.bytes for m in self._predict({**self.settings, key: new}).phase_peaks()}
@@ -387,8 +389,10 @@ class Ladder:
             if self.changes:
                 found["memory/rungs"] = sum(change.is_down for change in self.changes)
                 found["memory/redone"] = self.redone
+            measured = self.measured.setdefault(self._progress.stage, {}) if self._progress else {}
             for phase, seen in peaks.items():
                 self._peaks[phase] = max(seen, self._peaks.get(phase, 0))
+                measured[phase] = max(seen, measured.get(phase, 0))
             self._watched += "update" in peaks
         return found
 
@@ -421,6 +425,8 @@ class Ladder:
         self.changes.append(change)
         self._knobs[change.key].apply(change.new)
         self._peaks, self._watched = {}, 0
+        self.measured.pop(change.stage, None)
+        self.meter.forget(change.phase)
         if change.reason != "room":
             self._raised = None
         self._foresee()

@@ -29,13 +29,14 @@ def changed(inputs: Inputs, settings: Settings) -> Inputs:
     config, placement = inputs.config, inputs.placement
     for key, value in settings.items():
         if key.startswith("placement."):
-            placement = _with(placement, key.removeprefix("placement.").split("."), value)
+            placement = with_value(placement, key.removeprefix("placement.").split("."), value)
         else:
-            config = _with(config, key.split("."), value)
+            config = with_value(config, key.split("."), value)
     return replace(inputs, config=config, placement=placement)
 
 
-def _with(section: Any, path: Sequence[str], value: Any) -> Any:
+def with_value(section: Any, path: Sequence[str], value: Any) -> Any:
+    """A section of the configuration with another value at a path below it."""
     first, *rest = path
-    inner = _with(getattr(section, first), rest, value) if rest else value
+    inner = with_value(getattr(section, first), rest, value) if rest else value
     return section.model_copy(update={first: inner})

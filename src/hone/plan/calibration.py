@@ -1,0 +1,119 @@
+"""What runs on this machine took of memory, against what was planned: kept per user, used and shown by later plans.
+
+One small JSON file in the user's state folder ($XDG_STATE_HOME, else ~/.local/state). Losing it loses nothing but
+experience, so nothing here ever fails a run: what cannot be read or written is as if it were empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hone.plan.ledger import Ledger, Moment, term
+
+MOST_ENTRIES = 400
+MOST_RUNS = 20
+"""Of one phase, that an estimate is made of: the newest."""
+FORMAT = 1
+PLAUSIBLE = (0.2, 5.0)
+"""Ratios outside are a mistake of somebody's, not experience."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """Measured over planned, of one phase."""
+
+    runs: int
+    low: float
+    middle: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"x{self.middle:.2f} of what was planned in {self.runs} runs ({self.low:.2f} to {self.high:.2f})"
+
+
+def device_key(kind: str, name: str) -> str:
+    """What a device is known by: experience of one machine says little of another."""
+    return f"{kind}: {name} in {platform.node()}"
+
+
+def path() -> Path:
+    """Where it is kept."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "hone" / "memory.json"
+
+
+def remember(device: str, phases: Mapping[str, tuple[int, int]]) -> None:
+    """Add a run: bytes planned and measured, by phase."""
+    with suppress(OSError):
+        entries = _read() + [
+            {"device": device, "phase": phase, "planned_bytes": planned, "measured_bytes": measured}
+            for phase, (planned, measured) in phases.items()
+            if PLAUSIBLE[0] < measured / planned < PLAUSIBLE[1]
+        ]
+        place = path()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        aside = place.with_name(f"{place.name}.{os.getpid()}.new")
+        aside.write_text(json.dumps({"format": FORMAT, "entries": entries[-MOST_ENTRIES:]}, indent=1))
+        aside.replace(place)
+
+
+def residuals(device: str, ledger: Ledger) -> dict[str, Residual]:
+    """What is known of a device by phase, of runs about as large as the ledger's: half to twice.
+
+    What a process takes for itself is a large part of a small run and a small one of a large run.
+    """
+    entries = [entry for entry in _read() if entry["device"] == device]
+    found: dict[str, Residual] = {}
+    for moment in ledger.phase_peaks():
+        ratios = [
+            entry["measured_bytes"] / entry["planned_bytes"]
+            for entry in entries
+            if entry["phase"] == moment.phase and moment.bytes / 2 <= entry["planned_bytes"] <= 2 * moment.bytes
+        ][-MOST_RUNS:]
+        if ratios:
+            found[moment.phase] = Residual(len(ratios), min(ratios), median(ratios), max(ratios))
+    return found
+
+
+def calibrated(ledger: Ledger, known: Mapping[str, Residual]) -> Ledger:
+    """A ledger with what earlier runs took beyond their plans; what they took less is no promise, and changes nothing.
+
+    Most runs take less than planned, for few responses reach the limit that a plan is made for.
+    """
+
+    def corrected(moment: Moment) -> Moment:
+        residual = known.get(moment.phase)
+        if residual is None or residual.middle <= 1:
+            return moment
+        more = term("beyond plans so far", (residual.middle - 1) * moment.bytes, str(residual))
+        return replace(moment, terms=(*moment.terms, more))
+
+    return replace(ledger, moments=tuple(corrected(moment) for moment in ledger.moments))
+
+
+def shown(known: Mapping[str, Residual]) -> list[str]:
+    """For people."""
+    return [f"measured on this machine: {phase} came to {residual}" for phase, residual in known.items()]
+
+
+def _read() -> list[dict[str, Any]]:
+    """Every whole entry, oldest first."""
+    try:
+        data = json.loads(path().read_text())
+        found = data["entries"] if data["format"] == FORMAT else []
+        return [entry for entry in found if _is_whole(entry)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _is_whole(entry: Any) -> bool:
+    names = isinstance(entry["device"], str) and isinstance(entry["phase"], str)
+    return names and entry["planned_bytes"] > 0 and entry["measured_bytes"] > 0
