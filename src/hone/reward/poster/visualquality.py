@@ -82,7 +82,9 @@ class VisualQuality:
                         return await self._rating(client, picture)
                 except TimeoutError:
                     return f"{self.url} took longer than {self.timeout_s:g} s"
-                except (NoRating, Refused, Unavailable) as error:
+                except Unavailable as error:
+                    return str(error)  # names the URL itself
+                except (NoRating, Refused) as error:
                     return f"{self.url}: {error}"
 
         try:
