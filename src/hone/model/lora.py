@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ class FusedLinear(nn.Module):
         self.base_layer = base_layer
         self.scale = settings.alpha / settings.rank
         self.is_on = True
-        ends = torch.tensor(sizes).cumsum(0).tolist()
+        ends = list(accumulate(sizes))
         self.spans = [(end - size, end) for end, size, wanted in zip(ends, sizes, adapted, strict=True) if wanted]
         weight = base_layer.weight
         self.a = nn.Parameter(weight.new_empty(len(self.spans) * settings.rank, weight.shape[1]))

@@ -33,13 +33,17 @@ def known_models() -> tuple[str, ...]:
 
 def known_architecture(name: str) -> Architecture | None:
     """The shipped architecture of a hub name such as `Qwen/Qwen3-8B` or `qwen2.5-7b-instruct`, if there is one."""
+    config = _known_config(name)
+    return None if config is None else architecture_from(config, source=name)
+
+
+def _known_config(name: str) -> Mapping[str, Any] | None:
     short = name.rpartition("/")[2].lower()
     endings = [""] + [ending for ending in VARIANTS if short.endswith(ending)]
     for ending in sorted(endings, key=len, reverse=True):
         stem = short.removesuffix(ending)
         if stem in known_models():
-            path = MODELS / f"{stem}.json"
-            return architecture_from(json.loads(path.read_text("utf-8")), source=f"{stem}.json")
+            return _read(MODELS / f"{stem}.json")
     return None
 
 
@@ -51,9 +55,14 @@ def find_architecture(model: ModelSection, folder: Path) -> Architecture:
     Raises:
         DataError: it cannot be known from here, or not counted.
     """
-    if model.init is not None:
-        return architecture_from(_with_vocab(model, folder), source="model.init")
-    return named_architecture(model.path or "", folder, key="model.path")
+    return architecture_from(policy_config(model, folder), source="model.init" if model.init else f"{model.path}")
+
+
+def policy_config(model: ModelSection, folder: Path) -> Mapping[str, Any]:
+    """The keys of the policy's config.json; arguments and errors as `find_architecture`."""
+    return (
+        _with_vocab(model, folder) if model.init is not None else named_config(model.path or "", folder, "model.path")
+    )
 
 
 def named_architecture(name: str, folder: Path, *, key: str) -> Architecture:
@@ -62,12 +71,15 @@ def named_architecture(name: str, folder: Path, *, key: str) -> Architecture:
     Args:
         key: what named it, for messages.
     """
+    return architecture_from(named_config(name, folder, key), source=name)
+
+
+def named_config(name: str, folder: Path, key: str) -> Mapping[str, Any]:
+    """The keys of its config.json; arguments as `named_architecture`."""
     path = folder / Path(name).expanduser()
     file = path if path.suffix == ".json" else path / "config.json"
     file = file if file.is_file() else _cached(name)
-    if file is not None:
-        return architecture_from(_read(file), source=str(file))
-    found = known_architecture(name)
+    found = _read(file) if file is not None else _known_config(name)
     if found is not None:
         return found
     close = nearest(name.rpartition("/")[2].lower(), known_models(), cutoff=60)

@@ -1,0 +1,119 @@
+"""One update of `LocalTrainer` as it is, on fake tensors: model class, flat buffers, loss, critic, adapter, optimizer.
+
+Not here: the engine beside it, and what a process takes besides tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from hone.algo.algorithm import Algorithm
+from hone.config.derived import correction, needs_critic, needs_reference, trains_adapter
+from hone.config.run import RunConfig
+from hone.model.heads import ScalarModel
+from hone.model.lora import AdapterOff, add_adapter
+from hone.plan.guard import Unguarded
+from hone.train.critic import Critic
+from hone.train.local import LocalTrainer
+from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors
+from hone.train.tracing.models import empty_model
+from hone.train.tracing.moments import marked
+from hone.types import Batch
+
+T = TypeVar("T")
+
+
+def trace_local(
+    config: RunConfig, policy: Mapping[str, Any], critic: Mapping[str, Any] | None, batch: Batch
+) -> Moments:
+    """Most bytes of tensors at each moment of one update, once the states are there.
+
+    Args:
+        policy, critic: keys of a config.json; no critic's: it is a copy of the policy, if there is one.
+        batch: one microbatch, of real tensors, for how it is laid out depends on their numbers.
+    """
+    memory = LiveMemory()
+    with fake_tensors(memory):
+        trainer = _trainer(config, policy, critic, memory)
+        memory.peaks = {("start", "states made"): memory.now}
+        algorithm = Algorithm(
+            config.algorithm, correction=correction(config), max_response_tokens=config.rollout.max_response_tokens
+        )
+        with marked(memory, trainer.model, last="embedding backward"):
+            if trainer.reference is not None:
+                with marked(memory, trainer.reference, last=""):
+                    trainer.logprobs(batch, reference=True)
+            if "old_logprobs_T" in batch.columns:
+                trainer.logprobs(batch)
+            trainer.update(batch, algorithm)
+    return memory.peaks
+
+
+def _trainer(
+    config: RunConfig, policy: Mapping[str, Any], critic: Mapping[str, Any] | None, memory: LiveMemory
+) -> LocalTrainer:
+    """As `build.models` makes it, without weights."""
+    train, implementation = config.train, config.model.implementation
+    model = empty_model(policy, implementation)
+    learner = None
+    if needs_critic(config):
+        learner = _TracedCritic(
+            ScalarModel(empty_model(critic or policy, implementation)),
+            optimizer=config.critic.optimizer,
+            total_optimizer_steps=1,
+            precision=config.run.precision,
+            tokens_per_microbatch=train.tokens_per_microbatch,
+            value_clip=config.critic.value_clip,
+            guard=_Phases(memory),
+        )
+        learner.memory = memory
+        learner.model.body.checkpoint_layers = train.activation_checkpointing
+    if trains_adapter(config, "rl"):
+        add_adapter(model, config.lora, seed=0, dtype=getattr(torch, config.run.precision))
+    reference = None
+    if needs_reference(config):
+        reference = AdapterOff(model) if model.adapter else copy.deepcopy(model)
+    model.checkpoint_layers = train.activation_checkpointing
+    return LocalTrainer(
+        model,
+        optimizer=train.optimizer,
+        total_optimizer_steps=1,
+        temperature=config.rollout.temperature,
+        tokens_per_microbatch=train.tokens_per_microbatch,
+        logprob_chunk_tokens=train.logprob_chunk_tokens,
+        precision=config.run.precision,
+        reference=reference,
+        critic=learner,
+        guard=_Phases(memory),
+    )
+
+
+class _TracedCritic(Critic):
+    """Its passes are moments of their own."""
+
+    memory: LiveMemory
+
+    def update(self, *args: Any) -> dict[str, float]:
+        with marked(self.memory, self.model.body, last="embedding backward", prefix="critic's "):
+            return super().update(*args)
+
+
+class _Phases(Unguarded):
+    """Tells which phase the trainer is in."""
+
+    def __init__(self, memory: LiveMemory) -> None:
+        self._memory = memory
+
+    @contextmanager
+    def phase(self, name: str, **_: Any) -> Iterator[None]:
+        if name == "optimizer":
+            self._memory.at("optimizer", "step")
+        yield
+
+    def attempt(self, work: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
+        return work()

@@ -1,0 +1,178 @@
+"""Bytes alive while code runs, counted operator by operator.
+
+`LiveMemory` sees every storage that an operator takes or returns, and learns when it is freed. Around it,
+`fake_tensors` lets the code run on shapes alone: real classes, real autograd, no numbers.
+
+What it cannot see is what a kernel takes for itself and gives back before it returns, and where autograd would add two
+gradients in place but does not while somebody watches: so a trace comes out a little high. tests/plan/test_trace.py
+says how much, against torch's own CPU allocator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+Moments = dict[tuple[str, str], int]
+"""Most bytes alive at each moment, by phase and moment as in `plan.ledger`."""
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts live bytes, and the most of them at each moment that `at` names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peaks: Moments = {}
+        self._moment = ("start", "states made")
+        self._sizes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._is_blind = False
+
+    def at(self, phase: str, moment: str) -> None:
+        """What is alive from now on counts for this moment."""
+        self._moment = (phase, moment)
+        self._note()
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were there before."""
+        for tensor in tensors:
+            self._add(tensor)
+        self._note()
+
+    def __enter__(self) -> LiveMemory:
+        """FSDP2 frees gathered weights by resizing their storage, and DTensor makes tensors of global shapes to learn
+        the shape of a result: the first is counted, the second is not."""
+        self._resize, self._infer = UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        UntypedStorage.resize_ = self._counting_resize()
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._blind(self._infer)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached = self._resize, self._infer
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it will come again as operators on local tensors
+        if self._is_blind:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _number(args[0].dtype)
+        for arg in args:
+            self._look(arg)
+        result = func(*args, **(kwargs or {}))
+        self._look(result)
+        self._note()
+        return result
+
+    def _look(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._add(value)
+        elif isinstance(value, (tuple, list)):
+            for part in value:
+                self._look(part)
+
+    def _add(self, tensor: Tensor) -> None:
+        if tensor.device.type == "meta":
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a wrapper, whose parts come on their own
+            return
+        if storage in self._sizes:
+            return
+        size = [storage.nbytes()]
+        self._sizes[storage] = size
+        self.now += size[0]
+        weakref.finalize(storage, self._forget, size)
+
+    def _forget(self, size: list[int]) -> None:
+        self.now -= size[0]
+
+    def _note(self) -> None:
+        if self.now > self.peaks.get(self._moment, -1):
+            self.peaks[self._moment] = self.now
+
+    def _counting_resize(self) -> Callable[[UntypedStorage, int], None]:
+        plain = UntypedStorage.resize_
+
+        def resize(storage: UntypedStorage, num_bytes: int) -> None:
+            plain(storage, num_bytes)
+            size = self._sizes.get(storage)
+            if size is not None:
+                self.now += num_bytes - size[0]
+                size[0] = num_bytes
+                self._note()
+
+        return resize
+
+    def _blind(self, infer: Callable[..., Any]) -> Callable[..., Any]:
+        def inferred(*args: Any) -> Any:
+            before, self._is_blind = self._is_blind, True
+            try:
+                return infer(*args)
+            finally:
+                self._is_blind = before
+
+        return inferred
+
+
+class _Values(TorchFunctionMode):
+    """Real tensors keep their values: indices are made of them. Fake ones have none; whoever reads some gets ones in a
+    list, and an array of nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
+            if not isinstance(args[0], FakeTensor):
+                with unset_fake_temporarily():
+                    return func(*args)
+            if func is Tensor.tolist:
+                return np.ones(args[0].shape).tolist()
+            if func is Tensor.numpy:
+                return np.empty(0)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def fake_tensors(memory: LiveMemory) -> Iterator[None]:
+    """Inside, tensors are shapes, and `memory` counts what they would take."""
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Values())
+        stack.enter_context(memory)
+        yield
+
+
+def _number(dtype: torch.dtype) -> bool | int | float:
+    """What a fake tensor of one element is read as: a comparison has no exception, a norm is finite."""
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 1
+
+
+@contextmanager
+def backward_begins(then: Callable[[], None]) -> Iterator[None]:
+    """Inside, calls `then` whenever somebody goes backward from a loss."""
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.backward:
+                then()
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield

@@ -1,0 +1,136 @@
+"""One optimizer step of a model sharded with FSDP2, on fake tensors, in a process group whose other members are not.
+
+What `plan/cluster.py` describes: float32 weights, moments and gradients sharded, each layer gathered in bfloat16 while
+it computes, embedding and output layer together as the root, which stays gathered through the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+from hone.model.decoder import Decoder
+from hone.model.hf import without_dropout
+from hone.model.layout import Layout
+from hone.model.load import init_config
+from hone.model.logprobs import token_logprobs
+from hone.plan.cluster import Trained
+from hone.train.tracing import attention
+from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors
+from hone.train.tracing.moments import marked
+
+
+def trace_sharded(trained: Trained, architecture: Mapping[str, Any], layout: Layout, *, forward: bool) -> Moments:
+    """Most bytes of tensors on one device at each moment of an optimizer step, once the states are there.
+
+    Args:
+        trained: the model and its microbatch as the plan has them: whole root, no adapter, not offloaded.
+        architecture: keys of its config.json.
+        layout: the microbatch, of real tensors.
+        forward: whether there is a pass without gradients, too.
+    """
+    memory = LiveMemory()
+    with _group_of(trained.shard) as mesh:
+        model = _Policy(trained, architecture)
+        _shard(model, mesh)
+        with fake_tensors(memory):
+            model.to_empty(device="cpu")
+            model.tie()
+            optimizer = _with_states(model)
+            if trained.accumulates:
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            memory.peaks = {("start", "states made"): memory.now}
+            with marked(memory, model, last="root backward"):
+                if forward:
+                    with torch.no_grad():
+                        model(layout)
+                model(layout).sum().backward()
+            memory.at("optimizer", "step")
+            optimizer.step()
+    return memory.peaks
+
+
+@contextmanager
+def _group_of(size: int) -> Iterator[DeviceMesh]:
+    """A process group of `size` members that answers everything at once, with nothing."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (size,))
+    finally:
+        dist.destroy_process_group()
+
+
+def _shard(model: _Policy, mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _with_states(model: nn.Module) -> torch.optim.AdamW:
+    """AdamW as it is after a step: its moments are there."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+class _Policy(nn.Module):
+    """A model with its loss inside, for only there are sharded weights whole. Made on the meta device."""
+
+    def __init__(self, trained: Trained, architecture: Mapping[str, Any]) -> None:
+        super().__init__()
+        work, config = trained.work, init_config(architecture, vocab_size=None)
+        self.work = work
+        self.is_ours = work.implementation == "hone"
+        self.body: Any
+        if self.is_ours:
+            self.body = Decoder(config, device="meta")
+            self.body.checkpoint_layers = work.checkpointing == "full"
+            self.layers = list(self.body.layers)
+        else:
+            attention.register()
+            with torch.device("meta"):
+                self.body = AutoModelForCausalLM.from_config(
+                    without_dropout(config), dtype=torch.float32, attn_implementation=attention.NAME
+                )
+            self.body.train()
+            if work.checkpointing == "full":
+                self.body.gradient_checkpointing_enable({"use_reentrant": False})
+            self.layers = list(self.body.base_model.layers)
+
+    def tie(self) -> None:
+        """After weights have moved to another device."""
+        if not self.is_ours:
+            self.body.tie_weights()
+
+    def forward(self, layout: Layout) -> Tensor:
+        """(U,) logprobs."""
+        if self.is_ours:
+            hidden, weight = self.body.hidden(layout), self.body.output_weight
+        else:  # packed: one row of all tokens
+            ids, position = layout.token_ids_X[None], layout.position_X[None]
+            out = self.body.base_model(input_ids=ids, position_ids=position, use_cache=False)
+            hidden = out.last_hidden_state[0].index_select(0, layout.predict_U)
+            weight = self.body.get_output_embeddings().weight
+        if self.work.loss == "naive":
+            logprobs = (hidden @ weight.T).float().log_softmax(-1)
+            return logprobs.gather(1, layout.target_U[:, None])[:, 0]
+        chunk, entropy = self.work.chunk_tokens, self.work.entropy_gradient
+        return token_logprobs(
+            hidden, weight, layout.target_U, temperature=1.0, chunk_tokens=chunk, entropy_grad=entropy
+        )[0]
