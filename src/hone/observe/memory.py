@@ -185,6 +185,11 @@ class Meter:
             peaks, self._peaks = self._peaks, {}
         return peaks
 
+    @property
+    def open_phase(self) -> str | None:
+        """The phase that was opened last and is not closed."""
+        return next(reversed(self._open), None)
+
     def forget(self, name: str) -> None:
         """Take no account of what that phase took so far; of one that is open, from here on."""
         with self._lock:

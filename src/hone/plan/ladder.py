@@ -35,12 +35,13 @@ RUNGS: Mapping[str, tuple[str, ...]] = {
     "rollout": (PREFILL, ROWS),
     "logprobs": (CHUNK, TOKENS, ROWS),
     "update": (CHUNK, TOKENS, RECOMPUTE, ROWS),
-    "optimizer": (ROWS,),
+    "optimizer": (ROWS, TOKENS),
     "publish": (ROWS,),
     "checkpoint": (ROWS,),
 }
 """What may help in each phase, cheapest in time first. The engine's cache stays between rollouts, so fewer sequences
-help everywhere; what is in no list (starting up) has no rung."""
+help everywhere; smaller microbatches leave an allocator with fewer large pieces that nobody else can use. What is in no
+list (starting up) has no rung."""
 
 LEAST_RELIEF = 0.01
 """Of a phase's planned peak: a rung that frees less comes after those that free more."""
