@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -68,6 +69,7 @@ def test_a_killed_supervisor_leaves_nothing(runtime, tmp_path, capsys):
     psutil.Process(up["pid"]).kill()
     assert gone(below) and not listens(int(up["services"][0]["url"].rpartition(":")[2]))
     wait_for(lambda: kept_up(runtime_folder()) == {})
+    os.waitpid(up["pid"], 0)  # `hone up` would have ended by now, and left it to init
 
 
 def test_in_the_foreground_ctrl_c_stops_it(runtime, tmp_path):

@@ -51,9 +51,10 @@ def sandboxed() -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
+    before = sandboxed()
     yield
     deadline = time.monotonic() + 3
-    while (left := sandboxed()) and time.monotonic() < deadline:
+    while (left := [p for p in sandboxed() if p not in before]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert left == []
 
