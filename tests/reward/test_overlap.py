@@ -71,7 +71,7 @@ def test_the_first_score_is_asked_for_before_the_last_sample_is_finished(make_re
         component = {"use": "service", "args": {"url": server.url}}
         group = score_while_generating(make_rewards(component), decode)
         assert decode.overlapped  # the witness: the engine was still holding the last sample
-        assert len(server.requests) == SAMPLES
+        assert sum(len(request.ids) for request in server.requests) == SAMPLES
         afterwards = asyncio.run(scored(make_rewards(component), group))
     assert group.rewards == afterwards.rewards
     assert group.scores == afterwards.scores
@@ -166,9 +166,10 @@ def test_a_run_is_the_same_with_and_without_overlap_and_with_and_without_faults(
         assert {len(request.ids) for request in server.requests} == {4}
     with FaultyServer() as server:
         early = train(tmp_path / "early", server.url)
-        assert len(server.requests) == 3 * 6 * 4
+        assert sum(len(request.ids) for request in server.requests) == 3 * 6 * 4
+        assert {len(request.ids) for request in server.requests} != {4}
     with FaultyServer(every_fourth) as server:
         faulty = train(tmp_path / "faulty", server.url)
-        assert server.faults >= 18
+        assert server.faults >= 3  # each kind
     assert whole == early == faulty
     assert {"reward/service_first_mean", "reward/service_second_mean"} <= early[1][-1].keys()  # each part by itself

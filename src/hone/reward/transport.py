@@ -149,6 +149,9 @@ class Endpoints:
         """For what takes several posts under one deadline: `call.post`, `call.again`, `call.post` of the rest."""
         return Call(self, deadline_s, try_s or deadline_s / 2, max_tries)
 
+    def __len__(self) -> int:
+        return len(self._endpoints)
+
     async def close(self) -> None:
         """Close the connections; requests in flight fail. May be called twice."""
         await self._client.aclose()
