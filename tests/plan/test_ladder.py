@@ -54,7 +54,10 @@ def knob(key, applied, **options):
     return Knob(key, lambda value: applied.__setitem__(key, value), lowest=LOWEST[key], **options)
 
 
-def failing(times, phase="update", error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")):
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def failing(times, phase="update", error=OUT_OF_MEMORY):
     """Work that runs out of memory so many times, and how often it was begun."""
     begun = []
 
@@ -208,7 +211,7 @@ def test_a_resumed_run_goes_on_where_the_ladder_was():
     first, _ = make()
     first.climb_down(failure())
     first.climb_down(failure("rollout", "sampling"))
-    again, applied = make(earlier=first.changes)
+    _, applied = make(earlier=first.changes)
     assert applied == {**SETTINGS, CHUNK: 512, ROWS: 256}
     user_lowered = {**SETTINGS, CHUNK: 128}
     ladder = Ladder(Meter(FakeGauge()), settings=user_lowered, earlier=first.changes)

@@ -460,7 +460,10 @@ def _moment_of(ledger: Ledger, failure: OutOfMemory) -> Moment | None:
 
 
 def _of_phase(ledger: Ledger, phase: str) -> list[Moment]:
-    return [moment for moment in ledger.moments if moment.phase == phase]
+    """A phase's moments. A plan has logprobs only where each step needs them; else they are as the update without its
+    backward pass, as far as what would help is concerned."""
+    found = [moment for moment in ledger.moments if moment.phase == phase]
+    return found or (_of_phase(ledger, "update") if phase == "logprobs" else [])
 
 
 def _first_line(error: BaseException) -> str:
