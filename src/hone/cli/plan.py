@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,11 +22,15 @@ from hone.plan.planner import Plan, plan
 from hone.plan.search import MARGINS, Preset, Proposal, beyond, propose
 from hone.plan.verdict import level_of
 
+if TYPE_CHECKING:
+    from hone.build.trace import Trace
+
 EXAMPLES = examples(
     "hone plan run.yaml",
     "hone plan run.yaml --hardware 8xH100-80G model.path=Qwen/Qwen3-8B",
     "hone plan run.yaml --hardware 8xA100-40G placement.engine.tensor_parallel=2 --json",
     "hone plan run.yaml --hardware 8xH100-80G --preset recommended --write better.yaml --html plan.html",
+    "hone plan run.yaml --hardware 8xH100-80G --trace",
     "hone plan --audit examples/audit/practice-a.yaml",
 )
 
@@ -73,6 +77,12 @@ def plan_command(
     audit: Annotated[
         Path | None, typer.Option(metavar="RECIPE.yaml", help="Check another system's settings and claims instead.")
     ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            help="Set beside it what the real classes take, operator by operator, on a CPU and without weights."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict memory of every phase on every kind of device and the time of a step, and say whether it fits.
@@ -100,10 +110,13 @@ def plan_command(
     wanted: Preset | None = preset.value if preset else "recommended" if write else None
     proposals = _propose(today, wanted, given) if wanted else []
     chosen = next((proposal for proposal in proposals if proposal.preset == wanted), None)
+    traced = _trace(today, loaded.run_file.parent) if trace else None
     if as_json:
-        typer.echo(json.dumps(_as_dict(today, proposals, price), indent=2))
+        typer.echo(json.dumps(_as_dict(today, proposals, price, traced), indent=2))
     else:
         show(today, proposals, price, Console())
+        if traced is not None:
+            _show_trace(traced, Console())
     if write is not None and chosen is not None:
         _write(write, loaded, settings, chosen)
     if html is not None:
@@ -123,8 +136,17 @@ def _propose(today: Plan, wanted: Preset, given: list[str]) -> list[Proposal]:
     return [propose(today, preset, pinned=pinned) for preset in MARGINS if preset in shown]
 
 
-def _as_dict(today: Plan, proposals: list[Proposal], price: float | None) -> dict[str, Any]:
+def _trace(today: Plan, folder: Path) -> Trace:
+    """Takes some seconds, so it says on stderr what it is at."""
+    from hone.build.trace import trace_plan
+
+    return trace_plan(today, folder, lambda what: typer.echo(f"{what} ...", err=True))
+
+
+def _as_dict(today: Plan, proposals: list[Proposal], price: float | None, traced: Trace | None) -> dict[str, Any]:
     found = today.as_dict()
+    if traced is not None:
+        found["trace"] = traced.as_dict()
     if price is not None:
         found["time"]["cost_of_1000_steps"] = today.time.cost(price, today.inputs.hardware.devices)
     if proposals:
@@ -185,6 +207,21 @@ def _table(ledger: Ledger) -> Table:
         bold = "bold" if moment is ledger.peak else None
         table.add_row(moment.phase, moment.name, gib(moment.bytes), largest, style=bold)
     return table
+
+
+def _show_trace(traced: Trace, console: Console) -> None:
+    """The plan beside the trace, in bytes of tensors alone."""
+    table = Table(title=f"closed form and trace, tensors only ({traced.seconds:.0f} s)", title_justify="left")
+    for name in ("devices", "phase", "moment"):
+        table.add_column(name)
+    for name in ("plan", "trace", "difference"):
+        table.add_column(name, justify="right")
+    for point in traced.points:
+        row = point.device, point.phase, point.moment, gib(point.planned), gib(point.traced)
+        table.add_row(*row, f"{100 * point.error:+.1f} %", style="bold" if point.moment == "peak" else None)
+    console.print(table)
+    for note in traced.notes:
+        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _speed(today: Plan, price: float | None) -> str:

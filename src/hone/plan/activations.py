@@ -55,6 +55,8 @@ class Pass:
     has_logits: bool = True
     """A critic has none."""
     tensor_parallel: int = 1
+    copies_keys: bool = False
+    """Attention keeps keys and values once per query head, as Transformers' does where rows are padded."""
 
     @property
     def chunk(self) -> int:
@@ -92,7 +94,7 @@ def _transformers(work: Pass) -> float:
     """Transformers' eager code. In bfloat16 its norms compute in float32 and keep that copy too."""
     arch, tp, two_bytes = work.architecture, work.tensor_parallel, work.bytes_each == 2
     h, inner = arch.hidden, arch.active_inner / tp
-    numbers = _attention_numbers(arch) / tp
+    numbers = (4 * arch.q_size if work.copies_keys else _attention_numbers(arch)) / tp
     norms = (8 if two_bytes else 12) * h * arch.norms_per_layer
     total = norms + (2 if two_bytes else 4) * numbers + (8 if two_bytes else 16) * inner + 4 * arch.heads / tp + 8
     if arch.qk_norm:

@@ -71,24 +71,36 @@ def checkpointing_of(inputs: Inputs) -> Checkpointing:
     return "full" if inputs.config.train.activation_checkpointing else "none"
 
 
+def microbatch_tokens(inputs: Inputs, *, ranks: int = 1) -> int:
+    """Tokens of the largest microbatch, each prompt once, on one of `ranks` devices that divide the samples."""
+    workload, budget = inputs.workload, inputs.config.train.tokens_per_microbatch
+    tokens = min(budget, max(-(-workload.step_tokens() // ranks), workload.lengths.longest))
+    return -(-tokens // inputs.placement.context_parallel)
+
+
 def microbatch(inputs: Inputs, *, ranks: int = 1, bytes_each: int = 2) -> Pass:
     """The largest microbatch of the policy on one of `ranks` devices that divide the samples among them."""
     workload, train, placement = inputs.workload, inputs.config.train, inputs.placement
-    lengths = workload.lengths
-    tokens = min(train.tokens_per_microbatch, max(-(-workload.step_tokens() // ranks), lengths.longest))
-    tokens = -(-tokens // placement.context_parallel)
+    lengths, tokens = workload.lengths, microbatch_tokens(inputs, ranks=ranks)
     responses = workload.group * lengths.max_response
     share = responses / (lengths.max_prompt + responses)
+    response_tokens = max(1, round(tokens * share))
+    implementation = implementation_of(inputs)
+    if (
+        implementation == "transformers" and placement.mode == "local"
+    ):  # `model/hf.py`: a row per sample, prompt and all
+        tokens = -(-response_tokens // lengths.max_response) * (lengths.longest - 1)
     return Pass(
         architecture=inputs.architecture,
-        implementation=implementation_of(inputs),
+        implementation=implementation,
         bytes_each=bytes_each,
         tokens=tokens,
-        response_tokens=max(1, round(tokens * share)),
+        response_tokens=response_tokens,
         longest=lengths.longest,
         checkpointing=checkpointing_of(inputs),
         loss=placement.loss,
         chunk_tokens=train.logprob_chunk_tokens,
         entropy_gradient=workload.has_entropy_gradient,
         tensor_parallel=placement.tensor_parallel,
+        copies_keys=padded and inputs.architecture.latent is None,
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +62,7 @@ class Critic(Learner[ScalarModel]):
     @torch.no_grad()
     def _values(self, batch: Batch) -> Tensor:
         prepared = PreparedBatch.of(batch, (), self.flat.master.dtype, self.device)
-        every = torch.arange(len(batch.length_S)).numpy()
+        every = np.arange(len(batch.length_S))
         value_T = torch.zeros(len(batch.token_ids_T), dtype=self.flat.master.dtype, device=self.device)
         for samples in plan_microbatches(prepared.shape, every, self.tokens_per_microbatch):
             values, index = self._forward(prepared, samples)

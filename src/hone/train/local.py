@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +98,7 @@ class LocalTrainer(Learner[CausalModel]):
     @torch.no_grad()
     def _logprobs(self, model: CausalModel, batch: Batch, temperature: float) -> Tensor:
         prepared = PreparedBatch.of(batch, (), self.flat.master.dtype, self.device)
-        every = torch.arange(len(batch.length_S)).numpy()
+        every = np.arange(len(batch.length_S))
         logprobs_T = torch.zeros(len(batch.token_ids_T), dtype=self.flat.master.dtype, device=self.device)
         for samples in self._microbatches(prepared, every):
             values, _, index = forward_samples(

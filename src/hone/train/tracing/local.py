@@ -6,7 +6,7 @@ Not here: the engine beside it, and what a process takes besides tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from hone.algo.algorithm import Algorithm
 from hone.config.derived import correction, needs_critic, needs_reference, trains_adapter
 from hone.config.run import RunConfig
+from hone.data.pack import Indices
 from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff, add_adapter
 from hone.plan.guard import Unguarded
@@ -40,7 +41,6 @@ def trace_local(
     memory = LiveMemory()
     with fake_tensors(memory):
         trainer = _trainer(config, policy, critic, memory)
-        memory.peaks = {("start", "states made"): memory.now}
         algorithm = Algorithm(
             config.algorithm, correction=correction(config), max_response_tokens=config.rollout.max_response_tokens
         )
@@ -98,9 +98,9 @@ class _TracedCritic(Critic):
 
     memory: LiveMemory
 
-    def update(self, *args: Any) -> dict[str, float]:
+    def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
         with marked(self.memory, self.model.body, last="embedding backward", prefix="critic's "):
-            return super().update(*args)
+            return super().update(batch, algorithm, steps)
 
 
 class _Phases(Unguarded):

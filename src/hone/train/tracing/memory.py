@@ -10,6 +10,7 @@ says how much, against torch's own CPU allocator.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -107,16 +108,16 @@ class LiveMemory(TorchDispatchMode):
         if self.now > self.peaks.get(self._moment, -1):
             self.peaks[self._moment] = self.now
 
-    def _counting_resize(self) -> Callable[[UntypedStorage, int], None]:
-        plain = UntypedStorage.resize_
+    def _counting_resize(self) -> Callable[..., None]:
+        memory, plain = self, UntypedStorage.resize_
 
-        def resize(storage: UntypedStorage, num_bytes: int) -> None:
-            plain(storage, num_bytes)
-            size = self._sizes.get(storage)
-            if size is not None:
-                self.now += num_bytes - size[0]
-                size[0] = num_bytes
-                self._note()
+        def resize(self: UntypedStorage, size: int) -> None:
+            plain(self, size)
+            counted = memory._sizes.get(self)
+            if counted is not None:
+                memory.now += size - counted[0]
+                counted[0] = size
+                memory._note()
 
         return resize
 
@@ -132,18 +133,22 @@ class LiveMemory(TorchDispatchMode):
 
 
 class _Values(TorchFunctionMode):
-    """Real tensors keep their values: indices are made of them. Fake ones have none; whoever reads some gets ones in a
-    list, and an array of nothing."""
+    """Real tensors keep their values: indices are made of them. Fake ones have none: a list of them is of ones, and
+    their bytes, which only a fingerprint reads, are none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.data_ptr):
             if not isinstance(args[0], FakeTensor):
                 with unset_fake_temporarily():
                     return func(*args)
             if func is Tensor.tolist:
                 return np.ones(args[0].shape).tolist()
+            if func is Tensor.data_ptr:
+                return 0
             if func is Tensor.numpy:
-                return np.empty(0)
+                if args[0].dtype == torch.uint8:
+                    return np.empty(0, np.uint8)
+                raise TypeError("a trace cannot go on: the code reads values of a tensor that has none")
         return func(*args, **(kwargs or {}))
 
 
@@ -151,6 +156,9 @@ class _Values(TorchFunctionMode):
 def fake_tensors(memory: LiveMemory) -> Iterator[None]:
     """Inside, tensors are shapes, and `memory` counts what they would take."""
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # deepcopy asks whether it is 0
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # its output may be a view; nobody writes to it
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())
         stack.enter_context(memory)

@@ -6,8 +6,10 @@ it computes, embedding and output layer together as the root, which stays gather
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,25 +25,28 @@ from hone.model.hf import without_dropout
 from hone.model.layout import Layout
 from hone.model.load import init_config
 from hone.model.logprobs import token_logprobs
+from hone.plan.activations import Pass
 from hone.plan.cluster import Trained
 from hone.train.tracing import attention
 from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors
 from hone.train.tracing.moments import marked
+from hone.types import Batch
 
 
-def trace_sharded(trained: Trained, architecture: Mapping[str, Any], layout: Layout, *, forward: bool) -> Moments:
+def trace_sharded(trained: Trained, architecture: Mapping[str, Any], batch: Batch, *, forward: bool) -> Moments:
     """Most bytes of tensors on one device at each moment of an optimizer step, once the states are there.
 
     Args:
         trained: the model and its microbatch as the plan has them: whole root, no adapter, not offloaded.
         architecture: keys of its config.json.
-        layout: the microbatch, of real tensors.
+        batch: that microbatch, of real tensors; Transformers' classes get its counts of tokens as one packed row.
         forward: whether there is a pass without gradients, too.
     """
     memory = LiveMemory()
     with _group_of(trained.shard) as mesh:
         model = _Policy(trained, architecture)
         _shard(model, mesh)
+        microbatch = _laid_out(batch) if trained.work.implementation == "hone" else _packed(trained.work)
         with fake_tensors(memory):
             model.to_empty(device="cpu")
             model.tie()
@@ -49,12 +54,13 @@ def trace_sharded(trained: Trained, architecture: Mapping[str, Any], layout: Lay
             if trained.accumulates:
                 for parameter in model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
-            memory.peaks = {("start", "states made"): memory.now}
+            gc.collect()  # what sharding left behind
+            memory.peaks.clear()
             with marked(memory, model, last="root backward"):
                 if forward:
                     with torch.no_grad():
-                        model(layout)
-                model(layout).sum().backward()
+                        model(microbatch)
+                model(microbatch).sum().backward()
             memory.at("optimizer", "step")
             optimizer.step()
     return memory.peaks
@@ -118,19 +124,44 @@ class _Policy(nn.Module):
         if not self.is_ours:
             self.body.tie_weights()
 
-    def forward(self, layout: Layout) -> Tensor:
+    def forward(self, microbatch: Layout | _Packed) -> Tensor:
         """(U,) logprobs."""
-        if self.is_ours:
-            hidden, weight = self.body.hidden(layout), self.body.output_weight
-        else:  # packed: one row of all tokens
-            ids, position = layout.token_ids_X[None], layout.position_X[None]
+        if isinstance(microbatch, Layout):
+            hidden, weight = self.body.hidden(microbatch), self.body.output_weight
+        else:
+            ids, position = microbatch.token_ids_X[None], microbatch.position_X[None]
             out = self.body.base_model(input_ids=ids, position_ids=position, use_cache=False)
-            hidden = out.last_hidden_state[0].index_select(0, layout.predict_U)
+            hidden = out.last_hidden_state[0].index_select(0, microbatch.predict_U)
             weight = self.body.get_output_embeddings().weight
-        if self.work.loss == "naive":
-            logprobs = (hidden @ weight.T).float().log_softmax(-1)
-            return logprobs.gather(1, layout.target_U[:, None])[:, 0]
-        chunk, entropy = self.work.chunk_tokens, self.work.entropy_gradient
-        return token_logprobs(
-            hidden, weight, layout.target_U, temperature=1.0, chunk_tokens=chunk, entropy_grad=entropy
-        )[0]
+        target_U, work = microbatch.target_U, self.work
+        if work.loss == "naive":
+            logprobs_UV = (hidden @ weight.T).float().log_softmax(-1)
+            return logprobs_UV.gather(1, target_U[:, None]).sum(1)
+        logprobs_U, entropy_U = token_logprobs(
+            hidden,
+            weight,
+            target_U,
+            temperature=1.0,
+            chunk_tokens=work.chunk_tokens,
+            entropy_grad=work.entropy_gradient,
+        )
+        return logprobs_U + entropy_U if work.entropy_gradient else logprobs_U
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Tokens of all samples in one row; fields as `Layout`'s."""
+
+    token_ids_X: Tensor
+    position_X: Tensor
+    predict_U: Tensor
+    target_U: Tensor
+
+
+def _packed(work: Pass) -> _Packed:
+    wanted = torch.arange(work.response_tokens)
+    return _Packed(torch.zeros(work.tokens, dtype=torch.int64), torch.arange(work.tokens), wanted, wanted)
+
+
+def _laid_out(batch: Batch) -> Layout:
+    return Layout.from_flat(batch.prompts, batch.prompt_S, batch.length_S, batch.token_ids_T)
