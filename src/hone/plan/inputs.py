@@ -86,9 +86,8 @@ def microbatch(inputs: Inputs, *, ranks: int = 1, bytes_each: int = 2) -> Pass:
     share = responses / (lengths.max_prompt + responses)
     response_tokens = max(1, round(tokens * share))
     implementation = implementation_of(inputs)
-    if (
-        implementation == "transformers" and placement.mode == "local"
-    ):  # `model/hf.py`: a row per sample, prompt and all
+    padded = implementation == "transformers" and placement.mode == "local"
+    if padded:  # `model/hf.py` computes whole samples, each with its prompt, in a row
         tokens = -(-response_tokens // lengths.max_response) * (lengths.longest - 1)
     return Pass(
         architecture=inputs.architecture,
