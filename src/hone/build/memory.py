@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +50,7 @@ class RunMemory:
         is_gpu = device.type == "cuda"
         gauge = CudaGauge(budget_bytes) if is_gpu else HostGauge(memory_limit_bytes())
         reader = nvml_reader() if is_gpu else None
-        self._device = device_key(device)
+        self._device = calibration.device_key(gauge.kind)
         self._has_limit = is_gpu or budget is not None
         self._what = gauge.what
         earlier = Record.read(folder.path) if folder.resumed else None
@@ -122,18 +121,11 @@ class RunMemory:
         """At the end of a run: measured beside planned, for people and for the plans to come."""
         self.ladder.metrics()  # what came after the last line
         self.write()
-        found = comparison(self._folder.path)
+        _, found = comparison(self._folder.path)
         for line in table(found, self.record):
             self._observer.say(line)
         planned = {row.phase: (row.expected.bytes, row.measured_bytes) for row in found if row.expected}
         calibration.remember(self._device, planned)
-
-
-def device_key(device: torch.device) -> str:
-    """See `calibration.device_key`."""
-    if device.type == "cuda":
-        return calibration.device_key("gpu", torch.cuda.get_device_name(device))
-    return calibration.device_key("cpu", platform.machine())
 
 
 def exhausted(error: BaseException) -> BaseException:

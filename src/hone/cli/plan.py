@@ -15,7 +15,8 @@ from rich.table import Table
 from hone.cli.arguments import AsJson, examples
 from hone.config.load import Loaded, load_config
 from hone.errors import DataError, MemoryExhausted
-from hone.plan.hardware import find_hardware
+from hone.plan.calibration import with_experience
+from hone.plan.hardware import THIS, find_hardware
 from hone.plan.ledger import Ledger, gib, percent
 from hone.plan.placement import PREFIX, is_placement, placement_from
 from hone.plan.planner import Plan, plan
@@ -31,6 +32,7 @@ EXAMPLES = examples(
     "hone plan run.yaml --hardware 8xA100-40G placement.engine.tensor_parallel=2 --json",
     "hone plan run.yaml --hardware 8xH100-80G --preset recommended --write better.yaml --html plan.html",
     "hone plan run.yaml --hardware 8xH100-80G --trace",
+    "hone plan --compare runs/sums",
     "hone plan --audit examples/audit/practice-a.yaml",
 )
 
@@ -83,6 +85,9 @@ def plan_command(
             help="Set beside it what the real classes take, operator by operator, on a CPU and without weights."
         ),
     ] = False,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="A run's memory as planned and as measured, instead.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict memory of every phase on every kind of device and the time of a step, and say whether it fits.
@@ -92,8 +97,13 @@ def plan_command(
     if audit is not None:
         _audit(audit, as_json=as_json)
         return
+    if compare is not None:
+        from hone.cli.compare import show_comparison
+
+        show_comparison(compare, as_json=as_json)
+        return
     if run_file is None:
-        raise typer.BadParameter("name a run file, or a recipe with --audit")
+        raise typer.BadParameter("name a run file, a recipe with --audit, or a run's folder with --compare")
     if write is not None and write.absolute().parent != run_file.absolute().parent:
         reason = f"must be beside {run_file}, whose relative paths start there"
         raise typer.BadParameter(reason, param_hint="--write")
@@ -107,6 +117,8 @@ def plan_command(
         placement=placement_from([word for word in given if is_placement(word)]),
         mean_response_tokens=mean_response_tokens,
     )
+    if hardware == THIS:
+        today = with_experience(today)
     wanted: Preset | None = preset.value if preset else "recommended" if write else None
     proposals = _propose(today, wanted, given) if wanted else []
     chosen = next((proposal for proposal in proposals if proposal.preset == wanted), None)

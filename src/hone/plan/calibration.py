@@ -17,6 +17,8 @@ from statistics import median
 from typing import Any
 
 from hone.plan.ledger import Ledger, Moment, term
+from hone.plan.planner import Plan
+from hone.plan.verdict import judge
 
 MOST_ENTRIES = 400
 MOST_RUNS = 20
@@ -39,9 +41,9 @@ class Residual:
         return f"x{self.middle:.2f} of what was planned in {self.runs} runs ({self.low:.2f} to {self.high:.2f})"
 
 
-def device_key(kind: str, name: str) -> str:
-    """What a device is known by: experience of one machine says little of another."""
-    return f"{kind}: {name} in {platform.node()}"
+def device_key(kind: str) -> str:
+    """What this machine's devices are known by: experience of one machine says little of another."""
+    return f"{kind} of {platform.node()}"
 
 
 def path() -> Path:
@@ -99,9 +101,19 @@ def calibrated(ledger: Ledger, known: Mapping[str, Residual]) -> Ledger:
     return replace(ledger, moments=tuple(corrected(moment) for moment in ledger.moments))
 
 
-def shown(known: Mapping[str, Residual]) -> list[str]:
-    """For people."""
-    return [f"measured on this machine: {phase} came to {residual}" for phase, residual in known.items()]
+def with_experience(found: Plan) -> Plan:
+    """A plan for this machine, with what earlier runs on it took beyond theirs, and notes that say so."""
+    if found.inputs.placement.mode != "local":
+        return found
+    device, *host = found.ledgers
+    known = residuals(device_key(found.inputs.hardware.kind), device)
+    corrected = calibrated(device, known)
+    notes = [f"measured on this machine: {phase} came to {residual}" for phase, residual in known.items()]
+    found = replace(found, notes=(*found.notes, *notes))
+    if corrected == device:
+        return found
+    ledgers = (corrected, *host)
+    return replace(found, ledgers=ledgers, verdict=judge(ledgers, found.verdict.problems))
 
 
 def _read() -> list[dict[str, Any]]:

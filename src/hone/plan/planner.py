@@ -95,7 +95,7 @@ def plan(
     mean_prompt_tokens: float | None = None,
     mean_response_tokens: float | None = None,
 ) -> Plan:
-    """What the RL stage of a run file takes on a machine.
+    """What the RL stage of a run file takes on a machine, or on what `plan.memory_budget_gib` leaves it of each device.
 
     Args:
         folder: the run file's, where relative paths start.
@@ -106,6 +106,9 @@ def plan(
     """
     if "rl" not in config.stages:
         raise DataError(f"stages: {', '.join(config.stages)} has no rl, the stage that hone plan plans.")
+    budget = config.plan.memory_budget_gib
+    if budget is not None:
+        hardware = replace(hardware, memory_bytes=min(hardware.memory_bytes, int(budget * GIB)))
     workload = workload_of(config, mean_prompt_tokens=mean_prompt_tokens, mean_response_tokens=mean_response_tokens)
     inputs = resolve(config, hardware, placement or Placement(), workload, folder)
     if inputs.placement.mode == "separate" and inputs.placement.engine_devices is None:

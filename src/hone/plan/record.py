@@ -96,8 +96,8 @@ class Compared:
         return self.measured_bytes / self.expected.bytes if self.expected else None
 
 
-def comparison(folder: Path) -> list[Compared]:
-    """Peaks of a run, finished or not, beside what was planned; since the last change of a setting.
+def comparison(folder: Path) -> tuple[Record, list[Compared]]:
+    """A run's record, and its peaks, finished or not, beside what was planned; since the last change of a setting.
 
     Raises:
         RunFolderError: no run here, or one of a version that measured nothing.
@@ -117,7 +117,7 @@ def comparison(folder: Path) -> list[Compared]:
     for stage, phases in record.measured.items():
         for phase, seen in phases.items():
             peaks[stage, phase] = max(seen, peaks.get((stage, phase), 0))
-    return [
+    return record, [
         Compared(stage, phase, seen, record.expected.get(stage, {}).get(phase))
         for (stage, phase), seen in sorted(peaks.items(), key=_order)
     ]
