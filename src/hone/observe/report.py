@@ -91,6 +91,7 @@ def write_report(
         "config": _text(run_folder / "run.yaml"),
         "stages": _stages(_lines(run_folder / "metrics.jsonl")),
         "phases": PHASES,
+        "memory": _memory(run_folder / "memory.json"),
         "samples": _sample_rows(samples, _pictures(run_folder, samples, picture)),
         "pieces": _pieces(run_folder, samples, decode),
         "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},
@@ -160,6 +161,14 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _memory(path: Path) -> Any:
+    """What the run's memory was planned and measured to be (`plan.record`); None where that was not kept."""
+    try:
+        return json.loads(_text(path) or "null")
+    except ValueError:
+        return None
 
 
 def _stages(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
