@@ -217,3 +217,15 @@ def test_weights_are_loaded_again_when_loading_ran_out(monkeypatch):
     assert asyncio.run(run()) == (weights_fingerprint(other.named_weights()), 3)
     assert len(calls) == 2
     assert [change.phase for change in ladder.changes] == ["publish"]
+
+
+def test_a_budget_is_looked_at_while_sampling():
+    """Memory grows with the rows; the budget is for five of them."""
+    expected = sampled(make_ladder(), tiny_model())
+    gauge = Gauge()
+    ladder = Ladder(Meter(gauge), settings={ROWS: ROWS_AT_FIRST, PREFILL: PREFILL_AT_FIRST}, budget_bytes=500)
+    gauge.peak_bytes = lambda: 100 * ladder.settings[ROWS]
+    ladder.begin(Progress())
+    assert same(sampled(ladder, tiny_model()), expected)
+    assert ladder.settings[ROWS] <= 5
+    assert {change.phase for change in ladder.changes} == {"rollout"}

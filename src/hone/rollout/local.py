@@ -174,8 +174,8 @@ class LocalEngine:
 
     def _guarded_step(self) -> list[Job]:
         with self._guard.phase("rollout", moment=lambda: self._scheduler.doing, measured=False):
-            complete = self._scheduler.step(self.version)
-        return complete
+            self._guard.check()  # first: what a step completes must not be lost
+            return self._scheduler.step(self.version)
 
     def _start(self, job: Job, promise: Future[tuple[Sample, ...]]) -> None:
         self._promises[job] = promise
