@@ -64,7 +64,7 @@ def likelihood(loss: float) -> float:
 
 RM = f"{{path: {FOLDER / 'reward-model' / 'hf'}, normalize: true}}"
 EXAMPLES = {
-    "gsm8k-arithmetic": Example("gsm8k-arithmetic/run.yaml", accuracy("gsm8k-arithmetic (GRPO)")),
+    "gsm8k-arithmetic": Example("gsm8k-arithmetic/run.yaml", accuracy("gsm8k-arithmetic")),
     "ppo": Example("ppo/run.yaml", accuracy("ppo")),
     "lora": Example("lora/run.yaml", accuracy("lora")),
     "kl-control": Example("variations/kl-control.yaml", accuracy("kl-control")),
@@ -76,7 +76,7 @@ EXAMPLES = {
         "calculator/run.yaml",
         (
             Curve("calculator", "eval/accuracy"),
-            Curve("calculator: samples that call it", "rollout/env_tool_used_mean", over=3),
+            Curve("calculator: tool used", "rollout/env_tool_used_mean", over=3),
         ),
     ),
     "reward-model": Example("reward-model/run-rm.yaml", accuracy("reward-model: pairs", "rm/eval_accuracy")),
