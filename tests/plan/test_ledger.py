@@ -31,7 +31,7 @@ def eager_pass(name, *, tokens, longest=4096, checkpointing="none", loss="naive"
         ("qwen3-4b", 4, 4096, 4, "full", 42.904, 0.01),
         ("meta-llama-3-8b", 1, 2048, 16, "none", 22.822, 0.03),
         ("qwen3-0.6b", 2, 1024, 8, "none", 8.450, 0.01),
-        ("qwen3-32b", 1, 4096, 16, "full", 40.1, 0.01),
+        ("qwen3-32b", 1, 4096, 16, "full", 40.1, 0.02),
     ],
 )
 def test_closed_form_of_an_update_meets_its_trace(name, sequences, longest, shard, checkpointing, traced_gib, error):

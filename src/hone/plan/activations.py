@@ -100,6 +100,8 @@ def _transformers(work: Pass) -> float:
     if arch.qk_norm:
         normed = (arch.q_size + arch.kv_size) / tp
         total += (6 if two_bytes else 8) * normed + 4 * (arch.heads + arch.kv_heads) / tp
+    if arch.model_type == "phi3":  # values are a view of the fused projection, which is kept with them
+        total += work.bytes_each * (arch.q_size + arch.kv_size) / tp
     if arch.latent:
         ranks = arch.latent.kv_rank + (arch.latent.q_rank or 0)
         total += (8 if two_bytes else 12) * ranks

@@ -117,12 +117,20 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
         recomputed = [term("one layer again", again * tokens, f"{again:,.0f} B x {tokens:,} tokens", knob)]
     inside = term("gradients of one layer", backward_per_token(work) * tokens, f"x {tokens:,} tokens", knob)
     root_grad = term("gradient of root", model.root_bytes * trains_root, "bfloat16, until it is reduced")
-    layer = [layers, *recomputed, inside, root_grad]
-    yield moment("update", f"{prefix}layer backward", held, states, piled, saved, masks, root, layer)
-    # The root's own gradient is not sharded yet; its weights go away as its float32 copy for the reduction is made.
-    reduced = term("gradient of root", 2 * model.root_bytes * trains_root, "bfloat16, and float32 to be reduced")
+    working = [*recomputed, inside, root, root_grad]
+    # Going backward activations are freed layer by layer, and sharded gradients come: the first or the last is worst.
+    first = moment("update", f"{prefix}layer backward", held, states, piled, saved, masks, layers, working)
+    one_saved = replace(saved, bytes=saved.bytes // arch.layers, formula=f"{each:,.0f} B x {tokens:,} tokens")
+    matrices = term("gradient of one layer", model.layer_bytes * trains_root, "bfloat16, until it is reduced")
+    # The root's own gradient is not sharded yet.
     missing = 4 * arch.root_parameters / model.shard if trains_root and not model.offload else 0
     others = replace(model.gradient(), bytes=round(model.gradient().bytes - missing))
+    last = moment(
+        "update", f"{prefix}layer backward", held, states, others, one_saved, masks, layers, matrices, working
+    )
+    yield max(first, last, key=lambda one: one.bytes)
+    # The root's weights go away as the float32 copy of its gradient is made for the reduction.
+    reduced = term("gradient of root", 2 * model.root_bytes * trains_root, "bfloat16, and float32 to be reduced")
     yield moment("update", f"{prefix}root backward", held, states, others, root, reduced, _one(layers))
     yield moment("optimizer", f"{prefix}step", held, states, model.gradient())
 

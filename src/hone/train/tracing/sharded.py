@@ -114,7 +114,7 @@ class _Policy(nn.Module):
                 self.body = AutoModelForCausalLM.from_config(
                     without_dropout(config), dtype=torch.float32, attn_implementation=attention.NAME
                 )
-            self.body.train()
+            self.body.train(work.checkpointing == "full")  # as `model/hf.py` does
             if work.checkpointing == "full":
                 self.body.gradient_checkpointing_enable({"use_reentrant": False})
             self.layers = list(self.body.base_model.layers)
