@@ -150,7 +150,10 @@ class FaultyServer:
             del connections[asyncio.current_task()]
 
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connections[asyncio.create_task(converse(reader, writer))] = writer
+            if self._stop.is_set():
+                writer.transport.abort()
+            else:
+                connections[asyncio.create_task(converse(reader, writer))] = writer
 
         async with await asyncio.start_server(connected, self.host, port, ssl=self.tls) as server:
             self.port = server.sockets[0].getsockname()[1]
@@ -161,6 +164,7 @@ class FaultyServer:
                 task.cancel()
                 writer.transport.abort()
             await asyncio.gather(*connections, return_exceptions=True)
+            await asyncio.sleep(0.01)  # who was being accepted is let in, and out
 
     async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b""
