@@ -92,6 +92,25 @@ def test_health_answers_at_once_while_every_scorer_hangs(served, witnessed):
     assert after["score"] == 4.0
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("unprocessable-body", lambda: {"items": [], "extra": [[]] * 2_000_000}),
+        ("too-many-items", lambda: {"items": [{"id": "same", "solution_str": ""}] * 200_000}),
+    ],
+)
+def test_health_answers_while_a_large_body_is_read(served, kind, body):
+    answers, health = [], []
+    content = json.dumps(body()).encode()
+    running = in_background(
+        lambda: answers.append(served.client.post("/v1/rewards", content=content, headers=JSON).json())
+    )
+    while running.is_alive():
+        health.append(served.client.get("/health").status_code)
+    assert answers[0]["type"].endswith(kind)
+    assert len(health) > 10 and set(health) == {200}
+
+
 def test_a_scorer_that_fails_is_an_error_of_its_items_alone(served):
     results = served.score(
         *({"solution_str": text} for text in ("fine", "die", "none", "sleep 99 again")), reward="obey"
@@ -248,6 +267,7 @@ JSON = {"Content-Type": "application/json"}
         (413, "body-too-large", {"content": b" " * 20_000, "headers": JSON}),
         (413, "body-too-large", {"content": (b" " * 2_000 for _ in range(10)), "headers": JSON}),
         (413, "too-many-items", {"json": texts(*"abcd")}),
+        (413, "too-many-items", {"url": "/get_reward", "json": {"query": list("abcd"), "prompts": [], "labels": []}}),
         (415, "not-json", {"content": b"{}", "headers": {"Content-Type": "text/plain"}}),
         (415, "unknown-encoding", {"content": b"{}", "headers": {**JSON, "Content-Encoding": "br"}}),
         (422, "unprocessable-body", {"json": {"items": [{"id": "a", "solution_str": 5}]}}),

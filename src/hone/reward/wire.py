@@ -121,10 +121,11 @@ class RewardRequest(Wire):
 
     @model_validator(mode="after")
     def _ids_are_unique(self) -> Self:
-        ids = [item.id for item in self.items]
-        if len(set(ids)) < len(ids):
-            twice = next(id for number, id in enumerate(ids) if id in ids[:number])
-            raise ValueError(f"id {twice!r} is there more than once")
+        seen: set[str] = set()
+        for item in self.items:
+            if item.id in seen:
+                raise ValueError(f"id {item.id!r} is there more than once")
+            seen.add(item.id)
         return self
 
 

@@ -143,7 +143,7 @@ class ScoringService:
     ) -> list[ItemResult]:
         """A result for each item, in order.
 
-        Raises Problem when the request cannot be taken (404, 413, 422, 429, 503), or nothing was scored in time (504).
+        Raises Problem when the request cannot be taken (404, 422, 429, 503), or nothing was scored in time (504).
         """
         asked = self.asked(request.reward, weights)
         self.metrics.received(len(request.items))
@@ -177,10 +177,6 @@ class ScoringService:
         self, request: RewardRequest, asked: Asked, client: str, timeout_s: float, results: dict[int, ItemResult]
     ) -> list[_Claim]:
         """Claims on the work of a request; what cannot be scored at all is put into `results`."""
-        if len(request.items) > self._settings.max_items:
-            raise Problem(
-                413, "too-many-items", f"{len(request.items)} items; at most {self._settings.max_items} in a request"
-            )
         try:
             works = groups_of(request.items, request.mode)
         except Disagreement as error:
