@@ -5,8 +5,8 @@
     await running.serve(app, service, lifecycle, settings, name="hone-reward")
 
 `Guard` stands in front of an app: request id, bearer token, body limit while it streams in (after inflating too), no
-new work while starting or draining, one line in the log for each request. Routes and what they do are their servers'
-own.
+new work while starting or draining, a log of what was answered (`access.py`). Routes and what they do are their
+servers' own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import logging
 import os
 import re
 import time
@@ -33,11 +32,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import hone
 from hone.errors import ConfigError
 from hone.reward.wire import decode_json
+from hone.serve.access import AccessLog, Answered, log
 from hone.serve.problem import RESPONSES, Problem, answer_with_problems
 
 T = TypeVar("T")
 
-log = logging.getLogger("hone.serve")
 _REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _HEALTH = frozenset({"/livez", "/readyz", "/health"})
 """Routes that need no token, are answered at any time and are not logged while all is well."""
@@ -221,6 +220,7 @@ class Guard:
         self._max_body_bytes = int(settings.max_body_mib * (1 << 20))
         self._body_timeout_s = settings.body_timeout_s
         self._routes: frozenset[str] | None = None
+        self._log = AccessLog()
         self._open = _HEALTH | ({"/metrics"} if settings.open_metrics else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -253,11 +253,7 @@ class Guard:
             route = self._route(scope)
             self._on_done(route, exchange.status)
             if scope["path"] not in _HEALTH or exchange.status not in (200, 503):
-                log.info(
-                    "%s %s %d %.1f ms request=%s%s",
-                    *(scope["method"], route, exchange.status, exchange.elapsed_ms, exchange.request_id),
-                    f" traceparent={exchange.traceparent.decode('latin-1')}" if exchange.traceparent else "",
-                )
+                self._log.write(exchange.answered(scope["method"], route))
 
     def _route(self, scope: Scope) -> str:
         """The path if it is one of the app's, so that nobody can fill metrics with names."""
@@ -320,7 +316,8 @@ class _Exchange:
     def __init__(self, scope: Scope, send: Send) -> None:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
-        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self._is_named = _REQUEST_ID.fullmatch(given) is not None
+        self.request_id = given if self._is_named else uuid.uuid4().hex
         self.traceparent = self.headers.get(b"traceparent", b"")[:128]
         self.status, self.started = 0, False
         self._send, self._began = send, time.monotonic()
@@ -330,9 +327,15 @@ class _Exchange:
     def gzipped(self) -> bool:
         return self.headers.get(b"content-encoding", b"").lower() == b"gzip"
 
-    @property
-    def elapsed_ms(self) -> float:
-        return (time.monotonic() - self._began) * 1000
+    def answered(self, method: str, route: str) -> Answered:
+        """For the log; what its sender named by an id will be looked for there."""
+        return Answered(
+            f"{method} {route} {self.status}",
+            (time.monotonic() - self._began) * 1000,
+            self.request_id,
+            self.traceparent.decode("latin-1"),
+            is_remarkable=self.status >= 400 or self._is_named or bool(self.traceparent),
+        )
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

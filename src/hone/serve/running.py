@@ -18,7 +18,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from hone.errors import DataError, Stopped
-from hone.serve.http import HttpSettings, Lifecycle, log
+from hone.serve.access import log
+from hone.serve.http import HttpSettings, Lifecycle
 
 _KEEP_ALIVE_S = 30
 """An idle connection is kept so long: trainers pause between steps, and a new connection costs more than it does."""
