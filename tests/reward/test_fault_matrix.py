@@ -209,12 +209,13 @@ def test_a_fault_that_passes_changes_no_bit(train, fault_free, name):
     assert_bit_equal(groups, fault_free)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FAULTS if name != "100 MB"]
-)  # which takes longer than the deadline to send
+@pytest.mark.parametrize("name", [name for name in FAULTS if name != "100 MB"])  # longer to send than the deadline
 def test_a_fault_that_stays_masks_and_counts(train, name):
-    with FaultyServer(FAULTS[name]) as server:
-        groups = train(server.url, deadline_s=0.2, texts=TEXTS[:2])
+    for deadline_s in (0.2, 3.0):  # on a busy machine the first may be over before the server is heard
+        with FaultyServer(FAULTS[name]) as server:
+            groups = train(server.url, deadline_s=deadline_s, texts=TEXTS[:2])
+        if len(server.requests) >= 2:
+            break
     assert server.faults == len(server.requests) >= 2
     assert_masked(groups, CAUSE[name])
 
