@@ -16,8 +16,6 @@ from hone.plan.ladder import CHUNK, RECOMPUTE, TOKENS, Knob, Ladder
 from hone.types import Progress
 
 LOWEST_TOKENS = 24
-POINTS = 12
-"""Allocations that fail, spread evenly over all of them."""
 
 
 class Gauge:
@@ -122,15 +120,17 @@ def state_of(learner):
     return {name: tensor.clone() for name, tensor in tensors.items()}, rest
 
 
+@pytest.mark.parametrize("points", [12, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failure_at_any_allocation_leaves_the_same_weights(kind):
+def test_a_failure_at_any_allocation_leaves_the_same_weights(kind, points):
+    """`points` allocations, spread evenly over all of them, fail one at a time."""
     make, train = KINDS[kind]
     unfailed = make()
     with Failing(guarded(unfailed, critic=getattr(unfailed, "critic", None))) as counting:
         train(unfailed)
     expected, expected_rest = state_of(unfailed)
     failed_in = Counter()
-    for fails_at in sorted({1 + i * (counting.count - 1) // (POINTS - 1) for i in range(POINTS)}):
+    for fails_at in sorted({1 + i * (counting.count - 1) // (points - 1) for i in range(points)}):
         learner = make()
         ladder = guarded(learner, critic=getattr(learner, "critic", None))
         with Failing(ladder, fails_at) as failing:

@@ -128,10 +128,10 @@ class RunMemory:
         calibration.remember(self._device, planned)
 
 
-def exhausted(error: BaseException) -> BaseException:
-    """What to raise for a failure that no phase answers for: MemoryExhausted where memory ran out, else itself."""
+def exhausted(error: BaseException) -> MemoryExhausted | None:
+    """What to say where memory ran out in no phase that answers for it; None for a failure of another kind."""
     if not ran_out_of_memory(error):
-        return error
+        return None
     return MemoryExhausted(f"out of memory outside of any phase that could do with less: {error}")
 
 

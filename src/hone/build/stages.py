@@ -104,9 +104,12 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
             outcome = "stopped by the user; --resume goes on"
             raise
         except BaseExceptionGroup as group:
-            raise exhausted(first_cause(group)) from group
+            cause = first_cause(group)
+            raise (exhausted(cause) or cause) from group
         except (MemoryError, RuntimeError, OSError) as error:
-            raise exhausted(error) from error
+            if told := exhausted(error):
+                raise told from error
+            raise
         finally:
             observer.close(outcome)
         return folder.path

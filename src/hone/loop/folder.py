@@ -1,7 +1,7 @@
 """The folder of a run: where everything in it lies, who may write there, and whether it is this run's at all.
 
     run.yaml         the resolved configuration, for people       .identity.json   the same, for comparing
-    metrics.jsonl    samples/    logs/    tensorboard/            trace.json       report.html
+    metrics.jsonl    samples/    logs/    tensorboard/            trace.json       report.html       memory.json
     checkpoints/     hf/    hf-best/        services.json         .lock            held while a run is going
 
 Opening answers one question: new, resumed, or refused? A folder with other people's files is refused in any case,

@@ -119,7 +119,8 @@ class Observer:
             ValueError: a name is not in the registry (metrics.py).
         """
         line: dict[str, float] = {f"time/{name}_s": seconds for name, seconds in self._spans.take_seconds().items()}
-        line |= self._memory() | self._watched()
+        line |= self._memory()
+        line |= self._watched()
         line |= {name: value if type(value) is int else float(value) for name, value in values.items()}
         for name in line:
             find_metric(name)

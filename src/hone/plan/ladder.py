@@ -51,12 +51,13 @@ LOW, HIGH = 0.75, 0.85
 WATCHED_STEPS = 3
 """Steps in which a setting has to prove itself before the next is raised."""
 
+Reason = Literal["out of memory", "room", "near the limit"]
 Predict = Callable[[Mapping[str, Any]], Ledger]
 """The device's ledger under other values of the rungs' settings."""
 
 
 class OutOfMemory(Exception):
-    """A phase ran out of memory: plain facts, caught by `Ladder.attempt`."""
+    """A phase ran out of memory, or how near it came: plain facts. Raised by `Ladder.phase`, caught by `attempt`."""
 
     def __init__(self, phase: str, moment: str, seen_bytes: int, detail: str) -> None:
         super().__init__(f"{phase}: {detail}")
@@ -83,9 +84,12 @@ class Knob:
         """The next value that takes less memory; None at the end."""
         if isinstance(value, bool):
             return None if value else True
-        used = min(value, self.in_use() or value) if self.in_use else value
-        lowered = max(self.lowest, used // 2)
+        lowered = max(self.lowest, self.used(value) // 2)
         return lowered if lowered < value else None
+
+    def used(self, value: int) -> int:
+        """How much of a value made a difference."""
+        return min(value, self.in_use() or value) if self.in_use else value
 
     def higher(self, value: int) -> int | None:
         """The next of 1, 2, 3, 4, 6, 8, 12, ... that changes anything; None at the end."""
@@ -104,7 +108,7 @@ class Change:
     key: str
     old: Any
     new: Any
-    reason: Literal["out of memory", "room", "near the limit"]
+    reason: Reason
     phase: str
     moment: str
     detail: str
@@ -281,8 +285,8 @@ class Ladder:
             if found is None:
                 raise MemoryExhausted(self._exhausted(failure))
             knob, new = found
-            change = self._change(knob.key, new, "out of memory", failure.phase, failure.moment, failure)
-            self._ceilings[knob.key] = change.old
+            change = self._change(knob.key, new, "out of memory", failure)
+            self._ceilings[knob.key] = knob.used(change.old)
             self._make(change)
             return change
 
@@ -344,7 +348,7 @@ class Ladder:
                 back, self._raised = self._raised, None
                 self._ceilings[back.key] = back.new
                 fact = OutOfMemory(phase, "", self._peaks[phase], full)
-                self._make(self._change(back.key, back.old, "near the limit", phase, "", fact))
+                self._make(self._change(back.key, back.old, "near the limit", fact))
                 self.meter.gauge.give_back()
             elif self._watched >= WATCHED_STEPS and share < LOW:
                 self._raise(phase, f"{full} in {self._watched} steps")
@@ -357,7 +361,7 @@ class Ladder:
             if new is None or new >= self._ceilings.get(key, new + 1) or self._expected(key, new) > HIGH:
                 continue
             fact = OutOfMemory(phase, "", self._peaks[phase], detail)
-            self._raised = self._change(key, new, "room", phase, "", fact)
+            self._raised = self._change(key, new, "room", fact)
             self._make(self._raised)
             return
 
@@ -401,10 +405,8 @@ class Ladder:
     def _place(self) -> str:
         return f"{self._progress.stage} step {self._progress.step + 1}" if self._progress else "the start"
 
-    def _change(
-        self, key: str, new: Any, reason: Literal["out of memory", "room", "near the limit"], phase: str, moment: str,
-        fact: OutOfMemory,
-    ) -> Change:  # fmt: skip
+    def _change(self, key: str, new: Any, reason: Reason, fact: OutOfMemory) -> Change:
+        phase = fact.phase
         planned = self.predicted.get(self._progress.stage, {}).get(phase) if self._progress else None
         return Change(
             stage=self._progress.stage if self._progress else "start",
@@ -414,7 +416,7 @@ class Ladder:
             new=new,
             reason=reason,
             phase=phase,
-            moment=moment or (f"{planned.name}: {shares(planned, 1)}" if planned else ""),
+            moment=fact.moment or (f"{planned.name}: {shares(planned, 1)}" if planned else ""),
             detail=fact.detail,
             seen_bytes=fact.seen_bytes,
             predicted_bytes=planned.bytes if planned else None,
