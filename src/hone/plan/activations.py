@@ -112,9 +112,11 @@ def _transformers(work: Pass) -> float:
 
 def backward_per_token(work: Pass) -> float:
     """Bytes per token that one layer's backward pass adds at its most, in the feed-forward block: gradients of gate, up
-    and residual stream, and one more width, less the product that has been used up."""
+    and residual stream, less the product that has been used up. Hone's decoder and routed experts take one more width
+    on the way."""
     arch = work.architecture
-    return work.bytes_each * (3 * arch.active_inner / work.tensor_parallel + arch.hidden)
+    widths = 3 if work.implementation == "hone" or arch.experts else 2
+    return work.bytes_each * (widths * arch.active_inner / work.tensor_parallel + arch.hidden)
 
 
 def forward_per_token(work: Pass) -> float:
