@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from hone.reward.wire import ItemResult
 from hone.serve.lane import Done
+from hone.types import Score
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 _SCORES = (-10, -5, -2, *(round(-1 + 0.1 * step, 1) for step in range(21)), 2, 5, 10)
@@ -22,7 +23,11 @@ TOTAL = "total"
 class RewardMetrics:
     """One registry of its own per service."""
 
-    def __init__(self, pending_items: Callable[[], int], worker_restarts: Callable[[], int]) -> None:
+    def __init__(
+        self, pending_items: Callable[[], int], worker_restarts: Callable[[], int], judges: frozenset[str] = frozenset()
+    ) -> None:
+        """`judges`: the components that are generative judges."""
+        self._judges = judges
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("reward_requests", "Responses.", ["route", "code"], registry=registry)
         self._items = Counter("reward_items", "Items answered.", ["reward", "status", "fault"], registry=registry)
@@ -36,6 +41,18 @@ class RewardMetrics:
         self._batch = Histogram("reward_batch_size", "Items of a request.", buckets=_ITEMS, registry=registry)
         self._cache_hits = Counter("reward_cache_hits", "Items answered from memory.", registry=registry)
         self._scores = Histogram("reward_score", "Scores.", ["reward", "component"], buckets=_SCORES, registry=registry)
+        self._parse_failures = Counter(
+            "reward_parse_failures",
+            "Answers of a judge without a score, by what was wrong.",
+            ["judge", "method"],
+            registry=registry,
+        )
+        self._canary = Gauge(
+            "reward_canary_score",
+            "What the judge last gave, of 1, to a response that deserves nothing.",
+            ["judge", "kind"],
+            registry=registry,
+        )
         self._ready = Gauge("reward_ready", "1 while new work is taken.", registry=registry)
         depth = Gauge("reward_queue_depth", "Items waiting or being scored.", registry=registry)
         depth.set_function(pending_items)
@@ -72,10 +89,24 @@ class RewardMetrics:
             return
         for name, work in done.items():
             self._seconds.labels(reward, name).observe(work.elapsed_s)
+            if name in self._judges:
+                self._judged(name, work.scores)
+
+    def _judged(self, judge: str, scores: Sequence[Score]) -> None:
+        for score in scores:
+            for method, number in _named(score, "parse_"):
+                self._parse_failures.labels(judge, method).inc(number)
+        for kind, value in _named(scores[0], "canary_"):  # of the group, and so said of each of it
+            self._canary.labels(judge, kind).set(value)
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _named(score: Score, prefix: str) -> Iterable[tuple[str, float]]:
+    """Measurements of a score whose names begin so, without that beginning."""
+    return ((name.removeprefix(prefix), value) for name, value in score.metrics.items() if name.startswith(prefix))
 
 
 class _Restarts(Collector):

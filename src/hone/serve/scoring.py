@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from hone.config.load import Loaded
 from hone.errors import RewardError
 from hone.reward.base import Component, InPool, Rewards, weighted_sum
+from hone.reward.judge.scorer import JudgeReward
 from hone.reward.signature import Range
 from hone.reward.wire import (
     ComponentResult,
@@ -79,7 +80,11 @@ class ScoringService:
         self._rewards = Rewards.from_config(section, loaded.run_file.parent, window_samples=1)
         self.lanes = {component.name: self._lane(component) for component in self._rewards.components}
         self.fingerprint = ""
-        self.metrics = RewardMetrics(lambda: self.pending_items, lambda: self._rewards.worker_restarts)
+        self.metrics = RewardMetrics(
+            lambda: self.pending_items,
+            lambda: self._rewards.worker_restarts,
+            frozenset(c.name for c in self._rewards.components if isinstance(c.scorer, JudgeReward)),
+        )
         self.pending_items = 0
         """Items of requests that are being answered, in which something is still to be scored."""
         self._of_client = Counter[str]()

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import StatisticsError, correlation
+from statistics import StatisticsError, correlation, fmean
 from typing import Any
 
 from hone.reward.judge.parse import Failure, NoScores
@@ -148,7 +148,8 @@ class Traffic:
 
     def __init__(self, log_every_s: float) -> None:
         self._log_every_s = log_every_s
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)
+        self._recent: deque[tuple[float, int, int]] = deque(maxlen=_RECENT)
+        """Score, characters and flags of responses."""
         self._clear()
 
     def answered(self, answer: Answer) -> None:
@@ -156,27 +157,37 @@ class Traffic:
         self._prompt_tokens += answer.prompt_tokens
         self._completion_tokens += answer.completion_tokens
 
-    def judged(self, responses: Sequence[str], scores: Sequence[float | None], elapsed_s: float) -> None:
+    def judged(
+        self,
+        responses: Sequence[str],
+        num_flags: Sequence[int],
+        scores: Sequence[float | None],
+        elapsed_s: float,
+    ) -> None:
         """Count a group; tell when it is time."""
         self._groups += 1
         self._samples += len(responses)
-        self._busy_s += elapsed_s
-        self._recent += [(s, len(r)) for s, r in zip(scores, responses, strict=True) if s is not None]
+        self._elapsed_s.append(elapsed_s)
+        self._recent += [
+            (score, len(response), flags)
+            for score, response, flags in zip(scores, responses, num_flags, strict=True)
+            if score is not None
+        ]
         if time.monotonic() - self._since >= self._log_every_s:
             self._tell()
             self._clear()
 
     def _tell(self) -> None:
         seconds = max(1e-9, time.monotonic() - self._since)
-        try:
-            with_length = f"{correlation(*zip(*self._recent, strict=True)):+.2f}"
-        except (StatisticsError, TypeError):  # fewer than two, or all equal
-            with_length = "none"
+        scores, lengths, flags = zip(*self._recent, strict=True) if self._recent else ((), (), ())
+        elapsed_s = sorted(self._elapsed_s)
+        p50_s, p95_s = (elapsed_s[int(share * (self._groups - 1))] for share in (0.5, 0.95))
         print(
             f"[RewardModel] Throughput: {self._samples / seconds:.2f} samples/sec, {self._answers / seconds:.2f} "
             f"answers/sec, tokens/sec {self._prompt_tokens / seconds:.0f} in, {self._completion_tokens / seconds:.0f} "
-            f"out; correlation of score and length {with_length}\n"
-            f"[RewardModel] Inference time: {self._busy_s / self._groups:.2f} sec/batch",
+            f"out; correlation of score and length {_correlation(scores, lengths)}, "
+            f"of score and flags {_correlation(scores, flags)}\n"
+            f"[RewardModel] Inference time: {fmean(elapsed_s):.2f} sec/batch, p50 {p50_s:.2f}, p95 {p95_s:.2f}",
             file=sys.stderr,
             flush=True,
         )
@@ -184,4 +195,11 @@ class Traffic:
     def _clear(self) -> None:
         self._since = time.monotonic()
         self._groups = self._samples = self._answers = self._prompt_tokens = self._completion_tokens = 0
-        self._busy_s = 0.0
+        self._elapsed_s: list[float] = []
+
+
+def _correlation(scores: Sequence[float], others: Sequence[float]) -> str:
+    try:
+        return f"{correlation(scores, others):+.2f}"
+    except StatisticsError:  # fewer than two, or all equal
+        return "none"

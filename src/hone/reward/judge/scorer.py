@@ -158,7 +158,8 @@ class JudgeReward:
         judged = iter(self._verdicts(votes, [case for case in cases if case.verdict is None], extra))
         scores = tuple(case.verdict or next(judged) for case in cases)
         texts = [sample.text for sample in group.samples]
-        self._traffic.judged(texts, [score.value for score in scores], time.monotonic() - began)
+        flags = [len(case.flags) for case in cases]
+        self._traffic.judged(texts, flags, [score.value for score in scores], time.monotonic() - began)
         return scores
 
     async def canary_scores(self, prompt: Prompt) -> dict[str, float]:
