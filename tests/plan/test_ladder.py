@@ -133,7 +133,7 @@ def test_every_phase_ends_at_the_bottom_of_its_rungs_with_exit_code_4(phase):
         assert applied[key] in (LOWEST[key], True)
     assert len(begun) == len(ladder.changes) + 1
     if ladder.changes:
-        assert "Lowered already" in str(error.value)
+        assert "Changed already" in str(error.value)
 
 
 @given(st.lists(st.sampled_from([*RUNGS]), max_size=200))

@@ -322,8 +322,9 @@ class Ladder:
         if self._predict is not None:
             ledger = self._predict(self.settings)
             lines.append(describe(replace(ledger, moments=tuple(_of_phase(ledger, failure.phase)) or ledger.moments)))
-        done = [f"{change.key} {_yaml(change.old)} -> {_yaml(change.new)}" for change in self.changes if change.is_down]
-        lines += [f"Lowered already: {', '.join(done)}."] if done else []
+        first = {change.key: change.old for change in reversed(self.changes)}
+        done = [f"{key} {_yaml(old)} -> {_yaml(self.settings[key])}" for key, old in first.items()]
+        lines += [f"Changed already: {', '.join(sorted(done))}."] if done else []
         lines.append(
             "What is left to you: run.precision=bfloat16, lora.rank, shorter prompts or responses, a smaller model, "
             "or a device with more memory (plan.memory_budget_gib where it is set)."
