@@ -6,9 +6,9 @@ Not here: the engine beside it, and what a process takes besides tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,13 +26,11 @@ from hone.train.tracing.models import empty_model
 from hone.train.tracing.moments import marked
 from hone.types import Batch
 
-T = TypeVar("T")
-
 
 def trace_local(
     config: RunConfig, policy: Mapping[str, Any], critic: Mapping[str, Any] | None, batch: Batch
 ) -> Moments:
-    """Most bytes of tensors at each moment of one update, once the states are there.
+    """Most bytes of tensors at each moment of one update, from the making of the states on.
 
     Args:
         policy, critic: keys of a config.json; no critic's: it is a copy of the policy, if there is one.
@@ -114,6 +112,3 @@ class _Phases(Unguarded):
         if name == "optimizer":
             self._memory.at("optimizer", "step")
         yield
-
-    def attempt(self, work: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
-        return work()
