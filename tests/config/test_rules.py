@@ -83,7 +83,7 @@ BROKEN = [
     ),
     (
         {"reward__components": "[{use: exact, args: {service: judge}}]"},
-        "args.service: no service is called 'judge'. The run file has no services",
+        "args.service: no service is called 'judge'. This file has none; add it there, or give its url",
     ),
     ({"train__samples_per_optimizer_step": "100"}, "x group_size = 32 x 8 = 256 (got 100). Nearest: 64 and 128"),
     ({"train__samples_per_optimizer_step": "999"}, "(got 999). Nearest: 256"),

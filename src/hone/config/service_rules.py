@@ -87,7 +87,11 @@ def named_services_exist(config: RunConfig) -> Iterator[Breach]:
     for key, name in service_uses(config):
         if name not in config.services:
             close = nearest(name, config.services)
-            known = f"Services: {', '.join(config.services)}" if config.services else "The run file has no services"
+            known = (
+                f"Services: {', '.join(config.services)}"
+                if config.services
+                else "This file has none; add it there, or give its url"
+            )
             yield Breach(
                 (key, "services"), f"no service is called {name!r}. {f'Did you mean {close}?' if close else known}"
             )

@@ -18,7 +18,7 @@ import numpy as np
 
 from hone.cluster.devices import split_devices, visible_devices
 from hone.config.derived import longest_tokens, service_uses, services_of, unused_services
-from hone.config.load import Loaded
+from hone.config.load import Loaded, load_rewards
 from hone.config.report import CheckReport
 from hone.config.run import RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
@@ -66,10 +66,11 @@ async def check(loaded: Loaded, services: Mapping[str, str] = MappingProxyType({
         check_adapter(config, folder, tokenizer, findings)
     if tokenizer is not None:
         check_prompts(config, folder, tokenizer, findings)
-    if config.reward.components and config.data.answer_column is not None:
-        await check_rewards(config, folder, services, findings)
-    elif config.reward.components:
-        findings.not_checked.append("rewards: data.answer_column is not set, so there are no gold answers to score")
+    if await can_be_had(loaded, services, findings) and config.reward.components:
+        if config.data.answer_column is not None:
+            await check_rewards(config, folder, services, findings)
+        else:
+            findings.not_checked.append("rewards: data.answer_column is not set, so there are no gold answers to score")
     if config.rollout.environment.use is not None:
         await check_environment(config, folder, findings)
     if config.services:
@@ -224,6 +225,28 @@ def check_services(config: RunConfig, services: Mapping[str, str], findings: Fin
         where = f"running at {services[name]}" if name in services else "started with the run"
         findings.lines.append(f"service {name}: {what}; {gpus}; {where}")
     findings.lines += [f"service {name}: no reward names it in its args" for name in unused_services(config)]
+
+
+async def can_be_had(loaded: Loaded, services: Mapping[str, str], findings: Findings) -> bool:
+    """Make every reward from its args, those that ask services and those that services serve too; start none."""
+    config, num_problems = loaded.config, len(findings.problems)
+    somewhere = dict.fromkeys(config.services, "http://127.0.0.1:1") | dict(services)
+    sections = [("", config.reward, loaded.run_file.parent, somewhere)] if config.reward.components else []
+    for name, service in config.services.items():
+        if service.reward is not None:
+            try:
+                served = load_rewards(loaded.path(service.reward))
+            except ConfigError as error:
+                findings.problems += [f"services.{name}.reward: {problem}" for problem in error.problems]
+                continue
+            sections.append((f"services.{name}.reward: ", served.config.reward, served.run_file.parent, {}))
+    for where, section, folder, known in sections:
+        try:
+            rewards = Rewards.from_config(section, folder, window_samples=1, services=known)
+            await rewards.close()
+        except ConfigError as error:
+            findings.problems += [f"{where}{problem}" for problem in error.problems]
+    return len(findings.problems) == num_problems
 
 
 async def check_rewards(config: RunConfig, folder: Path, services: Mapping[str, str], findings: Findings) -> None:
