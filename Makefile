@@ -24,7 +24,7 @@ quickstart: $(STAMP)  ## train, evaluate and report: GRPO on GSM8K's arithmetic,
 	$(VENV)/bin/hone train examples/gsm8k-arithmetic/run.yaml --fresh
 
 test: $(STAMP)  ## the tests a newcomer runs, under 5 minutes
-	$(RUN) pytest -q -m "not slow and not gpu and not vllm"
+	$(RUN) pytest -q -m "not slow and not gpu and not vllm" -n logical --maxprocesses 4 --dist loadgroup
 
 test-slow: $(STAMP)  ## the tests that take longer than 20 s each
 	$(RUN) pytest -q -m "slow and not gpu and not vllm" --timeout 900

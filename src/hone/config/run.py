@@ -176,7 +176,7 @@ class RolloutSection(Section):
     prefill_tokens: int = key(16384, unit="tokens", ge=1)
     """Prompt tokens that an engine computes at one time, one prompt at least; memory, never the result."""
     compile: bool = key(False)
-    """Compile what stands between two attentions (Hone's decoder, a C++ compiler or Triton): pays in long runs on GPUs."""
+    """Compile what stands between two attentions, with Triton or a C++ compiler (Hone's decoder): for long runs."""
     max_staleness: int = key(0, unit="policy updates", ge=0)
     """Updates allowed between sampling a token and training on it. 0 is on-policy; 1 overlaps both."""
     timeout_s: float = key(600.0, unit="seconds per group", gt=0)
