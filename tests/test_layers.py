@@ -20,6 +20,7 @@ LAYERS = (
     ("loop", "serve"),
     ("build",),
     ("cli",),
+    ("__main__",),
 )
 """A part may import from lines above its own, and from itself. Parts on one line never import each other."""
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

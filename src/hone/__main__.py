@@ -1,0 +1,6 @@
+"""`python -m hone`, for where the `hone` command is not on the path."""
+
+from hone.cli.main import main
+
+if __name__ == "__main__":
+    main()
