@@ -120,11 +120,9 @@ def test_a_scorer_that_fails_is_an_error_of_its_items_alone(served):
     assert "exit code 3" in details[0] and "returned None" in details[1] and "took longer" in details[2]
     assert all(result["error"]["fault"] == "infra" and result["error"]["retryable"] for result in results[1:])
     assert served.client.get("/health").json()["status"] == "degraded"
-    replaced = time.monotonic() + 20  # in the background
-    while served.metric("reward_worker_restarts_total") < 2 and time.monotonic() < replaced:
-        time.sleep(0.05)
-    assert served.metric("reward_worker_restarts_total") >= 2
+    restarts = served.metric("reward_worker_restarts_total")
     assert [r["score"] for r in served.score({"solution_str": "well"}, reward="obey")] == [4.0]
+    assert served.metric("reward_worker_restarts_total") > restarts  # a dead process is replaced when it is needed
     assert served.client.get("/health").json()["status"] == "healthy"
 
 
