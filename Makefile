@@ -27,7 +27,7 @@ test: $(STAMP)  ## the tests a newcomer runs, under 5 minutes
 	$(RUN) pytest -q -m "not slow and not gpu and not vllm" -n logical --maxprocesses 4 --dist loadgroup
 
 test-slow: $(STAMP)  ## the tests that take longer than 20 s each
-	$(RUN) pytest -q -m "slow and not gpu and not vllm" --timeout 900
+	$(RUN) pytest -q -m "slow and not gpu and not vllm" --timeout 900 -n logical --maxprocesses 4 --dist loadgroup
 
 lint: $(STAMP)  ## ruff and pyright
 	$(RUN) ruff check .
