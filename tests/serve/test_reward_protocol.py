@@ -357,6 +357,12 @@ def test_request_id_and_traceparent_come_back_and_are_logged(served):
     assert len(made.headers["x-request-id"]) == 32
 
 
+@pytest.mark.parametrize("tokens", [10**30, 1 << 62, (1 << 18) + 1])
+def test_a_length_that_no_response_has_is_refused(served, tokens):
+    answer = served.post("/v1/rewards", {"items": [{"id": "a", "solution_str": "", "response_tokens": tokens}]})
+    assert answer.status_code == 422 and "response_tokens" in answer.json()["detail"]
+
+
 def test_openapi_is_what_was_published(served):
     """`python tests/serve/test_reward_protocol.py URL` writes it anew; /v1 may only ever gain optional fields."""
     published = json.loads((Path(__file__).parent / "openapi.json").read_text())

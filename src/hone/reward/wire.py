@@ -28,6 +28,9 @@ SUM_TOLERANCE = 1e-6
 
 Mode = Literal["pointwise", "groupwise"]
 
+MAX_RESPONSE_TOKENS = 1 << 18
+"""As many as a response of the longest text that is taken could have; each costs memory here."""
+
 
 class Wire(BaseModel):
     """Base of everything on the wire: closed, frozen, strict about types."""
@@ -83,7 +86,7 @@ class Item(Wire):
     """Every other column of the row."""
     finish_reason: FinishReason = "stop"
     """`length`: the response was cut."""
-    response_tokens: int | None = Field(default=None, ge=0)
+    response_tokens: int | None = Field(default=None, ge=0, le=MAX_RESPONSE_TOKENS)
     """Length of the response, for those who do not send its ids."""
     response_token_ids: list[int] | None = None
     """Its tokens, in the policy's vocabulary."""
