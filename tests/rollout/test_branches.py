@@ -77,6 +77,20 @@ def close(logits_BV, expected):
     return torch.allclose(logits_BV, torch.stack(expected), atol=1e-4)
 
 
+def test_prompts_whose_rows_have_ended_make_room_for_the_next():
+    """Also where the last rows ended all at once, so that nothing was advanced after them."""
+    stepper = DecoderStepper(tiny_model(), max_rows=24)
+    with torch.no_grad():
+        for _ in range(3):
+            ids = stepper.add_prompts([(5, 9, 17)] * 8)
+            stepper.add_rows(ids)
+            for prompt_id in ids:
+                stepper.release_prompt(prompt_id)
+            stepper.advance(torch.arange(8))
+            stepper.move_rows(np.arange(0), np.arange(0), 0)
+            assert stepper._prompt_store.data.shape[2] == 8
+
+
 @pytest.mark.parametrize("columns", [4, 7, 16, 2])
 def test_a_new_layout_keeps_what_fits(columns):
     store = KeyValueStore(2, 3, 4, torch.empty(0))

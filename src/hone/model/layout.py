@@ -42,9 +42,14 @@ FREE_PADDING_SCORES = 1 << 13
 
 
 def round_size(size: int) -> int:
-    """The next size of few: at most 12 % and 63 above, and exact up to 8."""
+    """The next size of few: at most 12 % and 63 above, and exact up to 15."""
     step = min(64, 1 << max(size.bit_length() - 4, 0))
     return -(-size // step) * step
+
+
+def filled(values: Ints) -> Ints:
+    """The values, then zeros up to a round size."""
+    return np.pad(values, (0, round_size(len(values)) - len(values)))
 
 
 @dataclass(frozen=True)
@@ -164,11 +169,11 @@ class Layout:
         return cls(
             num_tokens=places.size,
             token_ids_X=put(token_ids_X),
-            position_X=put(_filled(places.position_X, len(token_ids_X))),
+            position_X=put(filled(places.position_X)),
             predict_U=put(predict_U),
             target_U=put(unique_tokens),
             expand_T=None if expand_T is None else put(expand_T),
-            needed_W=put(_filled(needed_W, round_size(len(needed_W)))),
+            needed_W=put(filled(needed_W)),
             needed_U=put(needed_U),
             blocks=tuple(Block(*map(put, arrays), padded=not arrays[-1].all()) for arrays in blocks),
             query_slot_3X=put(query_slot_3X),
@@ -322,10 +327,6 @@ def _pad(tiles: Ints, response_X: Ints) -> tuple[np.ndarray, np.ndarray, np.ndar
     seen_BQK = (key_BK[:, None] <= query_BQ[:, :, None]) & ((key_response < 0) | (key_response == query_response))
     bias_BQK = np.where(seen_BQK & real_BK[:, None], np.float32(0), np.float32(-np.inf))
     return query_BQ, key_BK, bias_BQK, real_BQ
-
-
-def _filled(indices: Ints, size: int) -> Ints:
-    return np.pad(indices, (0, size - len(indices)))
 
 
 def _starts(lengths: Ints) -> Ints:

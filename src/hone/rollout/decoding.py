@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hone.config.run import RolloutSection
 from hone.model.decoder import Attend, Decoder
-from hone.model.layout import round_size
+from hone.model.layout import filled, round_size
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.stepper import closing_moves
 
@@ -91,8 +91,8 @@ class DecoderStepper:
         prompt_X = np.repeat(np.arange(len(prompts)), length_N)
         token_X = np.concatenate([np.array(prompt) for prompt in prompts])
         hidden_NH = self._model(
-            torch.from_numpy(_filled(token_X)).to(device),
-            torch.from_numpy(_filled(position_X)).to(device),
+            torch.from_numpy(filled(token_X)).to(device),
+            torch.from_numpy(filled(position_X)).to(device),
             self._prefill_attention(first, prompt_X, position_X, length_N),
             torch.from_numpy(length_N.cumsum() - 1).to(device),
         )
@@ -108,7 +108,7 @@ class DecoderStepper:
         """Causal attention within each prompt, padded on the right, where causality alone hides the padding."""
         store, num_prompts, width = self._prompt_store, len(length_N), int(length_N.max())
         flat = store.flat_index(first + prompt_X, position_X)
-        padded_X = torch.from_numpy(_filled(prompt_X * width + position_X)).to(flat.device)
+        padded_X = torch.from_numpy(filled(prompt_X * width + position_X)).to(flat.device)
         num_tokens = len(position_X)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -130,7 +130,8 @@ class DecoderStepper:
         return attend
 
     def _forget_unused_prompts(self) -> None:
-        unused_N = self._prompt_released_N & (np.bincount(self._slot_C, minlength=len(self._prompt_ids)) == 0)
+        rows_N = np.bincount(self._slot_C[self._branch_B], minlength=len(self._prompt_ids))
+        unused_N = self._prompt_released_N & (rows_N == 0)
         if not unused_N.any():
             return
         target, source, count = closing_moves(unused_N)
@@ -143,7 +144,7 @@ class DecoderStepper:
         self._prompt_hidden_NH = self._prompt_hidden_NH[torch.from_numpy(order).to(self._prompt_hidden_NH.device)]
         self._prompt_ids = [self._prompt_ids[slot] for slot in order]
         self._slot_of_prompt = {prompt_id: slot for slot, prompt_id in enumerate(self._prompt_ids)}
-        new_slot = np.empty(len(unused_N), np.int64)
+        new_slot = np.zeros(len(unused_N), np.int64)  # a branch without rows may stand at a prompt that is forgotten
         new_slot[order] = np.arange(count)
         self._slot_C = new_slot[self._slot_C]
         self._grouping = None
@@ -175,9 +176,9 @@ class DecoderStepper:
             self._grouping = Grouping.of(self._slot_C, self._prompt_length_N, self._model.num_kv_heads, device)
         position_C = self._prompt_length_N[self._slot_C] + self._length_C
         hidden_CH = self._model(
-            torch.from_numpy(_filled(token_C)).to(device),
-            torch.from_numpy(_filled(position_C)).to(device),
-            self._decode_attention(self._grouping, _filled(self._length_C)),
+            torch.from_numpy(filled(token_C)).to(device),
+            torch.from_numpy(filled(position_C)).to(device),
+            self._decode_attention(self._grouping, filled(self._length_C)),
         )
         self._length_C += 1
         return self._logits(hidden_CH).index_select(0, torch.from_numpy(self._branch_B).to(device))
@@ -245,11 +246,6 @@ class DecoderStepper:
         return torch.cat([grouping.prompt_bias_CP, bias_CL], 1).to(self._prompt_hidden_NH.dtype)
 
 
-def _filled(values: np.ndarray) -> np.ndarray:
-    """The values, then zeros up to a round size."""
-    return np.pad(values, (0, round_size(len(values)) - len(values)))
-
-
 def columns_for(tokens: int) -> int:
     """Columns of a store for responses of so many tokens: a few more, so that it need not grow at every token, and
     so that the matrix products of attention come in few shapes (on CPUs each new one is compiled)."""
@@ -286,17 +282,17 @@ class Grouping:
         members = int(branches_of_prompt_N.max())
         head = np.arange(kv_heads)
         seat_of_branch = (slot_C[:, None] * kv_heads + head) * members + member_C[:, None]
-        num_filler = round_size(num_branches) - num_branches
         branch_of_seat = np.tile(head[:, None], (num_prompts, 1, members))
         branch_of_seat.reshape(-1)[seat_of_branch] = np.arange(num_branches)[:, None] * kv_heads + head
         width = int(prompt_length_N.max())
-        prompt_length_C = torch.from_numpy(np.pad(prompt_length_N[slot_C], (0, num_filler)))
-        bias_CP = torch.zeros(num_branches + num_filler, width)
+        prompt_length_C = torch.from_numpy(filled(prompt_length_N[slot_C]))
+        num_filler = len(prompt_length_C) - num_branches
+        bias_CP = torch.zeros(len(prompt_length_C), width)
         bias_CP.masked_fill_(torch.arange(width) >= prompt_length_C[:, None], -torch.inf)
         return cls(
             members,
             width,
             torch.from_numpy(branch_of_seat.reshape(-1)).to(device),
-            torch.from_numpy(np.pad(seat_of_branch.reshape(-1), (0, num_filler * kv_heads))).to(device),
+            torch.from_numpy(np.pad(seat_of_branch, ((0, num_filler), (0, 0))).reshape(-1)).to(device),
             bias_CP,
         )
