@@ -1,4 +1,4 @@
-"""The whole configuration tree: every key, its unit, default and meaning. The only place that has defaults.
+"""The whole configuration tree: every key, its unit, default and meaning. Defaults are here and in `cluster.py` only.
 
 A run file is one YAML document of these sections; `docs/config.md` is generated from this file. Unknown keys are
 refused, the resolved tree is frozen, and a test proves that every key is read by something. What this file does
@@ -9,20 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-
-class Section(BaseModel):
-    """Base of all sections: closed to unknown keys, frozen, documented by the string under each key."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-def key(default: Any = ..., *, unit: str = "", **bounds: Any) -> Any:
-    """A key with a unit and bounds (ge, gt, le, lt, min_length). `...` as default: the run file must set it."""
-    return Field(default, json_schema_extra={"unit": unit}, **bounds)
+from hone.config.cluster import ClusterSection
+from hone.config.section import Section, key
 
 
 class RunSection(Section):
@@ -416,6 +404,7 @@ class RunConfig(Section):
     data: DataSection = key(...)
     reward: RewardSection = key(RewardSection())
     services: dict[str, ServiceSection] = key({})
+    cluster: ClusterSection = key(ClusterSection())
     rollout: RolloutSection = key(RolloutSection())
     algorithm: AlgorithmSection = key(AlgorithmSection())
     train: TrainSection = key(TrainSection())

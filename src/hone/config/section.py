@@ -1,0 +1,20 @@
+"""What a section of a run file is, and what a key of it is. Here so that sections can stand in several files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of all sections: closed to unknown keys, frozen, documented by the string under each key."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+def key(default: Any = ..., *, unit: str = "", **bounds: Any) -> Any:
+    """A key with a unit and bounds (ge, gt, le, lt, min_length). `...` as default: the run file must set it."""
+    return Field(default, json_schema_extra={"unit": unit}, **bounds)
