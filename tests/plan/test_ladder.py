@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from measuring import FakeGauge
 
 from hone.errors import MemoryExhausted
 from hone.observe.memory import GIB, MIB, Busy, HostGauge, Meter, ran_out_of_memory
@@ -18,27 +19,6 @@ from hone.types import Progress
 
 SETTINGS = {TOKENS: 16384, CHUNK: 1024, RECOMPUTE: False, ROWS: 512, PREFILL: 16384}
 LOWEST = {TOKENS: 512, CHUNK: 64, RECOMPUTE: 1, ROWS: 1, PREFILL: 256}
-
-
-class FakeGauge:
-    """Says what it is told; `peak` may be a function."""
-
-    kind = "cpu"
-    what = "made up"
-    capacity_bytes = 64 * GIB
-
-    def __init__(self, peak=0):
-        self.peak = peak
-        self.given_back = 0
-
-    def reset(self):
-        pass
-
-    def peak_bytes(self):
-        return self.peak() if callable(self.peak) else self.peak
-
-    def give_back(self):
-        self.given_back += 1
 
 
 def make(gauge=None, *, stage="rl", predict=None, knobs=None, **options):

@@ -6,7 +6,7 @@ Tiny models and few tokens; the forms must not come out below what is measured, 
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from measuring import allocated
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import AlgorithmSection, OptimizerSection
@@ -60,18 +60,6 @@ def random_batch(vocab):
         reward_S=torch.ones(samples),
         columns={"advantages_T": torch.randn(tokens, generator=rng)},
     )
-
-
-def allocated(work):
-    """Most bytes that were there at once during `work`, beyond what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        work()
-    now = most = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

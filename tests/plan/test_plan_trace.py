@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from measuring import allocated
 
 from hone.algo.algorithm import Algorithm
 from hone.build.trace import trace_plan
@@ -117,18 +117,6 @@ def resident(trainer):
         tensors += [*one.model.parameters(), *one.model.buffers()]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
-
-
-def allocated(work):
-    """Most bytes that torch's allocator had handed out at once during `work`, beyond those before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        work()
-    now = most = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 def slow_unless(quick, cases):

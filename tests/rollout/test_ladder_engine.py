@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import torch
+from measuring import FakeGauge
 from tiny_engines import EOS, letters, random_prompts, request, tiny_model
 
 from hone.errors import EngineError, MemoryExhausted
@@ -18,23 +19,8 @@ ROWS_AT_FIRST, PREFILL_AT_FIRST = 12, 64
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-class Gauge:
-    kind = "cpu"
-    what = "made up"
-    capacity_bytes = 1 << 40
-
-    def reset(self):
-        pass
-
-    def peak_bytes(self):
-        return 0
-
-    def give_back(self):
-        pass
-
-
 def make_ladder():
-    ladder = Ladder(Meter(Gauge()), settings={ROWS: ROWS_AT_FIRST, PREFILL: PREFILL_AT_FIRST})
+    ladder = Ladder(Meter(FakeGauge()), settings={ROWS: ROWS_AT_FIRST, PREFILL: PREFILL_AT_FIRST})
     ladder.begin(Progress())
     return ladder
 
@@ -222,7 +208,7 @@ def test_weights_are_loaded_again_when_loading_ran_out(monkeypatch):
 def test_a_budget_is_looked_at_while_sampling():
     """Memory grows with the rows; the budget is for five of them."""
     expected = sampled(make_ladder(), tiny_model())
-    gauge = Gauge()
+    gauge = FakeGauge()
     ladder = Ladder(Meter(gauge), settings={ROWS: ROWS_AT_FIRST, PREFILL: PREFILL_AT_FIRST}, budget_bytes=500)
     gauge.peak_bytes = lambda: 100 * ladder.settings[ROWS]
     ladder.begin(Progress())

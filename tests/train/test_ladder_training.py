@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from cases import algorithm_of, make_batch, make_groups, make_model, make_trainer
+from measuring import FakeGauge
 from test_critic import make_critic
 from test_reward_model_loss import PAIRS
 from test_reward_model_loss import make_trainer as make_pair_trainer
@@ -16,21 +17,6 @@ from hone.plan.ladder import CHUNK, RECOMPUTE, TOKENS, Knob, Ladder
 from hone.types import Progress
 
 LOWEST_TOKENS = 24
-
-
-class Gauge:
-    kind = "cpu"
-    what = "made up"
-    capacity_bytes = 1 << 40
-
-    def reset(self):
-        pass
-
-    def peak_bytes(self):
-        return 0
-
-    def give_back(self):
-        pass
 
 
 class Failing(TorchDispatchMode):
@@ -55,7 +41,7 @@ class Failing(TorchDispatchMode):
 def guarded(learner, *, critic=None, settings=None):
     """The learner under a ladder that may change its settings, as `build.memory` binds them."""
     settings = settings or {TOKENS: learner.tokens_per_microbatch, CHUNK: 64, RECOMPUTE: False}
-    ladder = Ladder(Meter(Gauge()), settings=settings)
+    ladder = Ladder(Meter(FakeGauge()), settings=settings)
     ladder.begin(Progress())
     body = getattr(learner.model, "body", learner.model)
     others = [critic] if critic else []
