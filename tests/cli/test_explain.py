@@ -90,7 +90,8 @@ def test_an_unknown_key(run_file, capsys, key, said):
 
 
 def test_every_key_can_be_explained(run_file):
-    loaded = load_config(run_file, ["services.judge.policy=a/b"])
+    pools = "cluster.pools.gpus={devices: 2, roles: [policy, rollout, reference]}"
+    loaded = load_config(run_file, ["services.judge.policy=a/b", "cluster.backend=ray", pools])
     for path, key in all_keys().items():
-        concrete = path.replace("services.*", "services.judge").replace("*", "0")
+        concrete = path.replace("services.*", "services.judge").replace("pools.*", "pools.gpus").replace("*", "0")
         assert key.meaning in as_text(explain_key(loaded, concrete))

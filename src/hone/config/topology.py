@@ -1,0 +1,244 @@
+"""Who works on which devices: ranks, replicas and machines that follow from the `cluster` section. Pure arithmetic.
+
+Devices are numbered over all machines, machine by machine. Pools take them in the order of the run file, without gaps
+but for those that services have; a replica takes consecutive devices of its pool. Nothing here looks at a machine, and
+what does not divide is not refused here but in `cluster_rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count, islice
+from typing import Any, get_args
+
+from hone.config.cluster import PoolSection, Role
+from hone.config.derived import needs_critic, needs_reference
+from hone.config.run import RunConfig
+
+ROLES: tuple[Role, ...] = get_args(Role)
+DEFAULT_POOL = "all"
+"""Name of the one pool of a run file that names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Devices by name, and who works on them in turn."""
+
+    name: str
+    roles: tuple[Role, ...]
+    """Those that this run needs, in the order of `ROLES`."""
+    devices: tuple[int, ...]
+    nodes: tuple[int, ...]
+    """The machines that they are in."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerGroup:
+    """Ranks that hold one model together; rank r is on `devices[r]`.
+
+    One copy of weights, gradients and moments lies on `shard` consecutive ranks, tensor and sequence parallelism
+    included, and there are `replicate` copies: shard x replicate = world_size. Within a copy, tensor parallel ranks are
+    next to each other, then sequence parallel ones. With 8 ranks, shard 4, tensor_parallel 2: {0,1,2,3} and {4,5,6,7}
+    are copies, {0,1} share each layer, and a batch is divided over data_parallel = 4.
+    """
+
+    pool: str
+    devices: tuple[int, ...]
+    nodes: tuple[int, ...]
+    world_size: int
+    shard: int
+    replicate: int
+    tensor_parallel: int
+    sequence_parallel: int
+
+    @property
+    def data_parallel(self) -> int:
+        """Parts that a batch's samples are divided into."""
+        return max(self.world_size // (self.tensor_parallel * self.sequence_parallel), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine, judge or reward model; its weights are divided over its devices."""
+
+    name: str
+    """`engine-0`, `judge-0`, `reward_model-0`."""
+    pool: str
+    devices: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The whole placement of a run."""
+
+    backend: str
+    nodes: int
+    devices_per_node: int
+    pools: tuple[Pool, ...]
+    trainer: TrainerGroup
+    engines: tuple[Replica, ...]
+    critic: TrainerGroup | None
+    """On the trainer's ranks if its pool is the trainer's; None: the run has none. So with the next."""
+    reference: TrainerGroup | None
+    reward_models: tuple[Replica, ...]
+    judges: tuple[Replica, ...]
+
+    @property
+    def colocated(self) -> bool:
+        """Trainer and engines take turns on the same devices."""
+        return self.shares_devices("policy", "rollout")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all pools."""
+        return sum(len(pool.devices) for pool in self.pools)
+
+    def pool_of(self, role: Role) -> Pool | None:
+        """Where a role works; None if the run does not need it, or nobody gave it a place."""
+        return next((pool for pool in self.pools if role in pool.roles), None)
+
+    def shares_devices(self, one: Role, other: Role) -> bool:
+        """Whether two roles take turns."""
+        pool = self.pool_of(one)
+        return pool is not None and pool is self.pool_of(other)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {**asdict(self), "colocated": self.colocated}
+
+
+def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topology:
+    """The placement of a run.
+
+    Args:
+        devices_per_node: what was found on this machine, for a run file that does not say; None: not looked at, as many
+            as the pools need, without pools one.
+    """
+    cluster = config.cluster
+    if cluster.backend == "local":
+        nodes, per_node, free, wanted = 1, 1, range(1), {DEFAULT_POOL: PoolSection(devices=1, roles=ROLES)}
+    else:
+        nodes = cluster.nodes
+        per_node = cluster.devices_per_node or devices_per_node or -(-max(devices_asked_for(config), 1) // nodes)
+        taken = service_devices(config)
+        free = [number for number in range(nodes * per_node) if number not in taken]
+        wanted = cluster.pools or {DEFAULT_POOL: PoolSection(devices=max(len(free), 1), roles=ROLES)}
+    pools = _pools(wanted, free, needed_roles(config) | optional_roles(config), per_node)
+    place = {role: pool for pool in pools for role in pool.roles}
+    settings = cluster.trainer
+    trained = {
+        role: _trainer(pool, settings.shard, settings.tensor_parallel, settings.sequence_parallel, per_node)
+        for role, pool in place.items()
+        if role in ("policy", "critic", "reference")
+    }
+    return Topology(
+        backend=cluster.backend,
+        nodes=nodes,
+        devices_per_node=per_node,
+        pools=pools,
+        trainer=trained.get("policy") or _trainer(pools[0], None, 1, 1, per_node),
+        engines=_replicas(place.get("rollout"), "engine", cluster.engines.tensor_parallel, per_node),
+        critic=trained.get("critic"),
+        reference=trained.get("reference"),
+        reward_models=_replicas(place.get("reward_model"), "reward_model", 1, per_node),
+        judges=_replicas(place.get("judge"), "judge", cluster.judge.tensor_parallel, per_node),
+    )
+
+
+def devices_asked_for(config: RunConfig) -> int:
+    """Devices of all pools, and those of services, which are on the machine where the run was started."""
+    return sum(pool.devices for pool in config.cluster.pools.values()) + len(service_devices(config))
+
+
+def service_devices(config: RunConfig) -> frozenset[int]:
+    """Devices of the first machine that services have."""
+    return frozenset(number for service in config.services.values() for number in service.devices)
+
+
+def needed_roles(config: RunConfig) -> frozenset[Role]:
+    """Roles that the run cannot do without."""
+    needed: set[Role] = {"policy"}
+    if "rl" in config.stages:
+        needed |= {"rollout"}
+        needed |= {"reward_model"} if reward_models(config) else set()
+    needed |= {"reference"} if needs_reference(config) else set()
+    needed |= {"critic"} if needs_critic(config) else set()
+    return frozenset(needed)
+
+
+def optional_roles(config: RunConfig) -> frozenset[Role]:
+    """Roles that may have a pool: a judge without one is a service beside the run."""
+    return frozenset(["judge"] if "rl" in config.stages and judge_services(config) else [])
+
+
+def reward_models(config: RunConfig) -> list[str]:
+    """Paths of the reward models that score on a device: those of rewards `reward_model` that are not put on a CPU."""
+    return [
+        str(component.args.get("path"))
+        for component in config.reward.components
+        if component.use == "reward_model" and component.args.get("device") != "cpu"
+    ]
+
+
+def judge_services(config: RunConfig) -> list[str]:
+    """Services that are models which rewards ask for their opinion."""
+    named = [component.args.get("service") for component in config.reward.components if component.use == "judge"]
+    return [name for name, service in config.services.items() if service.policy is not None and name in named]
+
+
+def _pools(
+    wanted: dict[str, PoolSection], free: Iterable[int], needed: Iterable[Role], per_node: int
+) -> tuple[Pool, ...]:
+    devices = _endless(free)
+    return tuple(_pool(name, section, devices, needed, per_node) for name, section in wanted.items())
+
+
+def _pool(name: str, section: PoolSection, devices: Iterator[int], needed: Iterable[Role], per_node: int) -> Pool:
+    numbers = tuple(islice(devices, section.devices))
+    roles = (role for role in ROLES if role in section.roles and role in needed)
+    return Pool(name, tuple(roles), numbers, _nodes(numbers, per_node))
+
+
+def _endless(free: Iterable[int]) -> Iterator[int]:
+    """The free devices, and then numbers that no machine has."""
+    last = -1
+    for number in free:
+        yield number
+        last = number
+    yield from count(last + 1)
+
+
+def _trainer(pool: Pool, shard: int | None, tensor: int, sequence: int, per_node: int) -> TrainerGroup:
+    size = len(pool.devices)
+    each = min(shard or size, size)
+    return TrainerGroup(
+        pool=pool.name,
+        devices=pool.devices,
+        nodes=_nodes(pool.devices, per_node),
+        world_size=size,
+        shard=each,
+        replicate=size // each,
+        tensor_parallel=tensor,
+        sequence_parallel=sequence,
+    )
+
+
+def _replicas(pool: Pool | None, name: str, each: int, per_node: int) -> tuple[Replica, ...]:
+    if pool is None:
+        return ()
+    return tuple(
+        Replica(f"{name}-{number}", pool.name, devices, _nodes(devices, per_node))
+        for number, devices in enumerate(_cut(pool.devices, each))
+    )
+
+
+def _cut(devices: Sequence[int], each: int) -> Iterator[tuple[int, ...]]:
+    """Consecutive runs of so many devices; a rest is left out."""
+    for start in range(0, len(devices) - each + 1, each):
+        yield tuple(devices[start : start + each])
+
+
+def _nodes(devices: Iterable[int], per_node: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(number // per_node for number in devices))
