@@ -1,0 +1,113 @@
+"""The processes that train together: which devices they are, in which order, and who works on the same samples.
+
+Ranks are counted with what talks most innermost: replicas of the shards, shards, tensor. Ranks that follow each other
+in the first two divide sequences between them. Not here: what is sharded over a mesh (`sharded.py`,
+`model/parallel.py`), or where in a cluster the processes run (`config.topology`, `cluster/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+REPLICATE, SHARD, TENSOR, DATA, SEQUENCE = "replicate", "shard", "tensor", "data", "sequence"
+"""Names of the dimensions of a mesh."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's view of the processes that train one model, and the groups in which they talk."""
+
+    device: torch.device
+    """Of this rank."""
+    sharding: DeviceMesh
+    """(shard,), or (replicate, shard) where there are several copies of the shards: what FSDP2 works on."""
+    tensor: DeviceMesh | None
+    """(tensor,): the ranks that divide each layer; None where none does."""
+    samples: DeviceMesh
+    """(data, sequence) of the ranks with this one's place in `tensor`: samples are divided over data, tokens over
+    sequence."""
+
+    @property
+    def data_parallel(self) -> int:
+        """How many shares the samples of a batch are divided into."""
+        return self.samples[DATA].size()
+
+    @property
+    def data_index(self) -> int:
+        """Which of these shares is this rank's."""
+        return self.samples[DATA].get_local_rank()
+
+    @property
+    def sequence(self) -> DeviceMesh | None:
+        """(sequence,): the ranks that divide each sequence of this rank's share; None where none does."""
+        return self.samples[SEQUENCE] if self.samples[SEQUENCE].size() > 1 else None
+
+
+def make_mesh(
+    device: torch.device, *, shard: int | None = None, tensor_parallel: int = 1, sequence_parallel: int = 1
+) -> Mesh:
+    """Divides the ranks of the process group, which is there; every rank calls it alike.
+
+    Args:
+        device: of this rank.
+        shard: ranks that weights, gradients and moments are divided over, besides `tensor_parallel`; None: all.
+        tensor_parallel, sequence_parallel: ranks that divide each layer, and each sequence.
+    Raises:
+        ValueError: sizes that do not divide the ranks.
+    """
+    world_size = dist.get_world_size()
+    sharded = world_size // tensor_parallel
+    shard = sharded if shard is None else shard
+    if world_size % tensor_parallel or sharded % shard or sharded % sequence_parallel:
+        raise ValueError(
+            f"{world_size} ranks cannot be divided into tensor_parallel = {tensor_parallel}, shard = {shard} and "
+            f"sequence_parallel = {sequence_parallel}: shard and sequence_parallel must each divide world size / "
+            "tensor_parallel."
+        )
+    sizes = {REPLICATE: sharded // shard, SHARD: shard, TENSOR: tensor_parallel}
+    named = {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
+    states = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
+    shape = (sharded // sequence_parallel, sequence_parallel, tensor_parallel)
+    samples = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, SEQUENCE, TENSOR))
+    return Mesh(
+        device=device,
+        sharding=states[REPLICATE, SHARD] if REPLICATE in named else states[SHARD],
+        tensor=states[TENSOR] if TENSOR in named else None,
+        samples=samples[DATA, SEQUENCE],
+    )
+
+
+@contextmanager
+def process_group(
+    device: torch.device, *, rank: int, world_size: int, address: str, timeout_s: float
+) -> Iterator[None]:
+    """Inside, this process is one of those that train together; gloo joins CPUs, NCCL joins GPUs.
+
+    Args:
+        address: where they meet: `tcp://host:port` of a free port on rank 0's machine, or `file:///path` of a file
+            that does not exist yet.
+        timeout_s: longest wait for the others, at the start and in every collective.
+    Raises:
+        torch.distributed.DistError: not all came in time.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=address,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
