@@ -37,10 +37,9 @@ class Pool:
 class TrainerGroup:
     """Ranks that hold one model together; rank r is on `devices[r]`.
 
-    One copy of weights, gradients and moments lies on `shard` consecutive ranks, tensor and sequence parallelism
-    included, and there are `replicate` copies: shard x replicate = world_size. Within a copy, tensor parallel ranks are
-    next to each other, then sequence parallel ones. With 8 ranks, shard 4, tensor_parallel 2: {0,1,2,3} and {4,5,6,7}
-    are copies, {0,1} share each layer, and a batch is divided over data_parallel = 4.
+    replicate x shard x tensor_parallel = world_size, the last innermost; sequence parallel ranks are neighbours in the
+    first two. With 8 ranks, shard 2 and tensor_parallel 2, ranks {0,1,2,3} and {4,5,6,7} each hold a copy of weights,
+    gradients and moments, {0,1} divide each layer, and a batch is divided over data_parallel = 4.
     """
 
     pool: str
@@ -197,8 +196,8 @@ def _pools(
 
 def _pool(name: str, section: PoolSection, devices: Iterator[int], needed: Iterable[Role], per_node: int) -> Pool:
     numbers = tuple(islice(devices, section.devices))
-    roles = (role for role in ROLES if role in section.roles and role in needed)
-    return Pool(name, tuple(roles), numbers, _nodes(numbers, per_node))
+    roles: tuple[Role, ...] = tuple(role for role in ROLES if role in section.roles and role in needed)
+    return Pool(name, roles, numbers, _nodes(numbers, per_node))
 
 
 def _endless(free: Iterable[int]) -> Iterator[int]:
@@ -212,14 +211,15 @@ def _endless(free: Iterable[int]) -> Iterator[int]:
 
 def _trainer(pool: Pool, shard: int | None, tensor: int, sequence: int, per_node: int) -> TrainerGroup:
     size = len(pool.devices)
-    each = min(shard or size, size)
+    ranks = max(size // tensor, 1)
+    sharded = min(shard or ranks, ranks)
     return TrainerGroup(
         pool=pool.name,
         devices=pool.devices,
         nodes=_nodes(pool.devices, per_node),
         world_size=size,
-        shard=each,
-        replicate=size // each,
+        shard=sharded,
+        replicate=ranks // sharded,
         tensor_parallel=tensor,
         sequence_parallel=sequence,
     )
