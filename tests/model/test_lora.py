@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from hone.config.run import LoraSection
 from hone.errors import DataError
 from hone.model.decoder import Decoder
+from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel
 from hone.model.load import load_model, save_hf
 from hone.model.logprobs import token_logprobs
@@ -23,7 +24,6 @@ from hone.model.lora import (
     merged_copy,
     save_adapter,
 )
-from hone.model.weights import weights_fingerprint
 
 TARGETS = [None, ("q_proj",), ("v_proj", "up_proj"), ("k_proj", "o_proj", "gate_proj", "down_proj")]
 

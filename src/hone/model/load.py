@@ -28,8 +28,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder, unsupported
+from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel, without_dropout
-from hone.model.weights import weights_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -31,10 +31,10 @@ from hone.config.run import LoraSection
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
+from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
 from hone.model.load import Implementation, is_ours, replaced_when_whole
-from hone.model.weights import weights_fingerprint
 
 FUSED = {
     "qkv_proj": ("self_attn", ("q_proj", "k_proj", "v_proj")),

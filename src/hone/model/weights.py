@@ -1,8 +1,7 @@
-"""Named weights, whichever model they belong to: copied in by name, and fingerprinted."""
+"""Named weights, whichever model they belong to, copied in by name."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -40,12 +39,3 @@ def copy_by_name(
             f"weights: {len(missing)} of {len(own)} are missing, {some} among them. "
             "Do config.json and the weights belong together?"
         )
-
-
-def weights_fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """A short hash of names, shapes, dtypes and bytes: equal exactly when all weights are equal bit for bit."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, weight in weights:
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype};".encode())
-        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
