@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hone.errors import GateError
-from hone.model.load import weights_fingerprint
 from hone.types import Batch, Group, Sample
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def check_weights(run: PolicyRun) -> None:
             f"first-step gate: the engine says it holds version {run.engine.version}, the trainer is at "
             f"{run.progress.step}. Likely cause: stale weights, the last publish did not arrive. Nothing was trained."
         )
-    ours, theirs = weights_fingerprint(run.trainer.weights()), run.engine.fingerprint()
+    ours, theirs = run.trainer.fingerprint(), run.engine.fingerprint()
     if ours != theirs:
         raise GateError(
             f"first-step gate: the engine's weights hash to {theirs[:12]}, the trainer's to {ours[:12]}. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -66,23 +66,13 @@ class Stage(Generic[AnyTrainer]):
         """Write a checkpoint of this very moment."""
         with self.observer.span("checkpoint"):
             self.progress.metrics_bytes = self.observer.position()
-            tensors, rest = self.trainer.state()
 
             def save() -> None:
                 with self.guard.phase("checkpoint"):
+                    tensors, rest = self.trainer.state()
                     self.checkpoints.save(self.progress, tensors, rest)
 
             await self.in_compute_thread(self.guard.attempt, save)
-
-
-class _Weights:
-    """A trainer's weights, to be gone through more than once: loading them may have to begin again."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._trainer.weights())
 
 
 @dataclass
@@ -105,7 +95,7 @@ class PolicyRun(Stage[Trainer]):
 
     async def publish(self) -> None:
         """Make the trainer's weights live in the engine, as version `progress.step`."""
-        weights = None if self.weights_are_shared else _Weights(self.trainer)
+        weights = None if self.weights_are_shared else self.trainer.weights()
         await self.engine.load(weights, self.progress.step)
 
     def is_best_so_far(self, metrics: Mapping[str, float]) -> bool:

@@ -5,20 +5,32 @@ What every kind of trainer shares. Not here: what is learnt (`local.py` a policy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from hone.config.run import OptimizerSection
 from hone.model.base import CausalModel
+from hone.model.fingerprint import weights_fingerprint
 from hone.model.heads import ScalarModel
 from hone.plan.guard import UNGUARDED, Guard
 from hone.train.optim import FlatAdamW, FlatWeights, StepResult
 
 M = TypeVar("M", bound=CausalModel | ScalarModel)
 T = TypeVar("T")
+
+
+class WeightsOf:
+    """A model's weights as they are whenever somebody goes through them: loading them may have to begin again."""
+
+    def __init__(self, model: CausalModel | ScalarModel) -> None:
+        self._model = model
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._model.named_weights()
 
 
 class Learner(Generic[M]):
@@ -73,9 +85,18 @@ class Learner(Generic[M]):
     def device(self) -> torch.device:
         return self.flat.master.device
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's weights under their Hugging Face names; views, valid until the next update."""
-        return self.model.named_weights()
+    @property
+    def hf_config(self) -> PreTrainedConfig:
+        """What describes the model on disk."""
+        return self.model.hf_config
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The model's weights under their Hugging Face names; see `Trainer.weights`."""
+        return WeightsOf(self.model)
+
+    def fingerprint(self) -> str:
+        """Content hash of the weights; see `Trainer.fingerprint`."""
+        return weights_fingerprint(self.weights())
 
     def master_weights(self) -> list[tuple[str, Tensor]]:
         """Copies of the float32 master weights, under their Hugging Face names; merged, where there is an adapter."""

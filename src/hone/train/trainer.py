@@ -7,13 +7,14 @@ Not here: which samples (`data.pack`), what is optimised (`algo`), how weights m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from hone.algo.algorithm import Algorithm
 from hone.algo.loss import Tokens
@@ -27,11 +28,15 @@ from hone.types import Batch, Totals
 class Trainer(Protocol):
     """Holds the policy and learns. One process or many look the same to the loop."""
 
-    model: CausalModel
-    """The copy that computes; an engine in the same process may share it."""
+    @property
+    def device(self) -> torch.device:
+        """Where batches are best put."""
+        ...
 
     @property
-    def device(self) -> torch.device: ...
+    def hf_config(self) -> PreTrainedConfig:
+        """What describes the policy on disk."""
+        ...
 
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
         """(T,) float32 logprobs of the batch's tokens under the policy, or under the frozen reference.
@@ -48,8 +53,13 @@ class Trainer(Protocol):
         """One policy update on a batch that has `advantages_T` and what the algorithm needs. Returns metrics."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights under their Hugging Face names; views, valid until the next update."""
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The policy's weights under their Hugging Face names, to be gone through as often as need be; views, valid
+        until the next update."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Content hash of `weights`, equal to an engine's when every byte is."""
         ...
 
     def master_weights(self) -> list[tuple[str, Tensor]]:
