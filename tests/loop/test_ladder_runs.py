@@ -18,6 +18,7 @@ from hone.errors import MemoryExhausted
 from hone.loop.folder import RunFolder
 from hone.model.decoder import Decoder
 from hone.observe.memory import GIB
+from hone.observe.report import script_json
 from hone.plan.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS
 from hone.plan.record import Record, comparison
 from hone.rollout.decoding import DecoderStepper
@@ -80,6 +81,13 @@ def assert_same_run(folder, other):
 @pytest.fixture(scope="module")
 def unfailed(tmp_path_factory):
     return run(tmp_path_factory.mktemp("unfailed"))
+
+
+def test_the_report_shows_the_plan_moment_by_moment(unfailed):
+    picture = (unfailed / "memory.svg").read_text()
+    assert "layer backward" in picture and "resident memory of this process, as planned" in picture
+    assert script_json(picture) in (unfailed / "report.html").read_text()
+
 
 
 @pytest.mark.parametrize("site", SITES)

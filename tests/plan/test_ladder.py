@@ -349,8 +349,8 @@ def test_calibration_is_bounded_and_never_fatal(tmp_path, monkeypatch):
     for broken in (
         "",
         "[",
-        '{"format": 1}',
-        '{"format": 1, "entries": [{"device": 3}]}',
+        '{"format": 2}',
+        '{"format": 2, "entries": [{"device": 3}]}',
         '{"format": 9, "entries": []}',
     ):
         calibration.path().write_text(broken)

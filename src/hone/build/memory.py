@@ -16,6 +16,7 @@ from hone.errors import DataError, MemoryExhausted
 from hone.loop.folder import RunFolder
 from hone.observe.memory import GIB, Busy, CudaGauge, HostGauge, Meter, nvml_reader, ran_out_of_memory
 from hone.observe.observer import Observer
+from hone.observe.whole import write_whole
 from hone.plan import calibration
 from hone.plan.hardware import Hardware, memory_limit_bytes
 from hone.plan.inputs import resolve
@@ -25,6 +26,7 @@ from hone.plan.placement import Placement
 from hone.plan.planner import plan_inputs
 from hone.plan.record import Expected, Record, comparison, table
 from hone.plan.settings import changed, with_value
+from hone.plan.svg import timeline
 from hone.plan.workload import workload_of
 from hone.rollout.local import LocalEngine
 from hone.train.local import LocalTrainer
@@ -36,7 +38,7 @@ LEAST_CHUNK = 64
 
 
 class RunMemory:
-    """A run's ladder, and its record in the run's folder: memory.json and run.yaml.
+    """A run's ladder, and its record in the run's folder: memory.json, memory.svg and run.yaml.
 
     Args:
         observer: told of every change, and given the metrics of every line.
@@ -64,11 +66,13 @@ class RunMemory:
             earlier=earlier.changes if earlier else (),
             busy=Busy(reader) if reader else None,
         )
+        self.predict = self._predictor() if "rl" in config.stages else None
+        """The plan of the RL stage as a function of the rungs' settings; None for a model that no plan knows."""
         observer.watch(self.ladder.metrics)
         self.write()
 
     def write(self) -> None:
-        """Bring memory.json and run.yaml up to date."""
+        """Bring memory.json, memory.svg and run.yaml up to date."""
         ladder = self.ladder
         expected = {
             stage: {phase: Expected.of(moment) for phase, moment in phases.items()}
@@ -85,10 +89,13 @@ class RunMemory:
         )
         try:
             self.record.write(self._folder.path)
+            if self.predict is not None:
+                picture = timeline(self.predict(ladder.settings), f"{ladder.meter.gauge.what}, as planned")
+                write_whole(self._folder.path / "memory.svg", picture)
             if ladder.changes:
                 self._folder.rewrite(self._run_yaml())
         except OSError as error:  # a record less, and no reason to end
-            self._observer.warn(f"memory.json and run.yaml cannot be written: {error.strerror}")
+            self._observer.warn(f"memory.json, memory.svg and run.yaml cannot be written: {error.strerror}")
 
     def _run_yaml(self) -> str:
         """The resolved configuration with what was changed, and by whom."""
@@ -99,8 +106,7 @@ class RunMemory:
         title = f"Resolved from {self._loaded.run_file}, and changed while it ran"
         return resolved_yaml(config, lambda path: origins.get(path) or self._loaded.where(path), title=title)
 
-    def predictor(self) -> Predict | None:
-        """The plan of the RL stage as a function of the rungs' settings; None for a model that no plan knows."""
+    def _predictor(self) -> Predict | None:
         loaded, ladder = self._loaded, self.ladder
         gauge = ladder.meter.gauge
         hardware = one_device(gauge.kind, ladder.limit_bytes)

@@ -201,7 +201,7 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         return trainer, trainer.model if shared else merged_copy(trainer.model)
 
     ladder = job.memory.ladder
-    ladder.begin(progress, job.memory.predictor())
+    ladder.begin(progress, job.memory.predict)
     trainer, sampled = await job.computed(assemble, phase="start")
     ladder.bind(*trainer_knobs(trainer, config, most_tokens=workload_of(config).step_tokens()))
     await job.services.ready()

@@ -92,6 +92,7 @@ def write_report(
         "stages": _stages(_lines(run_folder / "metrics.jsonl")),
         "phases": PHASES,
         "memory": _memory(run_folder / "memory.json"),
+        "timeline": _text(run_folder / "memory.svg"),
         "samples": _sample_rows(samples, _pictures(run_folder, samples, picture)),
         "pieces": _pieces(run_folder, samples, decode),
         "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},

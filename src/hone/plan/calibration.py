@@ -23,7 +23,8 @@ from hone.plan.verdict import judge
 MOST_ENTRIES = 400
 MOST_RUNS = 20
 """Of one phase, that an estimate is made of: the newest."""
-FORMAT = 1
+FORMAT = 2
+"""Raised too when the closed forms change so much that older residuals say nothing of them."""
 PLAUSIBLE = (0.2, 5.0)
 """Ratios outside are a mistake of somebody's, not experience."""
 

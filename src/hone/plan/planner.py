@@ -150,6 +150,7 @@ def _local_plan(inputs: Inputs) -> Plan:
         prefill_tokens=config.rollout.prefill_tokens,
         is_gpu=hardware.kind == "gpu",
         max_positions=inputs.architecture.max_positions,
+        has_computed=config.stages.index("rl") > 0,
     )
     device, host = local.local_moments(settings, workload)
     budget = config.plan.memory_budget_gib
