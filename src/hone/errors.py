@@ -74,3 +74,15 @@ class EngineError(HoneError):
     """The engine cannot serve a request: it is asleep, closed, stuck, or its worker failed. Names the cause."""
 
     exit_code = 1
+
+
+class ClusterError(HoneError):
+    """The cluster cannot be had in time, or a trainer's rank or an engine's process was lost or is stuck. Names it."""
+
+    exit_code = 1
+
+
+class PlacementError(ClusterError):
+    """The run file asks for devices that the cluster does not have."""
+
+    exit_code = 2

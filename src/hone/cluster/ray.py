@@ -1,0 +1,235 @@
+"""Ray for a run: started on this machine or joined, devices reserved, processes put on them, nothing left behind.
+
+A run reserves its devices at once, in one placement group: it has all of them or waits, and two runs never hold half of
+what each needs. A device is a GPU, or on machines without any a share of the cores. Not here: what the processes do
+(`actors.py`), and who works on which device (`config.topology`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from hone.config.cluster import ClusterSection
+from hone.errors import ClusterError, PlacementError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+T = TypeVar("T")
+
+_POLL_S = 1.0
+"""How long Ctrl-C may have to wait while devices are not there yet."""
+_SHARE = 0.01
+"""Of a core, for who works on a GPU: Ray would count none at all as one."""
+
+
+class RayCluster:
+    """A running Ray with this run's devices in it, from `start` to `close`.
+
+    All talk with Ray that starts something happens on a thread of its own. Linux ends Ray's processes with the thread
+    that started them, and on the main thread Ray would take SIGTERM for itself.
+
+    Args:
+        settings: the `cluster` section.
+        name: of the run, for whoever asks who holds the devices.
+        has_gpus: whether devices are GPUs; else each is a core.
+        num_devices: of the run.
+        say: tells people.
+    """
+
+    def __init__(
+        self, settings: ClusterSection, *, name: str, has_gpus: bool, num_devices: int, say: Callable[[str], None]
+    ) -> None:
+        self._settings, self._name, self._say = settings, name, say
+        self._kind, self._num_devices = "GPU" if has_gpus else "CPU", num_devices
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        self._folder: str | None = None
+        self._group: PlacementGroup | None = None
+        self._places: list[int] = []
+        """Bundle of each device."""
+        self._nodes: list[str] = []
+        """Machine of each device, by Ray's name for it."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether Ray was started here, so that all processes are on this machine."""
+        return self._settings.address is None
+
+    def start(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Start or join Ray, and wait until the run's devices are its own.
+
+        Raises:
+            PlacementError: the machine does not have them.
+            ClusterError: no Ray at `cluster.address`, or devices that did not become free in time.
+        """
+        self._on_thread(self._connect)
+        self._on_thread(lambda: self._reserve(stopped))
+
+    def close(self) -> None:
+        """Give the devices back and end what was started here. May be called twice."""
+        import ray
+
+        def close() -> None:
+            if self._group is not None and ray.is_initialized():
+                with contextlib.suppress(Exception):  # boundary: the cluster may be gone, and so are the devices then
+                    ray.util.remove_placement_group(self._group)
+            ray.shutdown()
+
+        self._on_thread(close)
+        self._thread.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def spawn(
+        self,
+        actor: type,
+        *args: Any,
+        devices: Sequence[int],
+        shared_by: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> Any:
+        """Start a process that is `actor`, on devices of this run; its handle.
+
+        Args:
+            devices: where it works, counted from 0 over all pools; all are on one machine.
+            shared_by: how many processes take turns on each of them.
+            env: of the process, besides what it inherits.
+        """
+        import ray
+
+        nodes = {self._nodes[device] for device in devices}
+        if len(nodes) > 1:
+            raise PlacementError(
+                f"devices {devices[0]} to {devices[-1]} are on {len(nodes)} machines, and one engine cannot span them. "
+                "Give every machine as many devices as cluster.devices_per_node says."
+            )
+        bundle = self._at(self._places[devices[0]])
+        options: dict[str, Any] = {"num_cpus": _SHARE, "max_restarts": 0, "scheduling_strategy": bundle}
+        environment = dict(env or {})
+        if self._kind == "CPU":
+            options["num_cpus"] = 1 / shared_by
+        elif len(devices) == 1:
+            options["num_gpus"] = 1 / shared_by
+        else:  # Ray would divide such a request over GPUs of its own choice
+            environment["CUDA_VISIBLE_DEVICES"] = self._on_thread(lambda: self._gpu_ids(devices))
+            environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        if environment:
+            options["runtime_env"] = {"env_vars": environment}
+        return self._on_thread(lambda: ray.remote(actor).options(**options).remote(*args))
+
+    def _on_thread(self, work: Callable[[], T]) -> T:
+        return self._thread.submit(work).result()
+
+    def _at(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        assert self._group is not None
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+
+    # ---- on the thread
+
+    def _gpu_ids(self, devices: Sequence[int]) -> str:
+        """What the driver calls these devices, which are on one machine."""
+        import ray
+
+        def look() -> str:
+            return ",".join(str(number) for number in ray.get_gpu_ids())
+
+        looking = ray.remote(num_cpus=_SHARE, num_gpus=_SHARE)(look)
+        asked = [looking.options(scheduling_strategy=self._at(self._places[device])).remote() for device in devices]
+        return ",".join(ray.get(asked, timeout=self._settings.start_timeout_s))
+
+    def _connect(self) -> None:
+        address, cores = self._settings.address, len(os.sched_getaffinity(0))
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if address is None:
+            # Read when Ray is imported: on Linux it takes another address than the loopback unless it is told this.
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        import ray
+
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": self._name}
+        if address is not None:
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ClusterError(
+                    f"cluster.address = {address}: there is no Ray to join ({_first_line(error)}). Start one with "
+                    "`ray start --head` there, or take the key out to have one started on this machine."
+                ) from error
+            return
+        self._folder = tempfile.mkdtemp(prefix="hone-ray-")
+        own = {"num_gpus": 0, "num_cpus": max(cores, self._num_devices)} if self._kind == "CPU" else {"num_cpus": cores}
+        ray.init(address="local", include_dashboard=False, _temp_dir=self._folder, **own, **quiet)
+
+    def _reserve(self, stopped: Callable[[], bool]) -> None:
+        """Wait for the run's devices, all at once."""
+        import ray
+
+        each = {"GPU": 1.0, "CPU": 0.1} if self._kind == "GPU" else {"CPU": 1.0}
+        have = int(ray.cluster_resources().get(self._kind, 0))
+        if self.is_own and have < self._num_devices:
+            raise PlacementError(
+                f"the run's pools have {self._num_devices} devices, this machine has {have} {self._kind}s. Make the "
+                "pools smaller, or join a larger cluster with cluster.address."
+            )
+        group = self._group = ray.util.placement_group([each] * self._num_devices, strategy="PACK", name=self._name)
+        deadline_s, waited_s = self._settings.start_timeout_s, 0.0
+        while not group.wait(_POLL_S):
+            waited_s += _POLL_S
+            if stopped():
+                return
+            if waited_s == 5 * _POLL_S:
+                self._say(f"waiting for {self._num_devices} {self._kind}s, at most {deadline_s:g} s; {_holders()}")
+            if waited_s >= deadline_s:
+                raise ClusterError(
+                    f"{self._num_devices} {self._kind}s were not free within cluster.start_timeout_s = {deadline_s:g} "
+                    f"s; {_holders()}. Wait for them, or make the pools smaller."
+                )
+        where: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        order = {node: number for number, node in enumerate(dict.fromkeys(where[i] for i in sorted(where)))}
+        self._places = sorted(where, key=lambda bundle: (order[where[bundle]], bundle))
+        self._nodes = [where[bundle] for bundle in self._places]
+
+
+def _holders() -> str:
+    """Who has the devices of the cluster, for people."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+    machines = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            total, left = node["Resources"], free.get(node["NodeID"], {})
+            kinds = (f"{left.get(kind, 0):g} of {total[kind]:g} {kind}s" for kind in ("GPU", "CPU") if kind in total)
+            machines.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}): {', '.join(kinds)} free")
+    held = []
+    for group in ray.util.placement_group_table().values():
+        if group["state"] == "CREATED":
+            wanted = Counter[str]()
+            for bundle in group["bundles"].values():
+                wanted.update({kind: int(count) for kind, count in bundle.items() if count >= 1})
+            held.append(f"{group['name'] or 'a job'} holds {', '.join(f'{n} {kind}s' for kind, n in wanted.items())}")
+    return "; ".join([*machines, *(held or ["no placement group holds any"])])
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
