@@ -85,9 +85,8 @@ def unfailed(tmp_path_factory):
 
 def test_the_report_shows_the_plan_moment_by_moment(unfailed):
     picture = (unfailed / "memory.svg").read_text()
-    assert "layer backward" in picture and "resident memory of this process, as planned" in picture
+    assert ">backward<" in picture and "resident memory of this process, as planned" in picture
     assert script_json(picture) in (unfailed / "report.html").read_text()
-
 
 
 @pytest.mark.parametrize("site", SITES)
