@@ -24,6 +24,7 @@ from hone.types import Batch
 NO_TENSORS = frozenset(
     {
         "process",
+        "kept by process",
         "CUDA context",
         "KV cache",
         "KV cache of responses",
@@ -93,6 +94,9 @@ def _local(found: Plan, folder: Path, say: Callable[[str], None], notes: list[st
         return
     if inputs.critic and inputs.critic.layers != inputs.architecture.layers:
         notes.append("not traced: a critic of another depth")
+        return
+    if inputs.placement.loss == "naive":
+        notes.append("not traced: placement.loss = naive, which no trainer of one process has")
         return
     moments = over_depth(traced, inputs.architecture.layers, dense_layers=inputs.architecture.dense_layers)
     yield from compared(found.ledgers[0].device, found.ledgers[0].moments, moments, without=NO_TENSORS)
