@@ -181,6 +181,23 @@ def test_work_whose_client_is_gone_is_not_scored(served, witnessed):
     assert " 499 " in served.log.read_text()
 
 
+def test_a_process_at_work_for_nobody_is_killed_and_replaced(tmp_path):
+    """Both workers are at work for a minute: one's client hangs up, the other's deadline passes."""
+    with obeying(tmp_path, timeout_s=60) as served:
+        workers = psutil.Process(served.process.pid).children()
+        witness = tmp_path / "witness.txt"
+        left = in_background(served.post, "/v1/rewards", texts("sleep 60 late") | {"timeout_ms": 2000})
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.url}/v1/rewards", json=texts("sleep 60 gone"), timeout=2)
+        left.join(20)
+        assert sorted(witness.read_text().splitlines()) == ["sleep 60 gone", "sleep 60 late"]  # they were at work
+        gone, alive = psutil.wait_procs(workers, timeout=20)
+        assert len(gone) == 2 and not alive
+        began = time.monotonic()
+        assert [r["score"] for r in served.score({"solution_str": "fine"}, reward="obey")] == [4.0]
+        assert time.monotonic() - began < 30 and served.metric("reward_worker_restarts_total") == 1
+
+
 def test_the_same_work_in_flight_is_done_once(served, witnessed):
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(served.post, "/v1/rewards", texts("sleep 0.5 once")) for _ in range(4)]

@@ -167,7 +167,7 @@ def test_a_lane_scores_equal_work_once_and_drops_what_nobody_waits_for():
             return (Score(1.0),) * len(group.samples)
 
     async def main():
-        lane = Lane(Component("slow", 1.0, Slow()), Memory(10, 60), max_in_flight_groups=1, cancels_running=True)
+        lane = Lane(Component("slow", 1.0, Slow()), Memory(10, 60), max_in_flight_groups=1, abandoned_after_s=0)
         first = lane.add(b"1", group_of("first"))
         left_alone = lane.add(b"2", group_of("left"))
         again = lane.find(b"1")
@@ -199,7 +199,7 @@ def test_where_stopping_costs_more_than_finishing_work_goes_on_and_is_there_for_
                 await release.wait()
                 return (Score(1.0),) * len(group.samples)
 
-        lane = Lane(Component("p", 1.0, InProcesses()), Memory(10, 60), max_in_flight_groups=1, cancels_running=False)
+        lane = Lane(Component("p", 1.0, InProcesses()), Memory(10, 60), max_in_flight_groups=1, abandoned_after_s=0.2)
         running, queued = lane.add(b"1", group_of("a")), lane.add(b"2", group_of("b"))
         await asyncio.sleep(0)
         running.leave()
@@ -208,6 +208,30 @@ def test_where_stopping_costs_more_than_finishing_work_goes_on_and_is_there_for_
         release.set()
         assert (await again.future).scores == (Score(1.0),) and lane.find(b"2") is None
         assert len(calls) == 1
+
+    asyncio.run(main())
+
+
+def test_work_that_nobody_came_back_for_is_cancelled_after_a_while():
+    async def main():
+        cancelled = asyncio.Event()
+
+        class Endless:
+            async def score(self, group):
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    cancelled.set()
+
+        lane = Lane(Component("p", 1.0, Endless()), Memory(10, 60), max_in_flight_groups=1, abandoned_after_s=0.05)
+        lane.add(b"1", group_of("a")).leave()  # before it could begin
+        running = lane.add(b"2", group_of("b"))
+        await asyncio.sleep(0)
+        running.leave()
+        assert not cancelled.is_set()
+        await asyncio.wait_for(cancelled.wait(), 10)
+        await asyncio.sleep(0)
+        assert lane.find(b"2") is None and (lane.items_waiting, lane.items_running) == (0, 0)
 
     asyncio.run(main())
 

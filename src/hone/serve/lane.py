@@ -142,9 +142,13 @@ class Lane:
     """See the module."""
 
     def __init__(
-        self, component: Component, memory: Memory, *, max_in_flight_groups: int, cancels_running: bool
+        self, component: Component, memory: Memory, *, max_in_flight_groups: int, abandoned_after_s: float
     ) -> None:
-        self.component, self._cancels_running = component, cancels_running
+        """
+        Args:
+            abandoned_after_s: how long work may still run once nobody waits for it.
+        """
+        self.component, self._abandoned_after_s = component, abandoned_after_s
         self._memory, self._max_in_flight = memory, max_in_flight_groups
         self._units: dict[bytes, _Unit] = {}
         """All that waits or runs."""
@@ -185,7 +189,13 @@ class Lane:
 
     def _leave(self, unit: _Unit) -> None:
         unit.waiters -= 1
-        if unit.waiters or unit.future.done() or (unit.task is not None and not self._cancels_running):
+        if unit.task is not None and self._abandoned_after_s:
+            asyncio.get_running_loop().call_later(self._abandoned_after_s, self._drop_if_abandoned, unit)
+        else:
+            self._drop_if_abandoned(unit)
+
+    def _drop_if_abandoned(self, unit: _Unit) -> None:
+        if unit.waiters or unit.future.done():
             return
         del self._units[unit.key]
         unit.future.cancel()

@@ -42,6 +42,8 @@ from hone.serve.settings import ScoringSettings
 from hone.types import Fault, Score
 
 _MAX_RETRY_AFTER_S = 60.0
+_RESTART_S = 1.0
+"""About what a scorer process costs to start; work in one is killed no sooner than that after its last asker left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class ScoringService:
             Memory(settings.cache_items, settings.cache_ttl_s),
             # No more than there are processes: what waits here can be dropped, in the pool it would count as running.
             max_in_flight_groups=self._loaded.config.reward.workers if in_pool else settings.max_in_flight_groups,
-            cancels_running=not in_pool,
+            abandoned_after_s=_RESTART_S if in_pool else 0.0,
         )
 
     async def start(self) -> None:
