@@ -137,7 +137,7 @@ class Trainer:
 
 class Observer:
     def __init__(self):
-        self.rows, self.records = [], []
+        self.rows, self.records, self.events = [], [], []
 
     @contextmanager
     def span(self, name, **args):
@@ -145,6 +145,9 @@ class Observer:
 
     def log(self, stage, step, values):
         self.rows.append((stage, step, dict(values)))
+
+    def event(self, kind, **fields):
+        self.events.append({"at": 0.0, "kind": kind, **fields})
 
     def record(self, stage, step, groups, advantages):
         self.records.append((step, [g.prompt.index for g in groups], advantages is not None))

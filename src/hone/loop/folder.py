@@ -1,8 +1,8 @@
 """The folder of a run: where everything in it lies, who may write there, and whether it is this run's at all.
 
     run.yaml         the resolved configuration, for people       .identity.json   the same, for comparing
-    metrics.jsonl    samples/    logs/    tensorboard/            trace.json       report.html       memory.json
-    checkpoints/     hf/    hf-best/        services.json         .lock            held while a run is going
+    metrics.jsonl    events.jsonl           samples/    logs/     tensorboard/     trace.json         report.html
+    checkpoints/     hf/    hf-best/        services.json         memory.json      .lock  held while a run is going
 
 Opening answers one question: new, resumed, or refused? A folder with other people's files is refused in any case,
 and nothing is ever deleted: `fresh` moves the old run aside. What is in the files is the business of others.
@@ -72,6 +72,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
 
     @property
     def samples(self) -> Path:

@@ -31,7 +31,10 @@ class Finished:
 async def train_policy(run: PolicyRun) -> None:
     """Make policy updates until `run.steps` are made or a stop is asked for. The caller saves the end."""
     progress, prompts_per_step = run.progress, run.config.train.prompts_per_step
-    buffer: GroupBuffer[Finished] = GroupBuffer((run.config.rollout.max_staleness + 1) * prompts_per_step)
+    max_staleness = run.config.rollout.max_staleness
+    permits = (max_staleness + 1) * prompts_per_step
+    buffer: GroupBuffer[Finished] = GroupBuffer(permits)
+    run.observer.event("started", step=progress.step, permits=permits, max_staleness=max_staleness)
     run.rewards.expect(progress.reward_fingerprints)
     await run.publish()
     if await evaluate_if_due(run) and progress.step < run.config.run.steps:
@@ -51,6 +54,7 @@ async def train_policy(run: PolicyRun) -> None:
             progress.step += 1
             progress.next_prompt = finished[-1].group.prompt.index + 1
             progress.reward_fingerprints = run.rewards.fingerprints()
+            run.tell_trained([f.group for f in finished])
             with run.observer.span("publish"):
                 await run.publish()
             metrics |= {"time/generate_s": generated - started, "time/reward_s": taken - generated}
@@ -76,6 +80,7 @@ async def produce(run: PolicyRun, buffer: GroupBuffer[Finished], tasks: asyncio.
 async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
     """Sample a group and score it. None: nothing to learn here, the permit goes back."""
     config = run.config
+    run.observer.event("group_started", prompt=prompt.index, id=prompt.id)
     request = Request(prompt, config.rollout.group_size, run.sampling, config.seed, "train")
     greedy = Request(prompt, 1, replace(run.sampling, temperature=0.0), config.seed, "train")
     requests = [request, greedy] if "greedy_reward" in run.algorithm.needs else [request]
@@ -105,6 +110,7 @@ async def sample_and_score(run: PolicyRun, request: Request) -> Finished:
 
 async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     """One policy update, possibly of several optimizer steps, on `prompts_per_step` groups."""
+    run.observer.event("training", step=run.progress.step + 1)
     dropped = run.take_dropped()
     metrics = summarize(groups, dropped, version=run.progress.step, threshold=run.config.eval.threshold)
     metrics |= component_metrics(groups, run.rewards.weights) | run.rewards.http_metrics()
@@ -153,8 +159,10 @@ async def evaluate_if_due(run: PolicyRun) -> bool:
     is_due = step in (0, last) or due(step, run.config.eval.every)
     if run.evaluate is None or not is_due or run.progress.evaluated_step == step:
         return False
+    run.observer.event("evaluating", step=step)
     with run.observer.span("evaluate"):
         metrics = await run.unless_stopped(run.evaluate())
+    run.observer.event("evaluated", step=step)
     if metrics is None:
         return False
     run.progress.evaluated_step = step

@@ -64,6 +64,7 @@ class Stage(Generic[AnyTrainer]):
 
     async def save(self) -> None:
         """Write a checkpoint of this very moment."""
+        self.observer.event("saving", step=self.progress.step)
         with self.observer.span("checkpoint"):
             self.progress.metrics_bytes = self.observer.position()
 
@@ -73,6 +74,7 @@ class Stage(Generic[AnyTrainer]):
                     self.checkpoints.save(self.progress, tensors, rest)
 
             await self.in_compute_thread(self.guard.attempt, save)
+        self.observer.event("saved", step=self.progress.step)
 
 
 @dataclass
@@ -97,6 +99,7 @@ class PolicyRun(Stage[Trainer]):
         """Make the trainer's weights live in the engine, as version `progress.step`."""
         weights = None if self.weights_are_shared else self.trainer.weights()
         await self.engine.load(weights, self.progress.step)
+        self.observer.event("published", version=self.progress.step)
 
     def is_best_so_far(self, metrics: Mapping[str, float]) -> bool:
         """Whether these are the best evaluation metrics by `checkpoint.best`; if so, `progress` remembers the step."""
@@ -117,9 +120,17 @@ class PolicyRun(Stage[Trainer]):
         """Whether a scored group is worth a place in the update; a dropped one is remembered for the record."""
         informative = not self.config.algorithm.drop_uninformative or self.algorithm.informative(group.rewards)
         if informative and self.rewards.enough(group):
+            self.observer.event("group_finished", prompt=group.prompt.index, versions=versions_of(group))
             return True
+        self.observer.event("group_dropped", prompt=group.prompt.index)
         self.dropped.append(group)
         return False
+
+    def tell_trained(self, groups: Sequence[Group]) -> None:
+        """Record which groups the update that was just counted was made of."""
+        oldest = min((versions[0] for group in groups if (versions := versions_of(group))), default=None)
+        prompts = [group.prompt.index for group in groups]
+        self.observer.event("trained", step=self.progress.step, prompts=prompts, oldest=oldest)
 
     def take_dropped(self) -> list[Group]:
         """The groups dropped since the last update."""
@@ -156,6 +167,12 @@ class PolicyRun(Stage[Trainer]):
                 "every group, or samples that cannot be scored, leave nothing to learn from: check the reward and the "
                 "difficulty of the prompts, or raise algorithm.max_dropped_per_kept."
             )
+
+
+def versions_of(group: Group) -> tuple[int, int] | None:
+    """The oldest and the newest version that sampled one of the group's tokens; None without a token."""
+    written = [sample.versions for sample in group.samples if sample.versions]
+    return (min(map(min, written)), max(map(max, written))) if written else None
 
 
 def sample_advantages(batch: Batch) -> list[float]:

@@ -24,6 +24,7 @@ import psutil
 from hone.errors import HoneError
 from hone.observe.background import Background
 from hone.observe.console import LogView, View, open_view
+from hone.observe.events import FILE, EventLog
 from hone.observe.metrics import find_metric
 from hone.observe.recorder import Recorder
 from hone.observe.report import Picture, Summary, write_report
@@ -98,11 +99,17 @@ class Observer:
         """Metrics that were warned of."""
         log = LogView(folder / "logs" / "training.log", title, total_steps, resume=resume)
         self._views: tuple[View, View] = (log, open_view(settings.console, title, total_steps))
+        self._events = EventLog(folder / FILE, resume=resume, warn=self.warn)
 
     def begin(self, stage: str, total_steps: int) -> None:
         """A stage of so many steps begins; for the views' progress and remaining time."""
+        self.event("stage", stage=stage, steps=total_steps)
         for view in self._views:
             view.begin(stage, total_steps)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one event to events.jsonl; `events.KINDS` has the kinds and their fields."""
+        self._events.write(kind, **fields)
 
     def watch(self, measure: Callable[[], Mapping[str, float]]) -> None:
         """Add what this measures to every line of metrics, in place of the observer's own figure of that name."""
@@ -166,6 +173,8 @@ class Observer:
         """Finish every record and write report.html. `outcome` is one line: how the run ended."""
         events = self._spans.take_events()
         message = outcome
+        self.event("stopped", outcome=outcome)
+        self._events.close()
         try:
             try:
                 self._background.submit(lambda: self._close_slow(events))
