@@ -21,8 +21,8 @@ class PoolSection(Section):
 
 class ShardingSection(Section):
     shard: int | None = key(None, unit="devices", ge=1)
-    """Devices that weights, gradients and moments are sharded over (FSDP2), besides `tensor_parallel`; null: all; fewer:
-    copies of the shards."""
+    """Devices that weights, gradients and moments are sharded over (FSDP2), besides `tensor_parallel`; null: all;
+    fewer: copies of the shards."""
     tensor_parallel: int = key(1, unit="devices", ge=1)
     """Devices that each layer is divided over."""
     sequence_parallel: int = key(1, unit="devices", ge=1)

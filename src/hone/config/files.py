@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -309,16 +309,21 @@ def find_program(word: str, folder: Path) -> str | None:
     return shutil.which(word, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
-def context_limit(config: RunConfig, folder: Path) -> int | None:
-    """The model's context in tokens (`max_position_embeddings`), where it can be known without the hub."""
+def architecture_of(config: RunConfig, folder: Path) -> Mapping[str, Any]:
+    """The keys of the model's config.json, where they can be known without the hub; else none."""
     architecture: Any = config.model.init
     if config.model.path is not None:
         file = folder / Path(config.model.path).expanduser() / "config.json"
         try:
             architecture = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError, RecursionError):
-            return None
-    limit = architecture.get("max_position_embeddings") if isinstance(architecture, dict) else None
+            return {}
+    return architecture if isinstance(architecture, dict) else {}
+
+
+def context_limit(config: RunConfig, folder: Path) -> int | None:
+    """The model's context in tokens (`max_position_embeddings`), where it can be known without the hub."""
+    limit = architecture_of(config, folder).get("max_position_embeddings")
     return limit if isinstance(limit, int) and not isinstance(limit, bool) else None
 
 

@@ -1,8 +1,8 @@
 """What must hold between keys: one small function per rule, all of them asked, all answers reported together.
 
 A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm are in `algorithm_rules.py`, of adapters in
-`lora_rules.py`, of services in `service_rules.py`; those that look at the world outside the run file (data files,
-rewards, model directories) are in `files.py`. Bounds of one key alone are in `run.py`.
+`lora_rules.py`, of services in `service_rules.py`, of placements in `cluster_rules.py`; those that look at the world
+outside the run file (data files, rewards, model directories) are in `files.py`. Bounds of one key are in `run.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hone.config.algorithm_rules import ALGORITHM_RULES
 from hone.config.breach import Breach
+from hone.config.cluster_rules import CLUSTER_RULES, heads_divide
 from hone.config.derived import longest_tokens, run_dir, samples_per_update
 from hone.config.files import FILE_RULES, context_limit, template_columns
 from hone.config.lora_rules import LORA_RULES
@@ -29,7 +30,8 @@ def breaches(config: RunConfig, run_file: Path) -> list[Breach]:
     folder = run_file.parent  # where relative paths of the run file start
     found = [breach for rule in RULES for breach in rule(config)]
     found += [breach for file_rule in FILE_RULES for breach in file_rule(config, folder)]
-    return [*found, *length_fits_context(config, folder), *run_folder_is_its_own(config, run_file)]
+    found += [*length_fits_context(config, folder), *heads_divide(config, folder)]
+    return [*found, *run_folder_is_its_own(config, run_file)]
 
 
 def one_model_source(config: RunConfig) -> Iterator[Breach]:
@@ -302,4 +304,5 @@ RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
     *LORA_RULES,
     *SERVICE_RULES,
+    *CLUSTER_RULES,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, get_args
 
 from hone.config.cluster import PoolSection, Role
@@ -117,15 +117,16 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
     """
     cluster = config.cluster
     if cluster.backend == "local":
-        nodes, per_node, free, wanted = 1, 1, range(1), {DEFAULT_POOL: PoolSection(devices=1, roles=ROLES)}
+        nodes, per_node, free, wanted = 1, 1, [0], {DEFAULT_POOL: PoolSection(devices=1, roles=ROLES)}
     else:
         nodes = cluster.nodes
         per_node = cluster.devices_per_node or devices_per_node or -(-max(devices_asked_for(config), 1) // nodes)
         taken = service_devices(config)
         free = [number for number in range(nodes * per_node) if number not in taken]
         wanted = cluster.pools or {DEFAULT_POOL: PoolSection(devices=max(len(free), 1), roles=ROLES)}
-    pools = _pools(wanted, free, needed_roles(config) | optional_roles(config), per_node)
-    place = {role: pool for pool in pools for role in pool.roles}
+    numbers = chain(free, count(nodes * per_node))  # what is asked for and not there is counted too
+    pools = _pools(wanted, numbers, needed_roles(config) | optional_roles(config), per_node)
+    place = {role: pool for pool in reversed(pools) for role in pool.roles}
     settings = cluster.trainer
     trained = {
         role: _trainer(pool, settings.shard, settings.tensor_parallel, settings.sequence_parallel, per_node)
@@ -138,11 +139,11 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
         devices_per_node=per_node,
         pools=pools,
         trainer=trained.get("policy") or _trainer(pools[0], None, 1, 1, per_node),
-        engines=_replicas(place.get("rollout"), "engine", cluster.engines.tensor_parallel, per_node),
+        engines=replicas_of(place.get("rollout"), "engine", cluster.engines.tensor_parallel, per_node),
         critic=trained.get("critic"),
         reference=trained.get("reference"),
-        reward_models=_replicas(place.get("reward_model"), "reward_model", 1, per_node),
-        judges=_replicas(place.get("judge"), "judge", cluster.judge.tensor_parallel, per_node),
+        reward_models=replicas_of(place.get("reward_model"), "reward_model", 1, per_node),
+        judges=replicas_of(place.get("judge"), "judge", cluster.judge.tensor_parallel, per_node),
     )
 
 
@@ -188,9 +189,8 @@ def judge_services(config: RunConfig) -> list[str]:
 
 
 def _pools(
-    wanted: dict[str, PoolSection], free: Iterable[int], needed: Iterable[Role], per_node: int
+    wanted: dict[str, PoolSection], devices: Iterator[int], needed: Iterable[Role], per_node: int
 ) -> tuple[Pool, ...]:
-    devices = _endless(free)
     return tuple(_pool(name, section, devices, needed, per_node) for name, section in wanted.items())
 
 
@@ -198,15 +198,6 @@ def _pool(name: str, section: PoolSection, devices: Iterator[int], needed: Itera
     numbers = tuple(islice(devices, section.devices))
     roles: tuple[Role, ...] = tuple(role for role in ROLES if role in section.roles and role in needed)
     return Pool(name, roles, numbers, _nodes(numbers, per_node))
-
-
-def _endless(free: Iterable[int]) -> Iterator[int]:
-    """The free devices, and then numbers that no machine has."""
-    last = -1
-    for number in free:
-        yield number
-        last = number
-    yield from count(last + 1)
 
 
 def _trainer(pool: Pool, shard: int | None, tensor: int, sequence: int, per_node: int) -> TrainerGroup:
@@ -225,7 +216,8 @@ def _trainer(pool: Pool, shard: int | None, tensor: int, sequence: int, per_node
     )
 
 
-def _replicas(pool: Pool | None, name: str, each: int, per_node: int) -> tuple[Replica, ...]:
+def replicas_of(pool: Pool | None, name: str, each: int, per_node: int) -> tuple[Replica, ...]:
+    """A pool cut into replicas of `each` devices; a rest is left out, and without a pool there is none."""
     if pool is None:
         return ()
     return tuple(
@@ -235,7 +227,7 @@ def _replicas(pool: Pool | None, name: str, each: int, per_node: int) -> tuple[R
 
 
 def _cut(devices: Sequence[int], each: int) -> Iterator[tuple[int, ...]]:
-    """Consecutive runs of so many devices; a rest is left out."""
+    """Consecutive runs of so many devices."""
     for start in range(0, len(devices) - each + 1, each):
         yield tuple(devices[start : start + each])
 
