@@ -160,9 +160,6 @@ class RayCluster:
     def _connect(self) -> None:
         address, cores = self._settings.address, len(os.sched_getaffinity(0))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if address is None:
-            # Read when Ray is imported: on Linux it takes another address than the loopback unless it is told this.
-            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         import ray
 
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": self._name}
@@ -175,6 +172,7 @@ class RayCluster:
                     "`ray start --head` there, or take the key out to have one started on this machine."
                 ) from error
             return
+        _stay_on_loopback()
         self._folder = tempfile.mkdtemp(prefix="hone-ray-")
         own = {"num_gpus": 0, "num_cpus": max(cores, self._num_devices)} if self._kind == "CPU" else {"num_cpus": cores}
         ray.init(address="local", include_dashboard=False, _temp_dir=self._folder, **own, **quiet)
@@ -207,6 +205,14 @@ class RayCluster:
         order = {node: number for number, node in enumerate(dict.fromkeys(where[i] for i in sorted(where)))}
         self._places = sorted(where, key=lambda bundle: (order[where[bundle]], bundle))
         self._nodes = [where[bundle] for bundle in self._places]
+
+
+def _stay_on_loopback() -> None:
+    """Have Ray's processes listen on the loopback alone, which it does by itself only where it knows no clusters."""
+    from ray._private import ray_constants
+
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes that it starts
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _holders() -> str:

@@ -1,0 +1,206 @@
+"""What runs in the processes that Ray starts for a run: a trainer's rank, or an engine.
+
+Both hold what `build` makes in them, answer `ping` at any time, and compute on one thread. They know nothing of the
+run; who drives them is in `trainer.py` and `engine.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from hone.cluster.parcel import Parcel, parcel_of
+from hone.errors import EngineError, HoneError
+from hone.rollout.engine import Engine, Request
+from hone.train.trainer import Trainer
+from hone.types import Sample
+
+BEAT_S = 2.0
+"""An engine with nothing to tell says so after this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """Where a process is and what it takes."""
+
+    pid: int
+    host: str
+    rss_bytes: int
+    peak_rss_bytes: int
+    cuda_peak_bytes: int
+    """Most that tensors held on its GPU; 0 without one."""
+
+    @classmethod
+    def here(cls) -> Vitals:
+        return cls(
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            rss_bytes=psutil.Process().memory_info().rss,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            cuda_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place among those that train together."""
+
+    rank: int
+    world_size: int
+    address: str
+    """Where they meet; see `train.mesh.process_group`."""
+
+
+MakeTrainer = Callable[[Seat], AbstractContextManager[Trainer]]
+MakeEngine = Callable[[], Awaitable[Engine]]
+
+
+class TrainerRank:
+    """One rank of a trainer. Every rank is asked for the same, and only rank 0 answers with what came of it."""
+
+    def __init__(self) -> None:
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._open = ExitStack()
+        self._trainer: Trainer | None = None
+        self._is_first = True
+
+    async def ping(self) -> Vitals:
+        return Vitals.here()
+
+    async def free_address(self) -> str:
+        """Where ranks on several machines can meet, if this is the first one."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    async def build(self, make: MakeTrainer, seat: Seat) -> Any:
+        """Make the trainer; returns what describes its model."""
+
+        def build() -> Any:
+            self._trainer = self._open.enter_context(make(seat))
+            return self._trainer.hf_config if self._is_first else None
+
+        self._is_first = seat.rank == 0
+        return await self._computed(build)
+
+    async def call(self, method: str, *args: Any, **named: Any) -> Any:
+        """What a method of `Trainer` returns."""
+
+        def call() -> Any:
+            result = getattr(self._trainer, method)(*args, **named)
+            return result if self._is_first else None
+
+        return await self._computed(call)
+
+    async def weights(self, version: int, bucket_bytes: int) -> Parcel | None:
+        """The policy's weights, ready to be sent."""
+
+        def pack() -> Parcel | None:
+            assert self._trainer is not None
+            weights = self._trainer.weights()
+            if self._is_first:
+                return parcel_of(weights, version, bucket_bytes)
+            for _ in weights:  # a sharded weight is put together by all ranks
+                pass
+            return None
+
+        return await self._computed(pack)
+
+    async def close(self) -> None:
+        """Leave the others."""
+        await self._computed(self._open.close)
+
+    async def _computed(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+
+News = tuple[int, Sample | HoneError | None]
+"""Of a request, by its number: a sample is finished; it failed; or all its samples were told."""
+
+
+class EngineActor:
+    """One engine. Requests come in by `submit`, and what is finished is asked for with `take`, as much as there is."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._news: list[News] = []
+        self._is_news = asyncio.Event()
+
+    async def ping(self) -> Vitals:
+        return Vitals.here()
+
+    async def build(self, make: MakeEngine) -> None:
+        self._engine = await make()
+
+    async def submit(self, requests: Sequence[tuple[int, Request]]) -> None:
+        """Begin with these, together and in order."""
+        for number, request in requests:
+            self._running[number] = asyncio.create_task(self._generate(number, request))
+
+    async def take(self) -> Sequence[News]:
+        """What has happened since the last time; waits for something to happen, but not long."""
+        try:
+            async with asyncio.timeout(BEAT_S):
+                await self._is_news.wait()
+        except TimeoutError:
+            return ()
+        self._is_news.clear()
+        news, self._news = self._news, []
+        return news
+
+    async def cancel(self, number: int) -> None:
+        """Nobody waits for this request any more."""
+        if (task := self._running.get(number)) is not None:
+            task.cancel()
+
+    async def load(self, parcel: Parcel, version: int) -> int:
+        """Returns the version that the engine then says it has."""
+        await self.engine.load(parcel, version)
+        return self.engine.version
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def fingerprint(self) -> str:
+        return self.engine.fingerprint()
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "build comes first"
+        return self._engine
+
+    async def _generate(self, number: int, request: Request) -> None:
+        try:
+            await self.engine.generate(request, lambda sample: self._tell(number, sample))
+            self._tell(number, None)
+        except HoneError as error:
+            self._tell(number, error)
+        except Exception as error:  # boundary: whatever it is, the one who waits must hear of it
+            self._tell(number, EngineError(f"prompt {request.prompt.id}: {type(error).__name__}: {error}"))
+        finally:
+            del self._running[number]
+
+    def _tell(self, number: int, what: Sample | HoneError | None) -> None:
+        self._news.append((number, what))
+        self._is_news.set()

@@ -1,0 +1,89 @@
+"""Calls to Ray's processes: waited for with a deadline, and failed in words that name who failed.
+
+Used by the handles (`trainer.py`, `engine.py`); what is behind a call is in `actors.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from hone.errors import ClusterError, HoneError
+
+GRACE_S = 5.0
+"""How long to look for the one that died when another reports that it lost its connection to somebody."""
+
+
+def wait_for_all(calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
+    """The results of one call on several processes, in their order.
+
+    Args:
+        calls: by the name of the process.
+        what: is being done, for errors.
+    Raises:
+        HoneError: what one of them raised; ClusterError names one that died, failed otherwise, or gave no answer.
+    """
+    names, pending = {ref: name for name, ref in calls.items()}, list(calls.values())
+    deadline = time.monotonic() + timeout_s
+    while pending:
+        done, pending = ray.wait(pending, timeout=max(deadline - time.monotonic(), 0), fetch_local=False)
+        if not done:
+            stuck = ", ".join(names[ref] for ref in pending)
+            raise ClusterError(f"{what}: no answer from {stuck} within {timeout_s:g} s (cluster.call_timeout_s).")
+        try:
+            ray.get(done)
+        except RayError as error:
+            raise _first_death(names[done[0]], error, {names[ref]: ref for ref in pending}, what) from error
+    return ray.get(list(calls.values()))
+
+
+async def wait_for_one(name: str, call: ray.ObjectRef, what: str, timeout_s: float) -> Any:
+    """As `wait_for_all`, of one process, in the event loop."""
+    waiting = asyncio.wrap_future(call.future())  # type: ignore[attr-defined]
+    try:
+        done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
+        if not done:
+            raise ClusterError(f"{what}: no answer from {name} within {timeout_s:g} s (cluster.call_timeout_s).")
+        return waiting.result()
+    except RayError as error:
+        raise told(name, error, what) from error
+    finally:
+        waiting.cancel()
+
+
+def told(name: str, error: RayError, what: str) -> HoneError:
+    """A failure in our words: what the process itself raised if that is ours."""
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, HoneError):
+            return error.cause
+        cause = error.cause
+        return ClusterError(f"{what}: {name} failed: {type(cause).__name__}: {cause}\n{error.traceback_str}")
+    if isinstance(error, RayActorError):
+        return ClusterError(f"{what}: {name} died. {_last_line(error)}")
+    return ClusterError(f"{what}: {name}: {type(error).__name__}: {error}")
+
+
+def _first_death(name: str, error: RayError, others: Mapping[str, ray.ObjectRef], what: str) -> HoneError:
+    """Who really failed: ranks that wait for a dead one fail too, and are often heard first."""
+    if isinstance(error, RayTaskError) and not isinstance(error.cause, HoneError) and others:
+        refs = {ref: other for other, ref in others.items()}
+        ended, _ = ray.wait(list(refs), num_returns=len(refs), timeout=GRACE_S, fetch_local=False)
+        for ref in ended:
+            try:
+                ray.get(ref)
+            except RayActorError as death:
+                return told(refs[ref], death, what)
+            except RayTaskError as failure:
+                if isinstance(failure.cause, HoneError):
+                    return failure.cause
+    return told(name, error, what)
+
+
+def _last_line(error: RayActorError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else ""

@@ -1,0 +1,168 @@
+"""An engine as the loop sees it when it is a process of Ray's: `rollout.engine.Engine` from a distance.
+
+Requests made in one pass of the event loop travel together and in order, as they reach an engine in this process; so
+do the samples that are finished by the time that somebody asks. One question is under way while requests are, and its
+answer, with or without news, is the engine's sign of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from hone.cluster.actors import BEAT_S, MakeEngine
+from hone.cluster.calls import wait_for_all, wait_for_one
+from hone.cluster.parcel import parcel_of
+from hone.cluster.trainer import RemoteWeights
+from hone.errors import ClusterError, EngineError, HoneError
+from hone.rollout.engine import OnSample, Request
+from hone.types import Sample
+
+CLOSE_S = 10.0
+
+
+@dataclass
+class _Waiting:
+    """A request that somebody waits for."""
+
+    done: asyncio.Future[tuple[Sample, ...]]
+    on_sample: OnSample | None
+    samples: list[Sample] = field(default_factory=list)
+
+
+class RemoteEngine:
+    """`Engine` of one process.
+
+    Args:
+        name: for errors: `engine-0`.
+        actor: handle of an `EngineActor`.
+        timeout_s: an engine without an answer for so long is stuck.
+        bucket_bytes: weights that come from this process are sent in pieces of this size.
+    """
+
+    def __init__(self, name: str, actor: Any, *, timeout_s: float, bucket_bytes: int) -> None:
+        self.name, self.version = name, -1
+        self._actor, self._timeout_s, self._bucket_bytes = actor, timeout_s, bucket_bytes
+        self._numbers = itertools.count()
+        self._waiting: dict[int, _Waiting] = {}
+        self._unsent: list[tuple[int, Request]] = []
+        self._listener: asyncio.Task[None] | None = None
+        self._failure: EngineError | None = None
+
+    async def build(self, make: MakeEngine, *, timeout_s: float) -> None:
+        """Make the engine in its process."""
+        await self._call(self._actor.build.remote(make), "starting", timeout_s)
+
+    async def generate(self, request: Request, on_sample: OnSample | None = None) -> tuple[Sample, ...]:
+        """See `Engine.generate`. Raises EngineError naming this engine when its process died or is stuck."""
+        self._refuse_if_failed()
+        number, waiting = next(self._numbers), _Waiting(asyncio.get_running_loop().create_future(), on_sample)
+        self._waiting[number] = waiting
+        self._unsent.append((number, request))
+        if len(self._unsent) == 1:
+            asyncio.get_running_loop().call_soon(self._send_when_quiet, 1)
+        try:
+            return await waiting.done
+        except asyncio.CancelledError:
+            self._cancel(number)
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """See `Engine.load`. Weights of a `RemoteTrainer` go from its rank to this engine."""
+        if weights is None:
+            raise ValueError("an engine in another process shares no weights with the trainer")
+        if isinstance(weights, RemoteWeights):
+            parcel = weights.parcel
+        else:
+            parcel = ray.put(parcel_of(weights, version, self._bucket_bytes))
+        what = f"loading the weights of version {version}"
+        self.version = await self._call(self._actor.load.remote(parcel, version), what)
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        await self._call(self._actor.sleep.remote(), "sleep")
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        await self._call(self._actor.wake.remote(), "wake")
+
+    def fingerprint(self) -> str:
+        """See `Engine.fingerprint`. Blocks: not for the event loop's thread."""
+        return wait_for_all({self.name: self._actor.fingerprint.remote()}, "fingerprint", self._timeout_s)[0]
+
+    async def close(self) -> None:
+        """See `Engine.close`; the process ends."""
+        self._fail(EngineError(f"{self.name} was closed"))
+        with contextlib.suppress(HoneError):  # dead or stuck: it is ended below in any case
+            await wait_for_one(self.name, self._actor.close.remote(), "close", CLOSE_S)
+        ray.kill(self._actor)
+
+    async def _call(self, call: Any, what: str, timeout_s: float | None = None) -> Any:
+        self._refuse_if_failed()
+        try:
+            return await wait_for_one(self.name, call, what, timeout_s or self._timeout_s)
+        except HoneError as error:
+            if isinstance(error, ClusterError):
+                self._fail(EngineError(str(error)))
+            raise
+
+    def _send_when_quiet(self, seen: int) -> None:
+        """Send new requests all at once, after a pass of the event loop that brought no more of them."""
+        if len(self._unsent) != seen:
+            asyncio.get_running_loop().call_soon(self._send_when_quiet, len(self._unsent))
+            return
+        requests = [(number, request) for number, request in self._unsent if number in self._waiting]
+        self._unsent = []
+        if requests and self._failure is None:
+            self._actor.submit.remote(requests)
+            if self._listener is None:
+                self._listener = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        """Ask for news for as long as somebody waits for any."""
+        try:
+            while self._waiting:
+                news = await wait_for_one(self.name, self._actor.take.remote(), "sampling", self._timeout_s + BEAT_S)
+                for item in news:
+                    self._hear(*item)
+        except HoneError as error:
+            self._fail(EngineError(str(error)))
+        finally:
+            self._listener = None
+
+    def _hear(self, number: int, what: Sample | HoneError | None) -> None:
+        waiting = self._waiting.get(number)
+        if waiting is None or waiting.done.done():  # cancelled meanwhile
+            return
+        if isinstance(what, Sample):
+            waiting.samples.append(what)
+            if waiting.on_sample is not None:
+                waiting.on_sample(what)
+        elif what is None:
+            waiting.done.set_result(tuple(waiting.samples))
+        else:
+            waiting.done.set_exception(what)
+
+    def _cancel(self, number: int) -> None:
+        if self._failure is None:
+            self._actor.cancel.remote(number)
+
+    def _fail(self, failure: EngineError) -> None:
+        """Nothing can be had of this engine any more."""
+        self._failure = self._failure or failure
+        for waiting in self._waiting.values():
+            if not waiting.done.done():
+                waiting.done.set_exception(EngineError(str(failure)))
+
+    def _refuse_if_failed(self) -> None:
+        if self._failure is not None:
+            raise EngineError(str(self._failure))
