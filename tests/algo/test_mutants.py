@@ -19,7 +19,7 @@ import pytest
 from hone.algo import algorithm, correction, loss, returns
 from hone.data import pack
 from hone.rollout import sampling
-from hone.train import local, trainer
+from hone.train import policy, trainer
 from hone.types import Progress
 
 TESTS = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ MUTANTS = {
         "algo/test_loss.py::test_sequence_ratio_is_the_geometric_mean_over_the_policys_own_tokens",
     ),
     "normaliser per microbatch": Mutant(
-        local.LocalTrainer.accumulate,
+        policy.PolicyTrainer.accumulate,
         {" totals,\n": " count_totals(batch.shape.length_S[part]),\n"},
         "train/test_trainer.py::test_gradient_ignores_microbatch_split",
         ("dapo",),

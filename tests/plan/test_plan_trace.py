@@ -112,7 +112,7 @@ def resident(trainer):
     learners = [trainer, *([trainer.critic] if trainer.critic else [])]
     tensors = []
     for one in learners:
-        flat = one.flat
+        flat = one.held
         tensors += [flat.master, flat.grad, flat.compute, *one.optimizer.moments.values()]
         tensors += [*one.model.parameters(), *one.model.buffers()]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -120,7 +120,7 @@ def test_gradient_is_autograds_of_the_plain_formula(clip):
         loss_T = torch.maximum(loss_T, (bounded_T - return_T) ** 2)
     mask_T = batch.loss_mask_T.double()
     (0.5 * (loss_T * mask_T).sum() / mask_T.sum()).backward()
-    assert_close(caught, plain.flat.grad, rtol=1e-9)
+    assert_close(caught, plain.held.grad, rtol=1e-9)
 
 
 def test_metrics_are_those_of_the_whole_whatever_the_split():
@@ -183,15 +183,15 @@ STEERED = AlgorithmSection(
 
 def test_while_the_critic_warms_up_the_policy_waits():
     trainer, algorithm = ppo_trainer(critic_warmup_updates=2), Algorithm(STEERED)
-    policy, critic = trainer.flat.master.clone(), trainer.critic.flat.master.clone()
+    policy, critic = trainer.held.master.clone(), trainer.critic.held.master.clone()
     for _ in range(2):
         metrics = update_of(trainer, make_groups(), algorithm)
         assert "train/loss" not in metrics
-    assert torch.equal(trainer.flat.master, policy)
-    assert not torch.equal(trainer.critic.flat.master, critic)
+    assert torch.equal(trainer.held.master, policy)
+    assert not torch.equal(trainer.critic.held.master, critic)
     assert trainer.optimizer.step_count == 0, "the policy's schedule has not begun"
     assert "train/loss" in update_of(trainer, make_groups(), algorithm)
-    assert not torch.equal(trainer.flat.master, policy)
+    assert not torch.equal(trainer.held.master, policy)
 
 
 def test_the_policy_becomes_its_own_reference_when_it_is_due():

@@ -143,7 +143,7 @@ def test_an_optimizer_step_is_never_applied_twice(fails_at):
     step, begun = learner.optimizer.step, []
 
     def failing_step():
-        begun.append(learner.flat.grad.clone())
+        begun.append(learner.held.grad.clone())
         if len(begun) <= fails_at:
             with Failing(ladder, 1):
                 return step()
@@ -154,7 +154,7 @@ def test_an_optimizer_step_is_never_applied_twice(fails_at):
     assert len(begun) == fails_at + 1
     assert torch.allclose(begun[0], begun[-1], rtol=1e-9)
     assert learner.optimizer.step_count == 1
-    torch.testing.assert_close(learner.flat.master, expected.flat.master, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(learner.held.master, expected.held.master, rtol=1e-9, atol=1e-12)
     with Failing(ladder) as counting, ladder.phase("optimizer", final=True):
         learner.optimizer._adam.step()
     assert counting.count == 0
@@ -181,7 +181,7 @@ def test_a_step_that_failed_inside_adam_counts_once():
         trainer.update(batch, algorithm)
         trainer.update(batch, algorithm)
     assert failures
-    torch.testing.assert_close(learner.flat.master, expected.flat.master, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(learner.held.master, expected.held.master, rtol=1e-9, atol=1e-12)
 
 
 def test_gradients_do_not_depend_on_any_rung():
@@ -198,18 +198,18 @@ def test_gradients_do_not_depend_on_any_rung():
         trainer = make_trainer()
         guarded(trainer, settings=settings)
         trainer.update(batch, algorithm)
-        torch.testing.assert_close(trainer.flat.master, expected.flat.master, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(trainer.held.master, expected.held.master, rtol=1e-6, atol=1e-9)
 
 
 def test_memory_that_never_suffices_ends_and_harms_no_weights():
     trainer = make_trainer()
     ladder = guarded(trainer)
-    before = trainer.flat.master.clone()
+    before = trainer.held.master.clone()
     algorithm = algorithm_of("grpo")
     batch = make_batch(make_groups(), algorithm)
     trainer.accumulate = lambda *arguments: (_ for _ in ()).throw(MemoryError("always"))
     with pytest.raises(MemoryExhausted, match="out of memory in update"):
         trainer.update(batch, algorithm)
-    assert torch.equal(trainer.flat.master, before)
+    assert torch.equal(trainer.held.master, before)
     assert trainer.optimizer.step_count == 0
     assert ladder.settings == {TOKENS: LOWEST_TOKENS, CHUNK: 4, RECOMPUTE: True}

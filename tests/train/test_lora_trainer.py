@@ -35,7 +35,7 @@ def test_only_the_adapter_has_master_weights_gradients_and_moments():
     assert {name: tensor.numel() for name, tensor in tensors.items()} == dict.fromkeys(
         ("master", "exp_avg", "exp_avg_sq"), TRAINED
     )
-    assert trainer.flat.grad.numel() == TRAINED
+    assert trainer.held.grad.numel() == TRAINED
     assert sum(weight.numel() for weight in beneath.values()) > 2 * TRAINED, "though the model is tiny"
     assert {name.rpartition(".")[2] for name, _ in rest["segments"]} == {"a", "0", "1", "2"}
     trainer.update(*batch_of("grpo", trainer))

@@ -64,7 +64,7 @@ def test_the_gradient_is_autograds_of_the_plain_formula():
     loss = torch.stack(losses).mean()
     loss.backward()
     assert metrics["rm/loss"] == pytest.approx(loss.item(), rel=1e-12)
-    assert torch.allclose(found, plain.flat.grad, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(found, plain.held.grad, rtol=1e-9, atol=1e-12)
     correct = [(score(p.chosen) > score(p.rejected)).item() for p in PAIRS]
     assert metrics["rm/accuracy"] == sum(correct) / len(PAIRS)
 
@@ -108,4 +108,4 @@ def test_a_restored_trainer_goes_on_bit_for_bit():
     second = make_trainer()
     second.restore({name: tensor.clone() for name, tensor in tensors.items()}, rest)
     assert straight.update(PAIRS[:3]) == second.update(PAIRS[:3])
-    assert torch.equal(straight.flat.master, second.flat.master)
+    assert torch.equal(straight.held.master, second.held.master)

@@ -122,7 +122,7 @@ def test_gradient_equals_the_plain_formula_on_transformers_own_model(name):
     expected = plain_gradient(batch, ROWS[name], temperature, hf)
 
     holder = make_trainer()  # the gradient, put where weights are, comes out under Hugging Face names
-    holder.flat.master.copy_(gradient(trainer, batch, algorithm))
+    holder.held.master.copy_(gradient(trainer, batch, algorithm))
     ours = dict(holder.weights())
     assert set(ours) == set(expected)
     for weight_name, grad in expected.items():
@@ -136,7 +136,7 @@ def test_transformers_own_class_trains_to_the_same_weights():
     batch = make_batch(make_groups(), algorithm)
     ours, theirs = make_trainer(), make_trainer(make_model(implementation="transformers"))
     theirs.model.load_weights(ours.weights())
-    theirs.flat.master.copy_(theirs.flat.compute)
+    theirs.held.master.copy_(theirs.held.compute)
     for trainer in (ours, theirs):
         trainer.update(batch, algorithm)
     updated = dict(theirs.weights())
@@ -205,7 +205,7 @@ def test_in_several_optimizer_steps_old_is_from_before_the_first():
     explicit = make_trainer(passes_per_batch=3, samples_per_optimizer_step=10)
     metrics = several.update(batch, algorithm)
     explicit.update(batch.with_column("old_logprobs_T", make_trainer().logprobs(batch)), algorithm)
-    assert torch.equal(several.flat.master, explicit.flat.master)
+    assert torch.equal(several.held.master, explicit.held.master)
     assert metrics["train/optimizer_steps"] == 6
     assert metrics["train/ratio_max"] > 1.001
 
@@ -308,11 +308,11 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_reported():
     batch = make_batch(make_groups(), algorithm)
     broken = batch.with_column("advantages_T", torch.full_like(batch.loss_mask_T, float("inf")))
     trainer = make_trainer()
-    before = trainer.flat.master.clone()
+    before = trainer.held.master.clone()
     assert trainer.update(broken, algorithm)["train/skipped_steps"] == 1
-    assert torch.equal(trainer.flat.master, before)
+    assert torch.equal(trainer.held.master, before)
     assert trainer.update(batch, algorithm)["train/skipped_steps"] == 0
-    assert not torch.equal(trainer.flat.master, before)
+    assert not torch.equal(trainer.held.master, before)
 
 
 # ---- interrupted or not -------------------------------------------------------------------------------------------
@@ -346,4 +346,4 @@ def test_two_trainers_of_one_seed_make_the_same_weights():
     first, second = make_trainer(precision="float32"), make_trainer(precision="float32")
     first.update(batch, algorithm)
     second.update(batch, algorithm)
-    assert torch.equal(first.flat.master, second.flat.master)
+    assert torch.equal(first.held.master, second.held.master)

@@ -127,8 +127,9 @@ def make_trainer(
         guard=job.memory.ladder,
     )
     if model.adapter is not None:
-        trained = trainer.flat.master.numel()
-        job.observer.say(f"training an adapter of {trained:,} parameters; the weights beneath it stay as they are")
+        job.observer.say(
+            f"training an adapter of {trainer.held.num_trained:,} parameters; the weights beneath it stay as they are"
+        )
     return trainer
 
 

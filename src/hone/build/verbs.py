@@ -29,8 +29,8 @@ from hone.model.load import load_model, save_hf
 from hone.model.lora import save_adapter
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
-from hone.train.local import refuse_other_base
 from hone.train.optim import FlatWeights
+from hone.train.policy import refuse_other_base
 
 
 def check_run(loaded: Loaded, *, start_services: bool = False) -> CheckReport:

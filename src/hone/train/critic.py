@@ -1,7 +1,7 @@
 """The critic: predicts from each state of a response the return to come, and learns from what came.
 
 A model with a scalar head, trained on the microbatches, weights and optimizer machinery that the policy has. Not
-here: advantages and targets (`algo.returns`), the loss (`algo.value`), and when the policy waits (`local.py`).
+here: advantages and targets (`algo.returns`), the loss (`algo.value`), and when the policy waits (`policy.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 from hone.algo.algorithm import Algorithm
 from hone.algo.value import Values, value_loss
 from hone.config.run import OptimizerSection
-from hone.data.pack import Indices, count_totals, plan_microbatches
+from hone.data.pack import Indices, count_totals
 from hone.model.heads import ScalarModel
 from hone.plan.guard import UNGUARDED, Guard
 from hone.train.learner import Learner
 from hone.train.optim import StepResult
+from hone.train.ranks import ALONE, Ranks
 from hone.train.trainer import PreparedBatch, expanded, lay_out, samples_of_tokens
 from hone.types import Batch, Totals
 
@@ -44,6 +45,7 @@ class Critic(Learner[ScalarModel]):
         tokens_per_microbatch: int,
         value_clip: float | None,
         guard: Guard = UNGUARDED,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__(
             model,
@@ -51,29 +53,29 @@ class Critic(Learner[ScalarModel]):
             total_optimizer_steps=total_optimizer_steps,
             precision=precision,
             guard=guard,
+            ranks=ranks,
         )
         self.tokens_per_microbatch = tokens_per_microbatch
         self.value_clip = value_clip
 
     def values(self, batch: Batch) -> Tensor:
         """(T,) float32: the value of the state before each of the batch's tokens, in reward units."""
-        return self.without_gradient(lambda: self._values(batch))
+        return self.without_gradient(self.model, lambda: self._values(batch))
 
-    @torch.no_grad()
     def _values(self, batch: Batch) -> Tensor:
-        prepared = PreparedBatch.of(batch, (), self.flat.master.dtype, self.device)
+        prepared = PreparedBatch.of(batch, (), self.held.dtype, self.device)
         every = np.arange(len(batch.length_S))
-        value_T = torch.zeros(len(batch.token_ids_T), dtype=self.flat.master.dtype, device=self.device)
-        for samples in plan_microbatches(prepared.shape, every, self.tokens_per_microbatch):
+        value_T = torch.zeros(len(batch.token_ids_T), dtype=self.held.dtype, device=self.device)
+        for samples in self.ranks.microbatches(prepared.shape, every, self.tokens_per_microbatch):
             values, index = self._forward(prepared, samples)
             value_T[index] = values
             self.guard.check()
-        return value_T.to(batch.loss_mask_T.device)
+        return self.ranks.column(value_T).to(batch.loss_mask_T.device)
 
     def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
         """Learn from a batch that has `value_T` and `return_T`, in the optimizer steps that the policy makes of it."""
         names = ("loss_mask_T", "value_T", "return_T")
-        prepared = PreparedBatch.of(batch, names, self.flat.master.dtype, self.device)
+        prepared = PreparedBatch.of(batch, names, self.held.dtype, self.device)
         loss_tokens_S = prepared.shape.count(batch.loss_mask_T.cpu().numpy() > 0)
         has_loss_S = loss_tokens_S > 0
         measured: list[Tensor] = []
@@ -83,7 +85,8 @@ class Critic(Learner[ScalarModel]):
             parts, result = self.optimizer_step(partial(self._accumulate, prepared, trained, algorithm, totals))
             measured += parts
             results.append(result)
-        loss, clipped, value, tokens = torch.stack(measured).sum(0).tolist() if measured else (0.0,) * 4
+        rows = self.ranks.rows(measured)
+        loss, clipped, value, tokens = torch.tensor(rows, dtype=self.held.dtype).sum(0).tolist() if rows else (0.0,) * 4
         return {
             "critic/loss": loss / len(steps),
             "critic/clip_frac": clipped / max(tokens, 1),
@@ -94,9 +97,10 @@ class Critic(Learner[ScalarModel]):
         }
 
     def _accumulate(self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, totals: Totals) -> list[Tensor]:
-        """Add the gradient of one optimizer step; returns what each microbatch measured."""
+        """Add the gradient of one optimizer step; returns what each microbatch of this rank measured."""
+        plan = self.ranks.microbatches(batch.shape, samples, self.tokens_per_microbatch)
         measured: list[Tensor] = []
-        for part in plan_microbatches(batch.shape, samples, self.tokens_per_microbatch):
+        for part in self.held.passes(plan):
             measured.append(self._learn(batch, part, algorithm, totals))
             self.guard.check()
         return measured

@@ -1,6 +1,7 @@
-"""A model in training: its weights in flat buffers, their optimizer, and what a checkpoint needs of both.
+"""A model in training: its weights, their optimizer, and what a checkpoint needs of both.
 
-What every kind of trainer shares. Not here: what is learnt (`local.py` a policy, `pairs.py` a reward model).
+What every kind of trainer shares. Not here: what is learnt (`policy.py` a policy, `critic.py` values, `pairs.py` a
+reward model), or who else trains it (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from hone.model.base import CausalModel
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.heads import ScalarModel
 from hone.plan.guard import UNGUARDED, Guard
-from hone.train.optim import FlatAdamW, FlatWeights, StepResult
+from hone.train.optim import StepResult, Weights
+from hone.train.ranks import ALONE, Ranks
 
 M = TypeVar("M", bound=CausalModel | ScalarModel)
 T = TypeVar("T")
@@ -26,22 +28,23 @@ T = TypeVar("T")
 class WeightsOf:
     """A model's weights as they are whenever somebody goes through them: loading them may have to begin again."""
 
-    def __init__(self, model: CausalModel | ScalarModel) -> None:
-        self._model = model
+    def __init__(self, held: Weights) -> None:
+        self._held = held
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._model.named_weights()
+        return self._held.named()
 
 
 class Learner(Generic[M]):
     """Owns `model` and trains it in place.
 
     Args:
-        model: its parameters become views of a flat buffer in `precision`.
+        model: its parameters are taken over, by `ranks`.
         optimizer: learning rate, schedule, clipping.
         total_optimizer_steps: of the whole stage; where the schedule ends.
         precision: arithmetic of forward and backward; the rest is float32.
-        guard: watches over memory.
+        guard: watches over memory; not where there are other ranks, which would not know of a second attempt.
+        ranks: who trains it together.
     """
 
     def __init__(
@@ -52,11 +55,14 @@ class Learner(Generic[M]):
         total_optimizer_steps: int,
         precision: Literal["float32", "bfloat16", "float64"],
         guard: Guard = UNGUARDED,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model = model
         self.guard = guard
-        self.flat = FlatWeights(model, getattr(torch, precision))
-        self.optimizer = FlatAdamW(self.flat, optimizer, total_steps=total_optimizer_steps)
+        self.ranks = ranks
+        self.optimizer = ranks.optimizer(
+            model, getattr(torch, precision), settings=optimizer, total_steps=total_optimizer_steps
+        )
 
     def optimizer_step(self, accumulate: Callable[[], T]) -> tuple[T, StepResult]:
         """One optimizer step: `accumulate` adds up its gradient, which is then applied, once.
@@ -72,18 +78,23 @@ class Learner(Generic[M]):
 
         return self.guard.attempt(work, self.optimizer.begin_again)
 
-    def without_gradient(self, work: Callable[[], T]) -> T:
-        """What a pass without gradients computes; done again if it runs out of memory."""
+    def without_gradient(self, model: CausalModel | ScalarModel, work: Callable[[], T]) -> T:
+        """What passes of `model` without gradients compute; done again if they run out of memory."""
 
         def guarded() -> T:
-            with self.guard.phase("logprobs"):
+            with self.guard.phase("logprobs"), torch.no_grad(), self.ranks.computing(model):
                 return work()
 
         return self.guard.attempt(guarded)
 
     @property
+    def held(self) -> Weights:
+        """What is trained of the model."""
+        return self.optimizer.weights
+
+    @property
     def device(self) -> torch.device:
-        return self.flat.master.device
+        return self.held.device
 
     @property
     def hf_config(self) -> PreTrainedConfig:
@@ -92,17 +103,15 @@ class Learner(Generic[M]):
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """The model's weights under their Hugging Face names; see `Trainer.weights`."""
-        return WeightsOf(self.model)
+        return WeightsOf(self.held)
 
     def fingerprint(self) -> str:
         """Content hash of the weights; see `Trainer.fingerprint`."""
         return weights_fingerprint(self.weights())
 
-    def master_weights(self) -> list[tuple[str, Tensor]]:
-        """Copies of the float32 master weights, under their Hugging Face names; merged, where there is an adapter."""
-        dtype = self.flat.master.dtype
-        with self.flat.showing_master():
-            return [(name, weight.to(dtype, copy=True)) for name, weight in self.model.named_weights()]
+    def master_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Copies of the float32 master weights; see `Trainer.master_weights`."""
+        return self.held.named_master()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything needed to continue bit for bit; see `Trainer.state`."""

@@ -1,23 +1,63 @@
-"""AdamW over one flat buffer, gradient clipping, and learning-rate schedules.
+"""AdamW, gradient clipping and learning-rate schedules: whatever holds the weights, and over one flat buffer.
 
 `FlatWeights` owns every trainable number of a model as three flat buffers: float32 master weights, gradients in
 float32, and, where arithmetic is bfloat16, the compute copy that the model's parameters are views of. So an optimizer
-step is a handful of operations whatever the number of parameters, and a checkpoint is three tensors.
+step is a handful of operations whatever the number of parameters, and a checkpoint is three tensors. Weights that are
+divided over many processes are in `sharded_weights.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hone.config.run import OptimizerSection
 from hone.errors import CheckpointError
+
+T = TypeVar("T")
+Segments = Sequence[tuple[str, Sequence[int]]]
+"""Name and shape of each trained parameter."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each trained number, as torch names it."""
+
+
+class Weights(Protocol):
+    """What is trained of a model, wherever its numbers are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of master weights and gradients, at least float32."""
+        ...
+
+    @property
+    def num_trained(self) -> int:
+        """Trained numbers, over all processes."""
+        ...
+
+    def passes(self, microbatches: Iterable[T]) -> Iterator[T]:
+        """The microbatches whose gradients make one optimizer step, one after another."""
+        ...
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's weights as they compute, under their Hugging Face names; valid until the next update."""
+        ...
+
+    def named_master(self) -> Iterable[tuple[str, Tensor]]:
+        """Copies of the master weights under their Hugging Face names; merged, where there is an adapter."""
+        ...
 
 
 class FlatWeights:
@@ -29,6 +69,7 @@ class FlatWeights:
     """
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
+        self._model: Any = model
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         named.sort(key=lambda item: item[1].dim() < 2)  # stable: matrices first, then norms, biases and vectors
         self.segments: list[tuple[str, list[int]]] = [(name, list(p.shape)) for name, p in named]
@@ -47,9 +88,34 @@ class FlatWeights:
             p.grad = self.grad[offset:end].view(p.shape)  # autograd adds into it, microbatch by microbatch
             offset = end
 
+    @property
+    def device(self) -> torch.device:
+        return self.master.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.master.dtype
+
+    @property
+    def num_trained(self) -> int:
+        return self.master.numel()
+
+    def passes(self, microbatches: Iterable[T]) -> Iterator[T]:
+        """See `Weights.passes`: every one adds into the same buffer."""
+        return iter(microbatches)
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Weights.named`; views."""
+        return self._model.named_weights()
+
+    def named_master(self) -> list[tuple[str, Tensor]]:
+        """See `Weights.named_master`."""
+        with self._showing_master():
+            return [(name, weight.to(self.dtype, copy=True)) for name, weight in self._model.named_weights()]
+
     @contextmanager
-    def showing_master(self) -> Iterator[None]:
-        """Inside, the model's parameters are the master weights themselves: for exporting them at full precision."""
+    def _showing_master(self) -> Iterator[None]:
+        """Inside, the model's parameters are the master weights themselves."""
         self._point_at(self.master)
         try:
             yield
@@ -94,19 +160,89 @@ class StepResult:
     """False: the gradient was not finite."""
 
 
-class FlatAdamW:
-    """AdamW (arXiv:1711.05101) on a `FlatWeights`, with clipping by the global gradient norm.
+class AdamW(ABC):
+    """AdamW (arXiv:1711.05101) with clipping by the global gradient norm, whatever holds the weights.
 
     A gradient that is not finite is not applied: the step is counted as skipped, weights and moments stay as they
     are, and the schedule goes on.
     """
 
-    def __init__(self, weights: FlatWeights, settings: OptimizerSection, *, total_steps: int) -> None:
-        self.weights, self.settings, self.total_steps = weights, settings, total_steps
+    def __init__(self, settings: OptimizerSection, *, total_steps: int) -> None:
+        self.settings, self.total_steps = settings, total_steps
         self.step_count = 0
         """Optimizer steps taken or skipped: the position in the schedule."""
         self.skipped_count = 0
-        self.moments = {name: torch.zeros_like(weights.master) for name in ("exp_avg", "exp_avg_sq")}
+
+    @property
+    @abstractmethod
+    def weights(self) -> Weights:
+        """What it moves."""
+
+    def step(self) -> StepResult:
+        """Apply the accumulated gradient and clear it."""
+        lr = learning_rate(self.settings, self.step_count, self.total_steps)
+        norm = self._gradient_norm()
+        applied = math.isfinite(norm)
+        if applied:
+            if 0 < self.settings.grad_clip < norm:
+                self._scale_gradient(self.settings.grad_clip / norm)
+            self._apply(lr)
+        self.step_count += 1
+        self.skipped_count += not applied
+        self._clear_gradient()
+        return StepResult(norm, lr, applied)
+
+    def begin_again(self) -> None:
+        """Forget the gradient of an optimizer step that ran out of memory before it was applied.
+
+        Applying allocates nothing, so weights and moments are as they were; Adam's own count may be one ahead.
+        """
+        self._clear_gradient()
+        self._count_applied()
+
+    @property
+    def num_applied(self) -> int:
+        """Optimizer steps that moved the weights, which Adam's bias correction is a function of."""
+        return self.step_count - self.skipped_count
+
+    @abstractmethod
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors (live, not copies) and plain values that `restore` needs."""
+
+    @abstractmethod
+    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+        """Continue bit for bit where `state` was taken.
+
+        Raises:
+            CheckpointError: the state is of a model with other parameters.
+        """
+
+    @abstractmethod
+    def _gradient_norm(self) -> float:
+        """Of all trained numbers together."""
+
+    @abstractmethod
+    def _scale_gradient(self, factor: float) -> None: ...
+
+    @abstractmethod
+    def _apply(self, lr: float) -> None:
+        """Move weights and moments by the gradient."""
+
+    @abstractmethod
+    def _clear_gradient(self) -> None: ...
+
+    @abstractmethod
+    def _count_applied(self) -> None:
+        """Tell Adam how many steps were applied."""
+
+
+class FlatAdamW(AdamW):
+    """On a `FlatWeights`."""
+
+    def __init__(self, weights: FlatWeights, settings: OptimizerSection, *, total_steps: int) -> None:
+        super().__init__(settings, total_steps=total_steps)
+        self._weights = weights
+        self.moments = {name: torch.zeros_like(weights.master) for name in MOMENTS}
         decayed, rest = slice(0, weights.num_decayed), slice(weights.num_decayed, None)
         groups = []
         moments_of: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -120,33 +256,27 @@ class FlatAdamW:
             applied = torch.zeros((), dtype=torch.float32, device=parameter.device)  # for the bias correction
             self._adam.state[parameter] = {"step": applied, **moments}
 
-    def step(self) -> StepResult:
-        """Apply the accumulated gradient and clear it."""
-        grad, lr = self.weights.grad, learning_rate(self.settings, self.step_count, self.total_steps)
-        norm = float(torch.linalg.vector_norm(grad))
-        applied = math.isfinite(norm)
-        if applied:
-            if 0 < self.settings.grad_clip < norm:
-                grad.mul_(self.settings.grad_clip / norm)
-            for group in self._adam.param_groups:
-                group["lr"] = lr
-            self._adam.step()
-            self.weights.refresh_compute()
-        self.step_count += 1
-        self.skipped_count += not applied
-        grad.zero_()
-        return StepResult(norm, lr, applied)
+    @property
+    def weights(self) -> FlatWeights:
+        return self._weights
 
-    def begin_again(self) -> None:
-        """Forget the gradient of an optimizer step that ran out of memory before it was applied.
+    def _gradient_norm(self) -> float:
+        return float(torch.linalg.vector_norm(self.weights.grad))
 
-        Applying allocates nothing, so weights and moments are as they were; Adam's own count may be one ahead.
-        """
+    def _scale_gradient(self, factor: float) -> None:
+        self.weights.grad.mul_(factor)
+
+    def _apply(self, lr: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        self.weights.refresh_compute()
+
+    def _clear_gradient(self) -> None:
         self.weights.grad.zero_()
-        self._count_applied()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors (the live buffers, not copies) and plain values that `restore` needs."""
+        """See `AdamW.state`; the tensors are the flat buffers."""
         rest = {
             "optimizer_step": self.step_count,
             "skipped_steps": self.skipped_count,
@@ -155,28 +285,27 @@ class FlatAdamW:
         return {"master": self.weights.master, **self.moments}, rest
 
     def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        """Continue bit for bit where `state` was taken.
-
-        Raises:
-            CheckpointError: the state is of a model with other parameters.
-        """
-        ours = [[name, shape] for name, shape in self.weights.segments]
-        theirs = [[name, list(shape)] for name, shape in rest["segments"]]
-        if ours != theirs:
-            difference = next((pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), None)
-            where = f"first difference: {difference[0]} here, {difference[1]} there" if difference else "one has more"
-            raise CheckpointError(
-                f"the checkpoint holds {len(theirs)} parameters, this model has {len(ours)} ({where}). "
-                "Resume with the model section that the run was started with, or start with --fresh."
-            )
+        refuse_other_parameters(self.weights.segments, rest["segments"])
         self.weights.master.copy_(tensors["master"])
         for name, moment in self.moments.items():
             moment.copy_(tensors[name])
         self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
         self._count_applied()
-        self.weights.grad.zero_()
+        self._clear_gradient()
         self.weights.refresh_compute()
 
     def _count_applied(self) -> None:
         for state in self._adam.state.values():
-            state["step"].fill_(self.step_count - self.skipped_count)
+            state["step"].fill_(self.num_applied)
+
+
+def refuse_other_parameters(ours: Segments, theirs: Segments) -> None:
+    """Raises CheckpointError unless a checkpoint holds the parameters of this model, in the same order."""
+    here, there = ([[name, list(shape)] for name, shape in segments] for segments in (ours, theirs))
+    if here != there:
+        difference = next((pair for pair in zip(here, there, strict=False) if pair[0] != pair[1]), None)
+        where = f"first difference: {difference[0]} here, {difference[1]} there" if difference else "one has more"
+        raise CheckpointError(
+            f"the checkpoint holds {len(there)} parameters, this model has {len(here)} ({where}). "
+            "Resume with the model section that the run was started with, or start with --fresh."
+        )

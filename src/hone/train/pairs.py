@@ -86,7 +86,7 @@ class PairTrainer(Learner[ScalarModel]):
 
     def measure(self, pairs: Sequence[Pair]) -> Measured:
         """The model as it is now, on pairs that it does not learn from."""
-        score_S = self.without_gradient(lambda: self._scores(pairs))
+        score_S = self.without_gradient(self.model, lambda: self._scores(pairs))
         chosen_P, rejected_P = score_S.unflatten(0, (-1, 2)).unbind(1)
         loss_P = pairwise_loss(chosen_P, rejected_P, self._margins(pairs).cpu().double())
         return Measured(
@@ -96,7 +96,6 @@ class PairTrainer(Learner[ScalarModel]):
             score_std=float(score_S.std()),
         )
 
-    @torch.no_grad()
     def _scores(self, pairs: Sequence[Pair]) -> Tensor:
         """(2 * pairs,) float64, on the CPU: better and worse of each pair in turn."""
         sequences, plan = self._plan(pairs)
@@ -130,7 +129,7 @@ class PairTrainer(Learner[ScalarModel]):
         return sequences, plan
 
     def _margins(self, pairs: Sequence[Pair]) -> Tensor:
-        return torch.tensor([pair.margin for pair in pairs], dtype=self.flat.master.dtype, device=self.device)
+        return torch.tensor([pair.margin for pair in pairs], dtype=self.held.dtype, device=self.device)
 
 
 def _correct(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:

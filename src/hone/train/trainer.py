@@ -8,7 +8,7 @@ Not here: which samples (`data.pack`), what is optimised (`algo`), how weights m
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,7 +62,7 @@ class Trainer(Protocol):
         """Content hash of `weights`, equal to an engine's when every byte is."""
         ...
 
-    def master_weights(self) -> list[tuple[str, Tensor]]:
+    def master_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Copies of the weights at full precision, under their Hugging Face names."""
         ...
 
@@ -96,8 +96,15 @@ class PreparedBatch:
 
 
 def lay_out(batch: PreparedBatch, samples: Indices) -> tuple[Layout, Tensor]:
-    """The microbatch of `samples`, and (t,) index of their tokens, sample by sample, into the batch's columns."""
+    """The microbatch of `samples`, and (t,) index of their tokens, sample by sample, into the batch's columns.
+
+    Without any sample it is one token that nobody asks for: a rank without work takes part in what all ranks do.
+    """
     index, device = batch.shape.tokens_of(samples), batch.columns_CT.device
+    if not len(samples):
+        idle = Layout.from_flat(((0,),), np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), device)
+        nothing = torch.from_numpy(index).to(device)
+        return replace(idle, expand_T=nothing), nothing
     layout = Layout.from_flat(
         batch.prompts, batch.shape.prompt_S[samples], batch.shape.length_S[samples], batch.token_ids_T[index], device
     )

@@ -1,0 +1,101 @@
+"""Who trains a model together: what differs between one process and many, and nothing else.
+
+Learners (`policy.py`, `critic.py`, `pairs.py`) are written once. What they ask here is where weights live, which
+samples are theirs, and how what each rank found becomes what all found. `Alone` is this process and nobody else;
+`sharded.py` has the ranks of a process group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hone.config.run import OptimizerSection
+from hone.data.pack import Indices, Shape, plan_microbatches
+from hone.model.base import CausalModel
+from hone.model.heads import ScalarModel
+from hone.train.optim import AdamW, FlatAdamW, FlatWeights
+
+Model = TypeVar("Model", bound=CausalModel | ScalarModel)
+
+
+class Ranks(ABC):
+    """Every rank calls everything here, in the same order."""
+
+    @abstractmethod
+    def optimizer(
+        self, model: CausalModel | ScalarModel, dtype: torch.dtype, *, settings: OptimizerSection, total_steps: int
+    ) -> AdamW:
+        """Take over a model's parameters, to train them in arithmetic of `dtype`."""
+
+    @abstractmethod
+    def freeze(self, model: CausalModel, dtype: torch.dtype) -> None:
+        """Take over a model that will not be trained, to compute in `dtype`."""
+
+    @abstractmethod
+    def computing(self, model: CausalModel | ScalarModel) -> AbstractContextManager[None]:
+        """For passes without gradients: what they gathered of the model's weights goes away at the end."""
+
+    @abstractmethod
+    def tensors(self, model: CausalModel) -> dict[str, Tensor]:
+        """All numbers of a model, as `load` takes them; live, not copies."""
+
+    @abstractmethod
+    def load(self, model: CausalModel, tensors: Mapping[str, Tensor]) -> None:
+        """Give a model the numbers that `tensors` had, of it or of another one of the same architecture."""
+
+    @abstractmethod
+    def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
+        """This rank's share of `samples` (ascending), in microbatches: as many on each rank, so that some may be empty.
+
+        Raises:
+            DataError: one sample alone exceeds the budget, whichever rank's it would be.
+        """
+
+    @abstractmethod
+    def column(self, value_T: Tensor) -> Tensor:
+        """(T,) values of all tokens, from the ones of this rank's samples, 0 elsewhere."""
+
+    @abstractmethod
+    def rows(self, measured: Sequence[Tensor]) -> list[list[float]]:
+        """What every microbatch of every rank measured, the same list on each."""
+
+
+class Alone(Ranks):
+    """One process, one device."""
+
+    def optimizer(
+        self, model: CausalModel | ScalarModel, dtype: torch.dtype, *, settings: OptimizerSection, total_steps: int
+    ) -> FlatAdamW:
+        return FlatAdamW(FlatWeights(model, dtype), settings, total_steps=total_steps)
+
+    def freeze(self, model: CausalModel, dtype: torch.dtype) -> None:
+        """In the policy's own arithmetic: the KL to itself must be 0. Buffers stay, as the policy's do."""
+        for parameter in model.requires_grad_(False).parameters():
+            parameter.data = parameter.data.to(dtype)
+
+    def computing(self, model: CausalModel | ScalarModel) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def tensors(self, model: CausalModel) -> dict[str, Tensor]:
+        return dict(model.named_weights())
+
+    def load(self, model: CausalModel, tensors: Mapping[str, Tensor]) -> None:
+        model.load_weights(tensors.items())
+
+    def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
+        return plan_microbatches(shape, samples, tokens_per_microbatch)
+
+    def column(self, value_T: Tensor) -> Tensor:
+        return value_T
+
+    def rows(self, measured: Sequence[Tensor]) -> list[list[float]]:
+        return torch.stack(list(measured)).tolist() if measured else []
+
+
+ALONE = Alone()
