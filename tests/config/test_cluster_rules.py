@@ -46,6 +46,7 @@ BROKEN = [
     ({"cluster": {"nodes": 2}}, "cluster.backend: is required with cluster.nodes"),
     (ray() | {"run": {"devices": [0, 1]}}, "run.devices: = [0, 1] is for one process"),
     (ray(nodes=2, devices_per_node=1), "cluster.address: is required with cluster.nodes = 2"),
+    (ray(nodes=2, address="auto"), "cluster.devices_per_node: is required with cluster.nodes = 2"),
     (ray(address="ray://head:1"), "cluster.address: must be auto, or host:port (got 'ray://head:1')"),
     (ray(pools=pools(**{"a b": (1, "policy rollout")})), "cluster.pools.a b: must be named with at most 40 letters"),
     (

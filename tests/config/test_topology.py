@@ -25,7 +25,7 @@ def run(cluster: dict, **sections: object) -> RunConfig:
 def test_without_pools_all_devices_take_turns():
     topology = topology_of(run({"nodes": 2, "devices_per_node": 2, "address": "auto"}))
     assert [(pool.name, pool.roles, pool.devices, pool.nodes) for pool in topology.pools] == [
-        ("all", ("policy", "rollout"), (0, 1, 2, 3), (0, 1))
+        ("all", ("policy", "rollout"), (0, 1, 2, 3), (0, 0, 1, 1))
     ]
     assert topology.colocated
     assert (topology.trainer.world_size, topology.trainer.shard, topology.trainer.data_parallel) == (4, 4, 4)
@@ -71,12 +71,12 @@ def test_one_process_is_one_device():
     assert (topology.num_devices, topology.colocated, len(topology.engines)) == (1, True, 1)
 
 
-def test_services_have_their_devices_first():
+def test_devices_of_services_are_not_the_runs():
     services = {"judge": {"policy": "a/b", "devices": [0, 3]}}
     topology = topology_of(run({"devices_per_node": 4}, services=services))
-    assert topology.pools[0].devices == (1, 2)
-    topology = topology_of(run({"devices_per_node": 4, "pools": APART}, services=services))
-    assert [pool.devices for pool in topology.pools] == [(1, 2), (4, 5)]
+    assert topology.pools[0].devices == (0, 1)
+    topology = topology_of(run({"nodes": 2, "devices_per_node": 4, "pools": APART}, services=services))
+    assert [(pool.devices, pool.nodes) for pool in topology.pools] == [((0, 1), (0, 0)), ((2, 3), (1, 1))]
 
 
 def test_roles_follow_from_what_the_run_needs():
@@ -147,7 +147,7 @@ def test_any_section_has_a_topology(sizes, nodes, per_node, found, shard, ways):
     group = topology.trainer
     assert group.replicate * group.shard * group.tensor_parallel <= max(group.world_size, group.tensor_parallel)
     for pool in topology.pools:
-        assert pool.nodes == tuple(sorted({number // topology.devices_per_node for number in pool.devices}))
+        assert pool.nodes == tuple(number // topology.devices_per_node for number in pool.devices)
 
 
 @pytest.mark.parametrize("role", ROLES)

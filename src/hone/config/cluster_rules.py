@@ -68,6 +68,11 @@ def cluster_says_which_devices(config: RunConfig) -> Iterator[Breach]:
             f"is required with cluster.nodes = {cluster.nodes}: a Ray that is started here has this machine alone. "
             "Start Ray on all of them, and set it to auto, or to host:port of the first",
         )
+    if cluster.nodes > 1 and cluster.devices_per_node is None:
+        yield Breach(
+            ("cluster.devices_per_node", "cluster.nodes"),
+            f"is required with cluster.nodes = {cluster.nodes}: only this machine can be looked at",
+        )
     if cluster.address is not None and not re.fullmatch(r"auto|[^\s/:]+:\d+", cluster.address):
         yield Breach(("cluster.address",), f"must be auto, or host:port (got {cluster.address!r})")
 
@@ -238,7 +243,7 @@ def replicas_stay_within_a_machine(config: RunConfig) -> Iterator[Breach]:
     per_node = topology.devices_per_node
     for key, replicas in _replicas(config, topology).items():
         each = len(replicas[0].devices) if replicas else 1
-        across = next((replica for replica in replicas if len(replica.nodes) > 1), None)
+        across = next((replica for replica in replicas if len(set(replica.nodes)) > 1), None)
         if each > per_node:
             keys = (f"{key}.tensor_parallel", "cluster.devices_per_node")
             nearest = _nearest(per_node, lambda n, each=each: each % n == 0, per_node)
@@ -248,17 +253,17 @@ def replicas_stay_within_a_machine(config: RunConfig) -> Iterator[Breach]:
             yield Breach(
                 keys,
                 f"= {each} puts devices {across.devices[0]} to {across.devices[-1]}, of pool {across.pool}, together, "
-                f"and they are on machines {' and '.join(map(str, across.nodes))}, of {per_node} devices each. "
+                f"and they are on machines {across.nodes[0]} and {across.nodes[-1]}, of {per_node} devices each. "
                 f"{_cure_across(config)}",
             )
 
 
 def _replicas(config: RunConfig, topology: Topology) -> dict[str, tuple[Replica, ...]]:
     """Section -> devices that divide layers among them."""
-    tensor, per_node = config.cluster.trainer.tensor_parallel, topology.devices_per_node
+    tensor = config.cluster.trainer.tensor_parallel
     learners = [pool for pool in topology.pools if {"policy", "critic", "reference"} & set(pool.roles)]
     return {
-        "cluster.trainer": tuple(one for pool in learners for one in replicas_of(pool, "ranks", tensor, per_node)),
+        "cluster.trainer": tuple(one for pool in learners for one in replicas_of(pool, "ranks", tensor)),
         "cluster.engines": topology.engines,
         "cluster.judge": topology.judges,
     }
@@ -271,7 +276,7 @@ def _cure_across(config: RunConfig) -> str:
         cluster = config.cluster.model_copy(update={"pools": {name: pools[name] for name in order}})
         other = config.model_copy(update={"cluster": cluster})
         groups = _replicas(other, topology_of(other)).values()
-        if all(len(replica.nodes) == 1 for replicas in groups for replica in replicas):
+        if all(len(set(replica.nodes)) == 1 for replicas in groups for replica in replicas):
             return f"Nearest: the pools in the order {', '.join(order)}"
     return "Let sizes of pools be multiples of what divides a machine"
 

@@ -19,6 +19,8 @@ class CheckReport:
     """What could not be looked at from here, and why. Does not make the check fail."""
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
     """Named numbers, such as `train rows: 7473` or `gold answers scored by exact: 1.0`."""
+    placement: Mapping[str, Any] | None = None
+    """Who works on which devices, of a run on a cluster: `Topology.as_dict()`."""
 
     @property
     def is_ok(self) -> bool:
@@ -32,4 +34,5 @@ class CheckReport:
             "not_checked": list(self.not_checked),
             "figures": dict(self.figures),
             "lines": list(self.lines),
+            "placement": self.placement,
         }

@@ -1,18 +1,18 @@
 """Who works on which devices: ranks, replicas and machines that follow from the `cluster` section. Pure arithmetic.
 
-Devices are numbered over all machines, machine by machine. Pools take them in the order of the run file, without gaps
-but for those that services have; a replica takes consecutive devices of its pool. Nothing here looks at a machine, and
-what does not divide is not refused here but in `cluster_rules.py`.
+The run's devices are counted from 0 over all machines, machine by machine; those that services have are not among them.
+Pools take them in the order of the run file, replicas in the order of their pool. Nothing here looks at a machine, and
+what does not divide is refused in `cluster_rules.py`, not here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import Any, get_args
 
-from hone.config.cluster import PoolSection, Role
+from hone.config.cluster import ClusterSection, PoolSection, Role
 from hone.config.derived import needs_critic, needs_reference
 from hone.config.run import RunConfig
 
@@ -30,7 +30,7 @@ class Pool:
     """Those that this run needs, in the order of `ROLES`."""
     devices: tuple[int, ...]
     nodes: tuple[int, ...]
-    """The machines that they are in."""
+    """The machine of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class Topology:
     backend: str
     nodes: int
     devices_per_node: int
+    """Those of services included, which are on the first machine."""
     pools: tuple[Pool, ...]
     trainer: TrainerGroup
     engines: tuple[Replica, ...]
@@ -115,35 +116,33 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
         devices_per_node: what was found on this machine, for a run file that does not say; None: not looked at, as many
             as the pools need, without pools one.
     """
-    cluster = config.cluster
-    if cluster.backend == "local":
-        nodes, per_node, free, wanted = 1, 1, [0], {DEFAULT_POOL: PoolSection(devices=1, roles=ROLES)}
+    if config.cluster.backend == "local":
+        cluster, machines = ClusterSection(), _Machines(1, 1)
     else:
-        nodes = cluster.nodes
-        per_node = cluster.devices_per_node or devices_per_node or -(-max(devices_asked_for(config), 1) // nodes)
-        taken = service_devices(config)
-        free = [number for number in range(nodes * per_node) if number not in taken]
-        wanted = cluster.pools or {DEFAULT_POOL: PoolSection(devices=max(len(free), 1), roles=ROLES)}
-    numbers = chain(free, count(nodes * per_node))  # what is asked for and not there is counted too
-    pools = _pools(wanted, numbers, needed_roles(config) | optional_roles(config), per_node)
+        cluster, machines = config.cluster, _machines(config, devices_per_node)
+    pools = _pools(
+        cluster.pools or {DEFAULT_POOL: PoolSection(devices=max(machines.devices, 1), roles=ROLES)},
+        machines,
+        needed_roles(config) | optional_roles(config),
+    )
     place = {role: pool for pool in reversed(pools) for role in pool.roles}
     settings = cluster.trainer
     trained = {
-        role: _trainer(pool, settings.shard, settings.tensor_parallel, settings.sequence_parallel, per_node)
+        role: _trainer(pool, settings.shard, settings.tensor_parallel, settings.sequence_parallel)
         for role, pool in place.items()
         if role in ("policy", "critic", "reference")
     }
     return Topology(
         backend=cluster.backend,
-        nodes=nodes,
-        devices_per_node=per_node,
+        nodes=machines.nodes,
+        devices_per_node=machines.devices_each,
         pools=pools,
-        trainer=trained.get("policy") or _trainer(pools[0], None, 1, 1, per_node),
-        engines=replicas_of(place.get("rollout"), "engine", cluster.engines.tensor_parallel, per_node),
+        trainer=trained.get("policy") or _trainer(pools[0], None, 1, 1),
+        engines=replicas_of(place.get("rollout"), "engine", cluster.engines.tensor_parallel),
         critic=trained.get("critic"),
         reference=trained.get("reference"),
-        reward_models=replicas_of(place.get("reward_model"), "reward_model", 1, per_node),
-        judges=replicas_of(place.get("judge"), "judge", cluster.judge.tensor_parallel, per_node),
+        reward_models=replicas_of(place.get("reward_model"), "reward_model", 1),
+        judges=replicas_of(place.get("judge"), "judge", cluster.judge.tensor_parallel),
     )
 
 
@@ -188,26 +187,49 @@ def judge_services(config: RunConfig) -> list[str]:
     return [name for name, service in config.services.items() if service.policy is not None and name in named]
 
 
-def _pools(
-    wanted: dict[str, PoolSection], devices: Iterator[int], needed: Iterable[Role], per_node: int
-) -> tuple[Pool, ...]:
-    return tuple(_pool(name, section, devices, needed, per_node) for name, section in wanted.items())
+@dataclass(frozen=True, slots=True)
+class _Machines:
+    """Machines with equally many devices, of which services on the first one have some."""
+
+    nodes: int
+    devices_each: int
+    taken: int = 0
+
+    @property
+    def devices(self) -> int:
+        """The run's own."""
+        return self.nodes * self.devices_each - self.taken
+
+    def of(self, device: int) -> int:
+        """The machine of a device of the run."""
+        return (device + self.taken) // self.devices_each
 
 
-def _pool(name: str, section: PoolSection, devices: Iterator[int], needed: Iterable[Role], per_node: int) -> Pool:
+def _machines(config: RunConfig, found: int | None) -> _Machines:
+    nodes = config.cluster.nodes
+    each = config.cluster.devices_per_node or found or -(-max(devices_asked_for(config), 1) // nodes)
+    return _Machines(nodes, each, len(service_devices(config)))
+
+
+def _pools(wanted: dict[str, PoolSection], machines: _Machines, needed: Iterable[Role]) -> tuple[Pool, ...]:
+    devices = count()  # what is asked for and not there is counted too
+    return tuple(_pool(name, section, devices, machines, needed) for name, section in wanted.items())
+
+
+def _pool(name: str, section: PoolSection, devices: Iterator[int], machines: _Machines, needed: Iterable[Role]) -> Pool:
     numbers = tuple(islice(devices, section.devices))
     roles: tuple[Role, ...] = tuple(role for role in ROLES if role in section.roles and role in needed)
-    return Pool(name, roles, numbers, _nodes(numbers, per_node))
+    return Pool(name, roles, numbers, tuple(machines.of(number) for number in numbers))
 
 
-def _trainer(pool: Pool, shard: int | None, tensor: int, sequence: int, per_node: int) -> TrainerGroup:
+def _trainer(pool: Pool, shard: int | None, tensor: int, sequence: int) -> TrainerGroup:
     size = len(pool.devices)
     ranks = max(size // tensor, 1)
     sharded = min(shard or ranks, ranks)
     return TrainerGroup(
         pool=pool.name,
         devices=pool.devices,
-        nodes=_nodes(pool.devices, per_node),
+        nodes=pool.nodes,
         world_size=size,
         shard=sharded,
         replicate=ranks // sharded,
@@ -216,21 +238,58 @@ def _trainer(pool: Pool, shard: int | None, tensor: int, sequence: int, per_node
     )
 
 
-def replicas_of(pool: Pool | None, name: str, each: int, per_node: int) -> tuple[Replica, ...]:
+def replicas_of(pool: Pool | None, name: str, each: int) -> tuple[Replica, ...]:
     """A pool cut into replicas of `each` devices; a rest is left out, and without a pool there is none."""
     if pool is None:
         return ()
+    starts = range(0, len(pool.devices) - each + 1, each)
+    cuts = [slice(start, start + each) for start in starts]
     return tuple(
-        Replica(f"{name}-{number}", pool.name, devices, _nodes(devices, per_node))
-        for number, devices in enumerate(_cut(pool.devices, each))
+        Replica(f"{name}-{number}", pool.name, pool.devices[cut], pool.nodes[cut]) for number, cut in enumerate(cuts)
     )
 
 
-def _cut(devices: Sequence[int], each: int) -> Iterator[tuple[int, ...]]:
-    """Consecutive runs of so many devices."""
-    for start in range(0, len(devices) - each + 1, each):
-        yield tuple(devices[start : start + each])
+def topology_lines(topology: Topology) -> list[str]:
+    """The placement as a small table for people: who, on which devices of which machines, divided how."""
+    how = "roles take turns" if len(topology.pools) == 1 else "trainer and engines take turns"
+    title = f"{topology.num_devices} of {topology.nodes} x {topology.devices_per_node} devices, " + (
+        how if topology.colocated else "trainer and engines apart"
+    )
+    rows = [("role", "pool", "devices", "machines", "")]
+    for role in ROLES:
+        if pool := topology.pool_of(role):
+            rows.append((role, pool.name, _span(pool.devices), _span(pool.nodes), _division(topology, role)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    table = (
+        "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
+    )
+    return [f"placement: {title}", *(f"    {line}".rstrip() for line in table)]
 
 
-def _nodes(devices: Iterable[int], per_node: int) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(number // per_node for number in devices))
+def _division(topology: Topology, role: Role) -> str:
+    """How a role's devices are divided, in words."""
+    groups = {"policy": topology.trainer, "critic": topology.critic, "reference": topology.reference}
+    if group := groups.get(role):
+        if role != "policy" and group.pool == topology.trainer.pool:
+            return "on the policy's ranks"
+        sizes = {
+            "shard": group.shard,
+            "tensor_parallel": group.tensor_parallel,
+            "sequence_parallel": group.sequence_parallel,
+            "copies": group.replicate,
+        }
+        divided = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        return f"{_many(group.world_size, 'rank')}{f': {divided}' if divided else ''}"
+    replicas = {"rollout": topology.engines, "judge": topology.judges, "reward_model": topology.reward_models}[role]
+    each = len(replicas[0].devices) if replicas else 0
+    return f"{_many(len(replicas), 'replica')} on {_many(each, 'device')}{' each' if len(replicas) > 1 else ''}"
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _span(numbers: tuple[int, ...]) -> str:
+    """`0-7`, or `3`."""
+    first, last = numbers[0], numbers[-1]
+    return str(first) if first == last else f"{first}-{last}"

@@ -17,15 +17,17 @@ from types import MappingProxyType
 import numpy as np
 
 from hone.cluster.devices import split_devices, visible_devices
+from hone.cluster.placement import topology_here
 from hone.config.derived import longest_tokens, service_uses, services_of, unused_services
 from hone.config.load import Loaded, load_rewards
 from hone.config.report import CheckReport
 from hone.config.run import RunConfig
+from hone.config.topology import Topology, topology_lines
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
 from hone.data.sources import BadRow, read_rows
-from hone.errors import ConfigError, DataError, ServiceError
+from hone.errors import ConfigError, DataError, PlacementError, ServiceError
 from hone.loop.sft import imitation_rows
 from hone.model.load import describe_model, init_config, read_config
 from hone.model.lora import check_targets
@@ -47,9 +49,11 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
     figures: dict[str, float | int | str] = field(default_factory=dict)
+    topology: Topology | None = None
 
     def report(self) -> CheckReport:
-        return CheckReport(tuple(self.lines), tuple(self.problems), tuple(self.not_checked), self.figures)
+        placement = self.topology.as_dict() if self.topology else None
+        return CheckReport(tuple(self.lines), tuple(self.problems), tuple(self.not_checked), self.figures, placement)
 
 
 async def check(loaded: Loaded, services: Mapping[str, str] = MappingProxyType({})) -> CheckReport:
@@ -59,6 +63,8 @@ async def check(loaded: Loaded, services: Mapping[str, str] = MappingProxyType({
         services: base URLs of those services of the run file that are running, by name.
     """
     config, folder, findings = loaded.config, loaded.run_file.parent, Findings()
+    if config.cluster.backend != "local":
+        check_placement(config, findings)
     tokenizer = check_tokenizer_and_model(config, folder, findings)
     if config.critic.path is not None:
         check_critic(config, folder, tokenizer, findings)
@@ -76,6 +82,15 @@ async def check(loaded: Loaded, services: Mapping[str, str] = MappingProxyType({
     if config.services:
         check_services(config, services, findings)
     return findings.report()
+
+
+def check_placement(config: RunConfig, findings: Findings) -> None:
+    """Who would work where; whether a cluster has these devices free is known only when it is asked for them."""
+    try:
+        findings.topology = topology_here(config, visible_devices())
+        findings.lines += topology_lines(findings.topology)
+    except PlacementError as error:
+        findings.problems.append(str(error))
 
 
 def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: Findings) -> Tokenizer | None:
