@@ -22,6 +22,7 @@ from hone.data.chat import Tokenizer
 from hone.errors import DataError, HoneError, Stopped
 from hone.loop.folder import RunFolder
 from hone.observe.observer import Observer
+from hone.plan.guard import Guard
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 
@@ -53,6 +54,11 @@ class Job:
         return self.loaded.run_file.parent
 
     @property
+    def guard(self) -> Guard:
+        """Watches over memory."""
+        return self.memory.ladder
+
+    @property
     def doors(self) -> tuple[Observer, Checkpoints, ThreadPoolExecutor, asyncio.Event]:
         """What the run of every stage takes from the job, in the order of `loop.run.Stage`."""
         return self.observer, self.checkpoints, self.compute, self.stop
@@ -69,14 +75,18 @@ class Job:
         return await asyncio.get_running_loop().run_in_executor(self.compute, ladder.attempt, guarded)
 
 
-def set_up_arithmetic(run: RunSection) -> torch.device:
-    """Threads, kernel caches, and the device that `run` asks for."""
+def set_up_arithmetic(run: RunSection, processes: int = 1) -> torch.device:
+    """Threads, kernel caches, and the device that `run` asks for.
+
+    Args:
+        processes: how many share the cores.
+    """
     # oneDNN compiles a kernel for every shape it meets and keeps it, PyTorch keeps another record of each: without
     # bounds, training in bfloat16 grew by 18 MiB a step. Sizes are rounded so that some hundred shapes come again and
     # again (`layout.round_size`); the second record never made anything faster.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "8")
-    torch.set_num_threads(run.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(run.threads or max(1, len(os.sched_getaffinity(0)) // processes))
     wanted = run.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"

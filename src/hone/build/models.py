@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from hone.build.job import Job
-from hone.config.derived import critic_steps_total, trains_adapter
+from hone.config.derived import critic_steps_total, optimizer_steps_total, trains_adapter
 from hone.config.load import Loaded
 from hone.config.run import OptimizerSection, RunConfig, Stage
 from hone.data.chat import Tokenizer, resolve_model
@@ -18,16 +19,32 @@ from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel, load_scalar_model, reward_config
 from hone.model.load import init_model, load_model, read_config
 from hone.model.lora import AdapterOff, add_adapter
+from hone.plan.guard import Guard
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.critic import Critic
 from hone.train.local import LocalTrainer
 from hone.train.pairs import PairTrainer
+from hone.train.trainer import Trainer
 from hone.types import Progress
 
 
-def starting_model(job: Job, stage: str) -> CausalModel:
+class Source(Protocol):
+    """What models and trainers are made from: a `Job`, or what a process of a cluster knows of one."""
+
+    loaded: Loaded
+    folder: RunFolder
+    tokenizer: Tokenizer
+    device: torch.device
+
+    @property
+    def guard(self) -> Guard:
+        """Watches over memory."""
+        ...
+
+
+def starting_model(source: Source, stage: str) -> CausalModel:
     """The float32 model that a stage begins with: what the stage before it left, else the run file's."""
-    return model_before(stage, job.loaded, job.folder, job.tokenizer, job.device)
+    return model_before(stage, source.loaded, source.folder, source.tokenizer, source.device)
 
 
 def model_before(
@@ -96,8 +113,22 @@ def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> 
     return model
 
 
+def policy_trainer(source: Source, needs: frozenset[str]) -> LocalTrainer:
+    """The trainer of an RL stage, at its beginning.
+
+    Args:
+        needs: of the algorithm; see `Algorithm.needs`.
+    """
+    config = source.loaded.config
+    model = starting_model(source, "rl")
+    critic = make_critic(source, model) if "values" in needs else None
+    model = with_adapter(config, model, "rl")
+    reference = make_reference(model) if "ref_logprobs" in needs else None
+    return make_trainer(source, "rl", model, config.train.optimizer, optimizer_steps_total(config), reference, critic)
+
+
 def make_trainer(
-    job: Job,
+    source: Source,
     stage: Stage,
     model: CausalModel,
     optimizer: OptimizerSection,
@@ -106,10 +137,10 @@ def make_trainer(
     critic: Critic | None = None,
 ) -> LocalTrainer:
     """The trainer of one stage. How an update is divided and repeated is only of RL; a step of imitation is one."""
-    config, train = job.config, job.config.train
+    config, train = source.loaded.config, source.loaded.config.train
     divided = stage == "rl"
     model.checkpoint_layers = train.activation_checkpointing
-    trainer = LocalTrainer(
+    return LocalTrainer(
         model,
         optimizer=optimizer,
         total_optimizer_steps=steps,
@@ -124,26 +155,29 @@ def make_trainer(
         critic=critic,
         critic_warmup_updates=config.critic.warmup_updates if critic else 0,
         reference_refresh_every=config.algorithm.reference_refresh_every if reference else 0,
-        guard=job.memory.ladder,
+        guard=source.guard,
     )
-    if model.adapter is not None:
+
+
+def tell_of_adapter(job: Job, trainer: LocalTrainer) -> None:
+    """Say how little is trained, where it is an adapter."""
+    if trainer.model.adapter is not None:
         job.observer.say(
             f"training an adapter of {trainer.held.num_trained:,} parameters; the weights beneath it stay as they are"
         )
-    return trainer
 
 
-def make_critic(job: Job, policy: CausalModel) -> Critic:
+def make_critic(source: Source, policy: CausalModel) -> Critic:
     """A critic that starts from `critic.path`, or from a copy of the policy.
 
     Raises:
         DataError: a model with other tokens than the policy's, whose ids it is given.
     """
-    config = job.config
+    config = source.loaded.config
     if config.critic.path is None:
         model = ScalarModel(copy.deepcopy(policy))
     else:
-        model = critic_from(resolve_model(config.critic.path, job.base_dir), config, job.device)
+        model = critic_from(resolve_model(config.critic.path, source.loaded.run_file.parent), config, source.device)
     if model.body.vocab_size != policy.vocab_size:
         raise DataError(
             f"critic.path = {config.critic.path}: a vocabulary of {model.body.vocab_size} tokens, the policy's has "
@@ -157,7 +191,7 @@ def make_critic(job: Job, policy: CausalModel) -> Critic:
         precision=config.run.precision,
         tokens_per_microbatch=config.train.tokens_per_microbatch,
         value_clip=config.critic.value_clip,
-        guard=job.memory.ladder,
+        guard=source.guard,
     )
 
 
@@ -177,7 +211,7 @@ def critic_from(place: str, config: RunConfig, device: torch.device) -> ScalarMo
     return ScalarModel(body)
 
 
-def restored(trainer: LocalTrainer | PairTrainer, saved: Saved | None) -> Progress | None:
+def restored(trainer: Trainer | PairTrainer, saved: Saved | None) -> Progress | None:
     """Put a checkpoint into the trainer; where it was taken, or None without one."""
     if saved is None:
         return None

@@ -41,10 +41,19 @@ async def make_engine(
     Args:
         ladder: bound to the engine's bounds, where a run has one.
     """
-    settings = config.rollout.environment
-    environments = EnvironmentPool(settings, base_dir)
-    if settings.use is not None:
-        await environments.start()
+    return await with_environment(
+        config, tokenizer, base_dir, embedded_engine(config, tokenizer, model, executor, ladder)
+    )
+
+
+def embedded_engine(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    model: CausalModel,
+    executor: Executor | None = None,
+    ladder: Ladder | None = None,
+) -> LocalEngine:
+    """Hone's own engine; arguments as in `make_engine`."""
     if config.rollout.compile:
         if not isinstance(model, Decoder):
             raise DataError(
@@ -64,8 +73,16 @@ async def make_engine(
     )
     if ladder is not None:
         ladder.bind(*engine_knobs(engine, config))
+    return engine
+
+
+async def with_environment(config: RunConfig, tokenizer: Tokenizer, base_dir: Path, engine: Engine) -> Engine:
+    """An engine whose samples meet the run file's environment; the engine itself where there is none."""
+    settings = config.rollout.environment
     if settings.use is None:
         return engine
+    environments = EnvironmentPool(settings, base_dir)
+    await environments.start()
     return EpisodeEngine(
         engine,
         environments,

@@ -10,30 +10,28 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 from hone.algo.algorithm import Algorithm
 from hone.build.job import Job, first_cause, set_up_arithmetic, signals_ask_to_stop, tell_where_it_starts
 from hone.build.memory import RunMemory, exhausted, pair_knobs, trainer_knobs
 from hone.build.models import (
-    make_critic,
-    make_reference,
     make_trainer,
     restored,
     scalar_model,
     stage_weights,
     starting_model,
+    tell_of_adapter,
     with_adapter,
 )
 from hone.build.pictures import picture_of_responses
-from hone.build.sampling import held_out_evaluation, make_engine, make_rewards, sampling_of
+from hone.build.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
 from hone.build.services import claim_devices, unused_notes
+from hone.build.workers import Workers, workers_here
 from hone.cluster.services import Services
-from hone.config.derived import correction, longest_tokens, optimizer_steps_total, samples_per_update
+from hone.config.derived import correction, longest_tokens, samples_per_update
 from hone.config.load import Loaded
 from hone.data.chat import load_tokenizer
 from hone.data.pairs import load_pairs
-from hone.data.prompts import load_prompts
+from hone.data.prompts import PromptStream, load_prompts
 from hone.errors import Stopped
 from hone.loop.folder import RunFolder
 from hone.loop.policy import train_policy
@@ -41,11 +39,8 @@ from hone.loop.reward_model import RewardModelRun, train_reward_model
 from hone.loop.reward_model import total_steps as pair_steps
 from hone.loop.run import PolicyRun
 from hone.loop.sft import SftRun, imitation_rows, total_steps, train_sft
-from hone.model.base import CausalModel
 from hone.model.load import save_hf
-from hone.model.lora import merged_copy
 from hone.observe.observer import Observer
-from hone.plan.workload import workload_of
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.local import LocalTrainer
@@ -143,6 +138,7 @@ async def run_sft(job: Job, saved: Saved | None) -> None:
     steps = total_steps(job.config.sft, len(rows))
     model = with_adapter(job.config, starting_model(job, "sft"), "sft")
     trainer = make_trainer(job, "sft", model, job.config.sft.optimizer, steps)
+    tell_of_adapter(job, trainer)
     progress = begin_stage(job, "sft", steps, trainer, saved)
     job.memory.ladder.bind(*trainer_knobs(trainer, job.config))
     run = SftRun(job.config, progress, trainer, *job.doors, rows=rows, guard=job.memory.ladder)
@@ -186,29 +182,19 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         correction=correction(config),
         control=progress.control,
     )
-    shared = config.rollout.max_staleness == 0
+    job.memory.ladder.begin(progress, job.memory.predict)
+    async with workers_here(job, algorithm.needs, saved) as workers:
+        await job.services.ready()
+        if not job.stop.is_set():
+            await optimise_policy(job, progress, prompts, algorithm, workers)
 
-    def assemble() -> tuple[LocalTrainer, CausalModel]:
-        model = starting_model(job, "rl")
-        critic = make_critic(job, model) if "values" in algorithm.needs else None
-        model = with_adapter(config, model, "rl")
-        reference = make_reference(model) if "ref_logprobs" in algorithm.needs else None
-        steps = optimizer_steps_total(config)
-        trainer = make_trainer(job, "rl", model, config.train.optimizer, steps, reference, critic)
-        restored(trainer, saved)
-        if not shared and job.device.type == "cpu":  # sampling and training at the same time: half the cores each
-            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-        return trainer, trainer.model if shared else merged_copy(trainer.model)
 
-    ladder = job.memory.ladder
-    ladder.begin(progress, job.memory.predict)
-    trainer, sampled = await job.computed(assemble, phase="start")
-    ladder.bind(*trainer_knobs(trainer, config, most_tokens=workload_of(config).step_tokens()))
-    await job.services.ready()
-    if job.stop.is_set():
-        return
-    executor = job.compute if shared else None
-    engine = await make_engine(config, job.tokenizer, sampled, job.base_dir, executor, ladder)
+async def optimise_policy(
+    job: Job, progress: Progress, prompts: PromptStream, algorithm: Algorithm, workers: Workers
+) -> None:
+    """The policy loop, and what it leaves."""
+    config = job.config
+    engine = await with_environment(config, job.tokenizer, job.base_dir, workers.engine)
     window = 20 * samples_per_update(config)
     rewards = make_rewards(config, job.base_dir, window_samples=window, services=job.services.urls)
     evaluation = held_out_evaluation(job, engine, rewards)
@@ -216,7 +202,7 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
     run = PolicyRun(
         config,
         progress,
-        trainer,
+        workers.trainer,
         *job.doors,
         prompts=prompts,
         engine=engine,
@@ -224,10 +210,11 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         algorithm=algorithm,
         sampling=sampling_of(config),
         eos_ids=frozenset(job.tokenizer.eos_ids),
-        weights_are_shared=shared,
+        weights_are_shared=workers.weights_are_shared,
+        takes_turns=workers.takes_turns,
         evaluate=evaluation,
         gate_passed=False,
-        guard=ladder,
+        guard=job.guard,
     )
     try:
         async with rewards:
@@ -253,7 +240,7 @@ async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> No
     await run.save()
     if not job.stop.is_set():
         folder = stage_weights(job.folder, job.config, run.progress.stage)
-        config, tokenizer = run.trainer.model.hf_config, job.tokenizer.hf
+        config, tokenizer = run.trainer.hf_config, job.tokenizer.hf
         await job.computed(lambda: save_hf(folder, config, run.trainer.master_weights(), tokenizer), phase="checkpoint")
 
 
@@ -264,6 +251,6 @@ def export_best(job: Job, run: PolicyRun) -> None:
         return
     saved = job.checkpoints.at("rl", step)
     run.trainer.restore(saved.tensors, saved.rest)
-    save_hf(job.folder.hf_best, run.trainer.model.hf_config, run.trainer.master_weights(), job.tokenizer.hf)
+    save_hf(job.folder.hf_best, run.trainer.hf_config, run.trainer.master_weights(), job.tokenizer.hf)
     value = f"{job.config.checkpoint.best} = {run.progress.best_value:.4g}"
     job.observer.say(f"best weights: {job.folder.hf_best} ({value}, step {step})")

@@ -115,27 +115,35 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     metrics = summarize(groups, dropped, version=run.progress.step, threshold=run.config.eval.threshold)
     metrics |= component_metrics(groups, run.rewards.weights) | run.rewards.http_metrics()
     with run.observer.span("train"):
-        batch, learned = await run.in_compute_thread(learn, run, groups)
+        batch, agreement = await run.in_compute_thread(collate_and_check, run, groups)
+        if run.takes_turns:
+            await run.engine.sleep()  # until the weights are published
+        batch, learned = await run.in_compute_thread(learn, run, batch)
     run.record(groups, dropped, batch)
-    return metrics | learned
+    return metrics | agreement | learned
 
 
-def learn(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
-    """The arithmetic of an update, on the compute thread: what the row needs, credit, then the optimizer steps."""
-    trainer, algorithm, metrics = run.trainer, run.algorithm, {}
+def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
+    """The batch of an update; the first one of a process is held against what the engine has, which is awake."""
     batch = collate(groups)
-    if not run.gate_passed:
-        agreement = check_first_step(run, groups, batch)
-        metrics |= agreement if run.progress.step == 0 else {}  # a resumed run logs what the uninterrupted one would
-        run.gate_passed = True
+    if run.gate_passed:
+        return batch, {}
+    agreement = check_first_step(run, groups, batch)
+    run.gate_passed = True
+    return batch, agreement if run.progress.step == 0 else {}  # a resumed run logs what the uninterrupted one would
+
+
+def learn(run: PolicyRun, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    """The arithmetic of an update, on the compute thread: what the row needs, credit, then the optimizer steps."""
+    trainer, algorithm = run.trainer, run.algorithm
     if "ref_logprobs" in algorithm.needs:
         batch = batch.with_column("ref_logprobs_T", trainer.logprobs(batch, reference=True))
     if "policy_logprobs" in algorithm.needs:
         batch = batch.with_column("old_logprobs_T", trainer.logprobs(batch))
     if "values" in algorithm.needs:
         batch = batch.with_column("value_T", trainer.values(batch))
-    batch, credit_metrics = algorithm.assign(batch)
-    metrics |= credit_metrics | trainer.update(batch, algorithm)
+    batch, metrics = algorithm.assign(batch)
+    metrics |= trainer.update(batch, algorithm)
     more, alarm = algorithm.after_update(batch, metrics)
     if alarm is not None:
         run.observer.warn(alarm)

@@ -92,6 +92,8 @@ class PolicyRun(Stage[Trainer]):
     evaluate: Callable[[], Awaitable[dict[str, float]]] | None
     gate_passed: bool
     """False until sampler and trainer were seen to agree in this process."""
+    takes_turns: bool = False
+    """The engine sleeps while the trainer works: they have the same devices, and each its own memory there."""
     dropped: list[Group] = field(default_factory=list)
     """Groups of the step in flight that will not be trained on; recorded for people with the others."""
 
@@ -99,6 +101,8 @@ class PolicyRun(Stage[Trainer]):
         """Make the trainer's weights live in the engine, as version `progress.step`."""
         weights = None if self.weights_are_shared else self.trainer.weights()
         await self.engine.load(weights, self.progress.step)
+        if self.takes_turns:
+            await self.engine.wake()
         self.observer.event("published", version=self.progress.step)
 
     def is_best_so_far(self, metrics: Mapping[str, float]) -> bool:
