@@ -12,7 +12,7 @@ import hone
 
 SOURCES = Path(hone.__file__).parent
 LAYERS = (
-    ("types", "errors", "process"),
+    ("types", "errors", "process", "restarts"),
     ("config", "observe"),
     ("algo", "data", "model", "plan", "dialects"),
     ("rollout", "reward", "train"),

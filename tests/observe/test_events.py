@@ -34,8 +34,10 @@ def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
 
 
 def test_a_kind_that_is_not_registered_is_a_mistake(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl", resume=False, warn=pytest.fail)
     with pytest.raises(ValueError, match="group_startd"):
-        EventLog(tmp_path / "events.jsonl", resume=False, warn=pytest.fail).write("group_startd")
+        log.write("group_startd")
+    log.close()
 
 
 def test_a_full_disk_ends_the_record_with_one_warning():

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +30,7 @@ from hone.cluster.process import Life
 from hone.cluster.state import ServiceState, kept_up, runtime_folder, supervised_by_me, write_state
 from hone.config.load import Loaded
 from hone.errors import ServiceError
+from hone.restarts import Restarts
 
 Say = Callable[[str], None]
 Relay = Callable[[str, str], None]
@@ -41,8 +41,6 @@ HEALTH_INTERVAL_S = 2.0
 """Between two looks at a service that is ready."""
 PROGRESS_INTERVAL_S = 10.0
 """Between two words about a service that is not."""
-RESTART_WINDOW_S = 3600.0
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 PORT_TIMEOUT_S = 3.0
 """For a port that a run which was killed a moment ago is giving back."""
 FOLLOW_INTERVAL_S = 0.25
@@ -61,7 +59,7 @@ class Service:
         self._state = "starting"
         self._life: Life | None = None
         self._log_began_at = 0
-        self._restarted_at: deque[float] = deque()
+        self._restarts = Restarts(launch.service.restarts)
 
     @property
     def state(self) -> ServiceState:
@@ -87,8 +85,8 @@ class Service:
             await life.kill()
             wait_s = self._count_restart(cause)
             self._enter("restarting")
-            bound = self.launch.service.restarts
-            self._say(f"{cause}; started again in {wait_s:g} s ({len(self._restarted_at)} of {bound} an hour)")
+            bound = self._restarts.bound
+            self._say(f"{cause}; started again in {wait_s:g} s ({self._restarts.count} of {bound} an hour)")
             await asyncio.sleep(wait_s)
 
     async def stop(self) -> None:
@@ -150,15 +148,12 @@ class Service:
 
     def _count_restart(self, cause: str) -> float:
         """Returns how long to wait before it is started again. Raises ServiceError when it may not be."""
-        now, times = time.monotonic(), self._restarted_at
-        while times and now - times[0] > RESTART_WINDOW_S:
-            times.popleft()
-        if len(times) >= self.launch.service.restarts:
-            key = f"services.{self.launch.name}.restarts = {self.launch.service.restarts}"
-            raise self._failed(f"{cause}, and was started again {len(times)} times within an hour already ({key})")
-        times.append(now)
+        wait_s = self._restarts.next_wait_s()
+        if wait_s is None:
+            times, key = self._restarts.count, f"services.{self.launch.name}.restarts = {self._restarts.bound}"
+            raise self._failed(f"{cause}, and was started again {times} times within an hour already ({key})")
         self.restarts += 1
-        return min(FIRST_BACKOFF_S * 2 ** (len(times) - 1), LONGEST_BACKOFF_S)
+        return wait_s
 
     def _failed(self, cause: str) -> ServiceError:
         self._enter("failed")

@@ -29,7 +29,7 @@ KINDS: dict[str, str] = {
     "requeued": "What a replica was sampling goes to another one (prompt, stream, replica, why).",
     "training": "An update began (step).",
     "trained": "An update was made: its number, its groups, the oldest token's version (step, prompts, oldest).",
-    "published": "Weights are live in a replica, or, without one, wherever sampling goes on (version, replica, fingerprint).",
+    "published": "Weights are live: in a replica, or without one wherever samples are drawn (version, replica, fingerprint).",
     "evaluating": "An evaluation began (step).",
     "evaluated": "It ended (step).",
     "saving": "A checkpoint is being written (step).",

@@ -1,0 +1,39 @@
+"""How often something that ends by itself may be started again, and how long to wait before it: services, engines,
+trainers. What is started, and how, is the business of whoever counts here."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+WINDOW_S = 3600.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+
+
+class Restarts:
+    """A bound on restarts within an hour; each wait is twice the one before.
+
+    Args:
+        bound: restarts within any hour.
+        clock: seconds.
+    """
+
+    def __init__(self, bound: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bound = bound
+        self._clock = clock
+        self._times: deque[float] = deque()
+
+    @property
+    def count(self) -> int:
+        """Restarts within the last hour."""
+        while self._times and self._clock() - self._times[0] > WINDOW_S:
+            self._times.popleft()
+        return len(self._times)
+
+    def next_wait_s(self) -> float | None:
+        """Count one more. How long to wait before it; None when it may not be."""
+        if self.count >= self.bound:
+            return None
+        self._times.append(self._clock())
+        return min(FIRST_WAIT_S * 2 ** (len(self._times) - 1), LONGEST_WAIT_S)
