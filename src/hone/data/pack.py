@@ -177,22 +177,66 @@ def plan_microbatches(shape: Shape, samples: Indices, tokens_per_microbatch: int
     return sorted(plan, key=lambda part: int(part[0]))
 
 
+def divide_over_ranks(
+    shape: Shape, samples: Indices, num_ranks: int, tokens_per_microbatch: int
+) -> list[list[Indices]]:
+    """Divide `samples` (ascending) over ranks that work in step, and each rank's share into microbatches.
+
+    Every rank gets as many microbatches, the last ones empty where its share needs fewer. Computed tokens are balanced:
+    a group stays on one rank, which computes its prompt once, unless cutting groups shortens the longest share.
+
+    Raises:
+        DataError: one sample alone exceeds the budget.
+    """
+    if not len(samples):
+        return [[] for _ in range(num_ranks)]
+    longest = _longest(shape, samples, tokens_per_microbatch)
+    whole = computed_tokens(shape, samples)
+    fair = math.ceil(whole / num_ranks)
+    sizes = (max(size, longest) for size in (whole, fair, fair // 2, fair // 4))
+    candidates = [_shares(shape, samples, num_ranks, size) for size in sizes]
+    shares = min(candidates, key=lambda shares: max(computed_tokens(shape, share) for share in shares))
+    plans = [plan_microbatches(shape, share, tokens_per_microbatch) for share in shares]
+    count = max(map(len, plans))
+    return [plan + [np.empty(0, np.int64)] * (count - len(plan)) for plan in plans]
+
+
+def _shares(shape: Shape, samples: Indices, num_ranks: int, most: int) -> list[Indices]:
+    """Each rank's samples (ascending) when groups of more than `most` computed tokens are cut.
+
+    The largest piece goes first, each to the rank that has least.
+    """
+    units = _units(shape, samples, most)
+    order = sorted(range(len(units)), key=lambda unit: -units[unit][0])
+    places = _place([units[unit][0] for unit in order], num_ranks, sum(cost for cost, _ in units)) or []
+    shares: list[list[Indices]] = [[np.empty(0, np.int64)] for _ in range(num_ranks)]
+    for unit, place in zip(order, places, strict=True):
+        shares[place].append(units[unit][1])
+    return [np.sort(np.concatenate(share)) for share in shares]
+
+
 def computed_tokens(shape: Shape, samples: Indices) -> int:
     """Tokens that a microbatch of these samples computes: each prompt once, no response's last token."""
     responses = np.maximum(shape.length_S[samples] - 1, 0).sum()
     return int(shape.prompt_tokens_N[np.unique(shape.prompt_S[samples])].sum() + responses)
 
 
+def _longest(shape: Shape, samples: Indices, budget: int) -> int:
+    """Computed tokens of the longest of `samples` with its prompt. Raises DataError if they exceed the budget."""
+    longest = int((shape.prompt_tokens_N[shape.prompt_S[samples]] + np.maximum(shape.length_S[samples] - 1, 0)).max())
+    if longest > budget:
+        raise DataError(
+            f"a sample of {longest} tokens (prompt and response) does not fit into train.tokens_per_microbatch = "
+            f"{budget}. Raise it to at least {longest}, or lower data.max_prompt_tokens or rollout.max_response_tokens."
+        )
+    return longest
+
+
 def _units(shape: Shape, samples: Indices, budget: int) -> list[tuple[int, Indices]]:
     """(computed tokens, samples) of what stays together: the samples of a prompt, or as many as fit."""
+    _longest(shape, samples, budget)
     prompt = shape.prompt_S[samples]
     response_tokens = np.maximum(shape.length_S[samples] - 1, 0)
-    largest = int((shape.prompt_tokens_N[prompt] + response_tokens).max())
-    if largest > budget:
-        raise DataError(
-            f"a sample of {largest} tokens (prompt and response) does not fit into train.tokens_per_microbatch = "
-            f"{budget}. Raise it to at least {largest}, or lower data.max_prompt_tokens or rollout.max_response_tokens."
-        )
     starts = np.flatnonzero(np.diff(prompt, prepend=-1))
     sums = np.add.reduceat(response_tokens, starts) + shape.prompt_tokens_N[prompt[starts]]
     units: list[tuple[int, Indices]] = []

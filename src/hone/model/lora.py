@@ -269,20 +269,24 @@ class AdapterOff(CausalModel):
         self.max_positions = policy.max_positions
 
     @property
+    def policy(self) -> CausalModel:
+        """The model that has the adapter."""
+        return self._policy[0]
+
+    @property
     def output_weight(self) -> Tensor:
-        return self._policy[0].output_weight
+        return self.policy.output_weight
 
     def hidden(self, layout: Layout) -> Tensor:
-        (policy,) = self._policy
-        assert policy.adapter is not None
-        with policy.adapter.off():
-            return policy.hidden(layout)
+        assert self.policy.adapter is not None
+        with self.policy.adapter.off():
+            return self.policy.hidden(layout)
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._policy[0].own_weights()
+        return self.policy.own_weights()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._policy[0].load_weights(weights)
+        self.policy.load_weights(weights)
 
 
 def add_adapter(model: CausalModel, settings: LoraSection, *, seed: int, dtype: torch.dtype) -> None:

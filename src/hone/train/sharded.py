@@ -1,0 +1,84 @@
+"""Training on the ranks of a mesh: one of many that train one model together.
+
+Every rank is given the same whole batch and takes its own share of the samples, balanced by tokens. Weights are
+gathered layer by layer while they compute (`sharded_weights.py`), gradients are sums over ranks, and what was found is
+exchanged, so that each rank returns what a single process would: whole columns, and the same metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hone.config.run import OptimizerSection
+from hone.data.pack import Indices, Shape, divide_over_ranks
+from hone.model.base import CausalModel
+from hone.model.heads import ScalarModel
+from hone.model.lora import AdapterOff
+from hone.train.mesh import DATA, Mesh
+from hone.train.policy import PolicyTrainer
+from hone.train.ranks import Ranks
+from hone.train.sharded_weights import ShardedAdamW, ShardedWeights, copy_shares, shard, sharded_parameters
+
+
+class ShardedTrainer(PolicyTrainer):
+    """A `PolicyTrainer` on one of the ranks `Sharded`. All ranks are made and called alike, with the same arguments."""
+
+
+class Sharded(Ranks):
+    """The ranks of a mesh.
+
+    Args:
+        offload: what waits in host memory while it is not used: `parameters` (with their gradients and moments, so that
+            the optimizer works there), `reference`.
+    """
+
+    def __init__(self, mesh: Mesh, *, offload: Sequence[str] = ()) -> None:
+        self.mesh = mesh
+        self._offload = frozenset(offload)
+        self._data = mesh.samples[DATA].get_group()
+
+    def optimizer(
+        self, model: CausalModel | ScalarModel, dtype: torch.dtype, *, settings: OptimizerSection, total_steps: int
+    ) -> ShardedAdamW:
+        weights = ShardedWeights(model, self.mesh, dtype, on_host="parameters" in self._offload)
+        return ShardedAdamW(weights, settings, total_steps=total_steps)
+
+    def freeze(self, model: CausalModel, dtype: torch.dtype) -> None:
+        if not list(model.requires_grad_(False).parameters()):
+            return  # the policy beneath its adapter, which is sharded already
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        shard(model, self.mesh, dtype, on_host="reference" in self._offload)
+
+    @contextmanager
+    def computing(self, model: CausalModel | ScalarModel) -> Iterator[None]:
+        yield
+        root: Any = model.policy if isinstance(model, AdapterOff) else model
+        root.reshard()
+
+    def tensors(self, model: CausalModel) -> dict[str, Tensor]:
+        return dict(sharded_parameters(model))
+
+    def load(self, model: CausalModel, tensors: Mapping[str, Tensor]) -> None:
+        copy_shares(dict(sharded_parameters(model)), tensors)
+
+    def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
+        return divide_over_ranks(shape, samples, self.mesh.data_parallel, tokens_per_microbatch)[self.mesh.data_index]
+
+    def column(self, value_T: Tensor) -> Tensor:
+        dist.all_reduce(value_T, group=self._data)
+        return value_T
+
+    def rows(self, measured: Sequence[Tensor]) -> list[list[float]]:
+        if not measured:
+            return []
+        own = torch.stack(list(measured))
+        every = own.new_empty(self.mesh.data_parallel * len(own), own.shape[1])
+        dist.all_gather_into_tensor(every, own, group=self._data)
+        return every.tolist()

@@ -1,0 +1,273 @@
+"""Weights divided over the ranks of a mesh (FSDP2), and AdamW on this rank's share of them.
+
+Every layer is a unit that is gathered while it computes, and what is in no layer (embedding, final norm, output layer,
+head) is one more, gathered through the loss, for `output_weight` is used after the model's own forward pass. Each rank
+keeps its share of master weights (at least float32), gradients and moments. Gradients are summed over ranks, not
+averaged: losses are divided by the counts of the whole optimizer step already.
+
+Not here: whose samples are whose (`sharded.py`), and files (`checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from hone.config.run import OptimizerSection
+from hone.model.base import CausalModel
+from hone.model.decoder import Decoder
+from hone.model.heads import ScalarModel
+from hone.model.hf import TransformersModel
+from hone.train.mesh import Mesh
+from hone.train.optim import MOMENTS, AdamW, refuse_other_parameters
+
+T = TypeVar("T")
+
+
+def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, on_host: bool) -> None:
+    """Divides a model's parameters over the ranks, in place; they become `DTensor`s between passes.
+
+    Args:
+        dtype: of the gathered weights, so of the arithmetic; gradients are reduced in float32 at least.
+        on_host: shares wait in host memory, where the optimizer works on them too.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
+    for module in (*layers_of(model), model):
+        fully_shard(module, mesh=mesh.sharding, mp_policy=policy, offload_policy=offload)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # a sum over ranks ...
+        module.set_force_sum_reduction_for_comms(True)  # ... and none that gloo does not know
+    if isinstance(model, TransformersModel):
+        register_fsdp_forward_method(model, "hidden")  # it has no forward
+
+
+def layers_of(model: CausalModel | ScalarModel) -> list[nn.Module]:
+    """The modules that repeat, in order."""
+    body = model.body if isinstance(model, ScalarModel) else model
+    if isinstance(body, Decoder):
+        return list(body.layers)
+    assert isinstance(body, TransformersModel)
+    names = body.hf._no_split_modules or ()
+    return [module for module in body.hf.modules() if type(module).__name__ in names]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight with a Hugging Face name is: which part of which parameter."""
+
+    parameter: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The weight, as a view of the whole parameter."""
+        return whole.as_strided(self.size, self.stride, self.offset)
+
+
+def places_of(model: CausalModel | ScalarModel) -> dict[str, Place]:
+    """Every weight's place, by Hugging Face name, of a model that is not sharded yet."""
+    owners = {p.untyped_storage()._cdata: (name, p) for name, p in model.named_parameters()}
+    weights = model.named_weights() if isinstance(model, ScalarModel) else model.own_weights()
+    places = {}
+    for name, weight in weights:
+        parameter, p = owners[weight.untyped_storage()._cdata]
+        places[name] = Place(
+            parameter, weight.shape, weight.stride(), int(weight.storage_offset() - p.storage_offset())
+        )
+    return places
+
+
+class ShardedWeights:
+    """The parameters of a model, each rank's share of them; see `optim.Weights`."""
+
+    def __init__(self, model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, on_host: bool) -> None:
+        self.device = mesh.device
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self._model, self._mesh, self._compute_dtype = model, mesh, dtype
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(self.dtype if parameter.requires_grad else dtype)
+        self._places = places_of(model)
+        self.segments = [(name, list(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
+        """Name and shape of each trained parameter."""
+        self.num_trained = sum(math.prod(shape) for _, shape in self.segments)
+        shard(model, mesh, dtype, on_host=on_host)
+        self.parameters: dict[str, DTensor] = dict(sharded_parameters(model))
+        """Every parameter, trained or not."""
+        self.trained: dict[str, DTensor] = {name: self.parameters[name] for name, _ in self.segments}
+
+    def passes(self, microbatches: Iterable[T]) -> Iterator[T]:
+        """See `Weights.passes`: each sums gradients over shards, only the last one over replicas too."""
+        parts = list(microbatches)
+        root: Any = self._model
+        for number, part in enumerate(parts, 1):
+            root.set_requires_all_reduce(number == len(parts))
+            yield part
+
+    def put_away(self) -> None:
+        """Let go of what is gathered: it must not outlive a change of the weights."""
+        root: Any = self._model
+        root.reshard()
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Weights.named`; one parameter at a time is gathered, by all ranks together."""
+        return self._gathered(self._compute_dtype)
+
+    def named_master(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Weights.named_master`; gathered as `named` does."""
+        return self._gathered(self.dtype)
+
+    def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        last, whole = "", torch.empty(0)
+        for name, place in self._places.items():
+            if place.parameter != last:
+                last, whole = place.parameter, whole_of(self.parameters[place.parameter], dtype, self.device)
+            yield name, place.of(whole)
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
+    """Names and shares of a sharded model that has put away what it gathered."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is gathered"
+        yield name, parameter
+
+
+@torch.no_grad()
+def whole_of(parameter: DTensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A parameter gathered from all ranks, in `dtype`; only those bytes travel."""
+    local = parameter.to_local().to(device, dtype)
+    return like(parameter, local).full_tensor().contiguous()
+
+
+def like(parameter: DTensor, local: Tensor) -> DTensor:
+    """A tensor divided as `parameter` is, of which this rank has `local`."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+class ShardedAdamW(AdamW):
+    """On a `ShardedWeights`: this rank's share of moments and work."""
+
+    def __init__(self, weights: ShardedWeights, settings: OptimizerSection, *, total_steps: int) -> None:
+        super().__init__(settings, total_steps=total_steps)
+        self._weights = weights
+        self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in weights.trained.items()}
+        decayed = [self._local[name] for name, p in weights.trained.items() if p.dim() >= 2]
+        rest = [self._local[name] for name, p in weights.trained.items() if p.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+        for local in self._local.values():
+            applied = torch.zeros((), dtype=torch.float32, device=local.device)  # for the bias correction
+            self._adam.state[local] = {"step": applied, **{name: torch.zeros_like(local) for name in MOMENTS}}
+
+    @property
+    def weights(self) -> ShardedWeights:
+        return self._weights
+
+    def _gradients(self) -> Iterator[tuple[DTensor, Tensor]]:
+        """Each trained parameter and this rank's share of its gradient; none where no pass was made."""
+        for parameter in self._weights.trained.values():
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                yield parameter, parameter.grad.to_local()
+
+    def _gradient_norm(self) -> float:
+        device = self._weights.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for parameter, gradient in self._gradients():
+            # Every rank adds its share of what is divided, and its part of what several have: one sum over all.
+            square = torch.linalg.vector_norm(gradient).to(device, torch.float64).square()
+            total += square / _copies(parameter)
+        dist.all_reduce(total)
+        return math.sqrt(float(total))
+
+    def _scale_gradient(self, factor: float) -> None:
+        for _, gradient in self._gradients():
+            gradient.mul_(factor)
+
+    def _apply(self, lr: float) -> None:
+        for (name, parameter), local in zip(self._weights.trained.items(), self._local.values(), strict=True):
+            gradient = parameter.grad
+            assert gradient is None or isinstance(gradient, DTensor), name
+            local.grad = torch.zeros_like(local) if gradient is None else gradient.to_local()
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        self._weights.put_away()
+
+    def _clear_gradient(self) -> None:
+        for parameter, local in zip(self._weights.trained.values(), self._local.values(), strict=True):
+            parameter.grad = local.grad = None
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """See `AdamW.state`. The tensors are `DTensor`s named `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`."""
+        rest = {
+            "optimizer_step": self.step_count,
+            "skipped_steps": self.skipped_count,
+            "segments": self._weights.segments,
+        }
+        return dict(self._tensors()), rest
+
+    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+        """See `AdamW.restore`; each tensor divided over the same ranks, or whole."""
+        refuse_other_parameters(self._weights.segments, rest["segments"])
+        copy_shares(dict(self._tensors()), tensors)
+        self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
+        self._count_applied()
+        self._clear_gradient()
+        self._weights.put_away()
+
+    def _tensors(self) -> Iterator[tuple[str, DTensor]]:
+        for name, parameter in self._weights.trained.items():
+            yield f"master/{name}", parameter
+            for moment in MOMENTS:
+                yield f"{moment}/{name}", like(parameter, self._adam.state[self._local[name]][moment])
+
+    def _count_applied(self) -> None:
+        for state in self._adam.state.values():
+            state["step"].fill_(self.num_applied)
+
+
+def _copies(parameter: DTensor) -> int:
+    """How many ranks have each number of a parameter."""
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())
+
+
+@torch.no_grad()
+def copy_shares(own: Mapping[str, DTensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copies tensors onto their namesakes: ones that are divided in the same way, or whole ones."""
+    for name, ours in own.items():
+        theirs = tensors[name]
+        if not isinstance(theirs, DTensor):
+            theirs = whole_to_share(theirs, ours)
+        ours.to_local().copy_(theirs.to_local())
+
+
+def whole_to_share(whole: Tensor, ours: DTensor) -> DTensor:
+    """This rank's share of a tensor that every rank has."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, ours.device_mesh, ours.placements, src_data_rank=None)

@@ -1,0 +1,157 @@
+"""What a trainer does with a batch, as numbers to compare: the same code alone and on the ranks of a mesh."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from cases import algorithm_of, make_batch, make_groups, make_model
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hone.config.run import LoraSection, OptimizerSection
+from hone.model.heads import ScalarModel
+from hone.model.lora import AdapterOff, add_adapter
+from hone.train.critic import Critic
+from hone.train.learner import Learner
+from hone.train.local import LocalTrainer
+from hone.train.mesh import make_mesh
+from hone.train.policy import PolicyTrainer
+from hone.train.sharded import Sharded, ShardedTrainer
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trainer and what it is given."""
+
+    algorithm: str = "grpo"
+    implementation: Literal["hone", "transformers"] = "hone"
+    precision: Literal["float32", "bfloat16", "float64"] = "float64"
+    tokens_per_microbatch: int = 30
+    updates: int = 1
+    samples_per_optimizer_step: int | None = None
+    lora: bool = False
+    moved: bool = True
+    """Whether the batch brings old and reference logprobs."""
+    num_groups: int = 5
+    poisoned_updates: tuple[int, ...] = ()
+    """Updates whose batch has an infinite advantage."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    offload: tuple[str, ...] = ()
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Found:
+    """What one rank found."""
+
+    logprobs_T: Tensor
+    reference_T: Tensor | None
+    values_T: Tensor | None
+    metrics: list[dict[str, float]]
+    gradients: list[dict[str, Tensor]]
+    critic_gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+    master: dict[str, Tensor]
+    dtypes: set[torch.dtype]
+    """Of the weights as published."""
+
+
+def trained(case: Case, *, alone: bool = False) -> Found:
+    """Builds the trainer, measures logprobs, and updates; on this rank or, where `alone`, in this process only."""
+    algorithm = algorithm_of(case.algorithm)
+    trainer = alone_or_sharded(case, algorithm.needs, alone=alone)
+    batch = make_batch(make_groups(num_groups=case.num_groups), algorithm, moved=case.moved)
+    found = Found(trainer.logprobs(batch), None, None, [], [], [], {}, {}, set())
+    if trainer.reference is not None:
+        found.reference_T = trainer.logprobs(batch, reference=True)
+    if trainer.critic is not None:
+        found.values_T = trainer.values(batch)
+        batch = batch.with_column("value_T", found.values_T)
+    watch(trainer, found.gradients)
+    if trainer.critic is not None:
+        watch(trainer.critic, found.critic_gradients)
+    for number in range(case.updates):
+        given = batch
+        if number in case.poisoned_updates:
+            advantages_T = batch.columns["advantages_T"].clone()
+            advantages_T[0] = torch.inf
+            given = batch.with_column("advantages_T", advantages_T)
+        found.metrics.append(trainer.update(given, algorithm))
+    found.dtypes = {weight.dtype for _, weight in trainer.weights()}
+    found.weights = {name: weight.double() for name, weight in trainer.weights()}
+    found.master = {name: weight.clone() for name, weight in trainer.master_weights()}
+    return found
+
+
+def alone_or_sharded(case: Case, needs: frozenset[str], *, alone: bool) -> PolicyTrainer:
+    """The trainer of a case."""
+    dtype = torch.promote_types(getattr(torch, case.precision), torch.float32)
+    model = make_model(dtype=dtype, implementation=case.implementation)
+    common: dict[str, Any] = {
+        "total_optimizer_steps": 10,
+        "precision": case.precision,
+        "tokens_per_microbatch": case.tokens_per_microbatch,
+    }
+    if not alone:
+        mesh = make_mesh(torch.device("cpu"), **case.mesh)
+        common["ranks"] = Sharded(mesh, offload=case.offload)
+    critic = None
+    if "values" in needs:
+        body = copy.deepcopy(model)
+        head = ScalarModel(body)
+        with torch.no_grad():
+            head.score.weight.copy_(torch.linspace(-1, 1, head.score.weight.numel()).view_as(head.score.weight))
+        critic = Critic(head, optimizer=OptimizerSection(lr=3e-3), value_clip=0.2, **common)
+    if case.lora:
+        add_adapter(model, LoraSection(rank=2), seed=1, dtype=getattr(torch, case.precision))
+        with torch.no_grad():
+            for name in model.adapter.names:
+                model.adapter.factors(name)[1].fill_(0.01)
+    reference = None
+    if "reference" in needs or "ref_logprobs" in needs:
+        reference = AdapterOff(model) if case.lora else copy.deepcopy(model)
+    kind = LocalTrainer if alone else ShardedTrainer
+    return kind(
+        model,
+        optimizer=OptimizerSection(**{"lr": 1e-2, "weight_decay": 0.1, **case.optimizer}),
+        temperature=0.8,
+        logprob_chunk_tokens=64,
+        samples_per_optimizer_step=case.samples_per_optimizer_step,
+        reference=reference,
+        critic=critic,
+        **case.options,
+        **common,
+    )
+
+
+def watch(learner: Learner, gradients: list[dict[str, Tensor]]) -> None:
+    """From now on keep each gradient that the optimizer is given, whole, by parameter."""
+    step = learner.optimizer.step
+
+    def watched():
+        gradients.append(dict(whole_gradients(learner)))
+        return step()
+
+    learner.optimizer.step = watched
+
+
+def whole_gradients(learner: Learner):
+    if isinstance(learner.held, object) and hasattr(learner.held, "grad"):
+        offset = 0
+        for name, shape in learner.held.segments:
+            end = offset + torch.Size(shape).numel()
+            yield name, learner.held.grad[offset:end].view(shape).clone()
+            offset = end
+        return
+    for name, parameter in learner.held.trained.items():
+        grad = parameter.grad
+        yield name, torch.zeros(parameter.shape) if grad is None else whole(grad)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

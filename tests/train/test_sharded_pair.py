@@ -1,0 +1,55 @@
+"""Two ranks do what one process does: gradients, metrics, weights, columns."""
+
+import pytest
+import torch
+from gang import Gang
+from sharded_cases import Case, Found, trained
+
+
+@pytest.fixture(scope="module")
+def pair():
+    gang = Gang(2)
+    yield gang
+    gang.close()
+
+
+def assert_same(found: list[Found], expected: Found, *, rtol=1e-5, atol=1e-7):
+    def close(ours, theirs, what):
+        assert ours.shape == theirs.shape, what
+        assert (ours - theirs).norm() <= rtol * theirs.norm() + atol, f"{what} differs"
+
+    for rank, one in enumerate(found):
+        close(one.logprobs_T, expected.logprobs_T, "logprobs")
+        for column in ("reference_T", "values_T"):
+            if getattr(expected, column) is not None:
+                close(getattr(one, column), getattr(expected, column), column)
+        for ours, theirs in zip(one.metrics, expected.metrics, strict=True):
+            assert ours == found[0].metrics[one.metrics.index(ours)], f"rank {rank} tells other metrics"
+            passes = {"train/microbatches"}
+            assert set(ours) == set(theirs)
+            for name in set(ours) - passes:
+                assert ours[name] == pytest.approx(theirs[name], rel=rtol, abs=atol, nan_ok=True), name
+        for kind in ("gradients", "critic_gradients"):
+            for ours, theirs in zip(getattr(one, kind), getattr(expected, kind), strict=True):
+                assert set(ours) == set(theirs)
+                for name in ours:
+                    close(ours[name], theirs[name], f"gradient of {name}")
+        for kind in ("weights", "master"):
+            ours, theirs = getattr(one, kind), getattr(expected, kind)
+            assert list(ours) == list(theirs)
+            for name in ours:
+                close(ours[name], theirs[name], name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(updates=5), id="five updates"),
+        pytest.param(Case(precision="float32"), id="float32"),
+        pytest.param(Case(implementation="transformers", updates=2, tokens_per_microbatch=40), id="transformers"),
+        pytest.param(Case("kl_and_entropy", moved=True, updates=2), id="reference"),
+        pytest.param(Case("ppo", updates=3, samples_per_optimizer_step=7), id="critic"),
+    ],
+)
+def test_two_ranks_are_one_process(pair, case):
+    assert_same(pair(trained, case), trained(case, alone=True))
