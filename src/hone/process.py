@@ -1,6 +1,7 @@
 """A Python process of our own beside the run: started anew, killed with all that it started, never outliving the run.
 
-What the pools of rewards (`reward/pool.py`) and environments (`rollout/env_pool.py`) share: starting, framing, ending.
+What the pools of rewards (`reward/pool.py`) and environments (`rollout/env_pool.py`) and the reader of large bodies
+(`serve/bodies.py`) share: starting, messages, ending.
 Not here: what is said over the channel, and when a process has taken too long. Imports nothing heavy, because what runs
 in such a process imports it too.
 """
@@ -57,8 +58,37 @@ def begin(parent_pid: int) -> None:
 
 def framed(message: Any) -> bytes:
     """A message as it crosses the channel."""
-    body = pickle.dumps(message)
-    return HEADER.pack(len(body)) + body
+    return with_header(pickle.dumps(message))
+
+
+def with_header(pickled: bytes) -> bytes:
+    """A message that is pickled already, as it crosses the channel."""
+    return HEADER.pack(len(pickled)) + pickled
+
+
+def receive(channel: socket.socket) -> Any:
+    """The next message; None when the other side is gone. Blocks."""
+    header = _read(channel, HEADER.size)
+    return pickle.loads(_read(channel, HEADER.unpack(header)[0])) if header else None
+
+
+def _read(channel: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        part = channel.recv(num_bytes - len(data))
+        if not part:
+            return b""
+        data += part
+    return bytes(data)
+
+
+async def receive_async(reader: asyncio.StreamReader) -> Any:
+    """The next message; None when the other side is gone."""
+    try:
+        (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+        return pickle.loads(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
 
 
 async def kill(process: subprocess.Popen[bytes]) -> int:

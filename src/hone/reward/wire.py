@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, FiniteFloat, model_validator
 
 from hone.types import Fault, FinishReason, Group, Prompt, Sample, Score, Turn
 
@@ -88,13 +88,13 @@ class Item(Wire):
     """`length`: the response was cut."""
     response_tokens: int | None = Field(default=None, ge=0, le=MAX_RESPONSE_TOKENS)
     """Length of the response, for those who do not send its ids."""
-    response_token_ids: list[int] | None = None
+    response_token_ids: Annotated[list[int] | None, FailFast()] = None
     """Its tokens, in the policy's vocabulary."""
-    prompt_token_ids: list[int] | None = None
-    sampler_logprobs: list[FiniteFloat] | None = None
-    versions: list[int] | None = None
-    loss_mask: list[bool] | None = None
-    turns: list[TurnItem] = []
+    prompt_token_ids: Annotated[list[int] | None, FailFast()] = None
+    sampler_logprobs: Annotated[list[FiniteFloat] | None, FailFast()] = None
+    versions: Annotated[list[int] | None, FailFast()] = None
+    loss_mask: Annotated[list[bool] | None, FailFast()] = None
+    turns: Annotated[list[TurnItem], FailFast()] = []
 
     @model_validator(mode="after")
     def _per_token_lists_fit(self) -> Self:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import pickle
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hone.process import HEADER, begin, framed
+from hone.process import begin, framed, receive
 from hone.reward.resolve import Target, Unusable, load
 from hone.reward.signature import (
     Range,
@@ -92,14 +91,14 @@ def main(channel_fd: int, parent_pid: int) -> None:
     """Serve until the pool closes the channel."""
     begin(parent_pid)
     with socket.socket(fileno=channel_fd) as channel:
-        hello = _receive(channel)
+        hello = receive(channel)
         if hello is None:
             return
         sys.path[:] = hello.python_path
         functions, problems = _load_all(hello.jobs)
         _send(channel, Ready(problems, tuple(map(overrun_score, functions)), tuple(map(declared_range, functions))))
         with asyncio.Runner() as runner:  # one event loop for all tasks: async rewards may keep their connections
-            while (task := _receive(channel)) is not None:
+            while (task := receive(channel)) is not None:
                 if isinstance(task, Call):
                     _send(channel, _returned(runner, functions[task.job], hello.jobs[task.job].args, task.argument))
                     continue
@@ -150,22 +149,6 @@ def _returned(runner: asyncio.Runner, function: Callable[..., Any], args: Mappin
 
 async def _awaited(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _receive(channel: socket.socket) -> Any:
-    """The next message; None when the pool is gone."""
-    header = _read(channel, HEADER.size)
-    return pickle.loads(_read(channel, HEADER.unpack(header)[0])) if header else None
-
-
-def _read(channel: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes:
-        part = channel.recv(num_bytes - len(data))
-        if not part:
-            return b""
-        data += part
-    return bytes(data)
 
 
 def _send(channel: socket.socket, message: Any) -> None:

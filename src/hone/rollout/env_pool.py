@@ -17,7 +17,7 @@ from hone import process
 from hone.config.run import EnvironmentSection
 from hone.errors import ConfigError
 from hone.rollout.env import Episode, Observation
-from hone.rollout.env_worker import Answer, Forget, Hello, Step, receive, send
+from hone.rollout.env_worker import Answer, Forget, Hello, Step, send
 
 START_TIMEOUT_S = 60.0
 """Until a new process must have imported the environment."""
@@ -122,7 +122,7 @@ class _Process:
         send(writer, hello)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                problem = await receive(reader)
+                problem = await process.receive_async(reader)
         except TimeoutError:
             problem = f"its import did not finish within {START_TIMEOUT_S:g} s"
         except asyncio.CancelledError:
@@ -200,7 +200,7 @@ class _Process:
 
     async def _read(self) -> None:
         """Hand answers to those who wait, until the process is gone."""
-        while (answer := await receive(self._reader)) is not None:
+        while (answer := await process.receive_async(self._reader)) is not None:
             self._num_answers += 1
             waiting = self._waiting.get(answer.number)
             if waiting is not None and not waiting.done():

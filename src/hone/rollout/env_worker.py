@@ -10,7 +10,6 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
-import pickle
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.process import HEADER, begin, framed
+from hone.process import begin, framed, receive_async
 from hone.rollout.env import Environment, Episode, Observation, Unusable, check_observation, describe
 
 
@@ -68,7 +67,7 @@ def main(channel_fd: int, parent_pid: int) -> None:
 
 async def _serve(channel: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=channel)
-    hello = await receive(reader)
+    hello = await receive_async(reader)
     sys.path[:] = [hello.folder, *hello.python_path]
     try:
         make = _load(hello)
@@ -78,7 +77,7 @@ async def _serve(channel: socket.socket) -> None:
         return
     send(writer, "")
     host = _Host(make, hello, writer)
-    while (message := await receive(reader)) is not None:
+    while (message := await receive_async(reader)) is not None:
         host.handle(message)
 
 
@@ -162,15 +161,6 @@ def _import(place: str, folder: Path) -> Any:
     sys.modules[name] = module  # dataclasses and pickle look a class's module up
     spec.loader.exec_module(module)
     return module
-
-
-async def receive(reader: asyncio.StreamReader) -> Any:
-    """The next message; None when the other side is gone."""
-    try:
-        (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-        return pickle.loads(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
 
 
 def send(writer: asyncio.StreamWriter, message: Any) -> None:

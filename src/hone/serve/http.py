@@ -20,8 +20,9 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -31,8 +32,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import hone
 from hone.errors import ConfigError
-from hone.reward.wire import decode_json
 from hone.serve.access import AccessLog, Answered, log
+from hone.serve.bodies import BodyReader
 from hone.serve.problem import RESPONSES, Problem, answer_with_problems
 
 T = TypeVar("T")
@@ -41,8 +42,6 @@ _REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _HEALTH = frozenset({"/livez", "/readyz", "/health"})
 """Routes that need no token, are answered at any time and are not logged while all is well."""
 _CHUNK_BYTES = 1 << 18
-_LARGE_BODY_BYTES = 1 << 18
-"""A larger one is read in a thread: 30 MiB of JSON take half a second, and nothing else would be answered meanwhile."""
 
 
 class HttpSettings(BaseModel):
@@ -154,31 +153,29 @@ class Lifecycle:
         await self._idle.wait()
 
 
-def strict_router(check: Callable[[Any], None] = lambda body: None) -> APIRouter:
-    """A router for endpoints with JSON bodies, which are read strictly; see `wire.decode_json`.
+def strict_router(limits: Mapping[str, int] = MappingProxyType({})) -> APIRouter:
+    """A router for endpoints whose body is one model, in JSON that is read strictly; see `bodies.parse`.
 
     Args:
-        check: told of each body before it is held against its model, which for a million items takes seconds; raises
-            Problem.
+        limits: most elements of a list in a body, by field.
     """
 
-    class StrictRequest(Request):
-        async def json(self) -> Any:
-            body = await self.body()
-            in_thread = len(body) > _LARGE_BODY_BYTES
-            try:
-                value = await asyncio.to_thread(decode_json, body) if in_thread else decode_json(body)
-            except ValueError as error:
-                raise Problem(400, "bad-json", f"the body is not JSON as RFC 8259 has it: {error}") from None
-            check(value)
-            return value
+    class ReadRequest(Request):
+        parsed: BaseModel
+
+        async def json(self) -> BaseModel:
+            return self.parsed
 
     class StrictRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Any]:
             handle = super().get_route_handler()
+            assert self.body_field is not None, f"{self.path} takes no body"
+            model: type[BaseModel] = self.body_field.field_info.annotation  # type: ignore[assignment]
 
             async def handle_strictly(request: Request) -> Any:
-                return await handle(StrictRequest(request.scope, request.receive))
+                request = ReadRequest(request.scope, request.receive)
+                request.parsed = await request.app.state.bodies.read(model, await request.body(), limits)
+                return await handle(request)
 
             return handle_strictly
 
@@ -199,6 +196,7 @@ def guarded_app(
         on_done: told the route's path (`other` where there is none) and the status of every response.
     """
     app = FastAPI(title=title, version=hone.__version__, docs_url=None, redoc_url=None)
+    app.state.bodies = BodyReader()  # closed by `running.serve`
     answer_with_problems(app)
     app.add_middleware(Guard, lifecycle=lifecycle, settings=settings, tokens=tokens, on_done=on_done)
     return app
@@ -368,6 +366,7 @@ async def _inflated(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for chunk in chunks:
             while chunk:
                 yield inflate.decompress(chunk, _CHUNK_BYTES)
+                await asyncio.sleep(0)  # a small chunk may become a large one
                 chunk = inflate.unconsumed_tail
         if not inflate.eof or inflate.unused_data:
             raise Problem(400, "bad-gzip", "the body is not one whole gzip stream")

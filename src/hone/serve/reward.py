@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -90,7 +90,7 @@ class RewardServer:
         return app
 
     def _work_routes(self) -> APIRouter:
-        router = strict_router(self._check_number)
+        router = strict_router(dict.fromkeys(("items", "query"), self._settings.max_items))
         router.post("/v1/rewards", response_model=RewardReply)(self.rewards)
         router.post("/compute_reward")(self.compute_reward)
         router.post("/get_reward", response_model=OpenRlhfReply)(self.get_reward)
@@ -106,14 +106,6 @@ class RewardServer:
         return router
 
     # ---- work
-
-    def _check_number(self, body: Any) -> None:
-        """Raises Problem for too many items, under the names that the routes have for them."""
-        listed = [body.get(name) for name in ("items", "query")] if isinstance(body, dict) else []
-        number = max((len(items) for items in listed if isinstance(items, list)), default=0)
-        if number > self._settings.max_items:
-            most = self._settings.max_items
-            raise Problem(413, "too-many-items", f"{number} items; at most {most} in a request (--max-items)")
 
     async def rewards(self, body: RewardRequest, request: Request) -> Response:
         """Score a batch. One result per item, in order; an item that cannot be scored is an error of its own."""

@@ -42,6 +42,8 @@ from hone.serve.settings import ScoringSettings
 from hone.types import Fault, Score
 
 _MAX_RETRY_AFTER_S = 60.0
+_TURN_S = 0.005
+"""For one request's keys at a time, while others wait for the event loop."""
 _RESTART_S = 1.0
 """About what a scorer process costs to start; work in one is killed no sooner than that after its last asker left."""
 
@@ -157,7 +159,8 @@ class ScoringService:
         began = time.monotonic()
         timeout_s = min(self._settings.timeout_s, (request.timeout_ms or float("inf")) / 1000)
         results: dict[int, ItemResult] = {}
-        claims = self._claims(request, asked, client, timeout_s, results)
+        works = await self._works(request, asked, results)
+        claims = self._claims(works, asked, client, timeout_s)
         waiting = [future for claim in claims for joined in claim.joined.values() if (future := joined.future)]
         num_items = sum(len(claim.work.places) for claim in claims) if waiting else 0
         self._of_client[client] += num_items
@@ -180,20 +183,29 @@ class ScoringService:
 
     # ---- taking work on
 
-    def _claims(
-        self, request: RewardRequest, asked: Asked, client: str, timeout_s: float, results: dict[int, ItemResult]
-    ) -> list[_Claim]:
-        """Claims on the work of a request; what cannot be scored at all is put into `results`."""
+    async def _works(
+        self, request: RewardRequest, asked: Asked, results: dict[int, ItemResult]
+    ) -> list[tuple[bytes, Work]]:
+        """The groups of a request and what each is known by; what cannot be scored at all is put into `results`."""
         try:
             works = groups_of(request.items, request.mode)
         except Disagreement as error:
             raise Problem(
                 422, "unprocessable-body", str(error), errors=[(f"/items/{error.place}", str(error))]
             ) from None
-        works = [work for work in works if not self._too_long(work, request.items, asked, results)]
-        claims, new = [], []
+        known, began = [], time.monotonic()
         for work in works:
-            key = _content_key(request, work)
+            if not self._too_long(work, request.items, asked, results):
+                known.append((_content_key(request, work), work))
+            if time.monotonic() - began > _TURN_S:  # the keys of 32 MiB take half a second
+                await asyncio.sleep(0)
+                began = time.monotonic()
+        return known
+
+    def _claims(self, works: Sequence[tuple[bytes, Work]], asked: Asked, client: str, timeout_s: float) -> list[_Claim]:
+        """Claims on the work of a request. Raises Problem when it is too much."""
+        claims, new = [], []
+        for key, work in works:
             claim = _Claim(work, {})
             for name in asked.weights:
                 joined = self.lanes[name].find(key)
