@@ -18,6 +18,7 @@ from hone.build.memory import RunMemory
 from hone.cluster.services import Services
 from hone.config.load import Loaded
 from hone.config.run import RunConfig, RunSection
+from hone.config.topology import Topology
 from hone.data.chat import Tokenizer
 from hone.errors import DataError, HoneError, Stopped
 from hone.loop.folder import RunFolder
@@ -43,6 +44,7 @@ class Job:
     device: torch.device
     services: Services
     memory: RunMemory
+    topology: Topology
 
     @property
     def config(self) -> RunConfig:

@@ -29,8 +29,8 @@ from hone.plan.settings import changed, with_value
 from hone.plan.svg import timeline
 from hone.plan.workload import workload_of
 from hone.rollout.local import LocalEngine
-from hone.train.local import LocalTrainer
 from hone.train.pairs import PairTrainer
+from hone.train.policy import PolicyTrainer
 
 KEYS = (TOKENS, CHUNK, RECOMPUTE, ROWS, PREFILL)
 LEAST_CHUNK = 64
@@ -177,7 +177,7 @@ def without_context(ledger: Ledger) -> Ledger:
 # ---- what may be changed
 
 
-def trainer_knobs(trainer: LocalTrainer, config: RunConfig, *, most_tokens: int | None = None) -> list[Knob]:
+def trainer_knobs(trainer: PolicyTrainer, config: RunConfig, *, most_tokens: int | None = None) -> list[Knob]:
     """Of a policy's trainer and its critic. `most_tokens`: a larger budget would change nothing."""
     critic = trainer.critic
 

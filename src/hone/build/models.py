@@ -22,8 +22,9 @@ from hone.model.lora import AdapterOff, add_adapter
 from hone.plan.guard import Guard
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.critic import Critic
-from hone.train.local import LocalTrainer
 from hone.train.pairs import PairTrainer
+from hone.train.policy import PolicyTrainer
+from hone.train.ranks import ALONE, Ranks
 from hone.train.trainer import Trainer
 from hone.types import Progress
 
@@ -113,18 +114,20 @@ def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> 
     return model
 
 
-def policy_trainer(source: Source, needs: frozenset[str]) -> LocalTrainer:
+def policy_trainer(source: Source, needs: frozenset[str], ranks: Ranks = ALONE) -> PolicyTrainer:
     """The trainer of an RL stage, at its beginning.
 
     Args:
         needs: of the algorithm; see `Algorithm.needs`.
+        ranks: who trains it together.
     """
     config = source.loaded.config
     model = starting_model(source, "rl")
-    critic = make_critic(source, model) if "values" in needs else None
+    critic = make_critic(source, model, ranks) if "values" in needs else None
     model = with_adapter(config, model, "rl")
     reference = make_reference(model) if "ref_logprobs" in needs else None
-    return make_trainer(source, "rl", model, config.train.optimizer, optimizer_steps_total(config), reference, critic)
+    steps = optimizer_steps_total(config)
+    return make_trainer(source, "rl", model, config.train.optimizer, steps, reference, critic, ranks)
 
 
 def make_trainer(
@@ -135,12 +138,13 @@ def make_trainer(
     steps: int,
     reference: CausalModel | None = None,
     critic: Critic | None = None,
-) -> LocalTrainer:
+    ranks: Ranks = ALONE,
+) -> PolicyTrainer:
     """The trainer of one stage. How an update is divided and repeated is only of RL; a step of imitation is one."""
     config, train = source.loaded.config, source.loaded.config.train
     divided = stage == "rl"
     model.checkpoint_layers = train.activation_checkpointing
-    return LocalTrainer(
+    return PolicyTrainer(
         model,
         optimizer=optimizer,
         total_optimizer_steps=steps,
@@ -156,10 +160,11 @@ def make_trainer(
         critic_warmup_updates=config.critic.warmup_updates if critic else 0,
         reference_refresh_every=config.algorithm.reference_refresh_every if reference else 0,
         guard=source.guard,
+        ranks=ranks,
     )
 
 
-def tell_of_adapter(job: Job, trainer: LocalTrainer) -> None:
+def tell_of_adapter(job: Job, trainer: PolicyTrainer) -> None:
     """Say how little is trained, where it is an adapter."""
     if trainer.model.adapter is not None:
         job.observer.say(
@@ -167,7 +172,7 @@ def tell_of_adapter(job: Job, trainer: LocalTrainer) -> None:
         )
 
 
-def make_critic(source: Source, policy: CausalModel) -> Critic:
+def make_critic(source: Source, policy: CausalModel, ranks: Ranks = ALONE) -> Critic:
     """A critic that starts from `critic.path`, or from a copy of the policy.
 
     Raises:
@@ -192,6 +197,7 @@ def make_critic(source: Source, policy: CausalModel) -> Critic:
         tokens_per_microbatch=config.train.tokens_per_microbatch,
         value_clip=config.critic.value_clip,
         guard=source.guard,
+        ranks=ranks,
     )
 
 

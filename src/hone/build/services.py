@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 from hone.cluster.devices import VARIABLE, Split, split_devices, visible_devices
+from hone.cluster.placement import topology_here
 from hone.cluster.services import Services
 from hone.config.derived import unused_services
 from hone.config.load import Loaded
 from hone.config.run import RunConfig
+from hone.config.topology import Topology
 
 
 def claim_devices(config: RunConfig) -> Split:
@@ -22,6 +24,16 @@ def claim_devices(config: RunConfig) -> Split:
     if split.training is not None:
         os.environ[VARIABLE] = split.training
     return split
+
+
+def placed(config: RunConfig) -> Topology:
+    """Who works on which devices of this machine and its like. Comes before `claim_devices` hides some of them.
+
+    Raises:
+        PlacementError: what the run file asks for is impossible here.
+    """
+    looks = config.cluster.backend == "ray" and config.run.device != "cpu"
+    return topology_here(config, visible_devices() if looks else ())
 
 
 def unused_notes(config: RunConfig) -> list[str]:

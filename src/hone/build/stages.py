@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from hone.algo.algorithm import Algorithm
@@ -24,7 +25,7 @@ from hone.build.models import (
 )
 from hone.build.pictures import picture_of_responses
 from hone.build.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
-from hone.build.services import claim_devices, unused_notes
+from hone.build.services import claim_devices, placed, unused_notes
 from hone.build.workers import Workers, workers_here
 from hone.cluster.services import Services
 from hone.config.derived import correction, longest_tokens, samples_per_update
@@ -43,8 +44,8 @@ from hone.model.load import save_hf
 from hone.observe.observer import Observer
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
-from hone.train.local import LocalTrainer
 from hone.train.pairs import PairTrainer
+from hone.train.policy import PolicyTrainer
 from hone.types import Progress
 
 
@@ -55,6 +56,7 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
         HoneError: what went wrong; its `exit_code` is the process's. The newest checkpoint is then still there.
     """
     config = loaded.config
+    topology = placed(config)
     split = claim_devices(config)
     device = set_up_arithmetic(config.run)
     tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
@@ -87,7 +89,9 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
                     stop=stop,
                 )
                 memory = RunMemory(loaded, folder, observer, device)
-                job = Job(loaded, folder, observer, tokenizer, checkpoints, compute, stop, device, services, memory)
+                job = Job(
+                    loaded, folder, observer, tokenizer, checkpoints, compute, stop, device, services, memory, topology
+                )
                 for note in (*split.notes, *unused_notes(config)):
                     observer.say(note)
                 try:
@@ -183,10 +187,19 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         control=progress.control,
     )
     job.memory.ladder.begin(progress, job.memory.predict)
-    async with workers_here(job, algorithm.needs, saved) as workers:
+    async with workers_of(job, algorithm.needs, saved) as workers:
         await job.services.ready()
         if not job.stop.is_set():
             await optimise_policy(job, progress, prompts, algorithm, workers)
+
+
+def workers_of(job: Job, needs: frozenset[str], saved: Saved | None) -> AbstractAsyncContextManager[Workers]:
+    """The trainer and the engine, where `cluster.backend` wants them."""
+    if job.config.cluster.backend == "local":
+        return workers_here(job, needs, saved)
+    from hone.build.cluster import workers_on_ray  # Ray is an extra
+
+    return workers_on_ray(job, needs, saved)
 
 
 async def optimise_policy(
@@ -227,7 +240,9 @@ async def optimise_policy(
         job.observer.say(f"rewards: {rewards.summary()}{f'; services: {services}' if services else ''}")
 
 
-def begin_stage(job: Job, stage: str, steps: int, trainer: LocalTrainer | PairTrainer, saved: Saved | None) -> Progress:
+def begin_stage(
+    job: Job, stage: str, steps: int, trainer: PolicyTrainer | PairTrainer, saved: Saved | None
+) -> Progress:
     """Where a supervised stage goes on: at its first step, or where `saved` was taken, which `trainer` then holds."""
     progress = restored(trainer, saved) or Progress(stage=stage)
     job.memory.ladder.begin(progress)

@@ -17,7 +17,7 @@ from hone.model.lora import merged_copy
 from hone.plan.workload import workload_of
 from hone.rollout.engine import Engine
 from hone.train.checkpoint import Loaded as Saved
-from hone.train.local import LocalTrainer
+from hone.train.policy import PolicyTrainer
 from hone.train.trainer import Trainer
 
 
@@ -44,7 +44,7 @@ async def workers_here(job: Job, needs: frozenset[str], saved: Saved | None) -> 
     config, ladder = job.config, job.memory.ladder
     shared = config.rollout.max_staleness == 0
 
-    def assemble() -> tuple[LocalTrainer, CausalModel]:
+    def assemble() -> tuple[PolicyTrainer, CausalModel]:
         trainer = policy_trainer(job, needs)
         restored(trainer, saved)
         if not shared and job.device.type == "cpu":  # sampling and training at the same time: half the cores each

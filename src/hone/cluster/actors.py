@@ -10,16 +10,20 @@ import asyncio
 import os
 import resource
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from hone.cluster.parcel import Parcel, parcel_of
+from hone.cluster.publish import Published, publish
+from hone.cluster.publish_ray import Intake, RayOutlet
 from hone.errors import EngineError, HoneError
 from hone.rollout.engine import Engine, Request
 from hone.train.trainer import Trainer
@@ -100,31 +104,51 @@ class TrainerRank:
         """What a method of `Trainer` returns."""
 
         def call() -> Any:
-            result = getattr(self._trainer, method)(*args, **named)
+            result = getattr(self.trainer, method)(*args, **named)
             return result if self._is_first else None
 
         return await self._computed(call)
 
-    async def weights(self, version: int, bucket_bytes: int) -> Parcel | None:
-        """The policy's weights, ready to be sent."""
+    async def weights(self, *, master: bool) -> list[tuple[str, Tensor]] | None:
+        """All of the policy's weights at once, as they compute or at full precision."""
 
-        def pack() -> Parcel | None:
-            assert self._trainer is not None
-            weights = self._trainer.weights()
-            if self._is_first:
-                return parcel_of(weights, version, bucket_bytes)
-            for _ in weights:  # a sharded weight is put together by all ranks
-                pass
-            return None
+        def gather() -> list[tuple[str, Tensor]] | None:
+            weights = self.trainer.master_weights() if master else self.trainer.weights()
+            return list(weights) if self._is_first else _drained(weights)
 
-        return await self._computed(pack)
+        return await self._computed(gather)
+
+    async def publish(
+        self, engines: Mapping[str, Any], *, version: int, bucket_size: int, timeout_s: float
+    ) -> Published | None:
+        """Send the policy's weights to these actors of engines, by name."""
+
+        def send() -> Published | None:
+            weights = self.trainer.weights()
+            if not self._is_first:
+                return _drained(weights)
+            outlet = RayOutlet(engines, version=version, timeout_s=timeout_s)
+            return publish(weights, outlet, version=version, bucket_size=bucket_size)
+
+        return await self._computed(send)
 
     async def close(self) -> None:
         """Leave the others."""
         await self._computed(self._open.close)
 
+    @property
+    def trainer(self) -> Trainer:
+        assert self._trainer is not None, "build comes first"
+        return self._trainer
+
     async def _computed(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+
+def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """A sharded weight is put together by all ranks, also by those that do not need it."""
+    for _ in weights:
+        pass
 
 
 News = tuple[int, Sample | HoneError | None]
@@ -136,6 +160,7 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
+        self._intake: Intake | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._news: list[News] = []
         self._is_news = asyncio.Event()
@@ -143,8 +168,10 @@ class EngineActor:
     async def ping(self) -> Vitals:
         return Vitals.here()
 
-    async def build(self, make: MakeEngine) -> None:
+    async def build(self, make: MakeEngine, *, timeout_s: float) -> None:
+        """Make the engine, which then waits no longer than `timeout_s` for weights that began to come."""
         self._engine = await make()
+        self._intake = Intake(self._engine, timeout_s=timeout_s)
 
     async def submit(self, requests: Sequence[tuple[int, Request]]) -> None:
         """Begin with these, together and in order."""
@@ -167,10 +194,18 @@ class EngineActor:
         if (task := self._running.get(number)) is not None:
             task.cancel()
 
-    async def load(self, parcel: Parcel, version: int) -> int:
-        """Returns the version that the engine then says it has."""
-        await self.engine.load(parcel, version)
+    async def version(self) -> int:
         return self.engine.version
+
+    async def begin_weights(self, version: int) -> None:
+        """See `publish_ray`, which calls this and the next two."""
+        await self.intake.begin(version)
+
+    async def take_bucket(self, header: str, data: NDArray[np.uint8]) -> None:
+        await self.intake.bucket(header, data)
+
+    async def finish_weights(self, manifest: str) -> str:
+        return await self.intake.manifest(manifest)
 
     async def sleep(self) -> None:
         await self.engine.sleep()
@@ -189,6 +224,11 @@ class EngineActor:
     def engine(self) -> Engine:
         assert self._engine is not None, "build comes first"
         return self._engine
+
+    @property
+    def intake(self) -> Intake:
+        assert self._intake is not None, "build comes first"
+        return self._intake
 
     async def _generate(self, number: int, request: Request) -> None:
         try:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hone.cluster.actors import BEAT_S, MakeEngine
 from hone.cluster.calls import wait_for_all, wait_for_one
-from hone.cluster.parcel import parcel_of
 from hone.cluster.trainer import RemoteWeights
 from hone.errors import ClusterError, EngineError, HoneError
 from hone.rollout.engine import OnSample, Request
@@ -44,12 +43,11 @@ class RemoteEngine:
         name: for errors: `engine-0`.
         actor: handle of an `EngineActor`.
         timeout_s: an engine without an answer for so long is stuck.
-        bucket_bytes: weights that come from this process are sent in pieces of this size.
     """
 
-    def __init__(self, name: str, actor: Any, *, timeout_s: float, bucket_bytes: int) -> None:
+    def __init__(self, name: str, actor: Any, *, timeout_s: float) -> None:
         self.name, self.version = name, -1
-        self._actor, self._timeout_s, self._bucket_bytes = actor, timeout_s, bucket_bytes
+        self._actor, self._timeout_s = actor, timeout_s
         self._numbers = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
         self._unsent: list[tuple[int, Request]] = []
@@ -58,7 +56,7 @@ class RemoteEngine:
 
     async def build(self, make: MakeEngine, *, timeout_s: float) -> None:
         """Make the engine in its process."""
-        await self._call(self._actor.build.remote(make), "starting", timeout_s)
+        await self._call(self._actor.build.remote(make, timeout_s=self._timeout_s), "starting", timeout_s)
 
     async def generate(self, request: Request, on_sample: OnSample | None = None) -> tuple[Sample, ...]:
         """See `Engine.generate`. Raises EngineError naming this engine when its process died or is stuck."""
@@ -78,14 +76,15 @@ class RemoteEngine:
 
     async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """See `Engine.load`. Weights of a `RemoteTrainer` go from its rank to this engine."""
-        if weights is None:
-            raise ValueError("an engine in another process shares no weights with the trainer")
-        if isinstance(weights, RemoteWeights):
-            parcel = weights.parcel
-        else:
-            parcel = ray.put(parcel_of(weights, version, self._bucket_bytes))
-        what = f"loading the weights of version {version}"
-        self.version = await self._call(self._actor.load.remote(parcel, version), what)
+        if not isinstance(weights, RemoteWeights):
+            raise TypeError("an engine in another process takes weights from another process")
+        self._refuse_if_failed()
+        try:
+            await weights.send_to(self.name, self._actor, version)
+        except EngineError as error:
+            self._fail(error)  # it may hold half of them
+            raise
+        self.version = await self._call(self._actor.version.remote(), "version")
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -15,7 +19,8 @@ from transformers import PreTrainedConfig
 from hone.algo.algorithm import Algorithm
 from hone.cluster.actors import MakeTrainer, Seat, Vitals
 from hone.cluster.calls import wait_for_all
-from hone.cluster.parcel import Parcel
+from hone.cluster.publish import Published
+from hone.errors import EngineError
 from hone.types import Batch
 
 CLOSE_S = 10.0
@@ -27,22 +32,25 @@ class RemoteTrainer:
     Args:
         ranks: handles of `TrainerRank`.
         timeout_s: a rank without an answer for so long is stuck.
-        bucket_bytes: weights are sent in pieces of this size.
+        bucket_size: bytes of weights that are sent at once.
     """
 
-    def __init__(self, ranks: Sequence[Any], *, timeout_s: float, bucket_bytes: int) -> None:
+    def __init__(self, ranks: Sequence[Any], *, timeout_s: float, bucket_size: int) -> None:
         self._ranks = {f"trainer rank {number}": rank for number, rank in enumerate(ranks)}
-        self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
+        self._timeout_s, self._bucket_size = timeout_s, bucket_size
         self._config: PreTrainedConfig | None = None
-        self._versions = 0
+        self._open = ExitStack()
 
-    def start(self, make: MakeTrainer, address: str, *, timeout_s: float) -> None:
-        """Build the trainer on every rank.
-
-        Args:
-            address: where several ranks meet; see `train.mesh.process_group`.
-        """
+    def start(self, make: MakeTrainer, *, is_one_machine: bool, timeout_s: float) -> None:
+        """Build the trainer on every rank. On one machine they meet in a file, and no port is opened for it."""
         size = len(self._ranks)
+        if is_one_machine:
+            folder = tempfile.mkdtemp(prefix="hone-ranks-")
+            self._open.callback(shutil.rmtree, folder, ignore_errors=True)
+            address = f"file://{folder}/meeting"
+        else:
+            name, first = next(iter(self._ranks.items()))
+            address = wait_for_all({name: first.free_address.remote()}, "starting the trainer", timeout_s)[0]
         builds = {
             name: rank.build.remote(make, Seat(number, size, address))
             for number, (name, rank) in enumerate(self._ranks.items())
@@ -74,9 +82,20 @@ class RemoteTrainer:
 
     def weights(self) -> RemoteWeights:
         """See `Trainer.weights`. An engine in another process takes them without their coming here."""
-        self._versions += 1
-        calls = {name: rank.weights.remote(self._versions, self._bucket_bytes) for name, rank in self._ranks.items()}
-        return RemoteWeights(calls, self._timeout_s)
+        return RemoteWeights(self)
+
+    def publish(self, engines: Mapping[str, Any], version: int) -> Published:
+        """Send the weights to engines, from rank 0. Blocks.
+
+        Args:
+            engines: handles of `EngineActor`s, by name.
+        Raises:
+            ClusterError: a rank has failed. An engine that did is in `Published.failed`.
+        """
+        settings = {"version": version, "bucket_size": self._bucket_size, "timeout_s": self._timeout_s}
+        calls = {name: rank.publish.remote(dict(engines), **settings) for name, rank in self._ranks.items()}
+        # Each engine may use up its time; only then is it the rank that is stuck.
+        return wait_for_all(calls, f"publishing version {version}", 2 * self._timeout_s)[0]
 
     def fingerprint(self) -> str:
         """See `Trainer.fingerprint`; no weight moves."""
@@ -84,7 +103,7 @@ class RemoteTrainer:
 
     def master_weights(self) -> list[tuple[str, Tensor]]:
         """See `Trainer.master_weights`."""
-        return self._call("master_weights")
+        return self._gather(master=True)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Trainer.state`; copies."""
@@ -106,6 +125,15 @@ class RemoteTrainer:
             )
         for rank in self._ranks.values():
             ray.kill(rank)
+        self._open.close()
+
+    def fetch_weights(self) -> list[tuple[str, Tensor]]:
+        """All weights, here. For what is no process of the cluster."""
+        return self._gather(master=False)
+
+    def _gather(self, *, master: bool) -> list[tuple[str, Tensor]]:
+        calls = {name: rank.weights.remote(master=master) for name, rank in self._ranks.items()}
+        return wait_for_all(calls, "gathering weights", self._timeout_s)[0]
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
         calls = {name: rank.call.remote(method, *args, **named) for name, rank in self._ranks.items()}
@@ -113,20 +141,32 @@ class RemoteTrainer:
 
 
 class RemoteWeights:
-    """A version's weights where the ranks put them. To go through them here is to fetch them."""
+    """The weights as they are on the ranks. An engine that is a process too gets them from there, and whoever asks in
+    one pass of the event loop is sent the same buckets; to go through them here is to fetch them all."""
 
-    def __init__(self, calls: dict[str, Any], timeout_s: float) -> None:
-        self._calls, self._timeout_s = calls, timeout_s
+    def __init__(self, trainer: RemoteTrainer) -> None:
+        self._trainer = trainer
+        self._asking: dict[str, Any] = {}
+        self._sending: asyncio.Future[Published] | None = None
 
-    @property
-    def parcel(self) -> Any:
-        """A reference to the `Parcel`, to be passed on."""
-        return next(iter(self._calls.values()))
+    async def send_to(self, name: str, actor: Any, version: int) -> None:
+        """Have them loaded by an engine.
 
-    def wait(self) -> None:
-        """Until all ranks have done their part. Raises ClusterError naming one that has not."""
-        wait_for_all(self._calls, "publishing weights", self._timeout_s)
+        Raises:
+            EngineError: it does not hold the version, and may hold half of it.
+            ClusterError: a rank has failed.
+        """
+        if self._sending is None:
+            self._sending = asyncio.ensure_future(self._send(version))
+        self._asking[name] = actor
+        published = await asyncio.shield(self._sending)
+        if name in published.failed:
+            raise EngineError(published.failed[name])
+
+    async def _send(self, version: int) -> Published:
+        await asyncio.sleep(0)  # so that all engines have asked
+        engines, self._asking, self._sending = self._asking, {}, None
+        return await asyncio.to_thread(self._trainer.publish, engines, version)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        parcel: Parcel = wait_for_all(self._calls, "fetching weights", self._timeout_s)[0]
-        return iter(parcel)
+        return iter(self._trainer.fetch_weights())

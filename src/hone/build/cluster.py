@@ -1,0 +1,227 @@
+"""The RL stage with Ray: what its processes make, and how the run starts them.
+
+Every process makes its model by itself, from the run file and from what the stage before left on the disk, which all
+machines see under the same path. What crosses between processes is in `cluster/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hone.build.job import Job, set_up_arithmetic
+from hone.build.models import policy_trainer, restored, starting_model
+from hone.build.sampling import embedded_engine
+from hone.build.workers import Workers
+from hone.cluster.actors import EngineActor, Seat, TrainerRank
+from hone.cluster.engine import RemoteEngine
+from hone.cluster.ray import RayCluster
+from hone.cluster.trainer import RemoteTrainer
+from hone.cluster.weights import bucket_bytes
+from hone.config.cluster import Role
+from hone.config.load import Loaded
+from hone.data.chat import Tokenizer, load_tokenizer
+from hone.errors import Stopped
+from hone.loop.folder import RunFolder
+from hone.plan.guard import UNGUARDED, Guard
+from hone.rollout.engine import Engine
+from hone.train.checkpoint import Loaded as Saved
+from hone.train.mesh import make_mesh, process_group
+from hone.train.sharded import Sharded
+from hone.train.trainer import Trainer
+
+T = TypeVar("T")
+
+
+# ---- in the processes
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a process needs to make its part. It goes there as it is."""
+
+    loaded: Loaded
+    """Its paths hold wherever the process starts."""
+    run_dir: Path
+    needs: frozenset[str]
+    """See `Algorithm.needs`."""
+
+    @classmethod
+    def of(cls, job: Job, needs: frozenset[str]) -> Blueprint:
+        loaded = replace(job.loaded, run_file=job.loaded.run_file.absolute())
+        return cls(loaded, job.folder.path.absolute(), needs)
+
+
+@dataclass
+class Site:
+    """A `models.Source` in such a process."""
+
+    loaded: Loaded
+    folder: RunFolder
+    tokenizer: Tokenizer
+    device: torch.device
+    guard: Guard = UNGUARDED
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, processes: int) -> Site:
+        """Set the process up. `processes`: how many of them compute on this machine at a time."""
+        loaded = blueprint.loaded
+        device = set_up_arithmetic(loaded.config.run, processes)
+        tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent)
+        return cls(loaded, RunFolder(blueprint.run_dir), tokenizer, device)
+
+
+@contextmanager
+def trainer_rank(blueprint: Blueprint, processes: int, seat: Seat) -> Iterator[Trainer]:
+    """One rank of the trainer, among the others if there are any."""
+    site = Site.of(blueprint, processes)
+    if seat.world_size == 1:
+        yield policy_trainer(site, blueprint.needs)
+        return
+    cluster, layout = blueprint.loaded.config.cluster, blueprint.loaded.config.cluster.trainer
+    with process_group(
+        site.device,
+        rank=seat.rank,
+        world_size=seat.world_size,
+        address=seat.address,
+        timeout_s=cluster.call_timeout_s,
+    ):
+        mesh = make_mesh(
+            site.device,
+            shard=layout.shard,
+            tensor_parallel=layout.tensor_parallel,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        yield policy_trainer(site, blueprint.needs, Sharded(mesh, offload=layout.offload))
+
+
+async def embedded(blueprint: Blueprint, processes: int) -> Engine:
+    """An engine with a model of its own, which waits for weights."""
+    site = Site.of(blueprint, processes)
+    config = site.loaded.config
+    model = starting_model(site, "rl").requires_grad_(False)
+    for parameter in model.parameters():  # buffers stay as the trainer has them
+        parameter.data = parameter.data.to(getattr(torch, config.run.precision))
+    return embedded_engine(config, site.tokenizer, model)
+
+
+# ---- in the run
+
+
+@asynccontextmanager
+async def workers_on_ray(job: Job, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
+    """Trainer and engines in processes of their own, on the devices that the topology says.
+
+    Args:
+        needs, saved: as `workers_here`.
+    Raises:
+        ClusterError: devices or processes that cannot be had.
+        Stopped: the user did not want to wait for them.
+    """
+    torch.set_num_threads(1)  # the cores are for the processes
+    cluster = RayCluster(
+        job.config.cluster,
+        name=f"hone {job.loaded.name}",
+        has_gpus=job.device.type == "cuda",
+        num_devices=job.topology.num_devices,
+        say=job.observer.say,
+    )
+    crew = Crew(job, cluster, Blueprint.of(job, needs))
+    try:
+        await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
+        trainer, engines = await _unless_stopped(job, crew.assemble(saved))
+        yield Workers(trainer, engines[0], weights_are_shared=False, takes_turns=job.topology.colocated)
+    finally:
+        await crew.dismiss()
+        await asyncio.to_thread(cluster.close)
+
+
+class Crew:
+    """The processes of a run."""
+
+    def __init__(self, job: Job, cluster: RayCluster, blueprint: Blueprint) -> None:
+        self._job, self._cluster, self._blueprint = job, cluster, blueprint
+        self._settings = job.config.cluster
+        self._trainer: RemoteTrainer | None = None
+        self._engines: list[RemoteEngine] = []
+
+    async def assemble(self, saved: Saved | None) -> tuple[RemoteTrainer, list[RemoteEngine]]:
+        """Start all processes at once, and wait until each has made its part."""
+        started = time.monotonic()
+        trainer = self._trainer = self._new_trainer()
+        self._engines = [self._new_engine(number) for number in range(len(self._job.topology.engines))]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.to_thread(self._start_trainer, trainer, saved))
+            for number, engine in enumerate(self._engines):
+                tasks.create_task(self._start_engine(number, engine))
+        self._job.observer.say(
+            f"{len(self._job.topology.trainer.devices)} trainer ranks and {len(self._engines)} engines are up after "
+            f"{time.monotonic() - started:.1f} s"
+        )
+        return trainer, self._engines
+
+    async def dismiss(self) -> None:
+        """End all processes."""
+        if self._trainer is not None:
+            await asyncio.to_thread(self._trainer.close)
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+
+    def _new_trainer(self) -> RemoteTrainer:
+        group = self._job.topology.trainer
+        ranks = [self._spawn(TrainerRank, (device,)) for device in group.devices]
+        timeout_s, bucket_size = self._settings.call_timeout_s, bucket_bytes(self._settings.bucket_mib)
+        return RemoteTrainer(ranks, timeout_s=timeout_s, bucket_size=bucket_size)
+
+    def _start_trainer(self, trainer: RemoteTrainer, saved: Saved | None) -> None:
+        processes = self._processes("policy", self._job.topology.trainer.devices)
+        make = partial(trainer_rank, self._blueprint, processes)
+        trainer.start(make, is_one_machine=self._cluster.is_own, timeout_s=self._settings.start_timeout_s)
+        restored(trainer, saved)
+
+    def _new_engine(self, number: int) -> RemoteEngine:
+        replica = self._job.topology.engines[number]
+        actor = self._spawn(EngineActor, replica.devices)
+        return RemoteEngine(replica.name, actor, timeout_s=self._settings.call_timeout_s)
+
+    async def _start_engine(self, number: int, engine: RemoteEngine) -> None:
+        processes = self._processes("rollout", self._job.topology.engines[number].devices)
+        make = partial(embedded, self._blueprint, processes)
+        await engine.build(make, timeout_s=self._settings.start_timeout_s)
+
+    def _spawn(self, actor: type, devices: Sequence[int]) -> Any:
+        """A process on devices that it shares with those who take turns with it."""
+        topology = self._job.topology
+        numbers = sorted(device for pool in topology.pools for device in pool.devices)
+        return self._cluster.spawn(
+            actor, devices=[numbers.index(device) for device in devices], shared_by=2 if topology.colocated else 1
+        )
+
+    def _processes(self, role: Role, devices: Sequence[int]) -> int:
+        """How many processes compute on the same machine at the same time, if its cores are what they compute with."""
+        topology = self._job.topology
+        machine = devices[0] // topology.devices_per_node
+        beside = [topology.trainer.devices] if role == "policy" else [engine.devices for engine in topology.engines]
+        if self._job.config.rollout.max_staleness:  # nobody waits for anybody
+            beside = [topology.trainer.devices, *(engine.devices for engine in topology.engines)]
+        return sum(device // topology.devices_per_node == machine for devices in beside for device in devices)
+
+
+async def _unless_stopped(job: Job, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises Stopped, and leaves it alone, when the user stops the run first."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(job.stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Stopped("stopped before the cluster was ready; nothing was trained")
+        return working.result()
+    finally:
+        stopping.cancel()
+        working.cancel()
