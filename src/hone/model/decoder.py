@@ -11,11 +11,10 @@ Not here: sliding windows, mixtures of experts, long-context rope variants whose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -23,10 +22,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hone.errors import DataError
 from hone.model.attention import shared_prompt_attention
 from hone.model.base import CausalModel
+from hone.model.collectives import with_summed_gradient
 from hone.model.fused import rms_norm, rotation, split_and_rotate, swiglu
 from hone.model.weights import copy_by_name
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedConfig
 
     from hone.model.layout import Layout
@@ -68,6 +69,28 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class SplitLinear(nn.Module):
+    """Several linear layers of one input, their outputs side by side: a fused one that `parallel.py` has divided."""
+
+    def __init__(self, fused: nn.Linear, sizes: Sequence[int]) -> None:
+        super().__init__()
+        biases = [None] * len(sizes) if fused.bias is None else list(fused.bias.split(tuple(sizes)))
+        weights = fused.weight.split(tuple(sizes))
+        self.parts = nn.ModuleList(_linear(*pair) for pair in zip(weights, biases, strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            layer.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad))
+    return layer
+
+
 class Layer(nn.Module):
     """Attention and feed-forward block, both pre-normed, both added to the residual stream."""
 
@@ -84,15 +107,17 @@ class Layer(nn.Module):
         mlp_bias = getattr(config, "mlp_bias", False)
         qkv_size = (self.num_heads + 2 * self.num_kv_heads) * head_dim
         self.input_norm = RMSNorm(hidden, eps)
-        self.qkv_proj = nn.Linear(hidden, qkv_size, bias=bias or config.model_type == "qwen2")
+        self.qkv_proj: nn.Linear | SplitLinear = nn.Linear(hidden, qkv_size, bias=bias or config.model_type == "qwen2")
         self.qk_normed = config.model_type == "qwen3"
         if self.qk_normed:
             self.q_norm = RMSNorm(head_dim, eps)
             self.k_norm = RMSNorm(head_dim, eps)
         self.o_proj = nn.Linear(self.num_heads * head_dim, hidden, bias=bias and config.model_type != "qwen2")
         self.post_norm = RMSNorm(hidden, eps)
-        self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=mlp_bias)
+        self.gate_up_proj: nn.Linear | SplitLinear = nn.Linear(hidden, 2 * inner, bias=mlp_bias)
         self.down_proj = nn.Linear(inner, hidden, bias=mlp_bias)
+        self.tensor_group: ProcessGroup | None = None
+        """The ranks that have the other heads and widths, where `parallel.py` has divided the layer."""
 
     def forward(
         self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, needed_W: Tensor | None, halves: Halves | None
@@ -105,8 +130,15 @@ class Layer(nn.Module):
 
     def before_attention(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         qkv = self.qkv_proj(self.input_norm(x)).unflatten(1, (-1, self.head_dim))
-        norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_normed else None
+        norms = self._head_norms() if self.qk_normed else None
         return split_and_rotate(qkv, turn, self.num_heads, self.num_kv_heads, norms, self.input_norm.eps)
+
+    def _head_norms(self) -> tuple[Tensor, Tensor]:
+        """Weights of the norms of q and k, which act on every head, also on those that other ranks have."""
+        weights = self.q_norm.weight, self.k_norm.weight
+        if self.tensor_group is None:
+            return weights
+        return with_summed_gradient(weights[0], self.tensor_group), with_summed_gradient(weights[1], self.tensor_group)
 
     def after_attention(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + self.o_proj(mixed)
@@ -178,7 +210,7 @@ class Decoder(CausalModel):
             attend: who sees whom; called once per layer with all X tokens.
             needed_W: (W,) indices into X; the last layer then skips everything else and the result is (W, h).
         """
-        x = F.embedding(token_ids_X, self.embed.weight)
+        x = self.embed(token_ids_X)
         cos_sin_XD = self.rope_table.index_select(0, position_X).to(x.dtype)  # a trainer may turn weights into bfloat16
         turn = rotation(*cos_sin_XD.chunk(2, dim=-1))
         recompute = self.checkpoint_layers and torch.is_grad_enabled()
@@ -218,21 +250,36 @@ class Decoder(CausalModel):
 def layer_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
     """One layer's weights under their Hugging Face names, the fused ones split into views."""
     yield "input_layernorm.weight", layer.input_norm.weight
-    q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    for kind, fused in _parameters(layer.qkv_proj):
-        for letter, part in zip("qkv", fused.split((q_size, kv_size, kv_size)), strict=True):
-            yield f"self_attn.{letter}_proj.{kind}", part
+    for name, part in _parts(layer.qkv_proj, ("q_proj", "k_proj", "v_proj"), qkv_sizes(layer)):
+        yield f"self_attn.{name}", part
     if layer.qk_normed:
         yield "self_attn.q_norm.weight", layer.q_norm.weight
         yield "self_attn.k_norm.weight", layer.k_norm.weight
     for kind, weight in _parameters(layer.o_proj):
         yield f"self_attn.o_proj.{kind}", weight
     yield "post_attention_layernorm.weight", layer.post_norm.weight
-    for kind, fused in _parameters(layer.gate_up_proj):
-        for name, part in zip(("gate", "up"), fused.chunk(2), strict=True):
-            yield f"mlp.{name}_proj.{kind}", part
+    inner = layer.down_proj.weight.shape[1]
+    for name, part in _parts(layer.gate_up_proj, ("gate_proj", "up_proj"), (inner, inner)):
+        yield f"mlp.{name}", part
     for kind, weight in _parameters(layer.down_proj):
         yield f"mlp.down_proj.{kind}", weight
+
+
+def qkv_sizes(layer: Layer) -> tuple[int, int, int]:
+    """Outputs of q, k and v, in the heads of this rank."""
+    q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    return q_size, kv_size, kv_size
+
+
+def _parts(linear: nn.Linear | SplitLinear, names: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Weights and biases of layers side by side, whether they are one matrix or several."""
+    if isinstance(linear, SplitLinear):
+        divided = [dict(_parameters(part)) for part in linear.parts if isinstance(part, nn.Linear)]
+        for kind in divided[0]:
+            yield from ((f"{name}.{kind}", part[kind]) for name, part in zip(names, divided, strict=True))
+        return
+    for kind, fused in _parameters(linear):
+        yield from ((f"{name}.{kind}", part) for name, part in zip(names, fused.split(tuple(sizes)), strict=True))
 
 
 def _parameters(linear: nn.Linear) -> Iterator[tuple[str, Tensor]]:

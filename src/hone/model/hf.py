@@ -55,9 +55,9 @@ class TransformersModel(CausalModel):
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         seen: set[int] = set()
         for name, weight in self._state().items():
-            if weight.data_ptr() not in seen:
-                seen.add(weight.data_ptr())
-                yield name, weight
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield name, weight.detach()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own = dict(self.own_weights())
@@ -66,7 +66,7 @@ class TransformersModel(CausalModel):
 
     def _state(self) -> dict[str, Tensor]:
         """The module's own weights and their aliases, under the names that they had before peft wrapped layers."""
-        state = self.hf.state_dict()
+        state = self.hf.state_dict(keep_vars=True)
         if self.adapter is None:
             return state
         return {name.replace(".base_layer.", "."): weight for name, weight in state.items() if ".lora_" not in name}

@@ -3,16 +3,26 @@
 A vocabulary of 150,000 makes one token's logits 600 kB. Here they exist for `chunk_tokens` tokens at a time: the
 backward pass makes each chunk's logits again (one more matrix product of three) rather than keep them. Arithmetic on
 logits is float32 also when hidden states and weights are bfloat16, and the weight's gradient is summed in float32.
+
+Where the vocabulary is divided over ranks (`parallel.py`), each makes the logits of its own rows, and what a softmax
+needs of all of them is reduced: per chunk the largest logit and three sums of each token, and on the way back, once,
+the gradient of the hidden states.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 LN_2 = math.log(2.0)
 
@@ -32,17 +42,70 @@ def token_logprobs(
     """log softmax(hidden @ weight.T / temperature) at each target, and that distribution's entropy, in nats.
 
     Args:
-        hidden_UH: (U, h) final hidden states. weight_VH: (V, h) output weight. target_U: (U,) int64.
+        hidden_UH: (U, h) final hidden states. weight_VH: (V, h) output weight, or a DTensor whose rows are divided
+            over the ranks of one group, which then all call this with the same other arguments. target_U: (U,) int64.
         temperature: divides the logits, > 0.
         chunk_tokens: tokens whose logits exist at one time: memory, never the result.
         entropy_grad: whether the entropy is differentiable too, not only the logprob.
     Returns:
         (U,) logprobs and (U,) entropies, float32 (float64 for float64 inputs), both functions of the whole vocabulary.
     """
+    words, weight_VH = _Words.of(weight_VH)
     logprob_U, entropy_U = _TokenLogprobs.apply(
-        hidden_UH, weight_VH, target_U, 1.0 / temperature, chunk_tokens, entropy_grad
+        hidden_UH, weight_VH, target_U, words, 1.0 / temperature, chunk_tokens, entropy_grad
     )
     return logprob_U, entropy_U
+
+
+@dataclass(frozen=True)
+class _Words:
+    """Which tokens' logits this rank makes, and how the ranks find out about those of all."""
+
+    first: int
+    group: ProcessGroup | None
+    """None: all are made here."""
+
+    @classmethod
+    def of(cls, weight_VH: Tensor) -> tuple[_Words, Tensor]:
+        """And the rows of the weight that are here."""
+        if not isinstance(weight_VH, DTensor):
+            return cls(0, None), weight_VH
+        group = weight_VH.device_mesh.get_group()
+        most = -(-len(weight_VH) // dist.get_world_size(group))
+        return cls(most * dist.get_rank(group), group), weight_VH.to_local()
+
+    def largest(self, top_C1: Tensor) -> Tensor:
+        """The largest of the ranks' values."""
+        if self.group is not None:
+            dist.all_reduce(top_C1, dist.ReduceOp.MAX, group=self.group)
+        return top_C1
+
+    def total(self, *sums_C: Tensor) -> tuple[Tensor, ...]:
+        """The sums over the ranks of several things."""
+        if self.group is None:
+            return sums_C
+        packed = torch.stack(sums_C)
+        dist.all_reduce(packed, group=self.group)
+        return packed.unbind()
+
+    def pick(self, value_CV: Tensor, target_C: Tensor) -> Tensor:
+        """(C,) each token's value at its target; 0 where that is another rank's."""
+        if self.group is None:
+            return value_CV.gather(1, target_C[:, None])[:, 0]
+        column_C, is_here_C = self._columns(value_CV, target_C)
+        return value_CV.gather(1, column_C[:, None])[:, 0] * is_here_C
+
+    def add(self, total_CV: Tensor, target_C: Tensor, value_C: Tensor) -> Tensor:
+        """Adds to each token's entry at its target, where it is here."""
+        if self.group is not None:
+            target_C, is_here_C = self._columns(total_CV, target_C)
+            value_C = value_C * is_here_C
+        return total_CV.scatter_add_(1, target_C[:, None], value_C[:, None])
+
+    def _columns(self, value_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor]:
+        column_C = target_C - self.first
+        last = value_CV.shape[1] - 1
+        return column_C.clamp(0, last), (column_C >= 0) & (column_C <= last)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -50,7 +113,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, scale: float, chunk_tokens: int, entropy_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        words: _Words,
+        scale: float,
+        chunk_tokens: int,
+        entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprob_U, entropy_U, log_sum_U = (hidden.new_empty(len(target), dtype=dtype) for _ in range(3))
@@ -58,21 +128,22 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: tuple[Tensor, ...] = ()
         for rows in _chunks(len(target), chunk_tokens):
             logits_CV = _logits(hidden[rows], weight, scale)
-            top_C1 = logits_CV.amax(-1, keepdim=True)
+            top_C1 = words.largest(logits_CV.amax(-1, keepdim=True))
             powers_CV = logits_CV.sub_(top_C1).exp2()
-            sum_C1 = powers_CV.sum(-1, keepdim=True)
-            log_sum_C1 = sum_C1.log2()
-            torch.sub(logits_CV.gather(1, target[rows, None]), log_sum_C1, out=logprob_U[rows, None])
-            mean_C = torch.linalg.vecdot(powers_CV, logits_CV).div_(sum_C1[:, 0])
-            torch.sub(log_sum_C1[:, 0], mean_C, out=entropy_U[rows])
-            torch.add(log_sum_C1, top_C1, out=log_sum_U[rows, None])
+            sum_C, dot_C, logit_C = words.total(
+                powers_CV.sum(-1), torch.linalg.vecdot(powers_CV, logits_CV), words.pick(logits_CV, target[rows])
+            )
+            log_sum_C = sum_C.log2()
+            torch.sub(logit_C, log_sum_C, out=logprob_U[rows])
+            torch.sub(log_sum_C, dot_C.div_(sum_C), out=entropy_U[rows])
+            torch.add(log_sum_C, top_C1[:, 0], out=log_sum_U[rows])
             if keeps:  # the backward pass would make this one chunk again: keeping it costs no more memory
-                kept = (logits_CV.sub_(log_sum_C1),)
+                kept = (logits_CV.sub_(log_sum_C[:, None]),)
             del logits_CV, powers_CV  # before the next chunk, not after it
         logprob_U.mul_(LN_2)
         entropy_U.mul_(LN_2)
         ctx.save_for_backward(hidden, weight, target, log_sum_U, entropy_U, *kept)
-        ctx.scale, ctx.chunk_tokens, ctx.entropy_grad = scale, chunk_tokens, entropy_grad
+        ctx.words, ctx.scale, ctx.chunk_tokens, ctx.entropy_grad = words, scale, chunk_tokens, entropy_grad
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_U)
         return logprob_U, entropy_U
@@ -86,14 +157,17 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _chunks(len(target), ctx.chunk_tokens):
             logprobs_CV = kept[0] if kept else _logits(hidden[rows], weight, ctx.scale).sub_(log_sum_U[rows, None])
             of_entropy = (grads[1][rows], entropy_U[rows]) if ctx.entropy_grad else None
-            grad_logits = _grad_logits(logprobs_CV, target[rows], grads[0][rows], of_entropy, ctx.scale)
+            grad_logits = _grad_logits(logprobs_CV, grads[0][rows], of_entropy, ctx.scale)
+            ctx.words.add(grad_logits, target[rows], grads[0][rows] * ctx.scale)
             grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[rows])
             del logprobs_CV, grad_logits
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        if grad_hidden is not None:
+            (grad_hidden,) = ctx.words.total(grad_hidden)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:
@@ -120,10 +194,8 @@ def _product_float32(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
     return logits
 
 
-def _grad_logits(
-    logprobs_CV: Tensor, target_C: Tensor, grad_C: Tensor, of_entropy: tuple[Tensor, Tensor] | None, scale: float
-) -> Tensor:
-    """d loss / d logits: g (1[target] - p) from the logprob, and -g' p (log p + H) from the entropy H.
+def _grad_logits(logprobs_CV: Tensor, grad_C: Tensor, of_entropy: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
+    """d loss / d logits, without the target's g: -g p from the logprob, and -g' p (log p + H) from the entropy H.
 
     Leaves `logprobs_CV` (in units of ln 2) as it is: it may have been kept, and backward may run again.
     """
@@ -134,7 +206,7 @@ def _grad_logits(
         of_entropy_C, entropy_C = of_entropy
         slope_CV = torch.mul(logprobs_CV, (of_entropy_C * LN_2)[:, None])
         grad_CV.mul_(slope_CV.add_((grad_C + of_entropy_C * entropy_C)[:, None])).mul_(-scale)
-    return grad_CV.scatter_add_(1, target_C[:, None], (grad_C * scale)[:, None])
+    return grad_CV
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -1,0 +1,153 @@
+"""Tensor parallelism: each layer's matrices are divided over some ranks, and every rank sees all tokens.
+
+Attention heads and feed-forward widths are divided: q, k, v, gate and up by output, o and down by input, so that a
+layer adds up two times over the ranks, forward and backward alike. The vocabulary is divided too, in the embedding and
+in the output layer (`logprobs.py` adds up what a softmax needs), where the ranks divide its size; else both are whole
+on every rank, as norms are. Weights become DTensors, which FSDP2 shards further and checkpoints know the place of.
+
+Hone's own decoder, and Transformers' classes by the plan that they bring. Not here: sequences (`sequence.py`), who the
+ranks are (`train/mesh.py`), adapters.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from hone.errors import DataError
+from hone.model.base import CausalModel
+from hone.model.decoder import Decoder, Layer, SplitLinear, qkv_sizes
+from hone.model.hf import TransformersModel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedConfig
+
+
+def divide_layers(model: CausalModel, mesh: DeviceMesh) -> None:
+    """Divide a model's layers over the ranks of a one-dimensional mesh, in place.
+
+    Every rank of the mesh has the same whole model before, and calls this; afterwards it holds its part.
+
+    Raises:
+        DataError: heads or widths that the ranks do not divide, an architecture without a plan, or an adapter.
+    """
+    if model.adapter is not None:
+        raise DataError(
+            "cluster.trainer.tensor_parallel > 1 with lora.rank > 0: an adapter's layers cannot be divided yet. "
+            "Set one of them back: an adapter's weights and moments are small, and `shard` divides what is beneath."
+        )
+    refuse_indivisible(model.hf_config, tensor_parallel=mesh.size())
+    if isinstance(model, Decoder):
+        _divide_decoder(model, mesh)
+    elif isinstance(model, TransformersModel):
+        _divide_transformers(model, mesh)
+    else:
+        raise TypeError(f"no way to divide a {type(model).__name__}")
+
+
+def refuse_indivisible(config: PreTrainedConfig, *, tensor_parallel: int = 1, sequence_parallel: int = 1) -> None:
+    """Raises DataError where attention heads cannot be divided over so many ranks, or widths over those of `tensor`."""
+    heads: int = config.num_attention_heads
+    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    inner: int | None = getattr(config, "intermediate_size", None)
+
+    def fits(tensor: int, sequence: int) -> bool:
+        return not (heads % (tensor * sequence) or kv_heads % (tensor * sequence) or (inner or 0) % tensor)
+
+    if fits(tensor_parallel, sequence_parallel):
+        return
+    possible = [(t, s) for t in range(1, kv_heads + 1) for s in range(1, kv_heads // t + 1) if fits(t, s)]
+    tensor, sequence = min(possible, key=lambda pair: abs(pair[0] - tensor_parallel) + abs(pair[1] - sequence_parallel))
+    raise DataError(
+        f"cluster.trainer.tensor_parallel = {tensor_parallel}, sequence_parallel = {sequence_parallel}: this model has "
+        f"{heads} attention heads, {kv_heads} key and value heads and a feed-forward width of {inner}. Heads must be "
+        "divisible by the product of the two, the width by the first. The nearest that fit: "
+        f"tensor_parallel = {tensor}, sequence_parallel = {sequence}."
+    )
+
+
+def _divide_decoder(model: Decoder, mesh: DeviceMesh) -> None:
+    plan: dict[str, ParallelStyle] = {
+        "layers.*.qkv_proj": _one_input(),
+        "layers.*.qkv_proj.parts.*": ColwiseParallel(),
+        "layers.*.o_proj": RowwiseParallel(),
+        "layers.*.gate_up_proj": _one_input(),
+        "layers.*.gate_up_proj.parts.*": ColwiseParallel(),
+        "layers.*.down_proj": RowwiseParallel(),
+    }
+    if model.vocab_size % mesh.size() == 0:
+        plan["embed"] = RowwiseParallel(input_layouts=Replicate())
+        if not model.tied:
+            plan["lm_head"] = ColwiseParallel()
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        inner = layer.down_proj.in_features
+        assert isinstance(layer.qkv_proj, nn.Linear) and isinstance(layer.gate_up_proj, nn.Linear)
+        layer.qkv_proj = SplitLinear(layer.qkv_proj, qkv_sizes(layer))
+        layer.gate_up_proj = SplitLinear(layer.gate_up_proj, (inner, inner))
+        layer.num_heads //= mesh.size()
+        layer.num_kv_heads //= mesh.size()
+        layer.tensor_group = mesh.get_group()
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+
+
+def _one_input() -> ParallelStyle:
+    """Layers of one input divided by output: their gradients of it are added up on each rank before over the ranks."""
+    return PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+
+
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+"""What Transformers' plans call a layer's part. The last is of norms of q and k, whose input is (B, L, heads, D)."""
+
+
+def _divide_transformers(model: TransformersModel, mesh: DeviceMesh) -> None:
+    hf: nn.Module = model.hf
+    embedding, output = model.hf.get_input_embeddings(), model.hf.get_output_embeddings()
+    assert embedding is not None and output is not None
+    tied = output.weight is embedding.weight
+    plan = _own_plan(model)
+    if model.vocab_size % mesh.size() == 0:
+        path_of = {module: path for path, module in hf.named_modules()}
+        plan[path_of[embedding]] = RowwiseParallel(input_layouts=Replicate())
+        if not tied:
+            plan[path_of[output]] = ColwiseParallel()
+    parallelize_module(hf, mesh, plan, src_data_rank=None)
+    if tied:
+        output.weight = embedding.weight
+
+
+def _own_plan(model: TransformersModel) -> dict[str, ParallelStyle]:
+    """The plan that Transformers' class brings, without embedding and output layer."""
+    hf: Any = model.hf
+    places = [name for name, _ in (*hf.named_modules(), *hf.named_parameters())]
+    ends = (hf.get_input_embeddings(), hf.get_output_embeddings())
+    at_ends = {path for path, module in hf.named_modules() if module in ends}
+    plan: dict[str, str] = hf.tp_plan or {}
+    words = {path: word for path, word in plan.items() if path not in at_ends and fnmatch.filter(places, path)}
+    unknown = sorted({word for word in words.values() if word not in STYLES})
+    if unknown or not words:
+        why = f"its plan asks for {', '.join(unknown)}, which Hone does not do" if unknown else "it has no plan"
+        raise DataError(
+            f"cluster.trainer.tensor_parallel > 1: Transformers' class for {model.hf_config.model_type} cannot be "
+            f"divided: {why}. Set it to 1: `shard` divides the weights of every model."
+        )
+    return {path: STYLES[word]() for path, word in words.items()}
