@@ -139,7 +139,9 @@ def test_json_is_plain_and_complete(configured):
     import json
 
     found = json.loads(json.dumps(plan(configured(), EIGHT).as_dict()))
-    assert set(found) == {"format", "hardware", "placement", "model", "workload", "verdict", "ledgers", "time", "notes"}
+    assert set(found) == {
+        *("format", "hardware", "placement", "pools", "model", "workload", "verdict", "ledgers", "time", "notes")
+    }
     assert found["model"]["parameters"] == QWEN_8B
     assert found["ledgers"][0]["peak"]["bytes"] == max(one["bytes"] for one in found["ledgers"][0]["moments"])
 

@@ -14,9 +14,10 @@ from rich.table import Table
 
 from hone.cli.arguments import AsJson, examples
 from hone.config.load import Loaded, load_config
+from hone.config.topology import topology_lines
 from hone.errors import DataError, MemoryExhausted
 from hone.plan.calibration import with_experience
-from hone.plan.hardware import THIS, find_hardware
+from hone.plan.hardware import THIS, find_hardware, in_cluster
 from hone.plan.ledger import Ledger, gib, percent
 from hone.plan.placement import PREFIX, is_placement, placement_from
 from hone.plan.planner import Plan, plan
@@ -59,7 +60,12 @@ def plan_command(
         ),
     ] = None,
     hardware: Annotated[
-        str, typer.Option(metavar="8xH100-80G", help="Devices to plan for; `this` measures the machine in use.")
+        str,
+        typer.Option(
+            metavar="8xH100-80G",
+            help="Devices to plan for; `this` measures the machine in use. Without a number, as many as the run file's "
+            "`cluster` section has.",
+        ),
     ] = "this",
     host_memory_gib: Annotated[
         float | None, typer.Option(help="Memory of one machine, where the device's usual one is wrong.", min=1)
@@ -110,9 +116,10 @@ def plan_command(
     given = words or []
     settings = [word for word in given if not is_placement(word)]
     loaded = load_config(run_file, settings)
+    machine = find_hardware(hardware, host_memory_gib=host_memory_gib)
     today = plan(
         loaded.config,
-        find_hardware(hardware, host_memory_gib=host_memory_gib),
+        in_cluster(machine, hardware, loaded.config),
         folder=loaded.run_file.parent,
         placement=placement_from([word for word in given if is_placement(word)]),
         mean_response_tokens=mean_response_tokens,
@@ -189,6 +196,8 @@ def show(today: Plan, proposals: list[Proposal], price: float | None, console: C
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    if inputs.topology is not None:
+        say("\n".join(topology_lines(inputs.topology)))
     say(
         f"{arch.model_type}, {arch.total_parameters:,} parameters, {arch.kv_bytes_per_token():,} B of bf16 cache per "
         f"token; {inputs.hardware.title}, {inputs.placement.mode}"

@@ -21,8 +21,10 @@ from hone.plan.activations import (
     saved_per_token,
 )
 from hone.plan.architecture import GIB, Architecture
+from hone.plan.embedded import Embedded
 from hone.plan.engine import Engine
 from hone.plan.ledger import Moment, Term, moment, term
+from hone.plan.local import PROCESS_BYTES as CPU_PROCESS_BYTES
 from hone.plan.lora import adapter_parameters
 from hone.plan.workload import Workload
 
@@ -31,7 +33,7 @@ CONTEXT_BYTES = 512 << 20
 COLLECTIVES_BYTES = 3 * GIB
 """Buffers of NCCL's communicators on one device; reports range from 1 to 6 GB, so an estimate to be measured."""
 BUCKET_BYTES = GIB
-"""Weights under way from trainer to engine, at each end; an estimate."""
+"""Weights under way from trainer to engine, at each end, where no run file says `cluster.bucket_mib`; an estimate."""
 PROCESS_BYTES = 3 * GIB
 """Host memory of one process with torch and a CUDA context; an estimate."""
 
@@ -62,20 +64,21 @@ class Trained:
 
     @property
     def root_bytes(self) -> float:
-        """bfloat16 weights that are in no layer, on one device while gathered."""
+        """Weights that are in no layer, on one device while gathered."""
         share = self.architecture.root_parameters / self.work.tensor_parallel
-        return 2 * share / (2 if self.splits_root and not self.architecture.tied else 1)
+        return self.work.bytes_each * share / (2 if self.splits_root and not self.architecture.tied else 1)
 
     @property
     def layer_bytes(self) -> float:
-        return 2 * self.architecture.layer_parameters / self.work.tensor_parallel
+        return self.work.bytes_each * self.architecture.layer_parameters / self.work.tensor_parallel
 
     def states(self) -> Iterator[Term]:
         """Idle: master weights and moments, this device's share."""
         if self.adapter:
             frozen = self.architecture.total_parameters
-            share = f"2 B x {frozen:,} parameters / {self.shard}"
-            yield term(self.label("frozen weights"), 2 * frozen / self.shard, share)
+            p = self.work.bytes_each
+            share = f"{p} B x {frozen:,} parameters / {self.shard}"
+            yield term(self.label("frozen weights"), p * frozen / self.shard, share)
         if not self.offload:
             share = f"x {self.trained:,} parameters / {self.shard}"
             yield term(self.label("master weights"), 4 * self.trained / self.shard, f"4 B {share}", "placement.shard")
@@ -101,9 +104,9 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     saved = term("activations", each * arch.layers * tokens, formula, knob)
     masks = _masks(work, backward=True)
     root = term(
-        "gathered root", model.root_bytes, f"2 B x {arch.root_parameters:,} parameters", "placement.splits_root"
+        "gathered root", model.root_bytes, f"{p} B x {arch.root_parameters:,} parameters", "placement.splits_root"
     )
-    layers = term("gathered layers", 2 * model.layer_bytes, f"2 x 2 B x {arch.layer_parameters:,} parameters")
+    layers = term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters")
     hidden = term("hidden states", 4 * p * arch.hidden * tokens, f"{4 * p} B x {arch.hidden} x {tokens:,} tokens", knob)
     piled = [model.gradient()] if model.accumulates else []
     trains_root = model.adapter == 0
@@ -158,13 +161,15 @@ def _logits(work: Pass, *, trained: bool) -> Iterator[Term]:
 
 def forward_moment(phase: str, name: str, model: Trained, held: list[Term]) -> Moment:
     """A pass without gradients of a sharded model."""
-    work, arch = model.work, model.architecture
+    work, arch, p = model.work, model.architecture, model.work.bytes_each
     each, knob = forward_per_token(work), "train.tokens_per_microbatch"
     parts = [
         term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob),
         _masks(work, backward=False),
-        term("gathered root", model.root_bytes, f"2 B x {arch.root_parameters:,} parameters", "placement.splits_root"),
-        term("gathered layers", 2 * model.layer_bytes, f"2 x 2 B x {arch.layer_parameters:,} parameters"),
+        term(
+            "gathered root", model.root_bytes, f"{p} B x {arch.root_parameters:,} parameters", "placement.splits_root"
+        ),
+        term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters"),
     ]
     if work.has_logits:
         size = logits_forward_bytes(work)
@@ -188,14 +193,17 @@ class Pool:
     devices: int
     policy: Trained | None = None
     critic: Trained | None = None
-    has_reference: bool = False
+    reference: Trained | None = None
+    """The frozen copy of the policy; None where there is none, or an adapter switched off is one."""
     reference_on_host: bool = False
-    engine: Engine | None = None
+    engine: Engine | Embedded | None = None
     judge: Engine | None = None
     engine_sleeps: int = 2
     judge_sleeps: bool = True
     trainer_leaves: bool = False
     """What trains is on the host while the engine samples."""
+    is_gpu: bool = True
+    bucket_bytes: int = BUCKET_BYTES
 
 
 def pool_moments(pool: Pool, workload: Workload) -> list[Moment]:
@@ -209,17 +217,20 @@ def pool_moments(pool: Pool, workload: Workload) -> list[Moment]:
     beside_engine = [] if pool.trainer_leaves else idle
     found: list[Moment] = []
     if pool.engine:
-        under_way = term("weights under way", 2 * BUCKET_BYTES, "a bucket at each end (estimate)")
-        woken = [one for one in engine_awake if not one.name.endswith("KV cache")]
+        under_way = term("weights under way", 2 * pool.bucket_bytes, "a bucket at each end", "cluster.bucket_mib")
+        woken = [one for one in engine_awake if "KV cache" not in one.name]
         found.append(moment("publish", "weights loaded", base, idle, woken, judge_asleep, under_way))
         found.append(moment("rollout", "sampling", base, beside_engine, engine_awake, judge_asleep))
     if pool.judge:
         found.append(moment("reward", "judging", base, beside_engine, engine_asleep, judge_awake))
     held = [*base, *engine_asleep, *judge_asleep]
+    reads = pool.reference
+    if pool.policy and (workload.has_old_logprobs_pass or (workload.has_reference and pool.policy.adapter)):
+        reads = pool.policy
+    if reads:
+        found.append(forward_moment("logprobs", "forward", reads, [*held, *idle]))
     if pool.policy:
         beside = [*held, *_states_of(pool.critic), *_reference(pool)]
-        if workload.has_reference or workload.has_old_logprobs_pass:
-            found.append(forward_moment("logprobs", "forward", pool.policy, [*held, *idle]))
         found += update_moments(pool.policy, beside)
         found.append(moment("checkpoint", "saving", held, idle))
     if pool.critic:
@@ -228,7 +239,10 @@ def pool_moments(pool: Pool, workload: Workload) -> list[Moment]:
 
 
 def _base(pool: Pool) -> Iterator[Term]:
-    if pool.policy or pool.critic:
+    if not pool.is_gpu:
+        yield term("process", CPU_PROCESS_BYTES, "Python, torch, Transformers and Hone, measured")
+        return
+    if pool.policy or pool.critic or pool.reference:
         yield term("CUDA context", CONTEXT_BYTES, "the trainer's process (estimate)")
     if pool.devices > 1:
         yield term("NCCL buffers", COLLECTIVES_BYTES, "communicators of one device (estimate)")
@@ -240,12 +254,12 @@ def _states_of(model: Trained | None) -> list[Term]:
 
 def _reference(pool: Pool) -> list[Term]:
     """The frozen reference's share of a device."""
-    model = pool.policy
-    if model is None or not pool.has_reference or model.adapter or pool.reference_on_host:
+    model = pool.reference
+    if model is None or pool.reference_on_host:
         return []
-    count = model.architecture.total_parameters
-    formula = f"2 B x {count:,} parameters / {model.shard}"
-    return [term("reference", 2 * count / model.shard, formula, "placement.offload_reference")]
+    count, p = model.architecture.total_parameters, model.work.bytes_each
+    formula = f"{p} B x {count:,} parameters / {model.shard}"
+    return [term("reference", p * count / model.shard, formula, "placement.offload_reference")]
 
 
 def _idle(pool: Pool) -> list[Term]:
@@ -271,9 +285,9 @@ def host_moments(pools: list[Pool], *, per_node: int) -> list[Moment]:
             elif pool.trainer_leaves:
                 leaving.append(term(model.label("states"), 12 * count * share, f"12 B x {count:,} parameters"))
             staged.append(term(model.label("checkpoint"), 12 * count * share, f"12 B x {count:,} parameters"))
-        if pool.policy and pool.has_reference and pool.reference_on_host and not pool.policy.adapter:
-            count = pool.policy.architecture.total_parameters
-            held.append(term("reference", 2 * count * share, f"2 B x {count:,} parameters"))
+        if pool.reference and pool.reference_on_host:
+            count, p = pool.reference.architecture.total_parameters, pool.reference.work.bytes_each
+            held.append(term("reference", p * count * share, f"{p} B x {count:,} parameters"))
         if pool.engine and pool.engine_sleeps == 1:
             size = pool.engine.weights_bytes * min(per_node, pool.devices)
             held.append(term("sleeping engines' weights", size, "sleep level 1", "placement.engine.sleep_level"))

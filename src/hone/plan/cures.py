@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hone.plan.inputs import Inputs
+from hone.plan.inputs import Inputs, key_in
 from hone.plan.ledger import Ledger, gib
 from hone.plan.settings import changed, setting
 from hone.plan.verdict import tightest
@@ -26,7 +26,7 @@ def best_cure(inputs: Inputs, ledgers: Sequence[Ledger], relisted: Callable[[Inp
     for key, value in _candidates(inputs):
         freed = peak - relisted(changed(inputs, {key: value}))[number].peak.bytes
         if freed > most:
-            best, most = f"{key}={_yaml(value)} would free {gib(freed)}", freed
+            best, most = f"{key_in(inputs, key)}={_yaml(value)} would free {gib(freed)}", freed
     return best
 
 

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from hone.config.run import RunConfig
+from hone.config.topology import topology_of
 from hone.config.wording import nearest
 from hone.errors import DataError
 from hone.plan.architecture import GIB
@@ -56,7 +58,7 @@ class Hardware:
 
     @property
     def title(self) -> str:
-        return self.name if self.kind == "cpu" else f"{self.devices} x {self.name}"
+        return self.name if self.devices == 1 and self.kind == "cpu" else f"{self.devices} x {self.name}"
 
     def flops(self, bytes_each: int) -> float:
         return self.bf16_flops if bytes_each == 2 else self.fp32_flops
@@ -77,6 +79,30 @@ def find_hardware(text: str, *, host_memory_gib: float | None = None) -> Hardwar
     """
     found = this_machine() if text.strip().lower() == THIS else _preset(text)
     return replace(found, host_bytes=int(host_memory_gib * GIB)) if host_memory_gib else found
+
+
+def in_cluster(hardware: Hardware, text: str, config: RunConfig) -> Hardware:
+    """As many devices as the run file's `cluster` section has, unless `text` said how many.
+
+    Processes on a CPU share its memory and its cores.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if config.cluster.backend == "local" or (match and match[1]):
+        return hardware
+    found = hardware.devices if hardware.kind == "gpu" else len(os.sched_getaffinity(0))
+    has_own = text.strip().lower() == THIS and (hardware.kind == "gpu" or not config.cluster.pools)
+    topology = topology_of(config, found if has_own else None)
+    each = topology.devices_per_node
+    shared = each if hardware.kind == "cpu" else 1
+    return replace(
+        hardware,
+        devices=topology.nodes * each,
+        per_node=each,
+        memory_bytes=hardware.memory_bytes // shared,
+        bandwidth=hardware.bandwidth / shared,
+        bf16_flops=hardware.bf16_flops / shared,
+        fp32_flops=hardware.fp32_flops / shared,
+    )
 
 
 def _preset(text: str) -> Hardware:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hone.config.run import RunConfig
+from hone.config.topology import Topology
 from hone.plan import activations
 from hone.plan.activations import Checkpointing, Implementation, Pass
 from hone.plan.architecture import Architecture
 from hone.plan.hardware import Hardware
-from hone.plan.placement import Placement
+from hone.plan.placement import Placement, cluster_key
 from hone.plan.presets import find_architecture, named_architecture
 from hone.plan.workload import Workload
 
@@ -28,9 +29,18 @@ class Inputs:
     judge: Architecture | None
     reward_models: tuple[tuple[str, Architecture], ...]
     workload: Workload
+    topology: Topology | None = None
+    """The pools of the run file's `cluster` section; None where `placement` alone says who works where."""
 
 
-def resolve(config: RunConfig, hardware: Hardware, placement: Placement, workload: Workload, folder: Path) -> Inputs:
+def resolve(
+    config: RunConfig,
+    hardware: Hardware,
+    placement: Placement,
+    workload: Workload,
+    folder: Path,
+    topology: Topology | None = None,
+) -> Inputs:
     """Look up every architecture, and decide what `auto` means."""
     architecture = find_architecture(config.model, folder)
     critic = None
@@ -54,6 +64,7 @@ def resolve(config: RunConfig, hardware: Hardware, placement: Placement, workloa
         judge=None if scorer is None else named_architecture(scorer.model, folder, key="placement.judge.model"),
         reward_models=tuple(rewards),
         workload=workload,
+        topology=topology,
     )
 
 
@@ -63,6 +74,17 @@ def implementation_of(inputs: Inputs) -> Implementation:
     if wanted != "auto":
         return wanted
     return "hone" if inputs.architecture.model_type in activations.OWN_FAMILIES else "transformers"
+
+
+def key_in(inputs: Inputs, key: str) -> str:
+    """What a key of the placement is called where the run file's `cluster` section is what is planned."""
+    return cluster_key(key) if inputs.topology is not None else key
+
+
+def bytes_each(inputs: Inputs) -> int:
+    """Bytes of a number that trainers compute with. Placements in words alone are of mixed precision."""
+    is_wide = inputs.placement.mode == "local" or inputs.topology is not None
+    return 4 if is_wide and inputs.config.run.precision == "float32" else 2
 
 
 def checkpointing_of(inputs: Inputs) -> Checkpointing:

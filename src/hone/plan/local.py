@@ -152,6 +152,12 @@ def _states(prefix: str, count: int, p: int) -> Iterator[Term]:
 # ---- rollout
 
 
+def engine_terms(settings: LocalSettings, workload: Workload) -> list[Term]:
+    """What Hone's engine holds besides weights at its fullest moment."""
+    working = ([*part(settings, workload)] for part in (_sampling, _growth, _prefill))
+    return [*_cache(settings, workload), *max(working, key=lambda terms: sum(one.bytes for one in terms))]
+
+
 def _rows(settings: LocalSettings, workload: Workload) -> int:
     """Rows that decode together."""
     in_flight = workload.samples * (workload.max_staleness + 1)

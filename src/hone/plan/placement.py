@@ -1,8 +1,9 @@
 """Where the work is done: which devices train, which sample, how models are divided among them.
 
-A run file of today trains in one process on one device, which is the placement `local`. The others describe trainers
-sharded over many devices (FSDP2) and engines with tensor parallelism (vLLM), taking turns on the same devices or on
-their own. They are read from `placement.key=value` on the command line of `hone plan`, and from nowhere else.
+A run in one process on one device is the placement `local`. The others describe trainers sharded over many devices
+(FSDP2) and engines with tensor parallelism (vLLM), taking turns on the same devices or on their own. A run file with
+`cluster.backend: ray` has said all of it in its `cluster` section; `placement.key=value` on the command line of
+`hone plan` says otherwise, or plans what is in no run file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from hone.config.run import Section, key
+from hone.config.cluster import EnginesSection
+from hone.config.run import RunConfig, Section, key
+from hone.config.topology import Topology, judge_services, reward_models
 from hone.config.wording import nearest
 from hone.errors import ConfigError
 
@@ -91,6 +94,93 @@ class Placement(Section):
     """The frozen reference stays on the host and visits the device, layer by layer."""
     engine: EnginePlacement = key(EnginePlacement())
     judge: JudgePlacement | None = key(None)
+
+
+SIZES = ("mode", "engine_devices", "critic_devices", "judge.devices")
+"""Keys that say how many devices who has; with one of them, the pools of a run file are not looked at."""
+_CLUSTER_KEYS = {
+    "placement.shard": "cluster.trainer.shard",
+    "placement.tensor_parallel": "cluster.trainer.tensor_parallel",
+    "placement.context_parallel": "cluster.trainer.sequence_parallel",
+    "placement.engine": "cluster.engines",
+    "placement.judge": "cluster.judge",
+    **{
+        f"placement.{name}.{key}": f"cluster.{section}.{key}"
+        for name, section in (("engine", "engines"), ("judge", "judge"))
+        for key in ("tensor_parallel", "memory_frac")
+    },
+    **{
+        f"placement.{name}.{key}": f"cluster.{section}.args.{other}"
+        for name, section in (("engine", "engines"), ("judge", "judge"))
+        for key, other in (("max_batched_tokens", "max_num_batched_tokens"), ("max_samples", "max_num_seqs"))
+    },
+}
+
+
+def cluster_key(key: str) -> str:
+    """The key of the run file that says the same as one of the placement; itself where none does."""
+    return _CLUSTER_KEYS.get(key, key)
+
+
+def placement_key(key: str) -> str:
+    """The other way round."""
+    return next((ours for ours, theirs in _CLUSTER_KEYS.items() if theirs == key), key)
+
+
+def placement_of(config: RunConfig, topology: Topology, given: Placement) -> Placement:
+    """What a run file's `cluster` section says, where the command line says nothing else.
+
+    Args:
+        topology: of the run file.
+        given: by the command line.
+    """
+    cluster, trainer = config.cluster, config.cluster.trainer
+    said: dict[str, Any] = {
+        "mode": "colocated" if topology.colocated else "separate",
+        "tensor_parallel": trainer.tensor_parallel,
+        "context_parallel": trainer.sequence_parallel,
+        "shard": trainer.shard and trainer.shard * trainer.tensor_parallel,
+        "offload_optimizer": "optimizer" in trainer.offload,
+        "offload_trainer": "parameters" in trainer.offload,
+        "offload_reference": "reference" in trainer.offload,
+        "engine": _engine(cluster.engines),
+    }
+    if topology.judges:
+        said["judge"] = _judge(config)
+    elif topology.reward_models:
+        said["judge"] = {"model": reward_models(config)[0], "writes": False}
+    merged = said | given.model_dump(exclude_unset=True)
+    merged["engine"] = said["engine"] | given.engine.model_dump(exclude_unset=True)
+    if given.judge is not None:
+        merged["judge"] = said.get("judge", {}) | given.judge.model_dump(exclude_unset=True)
+    return Placement.model_validate(merged)
+
+
+def sizes_given(placement: Placement) -> bool:
+    """Whether a placement says itself how many devices who has."""
+    keys = placement.model_fields_set
+    return bool(keys.intersection(SIZES)) or bool(placement.judge and "devices" in placement.judge.model_fields_set)
+
+
+def _engine(section: EnginesSection) -> dict[str, Any]:
+    args = section.args
+    said = {"tensor_parallel": section.tensor_parallel, "memory_frac": section.memory_frac}
+    said |= {ours: args[theirs] for ours, theirs in _ENGINE_ARGS.items() if theirs in args}
+    return said | ({"graphs": not args["enforce_eager"]} if "enforce_eager" in args else {})
+
+
+_ENGINE_ARGS = {"max_batched_tokens": "max_num_batched_tokens", "max_samples": "max_num_seqs"}
+
+
+def _judge(config: RunConfig) -> dict[str, Any]:
+    """The judge's engine, and the lengths that the reward which asks it allows."""
+    (service,) = judge_services(config)
+    asked = next(one.args for one in config.reward.components if one.args.get("service") == service)
+    lengths = {"prompt_tokens": "prompt_length", "response_tokens": "response_length"}
+    said = {ours: asked[theirs] for ours, theirs in lengths.items() if isinstance(asked.get(theirs), int)}
+    engine = _engine(config.cluster.judge)
+    engine.pop("graphs", None)
+    return {"model": config.services[service].policy, **said, **engine}
 
 
 def is_placement(word: str) -> bool:

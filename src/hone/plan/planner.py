@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.run import RunConfig
+from hone.config.topology import topology_of
 from hone.errors import DataError
 from hone.plan import cluster, local
 from hone.plan.architecture import GIB
@@ -18,8 +19,8 @@ from hone.plan.cures import best_cure
 from hone.plan.hardware import Hardware
 from hone.plan.inputs import Inputs, implementation_of, microbatch, resolve
 from hone.plan.ledger import Ledger
-from hone.plan.placement import Placement
-from hone.plan.pools import pools_of
+from hone.plan.placement import Placement, placement_of, sizes_given
+from hone.plan.pools import places_of, pools_of
 from hone.plan.rules import misfits
 from hone.plan.schedule import step_time
 from hone.plan.time import StepTime
@@ -45,7 +46,7 @@ class Plan:
     @property
     def memory_utilisation(self) -> float:
         """Peak over capacity, of the device that is fullest; the host does not count."""
-        devices = self.ledgers[:-1] if len(self.ledgers) > 1 else self.ledgers
+        devices = [ledger for ledger in self.ledgers if ledger.device != "host"]
         return max(ledger.peak.bytes / ledger.capacity_bytes for ledger in devices)
 
     def impossible(self, margin: float) -> float:
@@ -67,6 +68,10 @@ class Plan:
                 "host_bytes": inputs.hardware.host_bytes,
             },
             "placement": inputs.placement.model_dump(mode="json"),
+            "pools": [
+                {"name": place.name, "devices": place.devices, "roles": sorted(place.roles)}
+                for place in (places_of(inputs) if inputs.placement.mode != "local" else ())
+            ],
             "model": {
                 "model_type": arch.model_type,
                 "parameters": counts.total,
@@ -99,7 +104,8 @@ def plan(
 
     Args:
         folder: the run file's, where relative paths start.
-        placement: how models are spread over devices; None: one process on one device, or all devices in turn.
+        placement: how models are spread over devices, where it is not as the run file's `cluster` section says; without
+            that either, one process on one device, or all devices in turn.
         mean_prompt_tokens, mean_response_tokens: as measured; None assumes half the limits.
     Raises:
         DataError: a model whose shape is not known, or a run file without stage rl.
@@ -110,8 +116,12 @@ def plan(
     if budget is not None:
         hardware = replace(hardware, memory_bytes=min(hardware.memory_bytes, int(budget * GIB)))
     workload = workload_of(config, mean_prompt_tokens=mean_prompt_tokens, mean_response_tokens=mean_response_tokens)
-    inputs = resolve(config, hardware, placement or Placement(), workload, folder)
-    if inputs.placement.mode == "separate" and inputs.placement.engine_devices is None:
+    placement, topology = placement or Placement(), None
+    if config.cluster.backend != "local" and not sizes_given(placement):
+        topology = topology_of(config, hardware.per_node)
+        placement = placement_of(config, topology, placement)
+    inputs = resolve(config, hardware, placement, workload, folder, topology)
+    if topology is None and inputs.placement.mode == "separate" and inputs.placement.engine_devices is None:
         inputs = balanced(inputs, _judged)
     found = plan_inputs(inputs)
     thirds = compare_with_thirds(found)
@@ -176,8 +186,9 @@ def _cluster_plan(inputs: Inputs) -> Plan:
         )
         for pool in pools
     ]
-    host = cluster.host_moments(pools, per_node=hardware.per_node)
-    ledgers.append(Ledger("host", hardware.nodes, hardware.host_bytes, tuple(host)))
+    if hardware.kind == "gpu":
+        host = cluster.host_moments(pools, per_node=hardware.per_node)
+        ledgers.append(Ledger("host", hardware.nodes, hardware.host_bytes, tuple(host)))
     verdict = judge(ledgers, misfits(inputs, pools))
     return Plan(inputs, tuple(ledgers), verdict, step_time(inputs, pools), tuple(_notes(inputs)))
 
@@ -192,6 +203,9 @@ def _notes(inputs: Inputs) -> list[str]:
             f"rollout.max_concurrent_samples = {concurrent}, but only {in_flight} samples are ever in flight: the "
             f"cache is made for all {concurrent}"
         )
+    if inputs.topology is not None and inputs.hardware.devices > inputs.topology.num_devices:
+        idle = inputs.hardware.devices - inputs.topology.num_devices
+        notes.append(f"{idle} of {inputs.hardware.devices} devices are in no pool")
     if placement.mode == "local" and inputs.hardware.devices > 1:
         notes.append(f"one process computes on one device: {inputs.hardware.devices - 1} of them have nothing to do")
     if len(config.stages) > 1:

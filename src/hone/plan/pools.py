@@ -2,116 +2,146 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from hone.plan.cluster import Pool, Trained, adapter_of
+from hone.config.cluster import Role
+from hone.plan.cluster import BUCKET_BYTES, Pool, Trained, adapter_of
+from hone.plan.embedded import Embedded, share_of
 from hone.plan.engine import Engine, EngineSettings
-from hone.plan.inputs import Inputs, microbatch
+from hone.plan.inputs import Inputs, bytes_each, key_in, microbatch
+from hone.plan.local import LocalSettings
 from hone.plan.placement import JudgePlacement
+
+Roles = frozenset[Role]
+LEARNERS: Roles = frozenset(["policy", "critic", "reference"])
+SAMPLERS: Roles = frozenset(["rollout"])
+SCORERS: Roles = frozenset(["judge", "reward_model"])
+CRITICS: Roles = frozenset(["critic"])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Devices and who takes turns on them, before it is known what that takes."""
+
+    name: str
+    devices: int
+    roles: Roles
 
 
 def pools_of(inputs: Inputs) -> list[Pool]:
     """Who does what where."""
-    placement, hardware, workload = inputs.placement, inputs.hardware, inputs.workload
-    scorer = placement.judge
-    judge_devices = scorer.devices if scorer else 0
-    rest = hardware.devices - judge_devices
-    judge_engine = _judge_engine(inputs, scorer) if scorer else None
-    judge_sleeps = scorer.sleeps if scorer else True
-    pools: list[Pool] = []
+    return [_pool(inputs, place) for place in places_of(inputs)]
+
+
+def places_of(inputs: Inputs) -> list[Place]:
+    """The pools of the run file's `cluster` section; else what `placement.mode` and its sizes say."""
+    if inputs.topology is not None:
+        return [Place(pool.name, len(pool.devices), frozenset(pool.roles)) for pool in inputs.topology.pools]
+    return [*_worded(inputs)]
+
+
+def _worded(inputs: Inputs) -> Iterator[Place]:
+    placement, scorer = inputs.placement, inputs.placement.judge
+    judges = scorer.devices if scorer else 0
+    rest = inputs.hardware.devices - judges
+    shared = SAMPLERS if judges else SAMPLERS | SCORERS
     if placement.mode == "colocated":
-        policy, critic = _learners(inputs, rest, rest)
-        pools.append(
-            Pool(
-                name="policy and engine",
-                devices=rest,
-                policy=policy,
-                critic=critic,
-                has_reference=workload.has_reference,
-                reference_on_host=placement.offload_reference,
-                engine=_engine(inputs),
-                judge=None if judge_devices else judge_engine,
-                engine_sleeps=placement.engine.sleep_level,
-                judge_sleeps=judge_sleeps,
-                trainer_leaves=placement.offload_trainer,
-            )
-        )
+        yield Place("policy and engine", rest, LEARNERS | shared)
     else:
         engines = placement.engine_devices or placement.engine.tensor_parallel
         critics = placement.critic_devices if inputs.critic else 0
         trainers = max(rest - engines - critics, 1)
-        policy, critic = _learners(inputs, trainers, critics or trainers)
-        pools.append(
-            Pool(
-                name="policy",
-                devices=trainers,
-                policy=policy,
-                critic=None if critics else critic,
-                has_reference=workload.has_reference,
-                reference_on_host=placement.offload_reference,
-            )
-        )
+        yield Place("policy", trainers, LEARNERS - CRITICS if critics else LEARNERS)
         if critics:
-            pools.append(Pool(name="critic", devices=critics, critic=critic))
-        pools.append(
-            Pool(
-                name="engine",
-                devices=engines,
-                engine=_engine(inputs),
-                judge=None if judge_devices else judge_engine,
-                judge_sleeps=judge_sleeps,
-                engine_sleeps=0,
-            )
-        )
-    if judge_devices:
-        pools.append(Pool(name="judge", devices=judge_devices, judge=judge_engine))
-    return pools
+            yield Place("critic", critics, CRITICS)
+        yield Place("engine", engines, shared)
+    if judges:
+        yield Place("judge", judges, SCORERS)
 
 
-def _learners(inputs: Inputs, devices: int, critic_devices: int) -> tuple[Trained, Trained | None]:
+def _pool(inputs: Inputs, place: Place) -> Pool:
+    placement, roles, scorer = inputs.placement, place.roles, inputs.placement.judge
+    policy = _policy(inputs, place.devices)
+    has_reference = "reference" in roles and inputs.workload.has_reference and not policy.adapter
+    return Pool(
+        name=place.name,
+        devices=place.devices,
+        policy=policy if "policy" in roles else None,
+        critic=_critic(inputs, policy, place.devices) if "critic" in roles else None,
+        reference=policy if has_reference else None,
+        reference_on_host=placement.offload_reference,
+        engine=_engine(inputs, place.devices) if "rollout" in roles else None,
+        judge=_scorer(inputs, scorer) if scorer and roles & SCORERS else None,
+        engine_sleeps=placement.engine.sleep_level if roles & LEARNERS else 0,
+        judge_sleeps=scorer.sleeps if scorer else True,
+        trainer_leaves=placement.offload_trainer and "rollout" in roles,
+        is_gpu=inputs.hardware.kind == "gpu",
+        bucket_bytes=_bucket_bytes(inputs),
+    )
+
+
+def _bucket_bytes(inputs: Inputs) -> int:
+    weights = bytes_each(inputs) * inputs.architecture.total_parameters
+    wanted = BUCKET_BYTES if inputs.topology is None else round(inputs.config.cluster.bucket_mib * 2**20)
+    return min(wanted, weights)
+
+
+def _policy(inputs: Inputs, devices: int) -> Trained:
     placement, workload = inputs.placement, inputs.workload
-    ways = placement.tensor_parallel * placement.context_parallel
-    ranks = max(devices // ways, 1)
-    work = microbatch(inputs, ranks=ranks)
-    several = workload.step_tokens() > ranks * work.tokens * placement.context_parallel
-    policy = Trained(
+    ranks = max(devices // (placement.tensor_parallel * placement.context_parallel), 1)
+    work = microbatch(inputs, ranks=ranks, bytes_each=bytes_each(inputs))
+    return Trained(
         name="",
         work=work,
-        shard=placement.shard or devices,
-        accumulates=several,
+        shard=min(placement.shard or devices, devices),
+        accumulates=workload.step_tokens() > ranks * work.tokens * placement.context_parallel,
         adapter=adapter_of(inputs.architecture, workload),
         splits_root=placement.splits_root,
         offload=placement.offload_optimizer,
     )
+
+
+def _critic(inputs: Inputs, policy: Trained, devices: int) -> Trained | None:
     if inputs.critic is None:
-        return policy, None
-    critic = Trained(
-        name="critic",
-        work=replace(work, architecture=inputs.critic, has_logits=False),
-        shard=critic_devices,
-        accumulates=several,
-        splits_root=placement.splits_root,
-        offload=placement.offload_optimizer,
-    )
-    return policy, critic
+        return None
+    work = replace(policy.work, architecture=inputs.critic, has_logits=False)
+    return replace(policy, name="critic", work=work, shard=devices, adapter=0)
 
 
-def _engine(inputs: Inputs) -> Engine:
+def _engine(inputs: Inputs, devices: int) -> Engine | Embedded:
     placement, lengths = inputs.placement.engine, inputs.workload.lengths
-    settings = EngineSettings(
-        architecture=inputs.architecture,
-        tensor_parallel=placement.tensor_parallel,
-        memory_frac=placement.memory_frac,
-        max_batched_tokens=placement.max_batched_tokens,
-        max_samples=placement.max_samples or inputs.config.rollout.max_concurrent_samples,
-        longest=lengths.longest,
-        graphs=placement.graphs,
-        prefix="engine: ",
+    concurrent = placement.max_samples or inputs.config.rollout.max_concurrent_samples
+    if inputs.topology is not None and inputs.config.cluster.engines.use == "embedded":
+        settings = LocalSettings(
+            architecture=inputs.architecture,
+            critic=None,
+            reward_models=(),
+            work=microbatch(inputs, bytes_each=bytes_each(inputs)),
+            max_concurrent=concurrent,
+            prefill_tokens=inputs.config.rollout.prefill_tokens,
+            is_gpu=inputs.hardware.kind == "gpu",
+            max_positions=inputs.architecture.max_positions,
+            has_computed=True,
+        )
+        return Embedded(settings, share_of(inputs.workload, devices))
+    return Engine(
+        EngineSettings(
+            architecture=inputs.architecture,
+            tensor_parallel=placement.tensor_parallel,
+            memory_frac=placement.memory_frac,
+            max_batched_tokens=placement.max_batched_tokens,
+            max_samples=concurrent,
+            longest=lengths.longest,
+            graphs=placement.graphs,
+            prefix="engine: ",
+            knob=key_in(inputs, "placement.engine"),
+        ),
+        inputs.hardware.memory_bytes,
     )
-    return Engine(settings, inputs.hardware.memory_bytes)
 
 
-def _judge_engine(inputs: Inputs, scorer: JudgePlacement) -> Engine:
+def _scorer(inputs: Inputs, scorer: JudgePlacement) -> Engine:
     assert inputs.judge is not None, "a judge has an architecture"
     settings = EngineSettings(
         architecture=inputs.judge,
@@ -122,6 +152,6 @@ def _judge_engine(inputs: Inputs, scorer: JudgePlacement) -> Engine:
         longest=scorer.prompt_tokens + (scorer.response_tokens if scorer.writes else 0),
         graphs=scorer.writes,
         prefix="judge: ",
-        knob="placement.judge",
+        knob=key_in(inputs, "placement.judge"),
     )
     return Engine(settings, inputs.hardware.memory_bytes)

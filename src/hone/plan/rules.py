@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hone.plan.cluster import Pool
 from hone.plan.engine import Engine
-from hone.plan.inputs import Inputs
+from hone.plan.inputs import Inputs, key_in
+from hone.plan.pools import LEARNERS, SAMPLERS, places_of
 
 Rule = Callable[[Inputs], Iterator[str]]
 
@@ -45,7 +46,7 @@ def _listed(values: Sequence[int]) -> str:
 
 
 def _engines(pools: Sequence[Pool]) -> list[Engine]:
-    return [engine for pool in pools for engine in (pool.engine, pool.judge) if engine]
+    return [engine for pool in pools for engine in (pool.engine, pool.judge) if isinstance(engine, Engine)]
 
 
 # ---- rules
@@ -64,22 +65,45 @@ def sequence_fits_the_model(inputs: Inputs) -> Iterator[str]:
 def heads_divide(inputs: Inputs) -> Iterator[str]:
     arch, placement = inputs.architecture, inputs.placement
     tensor, context = placement.tensor_parallel, placement.context_parallel
+    of_context = key_in(inputs, "placement.context_parallel")
     for key, value in (
         ("placement.tensor_parallel", tensor),
         ("placement.engine.tensor_parallel", placement.engine.tensor_parallel),
     ):
-        line = does_not_divide(key, value, arch.heads, "the query heads")
+        line = does_not_divide(key_in(inputs, key), value, arch.heads, "the query heads")
         if line:
             yield line
     if context > 1 and arch.heads % (tensor * context):
         legal = nearest_legal(context, lambda n: arch.heads % (tensor * n) == 0, high=arch.heads)
         yield (
-            f"placement.context_parallel = {context} times tensor_parallel = {tensor} does not divide the query heads "
+            f"{of_context} = {context} times tensor_parallel = {tensor} does not divide the query heads "
             f"({arch.heads}). Nearest: {_listed(legal)}."
         )
 
 
+def pools_divide(inputs: Inputs) -> Iterator[str]:
+    """Of the run file's `cluster` section, whose other rules are `config/cluster_rules.py`'s."""
+    topology, placement = inputs.topology, inputs.placement
+    if topology is None:
+        return
+    if topology.num_devices > inputs.hardware.devices:
+        yield (
+            f"the pools of the run file have {topology.num_devices} devices, and {inputs.hardware.title} "
+            f"{'is' if inputs.hardware.devices == 1 else 'are'} planned for. Leave --hardware without a number, or "
+            "make the pools smaller."
+        )
+    ways = placement.tensor_parallel * placement.context_parallel
+    each = key_in(inputs, "placement.engine.tensor_parallel")
+    for place in places_of(inputs):
+        if place.roles & LEARNERS:
+            yield from _multiple(f"devices of {place.name}", place.devices, ways, "tensor_parallel x sequence_parallel")
+        if place.roles & SAMPLERS:
+            yield from _multiple(f"devices of {place.name}", place.devices, placement.engine.tensor_parallel, each)
+
+
 def devices_divide(inputs: Inputs) -> Iterator[str]:
+    if inputs.topology is not None:
+        return
     placement, devices = inputs.placement, inputs.hardware.devices
     scorer = placement.judge
     judges = scorer.devices if scorer else 0
@@ -115,6 +139,8 @@ def _multiple(name: str, count: int, of: int, what: str) -> Iterator[str]:
 
 
 def shard_divides(inputs: Inputs) -> Iterator[str]:
+    if inputs.topology is not None:
+        return
     shard, devices = inputs.placement.shard, inputs.hardware.devices
     line = does_not_divide("placement.shard", shard, devices, "the devices") if shard else None
     if line:
@@ -124,7 +150,7 @@ def shard_divides(inputs: Inputs) -> Iterator[str]:
 def ranks_have_work(inputs: Inputs) -> Iterator[str]:
     placement, workload = inputs.placement, inputs.workload
     ranks = inputs.hardware.devices // (placement.tensor_parallel * placement.context_parallel)
-    if placement.mode == "colocated" and workload.samples_per_optimizer_step < ranks:
+    if inputs.topology is None and placement.mode == "colocated" and workload.samples_per_optimizer_step < ranks:
         yield (
             f"an optimizer step has {workload.samples_per_optimizer_step} samples for {ranks} ranks: "
             f"{ranks - workload.samples_per_optimizer_step} would compute nothing. Raise placement.tensor_parallel or "
@@ -134,10 +160,13 @@ def ranks_have_work(inputs: Inputs) -> Iterator[str]:
 
 def engine_step_holds_its_samples(inputs: Inputs) -> Iterator[str]:
     engine = inputs.placement.engine
+    if inputs.topology is not None and inputs.config.cluster.engines.use == "embedded":
+        return
     samples = engine.max_samples or inputs.config.rollout.max_concurrent_samples
+    key = key_in(inputs, "placement.engine.max_batched_tokens")
     if engine.max_batched_tokens < samples:
         yield (
-            f"placement.engine.max_batched_tokens = {engine.max_batched_tokens} is less than the {samples} sequences "
+            f"{key} = {engine.max_batched_tokens} is less than the {samples} sequences "
             f"that each add one token to a step. Set it to at least {samples}."
         )
 
@@ -154,6 +183,7 @@ def sleeping_engines_do_not_run_ahead(inputs: Inputs) -> Iterator[str]:
 EVERYWHERE: tuple[Rule, ...] = (sequence_fits_the_model,)
 ON_MANY: tuple[Rule, ...] = (
     heads_divide,
+    pools_divide,
     devices_divide,
     shard_divides,
     ranks_have_work,

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from hone.plan import time
 from hone.plan.cluster import Pool, Trained
+from hone.plan.embedded import Embedded
 from hone.plan.engine import Engine
-from hone.plan.inputs import Inputs, checkpointing_of
+from hone.plan.inputs import Inputs, bytes_each, checkpointing_of
 from hone.plan.time import CPU, GPU, GPU_EAGER, Efficiency, Learner, Sampler, StepTime
 from hone.plan.workload import Lengths
 
@@ -33,7 +34,7 @@ def step_time(inputs: Inputs, pools: Sequence[Pool]) -> StepTime:
         response_tokens=inputs.workload.samples * inputs.workload.lengths.mean_response,
         samples=inputs.workload.samples,
         useful_flops=_useful_flops(inputs),
-        peak_flops=inputs.hardware.devices * inputs.hardware.flops(_bytes_each(inputs)),
+        peak_flops=inputs.hardware.devices * inputs.hardware.flops(bytes_each(inputs)),
         efficiency=rates,
         concurrent=time.concurrent_sequences(sampler, inputs.workload.lengths, inputs.workload.group),
     )
@@ -43,23 +44,23 @@ def rates_of(inputs: Inputs) -> Efficiency:
     """The priors for this hardware and this engine."""
     if inputs.hardware.kind == "cpu":
         return CPU
-    graphs = inputs.placement.mode != "local" and inputs.placement.engine.graphs
+    is_embedded = inputs.topology is not None and inputs.config.cluster.engines.use == "embedded"
+    graphs = inputs.placement.mode != "local" and inputs.placement.engine.graphs and not is_embedded
     return GPU if graphs else GPU_EAGER
-
-
-def _bytes_each(inputs: Inputs) -> int:
-    return 4 if inputs.placement.mode == "local" and inputs.config.run.precision == "float32" else 2
 
 
 def _sampler(inputs: Inputs, pools: Sequence[Pool]) -> Sampler:
     pool = next((pool for pool in pools if pool.engine), None)
     if pool is None or pool.engine is None:
         concurrent = inputs.config.rollout.max_concurrent_samples
-        return Sampler(inputs.architecture, 1, 1, concurrent, math.inf, _bytes_each(inputs))
+        return Sampler(inputs.architecture, 1, 1, concurrent, math.inf, bytes_each(inputs))
     return _of_engine(pool.engine, pool.devices)
 
 
-def _of_engine(engine: Engine, devices: int) -> Sampler:
+def _of_engine(engine: Engine | Embedded, devices: int) -> Sampler:
+    if isinstance(engine, Embedded):
+        concurrent = engine.settings.max_concurrent
+        return Sampler(engine.architecture, devices, 1, concurrent, math.inf, engine.settings.work.bytes_each)
     settings, each = engine.settings, engine.settings.tensor_parallel
     return Sampler(settings.architecture, max(devices // each, 1), each, settings.max_samples, engine.cache_tokens)
 
@@ -102,7 +103,7 @@ def _publishing(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dic
         return {"publish": seconds}
     if not inputs.workload.max_staleness:
         return {}
-    copied = 2 * _bytes_each(inputs) * inputs.architecture.total_parameters
+    copied = 2 * bytes_each(inputs) * inputs.architecture.total_parameters
     return {"publish": copied / (inputs.hardware.bandwidth * rates.decode_bandwidth)}
 
 
@@ -137,7 +138,7 @@ def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[Pool]) -> 
         microbatches=_microbatches(inputs, devices),
         tensor_parallel=placement.tensor_parallel if pools else 1,
         checkpointing=checkpointing_of(inputs),
-        bytes_each=_bytes_each(inputs),
+        bytes_each=bytes_each(inputs),
         trained_parameters=trained.trained if trained else inputs.architecture.total_parameters,
         chunked_loss=placement.loss == "chunked",
         offloaded=bool(trained and trained.offload),

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from hone.plan.inputs import Inputs
+from hone.plan.inputs import Inputs, key_in
 from hone.plan.ledger import gib, percent
+from hone.plan.placement import placement_key
 from hone.plan.planner import Plan, plan_inputs
 from hone.plan.settings import Settings, changed, setting
 from hone.plan.verdict import TIGHT_FRAC
@@ -69,6 +70,7 @@ def propose(today: Plan, preset: Preset, *, pinned: frozenset[str] = frozenset()
     start = today.inputs
     best = _Found.of(start, MARGINS[preset])
     lattice = (training(start), sampling(start), loss(start))
+    pinned = pinned | {placement_key(key) for key in pinned}
     blocks = [{key: values for key, values in block.items() if key not in pinned} for block in lattice]
     for _ in range(ROUNDS):
         before = best
@@ -78,7 +80,7 @@ def propose(today: Plan, preset: Preset, *, pinned: frozenset[str] = frozenset()
             break
     best = _without_idle_changes(start, best, MARGINS[preset])
     changes = [
-        Change(key, setting(start, key), after, _why(start, best, key, MARGINS[preset]))
+        Change(key_in(start, key), setting(start, key), after, _why(start, best, key, MARGINS[preset]))
         for key, after in _differences(start, best.inputs).items()
     ]
     return Proposal(preset, best.plan, tuple(changes))
@@ -131,6 +133,8 @@ def sampling(inputs: Inputs) -> dict[str, Sequence[Any]]:
     }
     if placement.mode == "colocated":
         return knobs | {"placement.offload_trainer": (False, True)}
+    if inputs.topology is not None:  # how many devices who has is said by the run file
+        return knobs
     spare = inputs.hardware.devices - (placement.judge.devices if placement.judge else 0) - placement.critic_devices
     return knobs | {"placement.engine_devices": range(1, spare)}
 
