@@ -20,6 +20,21 @@ OnSample = Callable[[Sample], object]
 
 
 @dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a sample that is still being drawn."""
+
+    sample_index: int
+    position: int
+    """In its sample, from 0. An engine that ran out of memory tells the tokens of a sample once more, the same ones."""
+    id: int
+    logprob: float
+    version: int
+
+
+OnToken = Callable[[Token], object]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How to draw one response. Temperature first, then top-k, then top-p, then min-p, each renormalised."""
 
@@ -114,4 +129,14 @@ class Engine(Protocol):
 
     def fingerprint(self) -> str:
         """Content hash of the weights, equal to the trainer's when every byte is."""
+        ...
+
+
+class TokenwiseEngine(Engine, Protocol):
+    """An engine that also tells of each token at once."""
+
+    async def generate(
+        self, request: Request, on_sample: OnSample | None = None, on_token: OnToken | None = None
+    ) -> tuple[Sample, ...]:
+        """See `Engine.generate`. `on_token` is called in the event loop; a sample comes after all of its tokens."""
         ...

@@ -20,7 +20,7 @@ from hone.model.hf import TransformersModel
 from hone.model.load import weights_fingerprint
 from hone.plan.guard import UNGUARDED, Guard
 from hone.rollout.decoding import PREFILL_TOKENS, DecoderStepper
-from hone.rollout.engine import OnSample, Request
+from hone.rollout.engine import OnSample, OnToken, Request
 from hone.rollout.rows import Job
 from hone.rollout.scheduler import Decode, Scheduler
 from hone.rollout.stepper import Stepper
@@ -30,7 +30,7 @@ from hone.types import Sample
 
 
 class LocalEngine:
-    """`engine.Engine` for one process and one device.
+    """`engine.TokenwiseEngine` for one process and one device.
 
     Args:
         model: sampled from as it is: shared with the trainer, or the engine's own copy that `load` writes to.
@@ -70,13 +70,17 @@ class LocalEngine:
         self._unsent: list[Action] = []
         self._awake = True
 
-    async def generate(self, request: Request, on_sample: OnSample | None = None) -> tuple[Sample, ...]:
-        """See `Engine.generate`. Raises DataError when the prompt leaves no position for a response."""
+    async def generate(
+        self, request: Request, on_sample: OnSample | None = None, on_token: OnToken | None = None
+    ) -> tuple[Sample, ...]:
+        """See `TokenwiseEngine.generate`. Raises DataError when the prompt leaves no position for a response."""
         if not self._awake:
             raise EngineError(f"prompt {request.prompt.id}: the engine is asleep; wake it before generating.")
         job, promise, loop = self._job(request), self._worker.promise(), asyncio.get_running_loop()
         if on_sample is not None:
             job.on_sample = lambda sample: loop.call_soon_threadsafe(on_sample, sample)
+        if on_token is not None:
+            job.on_token = lambda token: loop.call_soon_threadsafe(on_token, token)
         self._unsent.append(lambda: self._start(job, promise))
         if len(self._unsent) == 1:
             loop.call_soon(self._send_when_quiet, 1)

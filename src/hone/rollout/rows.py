@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hone.rollout.engine import OnSample, Request
+from hone.rollout.engine import OnSample, OnToken, Request, Token
 from hone.rollout.sampling import Controls, request_key, row_keys, uniforms
 from hone.types import Sample
 
@@ -28,6 +28,8 @@ class Job:
     """Finished ones, in order of finishing."""
     on_sample: OnSample | None = None
     """Told of each of them at once, where the arithmetic is done."""
+    on_token: OnToken | None = None
+    """Told of each of their tokens, likewise."""
 
     def __post_init__(self) -> None:
         self.begin_again()
@@ -106,6 +108,14 @@ class Rows:
         length_B += 1
         stopped_B = (token_B[:, None] == self._stop_ids[: self.count]).any(1)
         return stopped_B, length_B >= self._limit[: self.count]
+
+    def tell_newest(self) -> None:
+        """Tell those jobs of their newest tokens that want to know of each."""
+        for row, job in enumerate(self.jobs):
+            if job.on_token is not None:
+                place = int(self.length[row]) - 1
+                token, logprob, version = (array[row, place] for array in (self.tokens, self.logprobs, self.versions))
+                job.on_token(Token(int(self.sample_index[row]), place, int(token), float(logprob), int(version)))
 
     def make_room(self, max_rows: int) -> None:
         """Have room for so many rows at least."""

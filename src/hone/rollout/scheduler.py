@@ -76,6 +76,7 @@ class Scheduler:
         token_B, logprob_B = sample(self._logits_BV, rows.controls(), rows.uniforms())
         self._logits_BV = None
         stopped_B, full_B = rows.append(token_B.cpu().numpy(), logprob_B.cpu().numpy(), version)
+        rows.tell_newest()
         self.num_tokens += rows.count
         cut_texts = self._completed_stop_strings()
         stopped_B[list(cut_texts)] = True
