@@ -91,10 +91,11 @@ class Adapter(ABC):
         The sum is made in float32 at least: in bfloat16 it may round small changes away, as any merged copy does.
         """
         layer = name.removesuffix(".weight")
-        if not self._is_on or layer not in self.names:
-            return weight
+        return self.merge(weight, *self.factors(layer)) if self._is_on and layer in self.names else weight
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """A layer's weight with the change that these factors make; see `merged`."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        a, b = self.factors(layer)
         change = self.scale * (b.to(dtype) @ a.to(dtype))
         total = weight.to(dtype) + (change.T if self.transposed else change)
         return total.to(torch.promote_types(weight.dtype, a.dtype))
