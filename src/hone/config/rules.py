@@ -1,8 +1,9 @@
 """What must hold between keys: one small function per rule, all of them asked, all answers reported together.
 
 A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm are in `algorithm_rules.py`, of adapters in
-`lora_rules.py`, of services in `service_rules.py`, of placements in `cluster_rules.py`; those that look at the world
-outside the run file (data files, rewards, model directories) are in `files.py`. Bounds of one key are in `run.py`.
+`lora_rules.py`, of services in `service_rules.py`, of placements in `cluster_rules.py`, of vLLM in `vllm_rules.py`;
+those that look at the world outside the run file (data files, rewards, model directories) are in `files.py`. Bounds of
+one key are in `run.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hone.config.files import FILE_RULES, context_limit, template_columns
 from hone.config.lora_rules import LORA_RULES
 from hone.config.run import RewardComponent, RunConfig
 from hone.config.service_rules import SERVICE_RULES
+from hone.config.vllm_rules import VLLM_RULES
 
 Rule = Callable[[RunConfig], Iterator[Breach]]
 
@@ -305,4 +307,5 @@ RULES: tuple[Rule, ...] = (
     *LORA_RULES,
     *SERVICE_RULES,
     *CLUSTER_RULES,
+    *VLLM_RULES,
 )
