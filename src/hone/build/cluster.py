@@ -33,6 +33,7 @@ from hone.errors import Stopped
 from hone.loop.folder import RunFolder
 from hone.plan.guard import UNGUARDED, Guard
 from hone.rollout.engine import Engine
+from hone.rollout.router import Router
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.mesh import make_mesh, process_group
 from hone.train.sharded import Sharded
@@ -137,8 +138,11 @@ async def workers_on_ray(job: Job, needs: frozenset[str], saved: Saved | None) -
     crew = Crew(job, cluster, Blueprint.of(job, needs))
     try:
         await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
-        trainer, engines = await _unless_stopped(job, crew.assemble(saved))
-        yield Workers(trainer, engines[0], weights_are_shared=False, takes_turns=job.topology.colocated)
+        trainer, engine = await _unless_stopped(job, crew.assemble(saved))
+        try:
+            yield Workers(trainer, engine, weights_are_shared=False, takes_turns=job.topology.colocated)
+        finally:
+            await engine.close()
     finally:
         await crew.dismiss()
         await asyncio.to_thread(cluster.close)
@@ -151,28 +155,38 @@ class Crew:
         self._job, self._cluster, self._blueprint = job, cluster, blueprint
         self._settings = job.config.cluster
         self._trainer: RemoteTrainer | None = None
-        self._engines: list[RemoteEngine] = []
+        self._engines: dict[str, RemoteEngine] = {}
+        self._replicas = {replica.name: replica for replica in job.topology.engines}
 
-    async def assemble(self, saved: Saved | None) -> tuple[RemoteTrainer, list[RemoteEngine]]:
+    async def assemble(self, saved: Saved | None) -> tuple[RemoteTrainer, Router]:
         """Start all processes at once, and wait until each has made its part."""
         started = time.monotonic()
         trainer = self._trainer = self._new_trainer()
-        self._engines = [self._new_engine(number) for number in range(len(self._job.topology.engines))]
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(asyncio.to_thread(self._start_trainer, trainer, saved))
-            for number, engine in enumerate(self._engines):
-                tasks.create_task(self._start_engine(number, engine))
-        self._job.observer.say(
-            f"{len(self._job.topology.trainer.devices)} trainer ranks and {len(self._engines)} engines are up after "
-            f"{time.monotonic() - started:.1f} s"
+            for name in self._replicas:
+                tasks.create_task(self.start_engine(name))
+        observer, num_ranks, settings = self._job.observer, len(self._job.topology.trainer.devices), self._settings
+        seconds = time.monotonic() - started
+        observer.say(f"trainer ranks: {num_ranks}, engines: {len(self._engines)}; ready after {seconds:.1f} s")
+        observer.event("trainer_up", ranks=num_ranks)
+        router = Router(
+            self._engines,
+            observer,
+            # Half of what a group may take, so that another engine can still draw what this one has left.
+            silence_s=min(settings.call_timeout_s, self._job.config.rollout.timeout_s / 2),
+            patience_s=settings.start_timeout_s,
+            restart=self.start_engine,
+            restarts=settings.restarts,
+            start_s=settings.start_timeout_s,
         )
-        return trainer, self._engines
+        return trainer, router
 
     async def dismiss(self) -> None:
         """End all processes."""
         if self._trainer is not None:
             await asyncio.to_thread(self._trainer.close)
-        await asyncio.gather(*(engine.close() for engine in self._engines))
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     def _new_trainer(self) -> RemoteTrainer:
         group = self._job.topology.trainer
@@ -186,15 +200,18 @@ class Crew:
         trainer.start(make, is_one_machine=self._cluster.is_own, timeout_s=self._settings.start_timeout_s)
         restored(trainer, saved)
 
-    def _new_engine(self, number: int) -> RemoteEngine:
-        replica = self._job.topology.engines[number]
-        actor = self._spawn(EngineActor, replica.devices)
-        return RemoteEngine(replica.name, actor, timeout_s=self._settings.call_timeout_s)
-
-    async def _start_engine(self, number: int, engine: RemoteEngine) -> None:
-        processes = self._processes("rollout", self._job.topology.engines[number].devices)
-        make = partial(embedded, self._blueprint, processes)
-        await engine.build(make, timeout_s=self._settings.start_timeout_s)
+    async def start_engine(self, name: str) -> RemoteEngine:
+        """Start an engine, or start it again after its process has ended."""
+        devices = self._replicas[name].devices
+        engine = RemoteEngine(name, self._spawn(EngineActor, devices), timeout_s=self._settings.call_timeout_s)
+        self._engines[name] = engine
+        make = partial(embedded, self._blueprint, self._processes("rollout", devices))
+        try:
+            await engine.build(make, timeout_s=self._settings.start_timeout_s)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
 
     def _spawn(self, actor: type, devices: Sequence[int]) -> Any:
         """A process on devices that it shares with those who take turns with it."""

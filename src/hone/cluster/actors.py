@@ -21,6 +21,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hone.cluster.publish import Published, publish
 from hone.cluster.publish_ray import Intake, RayOutlet
@@ -118,6 +119,16 @@ class TrainerRank:
 
         return await self._computed(gather)
 
+    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Everything that a checkpoint needs, whole."""
+
+        def gather() -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+            live, rest = self.trainer.state()
+            tensors = {name: _whole(tensor) for name, tensor in live.items()}
+            return (tensors, rest) if self._is_first else None
+
+        return await self._computed(gather)
+
     async def publish(
         self, engines: Mapping[str, Any], *, version: int, bucket_size: int, timeout_s: float
     ) -> Published | None:
@@ -143,6 +154,11 @@ class TrainerRank:
 
     async def _computed(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """On the host, put together from all ranks if it is divided over them."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -194,9 +210,6 @@ class EngineActor:
         if (task := self._running.get(number)) is not None:
             task.cancel()
 
-    async def version(self) -> int:
-        return self.engine.version
-
     async def begin_weights(self, version: int) -> None:
         """See `publish_ray`, which calls this and the next two."""
         await self.intake.begin(version)
@@ -212,9 +225,6 @@ class EngineActor:
 
     async def wake(self) -> None:
         await self.engine.wake()
-
-    async def fingerprint(self) -> str:
-        return self.engine.fingerprint()
 
     async def close(self) -> None:
         if self._engine is not None:

@@ -18,7 +18,7 @@ import ray
 from torch import Tensor
 
 from hone.cluster.actors import BEAT_S, MakeEngine
-from hone.cluster.calls import wait_for_all, wait_for_one
+from hone.cluster.calls import wait_for_one
 from hone.cluster.trainer import RemoteWeights
 from hone.errors import ClusterError, EngineError, HoneError
 from hone.rollout.engine import OnSample, Request
@@ -53,6 +53,7 @@ class RemoteEngine:
         self._unsent: list[tuple[int, Request]] = []
         self._listener: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
+        self._fingerprint: str | None = None
 
     async def build(self, make: MakeEngine, *, timeout_s: float) -> None:
         """Make the engine in its process."""
@@ -79,12 +80,13 @@ class RemoteEngine:
         if not isinstance(weights, RemoteWeights):
             raise TypeError("an engine in another process takes weights from another process")
         self._refuse_if_failed()
+        self._fingerprint = None
         try:
-            await weights.send_to(self.name, self._actor, version)
+            self._fingerprint = await weights.send_to(self.name, self._actor, version)
         except EngineError as error:
             self._fail(error)  # it may hold half of them
             raise
-        self.version = await self._call(self._actor.version.remote(), "version")
+        self.version = version
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""
@@ -95,8 +97,12 @@ class RemoteEngine:
         await self._call(self._actor.wake.remote(), "wake")
 
     def fingerprint(self) -> str:
-        """See `Engine.fingerprint`. Blocks: not for the event loop's thread."""
-        return wait_for_all({self.name: self._actor.fingerprint.remote()}, "fingerprint", self._timeout_s)[0]
+        """See `Engine.fingerprint`: of its own weights, as it computed it when they were published. Raises EngineError
+        while it has none."""
+        self._refuse_if_failed()
+        if self._fingerprint is None:
+            raise EngineError(f"{self.name} holds no weights that were published to it")
+        return self._fingerprint
 
     async def close(self) -> None:
         """See `Engine.close`; the process ends."""

@@ -107,7 +107,8 @@ class RemoteTrainer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Trainer.state`; copies."""
-        return self._call("state")
+        calls = {name: rank.state.remote() for name, rank in self._ranks.items()}
+        return wait_for_all(calls, "gathering the trainer's state", self._timeout_s)[0]
 
     def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
         """See `Trainer.restore`."""
@@ -149,8 +150,8 @@ class RemoteWeights:
         self._asking: dict[str, Any] = {}
         self._sending: asyncio.Future[Published] | None = None
 
-    async def send_to(self, name: str, actor: Any, version: int) -> None:
-        """Have them loaded by an engine.
+    async def send_to(self, name: str, actor: Any, version: int) -> str:
+        """Have them loaded by an engine; returns the fingerprint of what it holds then.
 
         Raises:
             EngineError: it does not hold the version, and may hold half of it.
@@ -162,6 +163,7 @@ class RemoteWeights:
         published = await asyncio.shield(self._sending)
         if name in published.failed:
             raise EngineError(published.failed[name])
+        return published.manifest.fingerprint
 
     async def _send(self, version: int) -> Published:
         await asyncio.sleep(0)  # so that all engines have asked
