@@ -17,6 +17,7 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
 from hone.data.prompts import PromptStream
 from hone.errors import DataError, RewardError
+from hone.observe.events import versions_of
 from hone.observe.observer import Observer
 from hone.plan.guard import UNGUARDED, Guard
 from hone.reward.base import Rewards
@@ -124,7 +125,7 @@ class PolicyRun(Stage[Trainer]):
         """Whether a scored group is worth a place in the update; a dropped one is remembered for the record."""
         informative = not self.config.algorithm.drop_uninformative or self.algorithm.informative(group.rewards)
         if informative and self.rewards.enough(group):
-            self.observer.event("group_finished", prompt=group.prompt.index, versions=versions_of(group))
+            self.observer.event("group_finished", prompt=group.prompt.index, versions=versions_of(group.samples))
             return True
         self.observer.event("group_dropped", prompt=group.prompt.index)
         self.dropped.append(group)
@@ -132,7 +133,7 @@ class PolicyRun(Stage[Trainer]):
 
     def tell_trained(self, groups: Sequence[Group]) -> None:
         """Record which groups the update that was just counted was made of."""
-        oldest = min((versions[0] for group in groups if (versions := versions_of(group))), default=None)
+        oldest = min((versions[0] for group in groups if (versions := versions_of(group.samples))), default=None)
         prompts = [group.prompt.index for group in groups]
         self.observer.event("trained", step=self.progress.step, prompts=prompts, oldest=oldest)
 
@@ -171,12 +172,6 @@ class PolicyRun(Stage[Trainer]):
                 "every group, or samples that cannot be scored, leave nothing to learn from: check the reward and the "
                 "difficulty of the prompts, or raise algorithm.max_dropped_per_kept."
             )
-
-
-def versions_of(group: Group) -> tuple[int, int] | None:
-    """The oldest and the newest version that sampled one of the group's tokens; None without a token."""
-    written = [sample.versions for sample in group.samples if sample.versions]
-    return (min(map(min, written)), max(map(max, written))) if written else None
 
 
 def sample_advantages(batch: Batch) -> list[float]:

@@ -13,9 +13,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from hone.types import Sample
 
 FILE = "events.jsonl"
 
@@ -29,7 +32,7 @@ KINDS: dict[str, str] = {
     "requeued": "What a replica was sampling goes to another one (prompt, stream, replica, why).",
     "training": "An update began (step).",
     "trained": "An update was made: its number, its groups, the oldest token's version (step, prompts, oldest).",
-    "published": "Weights are live: in a replica, or without one wherever samples are drawn (version, replica, fingerprint).",
+    "published": "Weights are live: in a replica, or without one everywhere (version, replica, fingerprint).",
     "evaluating": "An evaluation began (step).",
     "evaluated": "It ended (step).",
     "saving": "A checkpoint is being written (step).",
@@ -43,8 +46,17 @@ KINDS: dict[str, str] = {
 }
 """Kind -> what it means, and the fields it has besides `kind` and `at` (Unix seconds). `versions` is [min, max]."""
 
-Emit = Callable[..., None]
-"""Takes a kind and its fields, as `EventLog.write`."""
+
+class Witness(Protocol):
+    """Who is told what happens; `observer.Observer` is one."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Keep one event."""
+        ...
+
+    def during(self, role: str, what: str) -> AbstractContextManager[None]:
+        """Keep what a role does meanwhile."""
+        ...
 
 
 class EventLog:
@@ -83,6 +95,12 @@ class EventLog:
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def versions_of(samples: Iterable[Sample]) -> tuple[int, int] | None:
+    """The oldest and the newest version among the samples' tokens, as events tell them; None without a token."""
+    written = [sample.versions for sample in samples if sample.versions]
+    return (min(map(min, written)), max(map(max, written))) if written else None
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

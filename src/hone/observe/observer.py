@@ -29,7 +29,7 @@ from hone.observe.metrics import find_metric
 from hone.observe.recorder import Recorder
 from hone.observe.report import Picture, Summary, write_report
 from hone.observe.sinks import MetricsFile, TensorBoard, Wandb
-from hone.observe.trace import Event, Spans, TraceFile
+from hone.observe.trace import Event, Spans, Timeline, TraceFile
 from hone.types import Group
 
 
@@ -83,6 +83,7 @@ class Observer:
         self._tensorboard = TensorBoard(folder / "tensorboard", resume=resume) if settings.tensorboard else None
         self._trace = TraceFile(folder / "trace.json", title=title, resume=resume) if settings.trace else None
         self._spans = Spans()
+        self._timelines: dict[str, Timeline] = {}
         self._background = Background()
         self._recorder = Recorder(
             folder / "samples",
@@ -118,6 +119,12 @@ class Observer:
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Time what happens inside: `time/<name>_s` of the next line, and an event with `args` in trace.json."""
         return self._spans.span(name, **args)
+
+    def during(self, role: str, what: str) -> AbstractContextManager[None]:
+        """Show in trace.json, in the lane of a role (the trainer, a replica of the engine), what it does meanwhile."""
+        with self._lock:
+            timeline = self._timelines.setdefault(role, Timeline(self._spans, role))
+        return timeline.during(what)
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Log one line of metrics; times of spans and memory are added unless given.

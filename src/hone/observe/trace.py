@@ -12,7 +12,8 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -69,6 +70,11 @@ class Spans:
             events, self._events = self._events, []
         return events
 
+    def add(self, event: Event) -> None:
+        """A span that somebody else measured, in a lane of its own choice; it counts in no `take_seconds`."""
+        with self._lock:
+            self._events.append(event)
+
     def opened(self, name: str, owner: tuple[int, int], now: float) -> str:
         with self._lock:
             count, since = self._open.get(name, (0, now))
@@ -114,6 +120,38 @@ class Span:
     ) -> None:
         event = Event(self._name, self._lane, self._start_s, time.perf_counter(), self._args)
         self._spans.closed(event, self._owner)
+
+
+class Timeline:
+    """What one role does, in a lane of its own that has no gaps: what began last and has not ended, else `idle`."""
+
+    def __init__(self, spans: Spans, role: str) -> None:
+        self._spans, self._role = spans, role
+        self._lock = threading.Lock()
+        self._doing: list[str] = []
+        self._since_s = time.perf_counter()
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """For as long as the role does this; the same may be begun several times at once."""
+        self._change(self._doing.append, what)
+        try:
+            yield
+        finally:
+            self._change(self._doing.remove, what)
+
+    def _change(self, change: Callable[[str], None], what: str) -> None:
+        with self._lock:
+            before = self._shown
+            change(what)
+            if self._shown != before:
+                now = time.perf_counter()
+                self._spans.add(Event(before, self._role, self._since_s, now, {}))
+                self._since_s = now
+
+    @property
+    def _shown(self) -> str:
+        return self._doing[-1] if self._doing else "idle"
 
 
 def _owner() -> tuple[int, int]:
