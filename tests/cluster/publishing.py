@@ -8,6 +8,7 @@ import time
 import torch
 
 from hone.config.run import LoraSection
+from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.load import init_model
 from hone.model.lora import add_adapter
@@ -62,7 +63,18 @@ class ForgetfulEngine(LocalEngine):
         next(iter(self._model.parameters())).data[0, 0] += 1
 
 
+class PickyEngine(LocalEngine):
+    """Takes one weight, and no more."""
+
+    async def load(self, weights, version):
+        next(iter(weights))
+        raise DataError("not these weights")
+
+
+KINDS = {"good": LocalEngine, "hanging": HangingEngine, "forgetful": ForgetfulEngine, "picky": PickyEngine}
+
+
 def make_engine(kind: str, dtype: torch.dtype = torch.float32) -> LocalEngine:
     engine = tiny_engine(dtype=dtype)
-    engine.__class__ = {"good": LocalEngine, "hanging": HangingEngine, "forgetful": ForgetfulEngine}[kind]
+    engine.__class__ = KINDS[kind]
     return engine
