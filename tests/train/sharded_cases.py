@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from cases import algorithm_of, make_batch, make_groups, make_model
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hone.config.run import LoraSection, OptimizerSection
 from hone.model.heads import ScalarModel
@@ -21,6 +20,7 @@ from hone.train.local import LocalTrainer
 from hone.train.mesh import make_mesh
 from hone.train.policy import PolicyTrainer
 from hone.train.sharded import Sharded, ShardedTrainer
+from hone.train.sharded_weights import ShardedWeights
 
 
 @dataclass(frozen=True)
@@ -141,17 +141,19 @@ def watch(learner: Learner, gradients: list[dict[str, Tensor]]) -> None:
 
 
 def whole_gradients(learner: Learner):
-    if isinstance(learner.held, object) and hasattr(learner.held, "grad"):
-        offset = 0
-        for name, shape in learner.held.segments:
-            end = offset + torch.Size(shape).numel()
-            yield name, learner.held.grad[offset:end].view(shape).clone()
-            offset = end
+    """What the parameters' gradients are, each under the name of its weight; of an adapter, under the parameter's."""
+    if isinstance(learner.held, ShardedWeights):
+        gradients = {
+            name: p.grad.full_tensor().clone() for name, p in learner.held.trained.items() if p.grad is not None
+        }
+        places = {} if learner.held._factors else learner.held._places
+        yield from ((name, place.of(gradients[place.parameter])) for name, place in places.items())
+        yield from (() if places else gradients.items())
         return
-    for name, parameter in learner.held.trained.items():
-        grad = parameter.grad
-        yield name, torch.zeros(parameter.shape) if grad is None else whole(grad)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    model, flat = learner.model, learner.held
+    if getattr(model, "adapter", None) is None:
+        flat._point_at(flat.grad)
+        yield from ((name, weight.clone()) for name, weight in model.named_weights())
+        flat._point_at(flat.compute)
+    else:
+        yield from ((name, p.grad.clone()) for name, p in model.named_parameters() if p.requires_grad)

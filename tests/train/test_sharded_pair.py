@@ -48,6 +48,11 @@ def assert_same(found: list[Found], expected: Found, *, rtol=1e-5, atol=1e-7):
         pytest.param(Case(precision="float32"), id="float32"),
         pytest.param(Case(implementation="transformers", updates=2, tokens_per_microbatch=40), id="transformers"),
         pytest.param(Case("kl_and_entropy", moved=True, updates=2), id="reference"),
+        pytest.param(Case(lora=True, updates=2), id="adapter"),
+        pytest.param(Case("kl_and_entropy", lora=True, precision="float32"), id="adapter and what is beneath"),
+        pytest.param(Case("kl_and_entropy", updates=2, offload=("parameters", "reference")), id="offload"),
+        pytest.param(Case(mesh={"shard": 1}, updates=2), id="replicas"),
+        pytest.param(Case(mesh={"tensor_parallel": 2}, updates=2), id="tensor parallel"),
         pytest.param(Case("ppo", updates=3, samples_per_optimizer_step=7), id="critic"),
     ],
 )

@@ -23,7 +23,7 @@ from hone.model.lora import AdapterOff
 from hone.train.mesh import DATA, Mesh
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import Ranks
-from hone.train.sharded_weights import ShardedAdamW, ShardedWeights, copy_shares, shard, sharded_parameters
+from hone.train.sharded_weights import ShardedAdamW, ShardedWeights, copy_shares, divide, shard, sharded_parameters
 
 
 class ShardedTrainer(PolicyTrainer):
@@ -54,6 +54,7 @@ class Sharded(Ranks):
             return  # the policy beneath its adapter, which is sharded already
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+        divide(model, self.mesh)
         shard(model, self.mesh, dtype, on_host="reference" in self._offload)
 
     @contextmanager
@@ -79,6 +80,6 @@ class Sharded(Ranks):
         if not measured:
             return []
         own = torch.stack(list(measured))
-        every = own.new_empty(self.mesh.data_parallel * len(own), own.shape[1])
-        dist.all_gather_into_tensor(every, own, group=self._data)
-        return every.tolist()
+        every = [torch.empty_like(own) for _ in range(self.mesh.data_parallel)]
+        dist.all_gather(every, own, group=self._data)
+        return torch.cat(every).tolist()

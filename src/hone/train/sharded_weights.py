@@ -33,10 +33,20 @@ from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.model.heads import ScalarModel
 from hone.model.hf import TransformersModel
+from hone.model.parallel import divide_layers, divide_tokens
 from hone.train.mesh import Mesh
 from hone.train.optim import MOMENTS, AdamW, refuse_other_parameters
 
 T = TypeVar("T")
+
+
+def divide(model: CausalModel | ScalarModel, mesh: Mesh) -> None:
+    """Divides a model's layers and sequences over ranks of the mesh, in place, where it has such dimensions."""
+    body = model.body if isinstance(model, ScalarModel) else model
+    if mesh.tensor is not None:
+        divide_layers(body, mesh.tensor)
+    if mesh.sequence is not None:
+        divide_tokens(body, mesh.sequence, tensor_parallel=mesh.tensor.size() if mesh.tensor else 1)
 
 
 def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, on_host: bool) -> None:
@@ -53,6 +63,7 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # a sum over ranks ...
         module.set_force_sum_reduction_for_comms(True)  # ... and none that gloo does not know
+        module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank was sent to
     if isinstance(model, TransformersModel):
         register_fsdp_forward_method(model, "hidden")  # it has no forward
 
@@ -69,7 +80,7 @@ def layers_of(model: CausalModel | ScalarModel) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a weight with a Hugging Face name is: which part of which parameter."""
+    """Where a matrix or vector is: which part of which parameter."""
 
     parameter: str
     size: torch.Size
@@ -77,21 +88,30 @@ class Place:
     offset: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """The weight, as a view of the whole parameter."""
+        """It, as a view of the whole parameter."""
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
-def places_of(model: CausalModel | ScalarModel) -> dict[str, Place]:
-    """Every weight's place, by Hugging Face name, of a model that is not sharded yet."""
-    owners = {p.untyped_storage()._cdata: (name, p) for name, p in model.named_parameters()}
-    weights = model.named_weights() if isinstance(model, ScalarModel) else model.own_weights()
-    places = {}
-    for name, weight in weights:
-        parameter, p = owners[weight.untyped_storage()._cdata]
-        places[name] = Place(
-            parameter, weight.shape, weight.stride(), int(weight.storage_offset() - p.storage_offset())
-        )
-    return places
+class _Places:
+    """Where everything of a model is; to be asked while each rank still has whole parameters, or parts of layers."""
+
+    def __init__(self, model: CausalModel | ScalarModel) -> None:
+        self._owners = {_storage(p): (name, _local(p)) for name, p in model.named_parameters()}
+
+    def of(self, view: Tensor) -> Place:
+        """The place of a view of a parameter."""
+        name, parameter = self._owners[_storage(view)]
+        offset = int(_local(view).storage_offset() - parameter.storage_offset())
+        return Place(name, view.shape, view.stride(), offset)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    """The same for all views of the same memory."""
+    return _local(tensor).untyped_storage()._cdata
 
 
 class ShardedWeights:
@@ -100,10 +120,20 @@ class ShardedWeights:
     def __init__(self, model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, on_host: bool) -> None:
         self.device = mesh.device
         self.dtype = torch.promote_types(dtype, torch.float32)
-        self._model, self._mesh, self._compute_dtype = model, mesh, dtype
+        self._model, self._compute_dtype = model, dtype
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self.dtype if parameter.requires_grad else dtype)
-        self._places = places_of(model)
+        divide(model, mesh)
+        places = _Places(model)
+        self._adapter = None if isinstance(model, ScalarModel) else model.adapter
+        own = model.named_weights() if isinstance(model, ScalarModel) else model.own_weights()
+        self._places = {name: places.of(weight) for name, weight in own}
+        """Of each weight, by its Hugging Face name."""
+        self._factors: dict[str, list[Place]] = {}
+        """Of the two factors of an adapter beside a weight."""
+        if self._adapter is not None:
+            for name in self._adapter.names:
+                self._factors[f"{name}.weight"] = [places.of(factor) for factor in self._adapter.factors(name)]
         self.segments = [(name, list(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
         """Name and shape of each trained parameter."""
         self.num_trained = sum(math.prod(shape) for _, shape in self.segments)
@@ -131,14 +161,24 @@ class ShardedWeights:
 
     def named_master(self) -> Iterator[tuple[str, Tensor]]:
         """See `Weights.named_master`; gathered as `named` does."""
-        return self._gathered(self.dtype)
+        return ((name, weight.clone()) for name, weight in self._gathered(self.dtype))
 
     def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        last, whole = "", torch.empty(0)
+        whole: dict[str, Tensor] = {}
         for name, place in self._places.items():
-            if place.parameter != last:
-                last, whole = place.parameter, whole_of(self.parameters[place.parameter], dtype, self.device)
-            yield name, place.of(whole)
+            if place.parameter not in whole:
+                whole.clear()
+            weight = self._part(place, dtype, whole)
+            if self._adapter is not None and name in self._factors:
+                factors = [self._part(factor, dtype, whole) for factor in self._factors[name]]
+                weight = self._adapter.merge(weight, *factors)
+            yield name, weight
+
+    def _part(self, place: Place, dtype: torch.dtype, whole: dict[str, Tensor]) -> Tensor:
+        """A matrix or vector out of the whole parameters, to which its own is added if it is missing."""
+        if place.parameter not in whole:
+            whole[place.parameter] = whole_of(self.parameters[place.parameter], dtype, self.device)
+        return place.of(whole[place.parameter])
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
@@ -251,9 +291,9 @@ class ShardedAdamW(AdamW):
 
 
 def _copies(parameter: DTensor) -> int:
-    """How many ranks have each number of a parameter."""
+    """How many ranks have each number of a parameter, also ones that it knows nothing of."""
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if placement.is_replicate())
+    return dist.get_world_size() // math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 @torch.no_grad()
