@@ -9,6 +9,7 @@ import numpy as np
 
 from hone.rollout.engine import OnSample, OnToken, Request, Token
 from hone.rollout.sampling import Controls, request_key, row_keys, uniforms
+from hone.rollout.stop_strings import stop_window
 from hone.types import Sample
 
 
@@ -146,11 +147,3 @@ def _widened(array: np.ndarray, width: int, fill: int) -> np.ndarray:
     wider = np.full((array.shape[0], width), fill, array.dtype)
     wider[:, : array.shape[1]] = array
     return wider
-
-
-def stop_window(stop: tuple[str, ...]) -> int:
-    """How many last tokens to decode to see a stop string that the newest one completes.
-
-    A token is at least one byte of text; a few more stand at the left, where decoding may differ from the whole.
-    """
-    return max(len(string.encode()) for string in stop) + 8 if stop else 0

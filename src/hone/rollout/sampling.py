@@ -33,8 +33,17 @@ def uniforms(key_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
 
     splitmix64 (Steele, Lea, Flood 2014) in counter mode: stateless, so a row can be resumed or moved freely.
     """
-    bits_B = _mix(key_B + (position_B.astype(np.uint64) + np.uint64(1)) * _INCREMENT)
-    return (bits_B >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (_bits(key_B, position_B) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample_seed(request_key: int, sample_index: int, position: int) -> int:
+    """63 bits for a generator that draws a sample from this position on: for engines that count no draws."""
+    key_B = row_keys(request_key, np.array([sample_index]))
+    return int(_bits(key_B, np.array([position]))[0] >> np.uint64(1))
+
+
+def _bits(key_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
+    return _mix(key_B + (position_B.astype(np.uint64) + np.uint64(1)) * _INCREMENT)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

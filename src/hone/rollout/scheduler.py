@@ -7,7 +7,6 @@ what happens is a function of the jobs and of the steps at which they came, neve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,9 +15,8 @@ from torch import Tensor
 from hone.rollout.rows import Job, Rows
 from hone.rollout.sampling import sample
 from hone.rollout.stepper import Stepper, closing_moves
+from hone.rollout.stop_strings import Decode, text_up_to_stop
 from hone.types import Sample
-
-Decode = Callable[[Sequence[int]], str]
 
 
 class Scheduler:
@@ -156,20 +154,13 @@ class Scheduler:
         return torch.from_numpy(order)
 
     def _completed_stop_strings(self) -> dict[int, str]:
-        """Rows whose text now contains one of their stop strings, and the text up to the end of the first one.
-
-        Only the tail that the new token can have changed is decoded at each step; a hit there is confirmed, and cut,
-        in the whole text, because a tail may decode differently at its first character.
-        """
+        """Rows whose text now contains one of their stop strings, and the text up to the end of the first one."""
         rows, hits = self._rows, {}
         for row in np.flatnonzero(rows.stop_window[: rows.count]).tolist():
-            stop, length = rows.jobs[row].request.sampling.stop, int(rows.length[row])
-            tail = self._decode(rows.tokens[row, max(0, length - int(rows.stop_window[row])) : length].tolist())
-            if any(string in tail for string in stop):
-                text = self._decode(rows.tokens[row, :length].tolist())
-                ends = [text.index(string) + len(string) for string in stop if string in text]
-                if ends:
-                    hits[row] = text[: min(ends)]
+            stop, token_ids = rows.jobs[row].request.sampling.stop, rows.tokens[row, : rows.length[row]]
+            text = text_up_to_stop(token_ids, stop, int(rows.stop_window[row]), self._decode)
+            if text is not None:
+                hits[row] = text
         return hits
 
     def _take_complete(self) -> list[Job]:
