@@ -1,4 +1,4 @@
-"""Processes that take weights through a `GroupInlet`, two versions of them, and tell what they hold."""
+"""Processes that take two versions of weights through a group or a GPU's memory, and tell what they hold."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 from publishing import make_engine
 
 from hone.cluster.meeting import Meeting
-from hone.cluster.publish import take
+from hone.cluster.publish import Inlet, take
 from hone.cluster.publish_group import GroupInlet
+from hone.cluster.publish_ipc import IpcInlet
 from hone.errors import EngineError
 
 
@@ -32,7 +34,12 @@ class Member:
 
 @contextmanager
 def members(
-    meeting: Meeting, groups: Mapping[str, str], kinds: Mapping[str, str] | None = None, *, timeout_s: float = 60.0
+    meeting: Meeting,
+    groups: Mapping[str, str],
+    kinds: Mapping[str, str] | None = None,
+    *,
+    timeout_s: float = 60.0,
+    transport: str = "gloo",
 ) -> Iterator[dict[str, Member]]:
     """A process for each name of `groups`, which says whom it shares a group with: `engine-0+engine-1`.
 
@@ -44,7 +51,8 @@ def members(
     try:
         for name, names in groups.items():
             ours, theirs = context.Pipe()
-            arguments = (theirs, name, meeting.address, names.split("+"), (kinds or {}).get(name, "good"), timeout_s)
+            kind = (kinds or {}).get(name, "good")
+            arguments = (theirs, transport, kind, meeting.address, name, names.split("+"), timeout_s)
             process = context.Process(target=_main, args=arguments, daemon=True)
             process.start()
             started[name] = Member(process, ours)
@@ -55,16 +63,20 @@ def members(
             member.process.join()
 
 
-def _main(channel: Connection, name: str, address: str, names: list[str], kind: str, timeout_s: float) -> None:
+def _main(channel: Connection, transport: str, kind: str, *where: Any) -> None:
     torch.set_num_threads(1)
-    asyncio.run(_take_versions(channel, name, address, names, kind, timeout_s))
+    asyncio.run(_take_versions(channel, transport, kind, *where))
 
 
 async def _take_versions(
-    channel: Connection, name: str, address: str, names: list[str], kind: str, timeout_s: float
+    channel: Connection, transport: str, kind: str, address: str, name: str, names: list[str], timeout_s: float
 ) -> None:
     engine = make_engine(kind)
-    inlet = GroupInlet(address, name, names, backend="gloo", device=torch.device("cpu"), timeout_s=timeout_s)
+    if transport == "gloo":
+        cpu = torch.device("cpu")
+        inlet: Inlet = GroupInlet(address, name, names, backend="gloo", device=cpu, timeout_s=timeout_s)
+    else:
+        inlet = IpcInlet(address, name, names, device=torch.device("cuda:0"), timeout_s=timeout_s)
     try:
         for version in (1, 2):
             channel.send(await take(engine, inlet, version))

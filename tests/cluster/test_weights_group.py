@@ -1,4 +1,4 @@
-"""Weights by broadcast, between real processes with gloo."""
+"""Weights by broadcast, between real processes with gloo; and through the memory of a GPU, where there is one."""
 
 import signal
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from publishing import BUCKET_BYTES, tiny_model, tiny_model_with_adapter
 from hone.cluster.meeting import Meeting
 from hone.cluster.publish import FanOut, Published, publish
 from hone.cluster.publish_group import GroupOutlet
+from hone.cluster.publish_ipc import IpcOutlet
 from hone.errors import ClusterError
 from hone.model.fingerprint import weights_fingerprint
 
@@ -116,3 +117,16 @@ def test_an_engine_whose_sender_sends_nothing_says_so():
     meeting, group = Meeting(), {"engine-0": "engine-0"}
     with members(meeting, group, timeout_s=1.0) as engines, outlets(meeting, group):
         assert "no more weights came within 1 s" in engines["engine-0"].said()
+
+
+@pytest.mark.gpu
+def test_engines_on_the_trainers_gpu_take_each_version_from_its_memory():
+    meeting, engines = Meeting(), ["engine-0", "engine-1"]
+    with members(meeting, TOGETHER, transport="ipc") as processes:
+        outlet = IpcOutlet(meeting, engines, device=torch.device("cuda:0"), timeout_s=60.0)
+        outlet.connect()
+        for version in (1, 2):
+            weights = tiny_model(seed=version).named_weights()
+            found = publish(weights, outlet, version=version, bucket_size=BUCKET_BYTES)
+            assert found.held_by == ("engine-0", "engine-1") and not found.failed
+            assert [process.said() for process in processes.values()] == [found.manifest.fingerprint] * 2
