@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from hone.model.sequence import UNDIVIDED, Sequences
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -30,6 +32,8 @@ class CausalModel(nn.Module, ABC):
     """Longest prompt + response, in tokens."""
     checkpoint_layers: bool = False
     """Recompute each layer's activations in the backward pass instead of storing them."""
+    sequences: Sequences = UNDIVIDED
+    """Who computes other tokens of the same microbatches."""
     adapter: Adapter | None = None
     """What is trained instead of the weights, once `lora.add_adapter` has put it into the model."""
 
@@ -40,7 +44,7 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def hidden(self, layout: Layout) -> Tensor:
-        """(U, h): the final, normed hidden states that predict `layout.target_U`, in that order."""
+        """(U, h): the final, normed hidden states that predict `sequences.share(layout.target_U)`, in that order."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once, detached, under its Hugging Face name and shape; views, not copies.

@@ -58,7 +58,7 @@ class _Gathered(torch.autograd.Function):
         padded = x.new_zeros(-(-size // ranks), *x.shape[1:])
         padded[: len(x)] = x
         out = x.new_empty(len(padded) * ranks, *x.shape[1:])
-        dist.all_gather_into_tensor(out, padded, group=group)
+        dist.all_gather(list(out.chunk(ranks)), padded, group=group)
         return out[:size]
 
     @staticmethod

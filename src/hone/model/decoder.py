@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hone.errors import DataError
-from hone.model.attention import shared_prompt_attention
 from hone.model.base import CausalModel
 from hone.model.collectives import with_summed_gradient
 from hone.model.fused import rms_norm, rotation, split_and_rotate, swiglu
@@ -224,9 +223,8 @@ class Decoder(CausalModel):
         return self.norm(x)
 
     def hidden(self, layout: Layout) -> Tensor:
-        attend = shared_prompt_attention(layout)
-        hidden_W = self(layout.token_ids_X, layout.position_X, attend, layout.needed_W)
-        return hidden_W.index_select(0, layout.needed_U)
+        part = self.sequences.part_of(layout)
+        return part.dealt(self(part.token_ids_X, part.position_X, part.attend, part.needed_W))
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self._weights():

@@ -63,7 +63,8 @@ class ScalarModel(nn.Module):
         """(U,) float32: the number at each position that predicts `layout.target_U`, so before that token is known."""
         hidden_UH, weight = self.body.hidden(layout), self.score.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        return (hidden_UH.to(dtype) @ weight.to(dtype).T).squeeze(1)
+        value_U = (hidden_UH.to(dtype) @ weight.to(dtype).T).squeeze(1)
+        return self.body.sequences.whole(value_U, len(layout.target_U))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, the head last; views, not copies."""

@@ -116,6 +116,11 @@ class Layout:
         device = self.token_ids_X.device
         return Rows(*(torch.from_numpy(a).to(device) for a in (index_RL, column < length, predict_U)))
 
+    def predict_on_host(self) -> Ints:
+        """`predict_U`, for index arithmetic that must not wait for a GPU."""
+        prompt_start, num_prompt, own_start, num_response = self.spans_R.T
+        return _predicting(prompt_start + num_prompt, own_start, num_response)
+
     @classmethod
     def build(
         cls,
@@ -157,8 +162,7 @@ class Layout:
         unique_tokens = token_ids_T[_ranges(samples.start_R, samples.length_R)]
         start_U = _starts(samples.length_R)
         token_ids_X[_ranges(places.start_R, places.inputs_R)] = unique_tokens[_ranges(start_U, places.inputs_R)]
-        predict_U = _ranges(places.start_R - 1, samples.length_R)
-        predict_U[start_U[samples.length_R > 0]] = places.prompt_end_R[samples.length_R > 0] - 1
+        predict_U = _predicting(places.prompt_end_R, places.start_R, samples.length_R)
         needed_W, needed_U = np.unique(predict_U, return_inverse=True)
         expand_T = _ranges(start_U[samples.row_S], length_S) if len(samples.length_R) < len(length_S) else None
         blocks, query_slot_3X = _blocks(places, prompt_length_N, prompt_R)
@@ -327,6 +331,14 @@ def _pad(tiles: Ints, response_X: Ints) -> tuple[np.ndarray, np.ndarray, np.ndar
     seen_BQK = (key_BK[:, None] <= query_BQ[:, :, None]) & ((key_response < 0) | (key_response == query_response))
     bias_BQK = np.where(seen_BQK & real_BK[:, None], np.float32(0), np.float32(-np.inf))
     return query_BQ, key_BK, bias_BQK, real_BQ
+
+
+def _predicting(prompt_end_R: Ints, start_R: Ints, length_R: Ints) -> Ints:
+    """(U,) where in X each response token is predicted: the first by its prompt's last token, each other by the one
+    before it."""
+    predict_U = _ranges(start_R - 1, length_R)
+    predict_U[_starts(length_R)[length_R > 0]] = prompt_end_R[length_R > 0] - 1
+    return predict_U
 
 
 def _starts(lengths: Ints) -> Ints:

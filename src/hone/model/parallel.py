@@ -1,12 +1,14 @@
-"""Tensor parallelism: each layer's matrices are divided over some ranks, and every rank sees all tokens.
+"""A model's computation divided over ranks: its layers here, its microbatches' tokens in `sequence.py`.
+
+Tensor parallelism: each layer's matrices are divided over some ranks, and every rank sees all tokens.
 
 Attention heads and feed-forward widths are divided: q, k, v, gate and up by output, o and down by input, so that a
 layer adds up two times over the ranks, forward and backward alike. The vocabulary is divided too, in the embedding and
 in the output layer (`logprobs.py` adds up what a softmax needs), where the ranks divide its size; else both are whole
 on every rank, as norms are. Weights become DTensors, which FSDP2 shards further and checkpoints know the place of.
 
-Hone's own decoder, and Transformers' classes by the plan that they bring. Not here: sequences (`sequence.py`), who the
-ranks are (`train/mesh.py`), adapters.
+Hone's own decoder, and Transformers' classes by the plan that they bring. Not here: who the ranks are
+(`train/mesh.py`), and what else is divided between them (`train/sharded_weights.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder, Layer, SplitLinear, qkv_sizes
 from hone.model.hf import TransformersModel
+from hone.model.sequence import Sequences
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,9 +40,9 @@ if TYPE_CHECKING:
 
 
 def divide_layers(model: CausalModel, mesh: DeviceMesh) -> None:
-    """Divide a model's layers over the ranks of a one-dimensional mesh, in place.
+    """Divide a model's layers over the ranks of a mesh of one dimension, in place.
 
-    Every rank of the mesh has the same whole model before, and calls this; afterwards it holds its part.
+    Every rank has the same whole model before, and calls this; afterwards it holds its part.
 
     Raises:
         DataError: heads or widths that the ranks do not divide, an architecture without a plan, or an adapter.
@@ -47,7 +50,7 @@ def divide_layers(model: CausalModel, mesh: DeviceMesh) -> None:
     if model.adapter is not None:
         raise DataError(
             "cluster.trainer.tensor_parallel > 1 with lora.rank > 0: an adapter's layers cannot be divided yet. "
-            "Set one of them back: an adapter's weights and moments are small, and `shard` divides what is beneath."
+            "Set tensor_parallel to 1: an adapter's states are small, and `shard` divides the weights beneath."
         )
     refuse_indivisible(model.hf_config, tensor_parallel=mesh.size())
     if isinstance(model, Decoder):
@@ -56,6 +59,23 @@ def divide_layers(model: CausalModel, mesh: DeviceMesh) -> None:
         _divide_transformers(model, mesh)
     else:
         raise TypeError(f"no way to divide a {type(model).__name__}")
+
+
+def divide_tokens(model: CausalModel, mesh: DeviceMesh, *, tensor_parallel: int = 1) -> None:
+    """Divide the tokens of a model's microbatches over the ranks of a mesh of one dimension; weights stay whole.
+
+    Args:
+        tensor_parallel: ranks that the layers are divided over besides: both divide the heads.
+    Raises:
+        DataError: heads that the ranks do not divide, or a model of Transformers' own class.
+    """
+    if not isinstance(model, Decoder):
+        raise DataError(
+            "cluster.trainer.sequence_parallel > 1: this model runs in Transformers' own class, whose attention "
+            "cannot be divided so. Set it to 1, or take a Llama, Mistral or Qwen."
+        )
+    refuse_indivisible(model.hf_config, tensor_parallel=tensor_parallel, sequence_parallel=mesh.size())
+    model.sequences = Sequences(mesh.get_group())
 
 
 def refuse_indivisible(config: PreTrainedConfig, *, tensor_parallel: int = 1, sequence_parallel: int = 1) -> None:

@@ -137,14 +137,15 @@ def forward_samples(
         (t,) float32 logprobs, (t,) float32 entropies, and (t,) index of these tokens into the batch's columns.
     """
     layout, index = lay_out(batch, samples)
-    logprobs_U, entropy_U = token_logprobs(
+    found = token_logprobs(
         model.hidden(layout),
         model.output_weight,
-        layout.target_U,
+        model.sequences.share(layout.target_U),
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         entropy_grad=entropy_has_gradient,
     )
+    logprobs_U, entropy_U = (model.sequences.whole(value_U, len(layout.target_U)) for value_U in found)
     return expanded(logprobs_U, layout), expanded(entropy_U, layout), index
 
 

@@ -1,0 +1,181 @@
+"""Sequence parallelism (Ulysses, arXiv:2309.14509): the tokens of a microbatch are divided over some ranks.
+
+Each rank computes an equal part of the layout's flat list of tokens, whatever sequences they belong to: what stands
+between two attentions knows no neighbours. Around attention the ranks exchange: each is sent all tokens for its share
+of the heads, attends to the whole layout with those, and sends the results back. Behind the last layer, hidden states
+are dealt out anew, so that every rank has an equal part of the response tokens to make logits for, wherever they stand.
+
+Activations per rank fall with the number of ranks; the layout's masks do not. Weights are whole on every rank, and
+each rank's gradients are of its tokens alone: they must be summed, as FSDP2 does over all ranks that it works on. Not
+here: who the ranks are (`train/mesh.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.model.attention import shared_prompt_attention
+from hone.model.collectives import exchanged, gathered, share
+from hone.model.layout import Layout, filled
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank computes of a layout."""
+
+    token_ids_X: Tensor
+    position_X: Tensor
+    attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
+    """From q, k and v of these tokens to what they attend to, as `decoder.Attend`."""
+    needed_W: Tensor
+    """As `Layout.needed_W`, of these tokens."""
+    dealt: Callable[[Tensor], Tensor]
+    """From the hidden states of `needed_W` to those that predict this rank's share of `Layout.target_U`."""
+
+
+class Sequences:
+    """The ranks that divide every microbatch's tokens with this one.
+
+    Args:
+        group: None: nobody does.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def part_of(self, layout: Layout) -> Part:
+        """What this rank computes; all ranks have the same layout."""
+        if self.group is None:
+            return Part(
+                layout.token_ids_X,
+                layout.position_X,
+                shared_prompt_attention(layout),
+                layout.needed_W,
+                lambda hidden_W: hidden_W.index_select(0, layout.needed_U),
+            )
+        layout = _with_filler(layout, dist.get_world_size(self.group))
+        own = share(len(layout.token_ids_X), self.group)
+        needed_W, dealt = _dealing(layout, self.group)
+        return Part(
+            layout.token_ids_X[own],
+            layout.position_X[own],
+            _exchanging(shared_prompt_attention(layout), self.group),
+            needed_W,
+            dealt,
+        )
+
+    def share(self, value_U: Tensor) -> Tensor:
+        """This rank's part of the values of all response tokens."""
+        return value_U if self.group is None else value_U[share(len(value_U), self.group)]
+
+    def whole(self, value_U: Tensor, size: int) -> Tensor:
+        """The values of all `size` response tokens, on every rank, from their parts."""
+        return value_U if self.group is None else gathered(value_U, size, self.group)
+
+
+UNDIVIDED = Sequences()
+
+
+def _with_filler(layout: Layout, multiple: int) -> Layout:
+    """The same layout with more filler, so that its tokens are a multiple of something."""
+    more = -len(layout.token_ids_X) % multiple
+    return replace(
+        layout,
+        token_ids_X=F.pad(layout.token_ids_X, (0, more)),
+        position_X=F.pad(layout.position_X, (0, more)),
+        query_slot_3X=torch.cat((layout.query_slot_3X, layout.query_slot_3X[:, :1].expand(-1, more)), dim=1),
+    )
+
+
+def _dealing(layout: Layout, group: ProcessGroup) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """`Part.needed_W` and `Part.dealt`: who has which hidden state, and who is to make logits of it."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    predict_U = layout.predict_on_host()
+    tokens_each = len(layout.token_ids_X) // ranks
+    owner_U = predict_U // tokens_each
+    reader_U = np.arange(len(predict_U)) // max(-(-len(predict_U) // ranks), 1)
+    sent = owner_U == rank  # for reader after reader, as these follow each other in U
+    needed_W, row = np.unique(predict_U[sent] - rank * tokens_each, return_inverse=True)
+    read = owner_U[reader_U == rank]
+    place = np.argsort(np.argsort(read, kind="stable"))  # where in what comes, owner after owner, each one is
+    send = np.bincount(reader_U[sent], minlength=ranks).tolist()
+    receive = np.bincount(read, minlength=ranks).tolist()
+    device = layout.token_ids_X.device
+    on_device = [torch.from_numpy(array).to(device) for array in (filled(needed_W), row, place)]
+
+    def dealt(hidden_W: Tensor) -> Tensor:
+        rows = hidden_W.index_select(0, on_device[1])
+        return exchanged(rows, send, receive, group).index_select(0, on_device[2])
+
+    return on_device[0], dealt
+
+
+def _exchanging(attend: Callable[..., Tensor], group: ProcessGroup) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """An attention for all tokens, as one for those of this rank."""
+
+    def exchanging(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _ToTokens.apply(attend(layer, *_ToHeads.apply(q, k, v, group)), group)
+
+    return exchanging
+
+
+class _ToHeads(torch.autograd.Function):
+    """(x, H, D) of this rank's tokens and all heads, several of them -> (X, H / ranks, D) of all tokens each."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+        ctx.group, ctx.widths = group, [x.shape[1] // dist.get_world_size(group) for x in (q, k, v)]
+        return _to_heads((q, k, v), group).split(ctx.widths, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *_to_tokens(torch.cat(grads, dim=1), ctx.widths, ctx.group), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """The other way round, of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _to_tokens(x, [x.shape[1]], group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _to_heads(grads, ctx.group), None
+
+
+def _to_heads(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """(x, H_i, D) -> (X, sum of H_i / ranks, D), in one exchange."""
+    ranks = dist.get_world_size(group)
+    ends = np.cumsum([0, *(part.shape[1] // ranks for part in parts)]).tolist()
+    out = parts[0].new_empty(ranks, len(parts[0]), ends[-1], parts[0].shape[2])
+    for part, (start, end) in zip(parts, pairwise(ends), strict=True):
+        out[:, :, start:end] = part.unflatten(1, (ranks, -1)).transpose(0, 1)
+    return _exchange_blocks(out, group).flatten(0, 1)
+
+
+def _to_tokens(x: Tensor, widths: Sequence[int], group: ProcessGroup) -> list[Tensor]:
+    """(X, sum of widths, D) -> (x, widths * ranks, D), in one exchange."""
+    ranks = dist.get_world_size(group)
+    blocks = _exchange_blocks(x.unflatten(0, (ranks, -1)).contiguous(), group)
+    return [block.transpose(0, 1).flatten(1, 2) for block in blocks.split(list(widths), dim=2)]
+
+
+def _exchange_blocks(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    """blocks[i] goes to rank i; what comes from rank i is block i."""
+    out = torch.empty_like(blocks)
+    dist.all_to_all_single(out, blocks, group=group)
+    return out
