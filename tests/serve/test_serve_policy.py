@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from hone.errors import DataError
 from hone.model.load import init_model, save_hf
 from hone.reward.judge.scorer import JudgeReward
 from hone.rollout.engine import Request, Sampling
+from hone.serve.streaming import GrowingText
 from hone.types import Fault, Group, Prompt, Sample, Score
 
 CHARACTERS = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz\n"
@@ -298,6 +301,93 @@ def test_messages_that_cannot_be_read_are_refused(server, messages, what):
 def test_a_neutral_value_of_what_cannot_be_done_is_taken(server):
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "n": 1, "stream": False, "top_k": -1}
     assert complete(server, prompt="1", user="me", **neutral)["choices"]
+
+
+# ---- streams
+
+
+def streamed(server: str, path: str, **body: object) -> list[dict]:
+    """The chunks of a stream; that it says so, and that it ends as it must."""
+    body = {"stream": True, **body}
+    with httpx.stream("POST", f"{server}{path}", json=body, timeout=30) as reply:
+        assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+        *events, last = reply.read().decode().split("\n\n")[:-1]
+    assert last == "data: [DONE]" and all(event.startswith("data: {") for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def of_choice(chunks: list[dict], index: int) -> list[dict]:
+    return [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+
+
+@pytest.mark.parametrize("stop", [["2"], ["12", "1234567"], ["no such text"], None])
+def test_a_streamed_completion_is_the_same_piece_by_piece(server, stop):
+    how = {"prompt": ["abc", "48/2="], "n": 2, "seed": 9, "max_tokens": 40, "logprobs": 0, "return_token_ids": True}
+    whole = complete(server, stop=stop, **how)
+    chunks = streamed(server, "/v1/completions", stop=stop, stream_options={"include_usage": True}, **how)
+    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]} and chunks[0]["object"] == "text_completion"
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    assert {(chunk["seed"], chunk["model"]) for chunk in chunks} == {(9, whole["model"])}
+    for choice in whole["choices"]:
+        pieces = of_choice(chunks, choice["index"])
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
+        assert pieces[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        for name in ("token_ids", "weight_versions"):
+            assert [value for piece in pieces for value in piece.get(name, ())] == choice[name]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            told = [value for piece in pieces if "logprobs" in piece for value in piece["logprobs"][name]]
+            assert told == choice["logprobs"][name]
+        assert len(pieces) > 2  # token by token, not all at the end
+
+
+def test_a_streamed_chat_is_the_same_piece_by_piece(server):
+    how = {"messages": [{"role": "user", "content": "48/2="}], "seed": 4, "max_tokens": 12, "logprobs": True}
+    whole = chat(server, "48/2=", seed=4, max_tokens=12, logprobs=True)["choices"][0]
+    chunks = streamed(server, "/v1/chat/completions", **how)
+    assert all(chunk["object"] == "chat.completion.chunk" and "usage" not in chunk for chunk in chunks)
+    pieces = of_choice(chunks, 0)
+    assert [piece["delta"].get("role") for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
+    assert "".join(piece["delta"]["content"] for piece in pieces) == whole["message"]["content"]
+    assert [told for p in pieces if "logprobs" in p for told in p["logprobs"]["content"]] == whole["logprobs"][
+        "content"
+    ]
+    assert pieces[-1]["finish_reason"] == whole["finish_reason"]
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": "1" * 200}, {"prompt": "1", "model": "another"}, {"prompt": []}])
+def test_a_stream_that_cannot_begin_is_an_error_and_no_stream(server, wrong):
+    reply = httpx.post(f"{server}/v1/completions", json={"stream": True, **wrong})
+    assert reply.status_code in (400, 404) and reply.json()["error"]["message"]
+
+
+def test_stream_options_are_for_streams(server):
+    reply = httpx.post(f"{server}/v1/completions", json={"prompt": "1", "stream_options": {"include_usage": True}})
+    assert (reply.status_code, "stream: true" in reply.json()["error"]["message"]) == (400, True)
+
+
+def test_who_leaves_a_stream_frees_its_rows(server):
+    """A thousand samples take many times as long as their first token."""
+    body = {"prompt": "1", "n": 1024, "max_tokens": 90, "stream": True}
+    with httpx.stream("POST", f"{server}/v1/completions", json=body, timeout=30) as reply:
+        lines = reply.iter_lines()  # whose end would end the reply
+        assert next(lines).startswith("data: ")
+        assert httpx.get(f"{server}/health").json()["in_flight"] == 1
+    began = time.monotonic()
+    while httpx.get(f"{server}/health").json()["in_flight"]:
+        assert time.monotonic() - began < 20
+        time.sleep(0.02)
+    began = time.monotonic()
+    complete(server, prompt="1", max_tokens=2)
+    assert time.monotonic() - began < 10
+
+
+def test_text_that_is_told_stays():
+    """Of `é` in two tokens and of `stop` in four, nothing is told before it is certain."""
+    tokens = [b"a", b"\xc3", b"\xa9", b"s", b"t", b"a", b"s", b"t", b"o", b"p"]
+    text = GrowingText(lambda ids: b"".join(tokens[i] for i in ids).decode(errors="replace"), ["stop", "zzz"])
+    assert [text.more(place) for place in range(10)] == ["a", "", "é", "", "", "sta", "", "", "", ""]
+    assert text.rest("aésta") == "" and text.rest("aéstasto") == "sto"
 
 
 def test_a_served_model_judges_end_to_end(judge_folder, tmp_path):

@@ -19,7 +19,8 @@ from hone.loop.folder import RunFolder
 from hone.model.load import load_model
 from hone.rollout.local import LocalEngine
 from hone.serve.http import HttpSettings, Lifecycle, Tokens, refuse_open_door
-from hone.serve.policy import Policy, PolicyService, policy_app
+from hone.serve.policy import Policy, PolicyService
+from hone.serve.policy_app import policy_app
 from hone.serve.running import serve
 
 STEP_TIMEOUT_S = 600.0

@@ -8,9 +8,9 @@ penalty of 0). Fields beyond OpenAI's have vLLM's names (`top_k`, `min_p`, `stop
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from hone.reward.wire import Message, Wire
 from hone.serve.problem import Problem
@@ -42,6 +42,14 @@ def only(*neutral: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
+class StreamOptions(Wire):
+    """What else a stream tells."""
+
+    include_usage: bool = False
+    """A last chunk without choices tells the tokens."""
+    include_obfuscation: Annotated[bool | None, only(False)] = None
+
+
 class SamplingRequest(Wire):
     """What completions and chat completions have in common."""
 
@@ -63,7 +71,9 @@ class SamplingRequest(Wire):
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
     """Tell the ids of the prompt's and the samples' tokens, and the weight version that sampled each."""
-    stream: Annotated[bool | None, only(False)] = None
+    stream: bool | None = None
+    """Send the samples as they are drawn, as server-sent events."""
+    stream_options: StreamOptions | None = None
 
     frequency_penalty: Annotated[float | None, only(0)] = None
     presence_penalty: Annotated[float | None, only(0)] = None
@@ -80,6 +90,12 @@ class SamplingRequest(Wire):
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
+
+    @model_validator(mode="after")
+    def _options_go_with_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options go with stream: true")
+        return self
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -200,6 +216,58 @@ class ChatReply(Completion):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
+
+
+class Chunk(Reply):
+    """One event of a stream. What it does not tell is left out, but for `finish_reason`."""
+
+    id: str
+    created: int
+    model: str
+    seed: int
+    usage: Usage | None = None
+    """In the last chunk, which has no choices, if it was asked for."""
+    weight_version: int | None = None
+    """Of the newest token that it tells."""
+
+
+class CompletionChunkChoice(Reply):
+    index: int
+    text: str
+    """What goes on where the choice's last chunk ended."""
+    finish_reason: Literal["stop", "length"] | None = None
+    logprobs: CompletionLogprobs | None = None
+    """Of the tokens since that chunk, as are `token_ids` and `weight_versions`; text may lag behind its tokens."""
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    weight_versions: list[int] | None = None
+
+
+class CompletionChunk(Chunk):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChunkChoice]
+
+
+class Delta(Reply):
+    role: Literal["assistant"] | None = None
+    """In a choice's first chunk."""
+    content: str | None = None
+
+
+class ChatChunkChoice(Reply):
+    index: int
+    delta: Delta
+    finish_reason: Literal["stop", "length"] | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = None
+    weight_versions: list[int] | None = None
+
+
+class ChatChunk(Chunk):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = None
+    """In the first chunk of all."""
 
 
 class ModelCard(Reply):

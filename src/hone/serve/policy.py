@@ -1,12 +1,12 @@
 """`hone serve policy`: one model behind OpenAI's completions and chat completions, sampled by an engine of Hone's.
 
     service = PolicyService(load)              # `load` makes the engine; it runs once the port is open
-    await serve(policy_app(service, lifecycle, settings, tokens), service, lifecycle, settings, name="policy")
+    reply = await service.complete(CompletionRequest(prompt="48/2="))
 
 Token in, token out underneath: text is tokenised here and nowhere below. The randomness of a token is a function of
 the request's seed, the number of its choice within its prompt, and its place: what else is being served does not
 change it (the rounding of sums may, where two tokens are next to equally likely). Not here: requests and replies as
-such (`openai.py`), who may ask and how a server ends (`http.py`), loading a model (`hone.build`).
+such (`openai.py`), routes (`policy_app.py`), who may ask (`http.py`), loading a model (`hone.build`).
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jinja2
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
 
 from hone.data.chat import Tokenizer
 from hone.errors import DataError, EngineError
 from hone.reward.wire import Message
 from hone.rollout import engine as rollout
-from hone.rollout.engine import Engine, Sampling
-from hone.serve.http import HttpSettings, Lifecycle, Tokens, guarded_app, strict_router, while_connected
+from hone.rollout.engine import Sampling, Token, TokenwiseEngine
 from hone.serve.openai import (
     MAX_CHOICES,
     AnswerMessage,
     ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
     ChatLogprobs,
     ChatReply,
     ChatRequest,
     ChatTokenLogprob,
     CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
     CompletionLogprobs,
     CompletionReply,
     CompletionRequest,
+    Delta,
     ModelCard,
     ModelList,
     OpenAIProblem,
     SamplingRequest,
     Usage,
 )
+from hone.serve.streaming import Choice, GrowingText, News, Tell, as_drawn
 from hone.types import Prompt, Sample
 
 RETRY_AFTER_S = 1.0
-_UNIONS = {
-    "prompt": "send one text, one list of token ids, or a list of either",
-    "stop": "send one text, or a list of at most 16",
-}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Policy:
 
     name: str
     """What requests and replies call it."""
-    engine: Engine
+    engine: TokenwiseEngine
     tokenizer: Tokenizer
     context_tokens: int
     """Most tokens of a prompt and its sample together."""
@@ -115,15 +115,13 @@ class PolicyService:
 
     async def complete(self, asked: CompletionRequest) -> CompletionReply:
         """Answer `/v1/completions`. Raises OpenAIProblem."""
-        prompts = [self._prompt_ids(prompt) for prompt in asked.prompts]
-        if not prompts or len(prompts) * asked.n > MAX_CHOICES:
-            raise _wrong("prompt", f"{len(prompts)} prompts x n = {asked.n}: need 1 to {MAX_CHOICES} samples")
+        prompts = self._prompts(asked)
         drawn = await self._sample(asked, prompts, asked.max_tokens)
         choices = [
             CompletionChoice(
                 **self._choice(asked, number * asked.n + place, sample),
                 text=_answer_text(sample, asked),
-                logprobs=self._logprobs(sample) if asked.logprobs is not None else None,
+                logprobs=self._logprobs(_tokens(sample)) if asked.logprobs is not None else None,
                 prompt_token_ids=list(ids) if asked.return_token_ids else None,
             )
             for number, (ids, samples) in enumerate(zip(prompts, drawn.samples, strict=True))
@@ -134,20 +132,91 @@ class PolicyService:
     async def chat(self, asked: ChatRequest) -> ChatReply:
         """Answer `/v1/chat/completions`. Raises OpenAIProblem."""
         ids = self._chat_ids(asked.messages)
-        limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
-        drawn = await self._sample(asked, [ids], min(limits, default=None))
+        drawn = await self._sample(asked, [ids], _chat_limit(asked))
         choices = [
             ChatChoice(
                 **self._choice(asked, number, sample),
                 message=AnswerMessage(content=_answer_text(sample, asked)),
-                logprobs=self._chat_logprobs(sample) if asked.logprobs else None,
+                logprobs=self._chat_logprobs(_tokens(sample)) if asked.logprobs else None,
             )
             for number, sample in enumerate(drawn.samples[0])
         ]
         shown = list(ids) if asked.return_token_ids else None
         return ChatReply(choices=choices, prompt_token_ids=shown, **self._reply("chatcmpl", [ids], drawn))
 
+    async def stream_completion(self, asked: CompletionRequest) -> AsyncGenerator[CompletionChunk, None]:
+        """Answer `/v1/completions` piece by piece. Raises OpenAIProblem, before the first piece if it can."""
+        prompts = self._prompts(asked)
+        head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}"}
+        async for news, common in self._stream(asked, prompts, asked.max_tokens, head):
+            told = self._told(asked, news)
+            if asked.logprobs is not None and news.tokens:
+                told["logprobs"] = self._logprobs(news.tokens, news.text_before)
+            if asked.return_token_ids and news.is_first:
+                told["prompt_token_ids"] = list(prompts[news.index // asked.n])
+            choice = CompletionChunkChoice(text=news.text, **told)
+            yield CompletionChunk(object="text_completion", choices=[choice], **common)
+        if asked.stream_options and asked.stream_options.include_usage:
+            yield CompletionChunk(object="text_completion", choices=[], **head)
+
+    async def stream_chat(self, asked: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        """Answer `/v1/chat/completions` piece by piece. Raises as `stream_completion`."""
+        ids = self._chat_ids(asked.messages)
+        head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}"}
+        async for news, common in self._stream(asked, [ids], _chat_limit(asked), head):
+            role: dict[str, Any] = {"role": "assistant"} if news.is_first else {}
+            told = self._told(asked, news)
+            if asked.logprobs and news.tokens:
+                told["logprobs"] = self._chat_logprobs(news.tokens)
+            if asked.return_token_ids and news.is_first:
+                common["prompt_token_ids"] = list(ids)
+            choice = ChatChunkChoice(delta=Delta(content=news.text, **role), **told)
+            yield ChatChunk(object="chat.completion.chunk", choices=[choice], **common)
+        if asked.stream_options and asked.stream_options.include_usage:
+            yield ChatChunk(object="chat.completion.chunk", choices=[], **head)
+
+    async def _stream(
+        self, asked: SamplingRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int | None, head: dict[str, Any]
+    ) -> AsyncIterator[tuple[News, dict[str, Any]]]:
+        """News of each choice, and what their chunks have in common; `head` is filled with that, at last with usage."""
+        sampling, seed = self._sampling(asked, prompts, max_tokens)
+        head |= {"created": int(time.time()), "model": self.policy.name, "seed": seed}
+        stop = () if asked.include_stop_str_in_output else asked.stop_texts
+        choices = [
+            Choice(index, GrowingText(self.policy.tokenizer.decode, stop)) for index in range(len(prompts) * asked.n)
+        ]
+        num_tokens = 0
+
+        async def draw(tell: Tell) -> None:
+            await self._draw(prompts, sampling, num_samples=asked.n, seed=seed, tell=tell)
+
+        async with aclosing(as_drawn(draw)) as drawn:
+            async for number, what in drawn:
+                if isinstance(what, Sample):
+                    choice = choices[number * asked.n + what.index]
+                    num_tokens += len(what.token_ids)
+                    yield choice.end(what, _answer_text(what, asked)), head | {"weight_version": what.versions[-1]}
+                    continue
+                choice = choices[number * asked.n + what.sample_index]
+                if (news := choice.token(what, self._token_texts([what.id])[0])) is not None:
+                    yield news, head | {"weight_version": what.version}
+        head["usage"] = _usage(prompts, num_tokens)
+
+    def _told(self, asked: SamplingRequest, news: News) -> dict[str, Any]:
+        """What choices of both kinds of chunk have in common."""
+        told: dict[str, Any] = {"index": news.index, "finish_reason": news.finish_reason}
+        if asked.return_token_ids and news.tokens:
+            told["token_ids"] = [token.id for token in news.tokens]
+            told["weight_versions"] = [token.version for token in news.tokens]
+        return told
+
     # ---- prompts
+
+    def _prompts(self, asked: CompletionRequest) -> list[tuple[int, ...]]:
+        prompts = [self._prompt_ids(prompt) for prompt in asked.prompts]
+        if not prompts or len(prompts) * asked.n > MAX_CHOICES:
+            raise _wrong("prompt", f"{len(prompts)} prompts x n = {asked.n}: need 1 to {MAX_CHOICES} samples")
+        return prompts
 
     def _prompt_ids(self, prompt: str | list[int]) -> tuple[int, ...]:
         tokenizer = self.policy.tokenizer
@@ -180,16 +249,20 @@ class PolicyService:
     async def _sample(
         self, asked: SamplingRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int | None
     ) -> Drawn:
-        """Samples for each prompt; refuses what cannot be drawn before any is."""
+        """Samples for each prompt."""
+        sampling, seed = self._sampling(asked, prompts, max_tokens)
+        return Drawn(await self._draw(prompts, sampling, num_samples=asked.n, seed=seed), seed)
+
+    def _sampling(
+        self, asked: SamplingRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int | None
+    ) -> tuple[Sampling, int]:
+        """How to draw what is asked for, and the seed. Raises OpenAIProblem for what cannot be drawn."""
         if asked.model not in (None, self.policy.name):
             raise OpenAIProblem(404, "model-not-found", f"this server has {self.policy.name!r} alone", param="model")
         room = self.policy.context_tokens - max(map(len, prompts))
         if (max_tokens or 1) > room:
             raise self._overflow(max(map(len, prompts)), max_tokens)
-        sampling = _sampling(asked, max_tokens or room)
-        seed = asked.seed if asked.seed is not None else secrets.randbits(48)
-        samples = await self._draw(prompts, sampling, num_samples=asked.n, seed=seed)
-        return Drawn(samples, seed)
+        return _sampling(asked, max_tokens or room), asked.seed if asked.seed is not None else secrets.randbits(48)
 
     def _overflow(self, prompt_tokens: int, max_tokens: int | None) -> OpenAIProblem:
         context = self.policy.context_tokens
@@ -199,9 +272,18 @@ class PolicyService:
         return OpenAIProblem(400, "context-length-exceeded", detail, param="max_tokens" if max_tokens else None)
 
     async def _draw(
-        self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, *, num_samples: int, seed: int
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sampling,
+        *,
+        num_samples: int,
+        seed: int,
+        tell: Tell | None = None,
     ) -> list[tuple[Sample, ...]]:
-        """`num_samples` of each prompt. All prompts are one engine's batch; cancelling frees its rows."""
+        """`num_samples` of each prompt, `tell`ing of tokens and samples with the number of their prompt.
+
+        All prompts are one engine's batch; cancelling frees its rows.
+        """
         count = len(prompts) * num_samples
         if self._waiting and self._waiting + count > self._max_waiting:
             detail = f"{self._waiting} samples are waiting; {self._max_waiting} may"
@@ -210,8 +292,14 @@ class PolicyService:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self.policy.engine.generate(_request(ids, sampling, num_samples, seed)))
-                    for ids in prompts
+                    group.create_task(
+                        self.policy.engine.generate(
+                            _request(ids, sampling, num_samples, seed),
+                            on_sample=partial(tell, number) if tell else None,
+                            on_token=partial(tell, number) if tell else None,
+                        )
+                    )
+                    for number, ids in enumerate(prompts)
                 ]
         except* EngineError as errors:
             raise OpenAIProblem(500, "engine-failed", str(errors.exceptions[0])) from errors
@@ -223,12 +311,11 @@ class PolicyService:
 
     def _reply(self, kind: str, prompts: Sequence[tuple[int, ...]], drawn: Drawn) -> dict[str, Any]:
         samples = [sample for group in drawn.samples for sample in group]
-        prompt_tokens, tokens = sum(map(len, prompts)), sum(len(sample.token_ids) for sample in samples)
         return {
             "id": f"{kind}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": self.policy.name,
-            "usage": Usage(prompt_tokens=prompt_tokens, completion_tokens=tokens, total_tokens=prompt_tokens + tokens),
+            "usage": _usage(prompts, sum(len(sample.token_ids) for sample in samples)),
             "weight_version": max(sample.versions[-1] for sample in samples),
             "seed": drawn.seed,
         }
@@ -237,19 +324,25 @@ class PolicyService:
         told = {"token_ids": list(sample.token_ids), "weight_versions": list(sample.versions)}
         return {"index": index, "finish_reason": sample.finish_reason} | (told if asked.return_token_ids else {})
 
-    def _logprobs(self, sample: Sample) -> CompletionLogprobs:
-        tokens = self._token_texts(sample)
-        starts = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
-        return CompletionLogprobs(tokens=tokens, token_logprobs=list(sample.sampler_logprobs), text_offset=starts)
+    def _logprobs(self, tokens: Sequence[Token], text_before: int = 0) -> CompletionLogprobs:
+        texts = self._token_texts([token.id for token in tokens])
+        starts = [text_before + sum(map(len, texts[:place])) for place in range(len(texts))]
+        return CompletionLogprobs(
+            tokens=texts, token_logprobs=[token.logprob for token in tokens], top_logprobs=None, text_offset=starts
+        )
 
-    def _chat_logprobs(self, sample: Sample) -> ChatLogprobs:
-        pairs = zip(self._token_texts(sample), sample.sampler_logprobs, strict=True)
-        content = [ChatTokenLogprob(token=text, logprob=value, bytes=list(text.encode())) for text, value in pairs]
-        return ChatLogprobs(content=content)
+    def _chat_logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs:
+        texts = self._token_texts([token.id for token in tokens])
+        return ChatLogprobs(
+            content=[
+                ChatTokenLogprob(token=text, logprob=token.logprob, bytes=list(text.encode()), top_logprobs=[])
+                for text, token in zip(texts, tokens, strict=True)
+            ]
+        )
 
-    def _token_texts(self, sample: Sample) -> list[str]:
+    def _token_texts(self, ids: Sequence[int]) -> list[str]:
         backend = self.policy.tokenizer.hf.backend_tokenizer
-        return [backend.decode([token], skip_special_tokens=False) for token in sample.token_ids]
+        return [backend.decode([token], skip_special_tokens=False) for token in ids]
 
 
 @dataclass(frozen=True)
@@ -258,6 +351,21 @@ class Drawn:
 
     samples: list[tuple[Sample, ...]]
     seed: int
+
+
+def _tokens(sample: Sample) -> list[Token]:
+    per_token = zip(sample.token_ids, sample.sampler_logprobs, sample.versions, strict=True)
+    return [Token(sample.index, place, *values) for place, values in enumerate(per_token)]
+
+
+def _usage(prompts: Sequence[tuple[int, ...]], tokens: int) -> Usage:
+    prompt_tokens = sum(map(len, prompts))
+    return Usage(prompt_tokens=prompt_tokens, completion_tokens=tokens, total_tokens=prompt_tokens + tokens)
+
+
+def _chat_limit(asked: ChatRequest) -> int | None:
+    limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
+    return min(limits, default=None)
 
 
 def _request(ids: tuple[int, ...], sampling: Sampling, num_samples: int, seed: int) -> rollout.Request:
@@ -300,61 +408,3 @@ def _answer_text(sample: Sample, asked: SamplingRequest) -> str:
 
 def _wrong(param: str, detail: str) -> OpenAIProblem:
     return OpenAIProblem(400, "bad-request", f"{param}: {detail}", param=param)
-
-
-def policy_app(service: PolicyService, lifecycle: Lifecycle, settings: HttpSettings, tokens: Tokens) -> FastAPI:
-    """The routes of a policy server."""
-    app, router = guarded_app("hone-policy", lifecycle, settings, tokens), strict_router()
-    app.add_exception_handler(RequestValidationError, _refused_body)
-
-    @router.post("/v1/completions")
-    async def completions(asked: CompletionRequest, request: Request) -> CompletionReply:
-        """Samples that go on from a text or from token ids."""
-        return await while_connected(request, service.complete(asked))
-
-    @router.post("/v1/chat/completions")
-    async def chat_completions(asked: ChatRequest, request: Request) -> ChatReply:
-        """Answers to a conversation, through the model's chat template."""
-        return await while_connected(request, service.chat(asked))
-
-    @app.get("/v1/models")
-    async def models() -> ModelList:
-        """The one model that is served."""
-        if not service.is_loaded:
-            raise OpenAIProblem(503, "starting", "the model is being loaded", retryable=True, retry_after_s=2)
-        return service.models()
-
-    @app.get("/livez")
-    async def livez() -> dict[str, str]:
-        """Whether the process answers at all."""
-        return {"status": "alive"}
-
-    @app.get("/health")
-    @app.get("/readyz")
-    async def health() -> Response:
-        """200 once the model has sampled and until the server drains, else 503."""
-        ready = lifecycle.phase == "ready"
-        body = {
-            "status": "healthy" if ready else lifecycle.phase,
-            "model_loaded": service.is_loaded,
-            "uptime_s": round(time.monotonic() - lifecycle.started_at, 1),
-            "in_flight": lifecycle.in_flight,
-        }
-        return JSONResponse(body, 200 if ready else 503)
-
-    app.include_router(router)
-    return app
-
-
-def _refused_body(request: Request, error: Exception) -> Response:
-    """What pydantic refuses is 400 here, as OpenAI's clients expect it."""
-    assert isinstance(error, RequestValidationError)
-    first, *others = error.errors()
-    place = "/".join(str(part) for part in first["loc"][1:])
-    said = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    more = f" (and {len(others)} more)" if others else ""
-    union = next((field for field in _UNIONS if place.startswith(f"{field}/")), None)
-    if union is not None:  # pydantic says what is wrong with each of the forms
-        place, said, more = union, _UNIONS[union], ""
-    problem = OpenAIProblem(400, "bad-request", f"{place or 'body'}: {said}{more}", param=place or None)
-    return problem.response(request.state.request_id)

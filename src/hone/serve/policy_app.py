@@ -1,0 +1,97 @@
+"""The routes of `hone serve policy`.
+
+app = policy_app(service, lifecycle, settings, tokens)
+await serve(app, service, lifecycle, settings, name="policy")
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
+
+from hone.serve.http import HttpSettings, Lifecycle, Tokens, guarded_app, strict_router, while_connected
+from hone.serve.openai import ChatReply, ChatRequest, CompletionReply, CompletionRequest, ModelList, OpenAIProblem
+from hone.serve.policy import PolicyService
+from hone.serve.streaming import as_events
+
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The reply, or its events."}
+}
+_UNIONS = {
+    "prompt": "send one text, one list of token ids, or a list of either",
+    "stop": "send one text, or a list of at most 16",
+}
+
+
+def policy_app(service: PolicyService, lifecycle: Lifecycle, settings: HttpSettings, tokens: Tokens) -> FastAPI:
+    """The routes of a policy server."""
+    app, router = guarded_app("hone-policy", lifecycle, settings, tokens), strict_router()
+    app.add_exception_handler(RequestValidationError, _refused_body)
+
+    @router.post("/v1/completions", response_model=CompletionReply, responses=_STREAM)
+    async def completions(asked: CompletionRequest, request: Request) -> CompletionReply | Response:
+        """Samples that go on from a text or from token ids."""
+        if asked.stream:
+            return await _streamed(request, service.stream_completion(asked))
+        return await while_connected(request, service.complete(asked))
+
+    @router.post("/v1/chat/completions", response_model=ChatReply, responses=_STREAM)
+    async def chat_completions(asked: ChatRequest, request: Request) -> ChatReply | Response:
+        """Answers to a conversation, through the model's chat template."""
+        if asked.stream:
+            return await _streamed(request, service.stream_chat(asked))
+        return await while_connected(request, service.chat(asked))
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        """The one model that is served."""
+        if not service.is_loaded:
+            raise OpenAIProblem(503, "starting", "the model is being loaded", retryable=True, retry_after_s=2)
+        return service.models()
+
+    @app.get("/livez")
+    async def livez() -> dict[str, str]:
+        """Whether the process answers at all."""
+        return {"status": "alive"}
+
+    @app.get("/health")
+    @app.get("/readyz")
+    async def health() -> Response:
+        """200 once the model has sampled and until the server drains, else 503."""
+        ready = lifecycle.phase == "ready"
+        body = {
+            "status": "healthy" if ready else lifecycle.phase,
+            "model_loaded": service.is_loaded,
+            "uptime_s": round(time.monotonic() - lifecycle.started_at, 1),
+            "in_flight": lifecycle.in_flight,
+        }
+        return JSONResponse(body, 200 if ready else 503)
+
+    app.include_router(router)
+    return app
+
+
+async def _streamed(request: Request, chunks: AsyncGenerator[BaseModel, None]) -> Response:
+    """The answer begins with the first chunk, so that what is refused has a status of its own."""
+    first = await while_connected(request, anext(chunks))
+    return StreamingResponse(as_events(first, chunks), media_type="text/event-stream")
+
+
+def _refused_body(request: Request, error: Exception) -> Response:
+    """What pydantic refuses is 400 here, as OpenAI's clients expect it."""
+    assert isinstance(error, RequestValidationError)
+    first, *others = error.errors()
+    place = "/".join(str(part) for part in first["loc"][1:])
+    said = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+    more = f" (and {len(others)} more)" if others else ""
+    union = next((field for field in _UNIONS if place.startswith(f"{field}/")), None)
+    if union is not None:  # pydantic says what is wrong with each of the forms
+        place, said, more = union, _UNIONS[union], ""
+    problem = OpenAIProblem(400, "bad-request", f"{place or 'body'}: {said}{more}", param=place or None)
+    return problem.response(request.state.request_id)
