@@ -28,7 +28,7 @@ class VllmSettings(Section):
     enable_prefix_caching: bool = key(True)
     """A prompt is computed once for all its samples, in whole blocks."""
     block_size: int | None = key(None, unit="tokens", ge=1)
-    """Tokens in a block of the cache, which is what samples share; null: vLLM's choice (16 on a GPU, 128 on a CPU)."""
+    """Tokens in a block of the cache, which is what samples share; null: vLLM's choice on a GPU, 32 on a CPU."""
     enforce_eager: bool | None = key(None)
     """Neither compile nor capture CUDA graphs; null: on a CPU, where it starts sooner."""
     max_cudagraph_capture_size: int | None = key(None, unit="sequences", ge=1)

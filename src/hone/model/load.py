@@ -145,10 +145,8 @@ def describe_model(folder: Path, *, trust_remote_code: bool = False) -> dict[str
     Raises:
         DataError: as `load_model`, as far as the headers of the files tell.
     """
-    config, parameters = read_config(folder, trust_remote_code=trust_remote_code), 0
-    for file in _shards(folder):
-        with safe_open(file, framework="pt") as tensors:
-            parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    parameters = sum(math.prod(shape) for shape in weight_shapes(folder).values())
     return {
         "model type": config.model_type,
         "parameters stored": parameters,
@@ -249,6 +247,15 @@ def _shards(folder: Path) -> list[Path]:
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file}: corrupt or cut short ({error}). Fetch the model again.") from error
     return files
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model directory's weights, without reading them. Raises DataError as `load_model`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _shards(folder):
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,419 @@
+# pyright: reportMissingImports=false
+"""vLLM as an engine: one replica, in this process, over one device or divided over several (tensor parallel).
+
+A thread steps vLLM's `LLMEngine` and nobody else touches it, as with the embedded engine: weights are loaded between
+two steps, so it is known of every token which version sampled it. Each sample is a request of its own with a seed of
+its own; the prompt's blocks are shared through vLLM's prefix cache, whose keys carry the number of the load, so that no
+request ever reads keys that older weights made.
+
+What differs from Hone's own engine, see docs/vllm.md: a sample's draws are a function of its key and the software, but
+its logits, and so with a tiny chance its tokens, depend on what else is in the batch; nothing is computed from the
+trainer's own memory, weights are always copied in. vllm is imported when an engine starts, and only then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.config.vllm import VllmSettings
+from hone.config.vllm_rules import LEAST_TEMPERATURE
+from hone.errors import DataError, EngineError
+from hone.model.fingerprint import Fingerprint, weights_fingerprint
+from hone.model.load import read_weights, weight_shapes
+from hone.rollout.engine import OnSample, OnToken, Request, Sampling, Token
+from hone.rollout.sampling import request_key, sample_seed
+from hone.rollout.stop_strings import Decode, stop_window, text_up_to_stop
+from hone.rollout.vllm_args import CPU_ENVIRONMENT, ENVIRONMENT, VllmPlace, check_version, engine_arguments
+from hone.rollout.worker import Worker
+from hone.types import Sample
+
+PART_BYTES = 256 * 2**20
+"""New weights are handed to vLLM's workers in parts of about this size."""
+SHUTDOWN_S = 30.0
+
+
+@dataclass(eq=False)
+class _Group:
+    """One request of ours on its way."""
+
+    request: Request
+    limit_tokens: int
+    stop_ids: list[int]
+    promise: Future[tuple[Sample, ...]]
+    on_sample: OnSample | None
+    on_token: OnToken | None
+    samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Row:
+    """One sample that is being drawn: a request of vLLM's."""
+
+    group: _Group
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class VllmEngine:
+    """`engine.TokenwiseEngine` over vLLM. Made by `start`."""
+
+    def __init__(
+        self,
+        llm: Any,
+        executor: ThreadPoolExecutor,
+        *,
+        place: VllmPlace,
+        settings: VllmSettings,
+        on_gpu: bool,
+        decode: Decode,
+        eos_ids: tuple[int, ...],
+        timeout_s: float,
+    ) -> None:
+        self.version = 0
+        self._llm, self._executor = llm, executor
+        self._place, self._on_gpu, self._sleep_level = place, on_gpu, settings.sleep_level
+        self._decode, self._eos_ids = decode, eos_ids
+        self._max_positions: int = llm.model_config.max_model_len
+        self._shapes = weight_shapes(place.folder)
+        self._fingerprint: str | None = None  # of the folder's weights: computed when it is asked for
+        self._rows: dict[str, _Row] = {}  # the worker's, as the two below
+        self._numbers = itertools.count()
+        self._loads = 0
+        self._awake, self._weights_awake, self._weights_lost = True, True, False
+        self._worker = Worker(
+            lambda: bool(self._rows), self._step, executor=executor, name="hone-vllm", timeout_s=timeout_s
+        )
+
+    @classmethod
+    async def start(
+        cls,
+        place: VllmPlace,
+        settings: VllmSettings,
+        *,
+        decode: Decode,
+        eos_ids: tuple[int, ...],
+        timeout_s: float,
+        start_timeout_s: float,
+    ) -> VllmEngine:
+        """Start vLLM with the weights of a Hugging Face directory, as version 0.
+
+        Args:
+            decode, eos_ids, timeout_s: as for `LocalEngine`.
+            start_timeout_s: longest wait for vLLM to be ready.
+        Raises:
+            EngineError: vLLM is not installed, in a version that is not supported, or could not start in time.
+        """
+        executor = ThreadPoolExecutor(1, thread_name_prefix="hone-vllm")  # a GPU is chosen thread by thread
+        on_gpu = torch.cuda.is_available()
+        arguments = engine_arguments(settings, place, on_gpu=on_gpu)
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                llm = await asyncio.get_running_loop().run_in_executor(executor, _start, arguments, on_gpu)
+        except BaseException as error:
+            executor.shutdown(wait=False)
+            if isinstance(error, TimeoutError):
+                raise EngineError(
+                    f"vLLM was not ready with {place.folder} within {start_timeout_s:g} s. Raise "
+                    "cluster.start_timeout_s, or look into its log (VLLM_LOGGING_LEVEL=INFO)."
+                ) from None
+            raise
+        return cls(
+            llm,
+            executor,
+            place=place,
+            settings=settings,
+            on_gpu=on_gpu,
+            decode=decode,
+            eos_ids=eos_ids,
+            timeout_s=timeout_s,
+        )
+
+    async def generate(
+        self, request: Request, on_sample: OnSample | None = None, on_token: OnToken | None = None
+    ) -> tuple[Sample, ...]:
+        """See `TokenwiseEngine.generate`.
+
+        Raises:
+            DataError: the prompt leaves no position for a response, or has tokens that the model does not know.
+            EngineError: also where vLLM would sample from another distribution than is asked for.
+        """
+        prompt = request.prompt
+        if not self._awake:
+            raise EngineError(f"prompt {prompt.id}: the engine is asleep; wake it before generating.")
+        check_sampling(request.sampling)
+        room = self._max_positions - len(prompt.token_ids)
+        if room < 1:
+            raise DataError(
+                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, which leaves no room for a response in the "
+                f"engine's {self._max_positions} positions. Lower data.max_prompt_tokens."
+            )
+        loop = asyncio.get_running_loop()
+        group = _Group(
+            request,
+            limit_tokens=min(request.sampling.max_tokens, room),
+            stop_ids=[*self._eos_ids, *request.sampling.stop_token_ids],
+            promise=self._worker.promise(),
+            on_sample=_in_loop(loop, on_sample),
+            on_token=_in_loop(loop, on_token),
+        )
+        self._worker.post([lambda: self._begin(group)])
+        try:
+            return await self._worker.wait_for(group.promise, f"prompt {prompt.id}")
+        except BaseException:
+            self._worker.forget(group.promise)
+            self._worker.post([lambda: self._drop(group)])
+            raise
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """See `Engine.load`. While asleep it wakes the memory of the weights first, and no other.
+
+        Weights that do not fit, or stop coming, end the engine: it would hold half of them.
+        """
+        if weights is None:
+            raise EngineError("vLLM shares no memory with the trainer; publish the weights themselves.")
+        await self._worker.run(lambda: self._load(weights, version), f"loading the weights of version {version}")
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`. With `sleep_level` 2 the weights are gone too: `load` comes before `wake`."""
+        if not await self._worker.run(self._sleep_if_idle, "sleep"):
+            raise EngineError("the engine cannot sleep while samples are in flight; await or cancel them first.")
+
+    async def wake(self) -> None:
+        """See `Engine.wake`. Weights first, then new ones by `load`, then this for the cache."""
+        if self._weights_lost:
+            raise EngineError(
+                "the engine threw its weights away when it fell asleep (sleep_level 2); load new ones before waking "
+                "it, or set sleep_level to 1."
+            )
+        await self._worker.run(self._wake, "wake")
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        await self._worker.close()
+        stopping = self._executor.submit(_stop, self._llm)
+        self._executor.shutdown(wait=False)
+        await asyncio.wait({asyncio.wrap_future(stopping)}, timeout=SHUTDOWN_S)
+
+    def fingerprint(self) -> str:
+        """See `Engine.fingerprint`. Of the weights as they came, before vLLM converted, divided and packed them: it
+        proves what arrived, and that every name of the model was among it. That vLLM computes with it is what a
+        comparison of logprobs proves."""
+        if self._fingerprint is None:
+            self._fingerprint = weights_fingerprint(read_weights(self._place.folder))
+        return self._fingerprint
+
+    @property
+    def num_rows(self) -> int:
+        """Samples that are being drawn, or wait for it inside vLLM."""
+        return len(self._rows)
+
+    # ---- on the worker
+
+    def _begin(self, group: _Group) -> None:
+        if group.promise.done():  # the caller gave up meanwhile
+            return
+        from vllm.inputs.engine import tokens_input
+
+        request = group.request
+        for index in range(request.first_sample, request.first_sample + request.num_samples):
+            name = str(next(self._numbers))
+            prompt = tokens_input(list(request.prompt.token_ids), cache_salt=f"load {self._loads}")
+            try:
+                self._llm.add_request(name, prompt, _vllm_sampling(group, index))
+            except ValueError as error:
+                self._drop(group)
+                self._worker.forget(group.promise)
+                group.promise.set_exception(DataError(f"prompt {request.prompt.id}: vLLM refuses it: {error}"))
+                return
+            self._rows[name] = _Row(group, index)
+
+    def _drop(self, group: _Group) -> None:
+        names = [name for name, row in self._rows.items() if row.group is group]
+        for name in names:
+            del self._rows[name]
+        self._llm.abort_request(names)
+
+    def _step(self) -> None:
+        version = self.version
+        for output in self._llm.step():
+            row = self._rows.get(output.request_id)
+            if row is not None:
+                self._take(output.request_id, row, output.outputs[0], version)
+
+    def _take(self, name: str, row: _Row, news: Any, version: int) -> None:
+        """The next tokens of a sample, and its end."""
+        row.token_ids += news.token_ids
+        row.logprobs += news.logprobs.logprobs
+        row.versions += [version] * len(news.token_ids)
+        if (on_token := row.group.on_token) is not None:
+            for position in range(len(row.token_ids) - len(news.token_ids), len(row.token_ids)):
+                on_token(Token(row.index, position, row.token_ids[position], row.logprobs[position], version))
+        stop, cut = row.group.request.sampling.stop, None
+        if stop:
+            cut = text_up_to_stop(row.token_ids, stop, stop_window(stop), self._decode)
+            if cut is not None and news.finish_reason is None:
+                self._llm.abort_request([name])
+        if cut is None and news.finish_reason is None:
+            return
+        if cut is None and news.finish_reason not in ("stop", "length"):
+            raise EngineError(f"prompt {row.group.request.prompt.id}: vLLM ended a sample with {news.finish_reason!r}.")
+        del self._rows[name]
+        self._finish(row, cut, stopped=cut is not None or news.finish_reason == "stop")
+
+    def _finish(self, row: _Row, cut: str | None, *, stopped: bool) -> None:
+        group = row.group
+        sample = Sample(
+            prompt_id=group.request.prompt.id,
+            index=row.index,
+            token_ids=tuple(row.token_ids),
+            sampler_logprobs=tuple(row.logprobs),
+            versions=tuple(row.versions),
+            finish_reason="stop" if stopped else "length",
+            text=self._decode(row.token_ids) if cut is None else cut,
+        )
+        group.samples.append(sample)
+        if group.on_sample is not None:
+            group.on_sample(sample)
+        if len(group.samples) == group.request.num_samples:
+            self._worker.keep(group.promise, tuple(sorted(group.samples, key=lambda s: s.index)))
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if not self._weights_awake and self._on_gpu:
+            self._llm.wake_up(["weights"])
+        self._llm.collective_rpc("hone_begin_weights")
+        fingerprint = Fingerprint()
+        for part in _parts(_complete(weights, self._shapes, fingerprint)):
+            if self._place.tensor_parallel > 1:  # the parts go to other processes
+                part = [(name, weight.cpu()) for name, weight in part]
+            self._llm.collective_rpc("hone_take_weights", args=(part,))
+        self._llm.collective_rpc("hone_finish_weights")
+        self._fingerprint = fingerprint.hexdigest()
+        self._weights_awake, self._weights_lost = True, False
+        self._loads += 1
+        self.version = version
+
+    def _sleep_if_idle(self) -> bool:
+        if self._rows:
+            return False
+        if self._awake:
+            if self._on_gpu:
+                self._llm.sleep(self._sleep_level)
+            else:
+                self._llm.reset_prefix_cache()
+            self._awake, self._weights_awake, self._weights_lost = False, False, self._sleep_level == 2
+        return True
+
+    def _wake(self) -> None:
+        if self._on_gpu and not self._awake:
+            self._llm.wake_up(["kv_cache"] if self._weights_awake else None)
+        self._awake, self._weights_awake = True, True
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises EngineError where vLLM would draw from another distribution than Hone's own engine."""
+    if sampling.temperature == 0:
+        return
+    if sampling.top_p < 1 and sampling.min_p > 0:
+        raise EngineError(
+            f"top_p = {sampling.top_p} with min_p = {sampling.min_p}: vLLM applies min_p before top_p, Hone after it, "
+            "which is another distribution. Use one of them."
+        )
+    if sampling.temperature < LEAST_TEMPERATURE:
+        raise EngineError(
+            f"temperature {sampling.temperature:g}: vLLM would sample with {LEAST_TEMPERATURE}. Use 0 for greedy."
+        )
+
+
+def _vllm_sampling(group: _Group, index: int) -> Any:
+    """vLLM's own settings for one sample."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    request, sampling = group.request, group.request.sampling
+    key = request_key(request.seed, request.stream, request.prompt.index)
+    greedy = sampling.temperature == 0
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=0 if greedy else sampling.top_k,
+        top_p=1.0 if greedy else sampling.top_p,
+        min_p=0.0 if greedy else sampling.min_p,
+        seed=sample_seed(key, index, request.first_position),
+        max_tokens=group.limit_tokens,
+        stop_token_ids=group.stop_ids,
+        ignore_eos=True,  # those that end a response are all in stop_token_ids
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _complete(
+    weights: Iterable[tuple[str, Tensor]], shapes: dict[str, tuple[int, ...]], fingerprint: Fingerprint
+) -> Iterator[tuple[str, Tensor]]:
+    """The same weights, checked to be all of the model's: vLLM itself only warns of a layer that did not come.
+
+    Raises EngineError when a name is missing, unknown or repeated, or a shape differs.
+    """
+    missing = dict(shapes)
+    for name, weight in weights:
+        weight = weight.detach()
+        if missing.pop(name, None) != tuple(weight.shape):
+            expected = f"has shape {shapes[name]}" if name in shapes else "is none of it"
+            raise EngineError(
+                f"weights: {name} came with shape {tuple(weight.shape)}; in the model that vLLM was started with it "
+                f"{expected}, and each comes once."
+            )
+        fingerprint.add(name, weight.shape, weight.dtype, weight.contiguous().view(-1).view(torch.uint8))
+        yield name, weight
+    if missing:
+        raise EngineError(f"weights: {len(missing)} of {len(shapes)} did not come, {min(missing)} among them.")
+
+
+def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    part, size = [], 0
+    for name, weight in weights:
+        part.append((name, weight))
+        size += weight.nbytes
+        if size >= PART_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[Any], object] | None) -> Any:
+    """The callback as another thread may call it."""
+    return callback and (lambda what: loop.call_soon_threadsafe(callback, what))
+
+
+def _start(arguments: dict[str, Any], on_gpu: bool) -> Any:
+    for name, value in (ENVIRONMENT | ({} if on_gpu else CPU_ENVIRONMENT)).items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+    except ImportError as error:
+        raise EngineError(f"vLLM cannot be imported ({error}). Install hone-rl[vllm]; see docs/vllm.md.") from error
+    check_version(vllm.__version__)
+    try:
+        return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+    except Exception as error:  # the boundary of vLLM: it may fail in any way, and its reason is what helps
+        raise EngineError(f"vLLM could not start with {arguments['model']}: {type(error).__name__}: {error}") from error
+
+
+def _stop(llm: Any) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm.engine_core.shutdown()
+    cleanup_dist_env_and_memory()

@@ -1,0 +1,110 @@
+"""How a run file's engine becomes the arguments that vLLM is started with. Pure: neither torch nor vllm is imported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from hone.config.vllm import VllmSettings
+from hone.errors import EngineError
+from hone.plan.architecture import architecture_from
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_BYTES = 1
+CPU_BLOCK_TOKENS = 32
+"""The smallest that vLLM's attention on a CPU takes. Its own choice of 128 lets short prompts share nothing."""
+WORKER_EXTENSION = "hone.rollout.vllm_worker.WeightsExtension"
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # several processes share the cores; a bound thread waits
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are made here, so that it is known which weights made them
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def supported_versions() -> SpecifierSet:
+    """Of vLLM, as the extra `vllm` of this package says."""
+    for line in requires("hone-rl") or ():
+        requirement = Requirement(line)
+        if requirement.name == "vllm":
+            return requirement.specifier
+    raise EngineError("this installation of hone-rl knows no extra `vllm`. Install it again.")
+
+
+def check_version(installed: str) -> None:
+    """Raises EngineError when this version of vLLM is not among those that Hone was tested with."""
+    supported = supported_versions()
+    if not supported.contains(installed, prereleases=True):
+        raise EngineError(
+            f"vLLM {installed} is installed, and Hone works with {supported}: new weights go in through parts of vLLM "
+            "that change between versions. Install hone-rl[vllm], or set cluster.engines.use = embedded."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VllmPlace:
+    """What the run file says elsewhere about an engine: its model, its lengths, its devices."""
+
+    folder: Path
+    """A Hugging Face directory: config.json and safetensors."""
+    precision: Literal["float32", "bfloat16"]
+    longest_tokens: int
+    """Of one prompt and its response."""
+    max_concurrent: int
+    """Sequences decoded together, at most."""
+    prefill_tokens: int
+    tensor_parallel: int = 1
+    memory_frac: float = 0.5
+    takes_turns: bool = False
+    """Whether the engine gives its memory to somebody else between `sleep` and `wake`."""
+    trust_remote_code: bool = False
+
+
+def engine_arguments(settings: VllmSettings, place: VllmPlace, *, on_gpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs`."""
+    max_len = settings.max_model_len or place.longest_tokens
+    sequences = settings.max_num_seqs or place.max_concurrent
+    least_budget = sequences if settings.enable_chunked_prefill else max(sequences, max_len)
+    arguments = settings.model_dump(exclude={"sleep_level", "distributed_executor_backend"}, exclude_none=True) | {
+        "model": str(place.folder),
+        "dtype": place.precision if settings.dtype == "auto" else settings.dtype,
+        "max_model_len": max_len,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": settings.max_num_batched_tokens or max(place.prefill_tokens, least_budget),
+        "enforce_eager": not on_gpu if settings.enforce_eager is None else settings.enforce_eager,
+        "tensor_parallel_size": place.tensor_parallel,
+        "gpu_memory_utilization": place.memory_frac,
+        "trust_remote_code": place.trust_remote_code,
+        "enable_sleep_mode": on_gpu and place.takes_turns,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the model's own would change temperature and truncation
+        "logprobs_mode": "processed_logprobs",
+        "async_scheduling": False,
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    if not on_gpu:
+        arguments.setdefault("block_size", CPU_BLOCK_TOKENS)
+    if place.tensor_parallel > 1:
+        arguments["distributed_executor_backend"] = settings.distributed_executor_backend
+    if not on_gpu and settings.kv_cache_memory_bytes is None:
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(settings, place, sequences=sequences, max_len=max_len)
+    return arguments
+
+
+def _cpu_cache_bytes(settings: VllmSettings, place: VllmPlace, *, sequences: int, max_len: int) -> int:
+    """What all sequences take at their longest, within `memory_frac` of this machine's memory."""
+    architecture = architecture_from(json.loads((place.folder / "config.json").read_text()), source=str(place.folder))
+    dtype = place.precision if settings.dtype == "auto" else settings.dtype
+    each = DTYPE_BYTES[dtype] if settings.kv_cache_dtype == "auto" else FP8_BYTES
+    per_token = architecture.kv_bytes_per_token(bytes_each=each, tensor_parallel=place.tensor_parallel)
+    block = settings.block_size or CPU_BLOCK_TOKENS
+    tokens = (sequences * -(-max_len // block) + 1) * block  # vLLM keeps a block for itself
+    return min(tokens * per_token, int(place.memory_frac * psutil.virtual_memory().total))

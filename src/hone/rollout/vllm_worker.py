@@ -1,0 +1,43 @@
+# pyright: reportMissingImports=false
+"""What Hone adds to vLLM's workers, one for each tensor-parallel rank: the way in for new weights.
+
+vLLM loads this class by its name into every worker, beside the methods of its own. A plain `load_weights` after the
+start fails half-way, for the start has packed the weights for its kernels; the layer-wise reload unpacks each layer,
+waits until all of it came, and packs it again into the same memory, so that CUDA graphs stay valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class WeightsExtension:
+    """Three calls for one version: begin, one or more parts, finish. After a failure the worker holds half of it."""
+
+    vllm_config: Any
+    model_config: Any
+    model_runner: Any
+
+    def hone_begin_weights(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.get_model())
+
+    def hone_take_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Whole tensors under Hugging Face names; of each, this rank takes its own part."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(weights)
+
+    def hone_finish_weights(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
