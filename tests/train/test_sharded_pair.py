@@ -1,7 +1,6 @@
 """Two ranks do what one process does: gradients, metrics, weights, columns."""
 
 import pytest
-import torch
 from gang import Gang
 from sharded_cases import Case, Found, trained
 
@@ -51,8 +50,10 @@ def assert_same(found: list[Found], expected: Found, *, rtol=1e-5, atol=1e-7):
         pytest.param(Case(lora=True, updates=2), id="adapter"),
         pytest.param(Case("kl_and_entropy", lora=True, precision="float32"), id="adapter and what is beneath"),
         pytest.param(Case("kl_and_entropy", updates=2, offload=("parameters", "reference")), id="offload"),
+        pytest.param(Case(updates=3, offload=("optimizer",)), id="moments on the host"),
         pytest.param(Case(mesh={"shard": 1}, updates=2), id="replicas"),
         pytest.param(Case(mesh={"tensor_parallel": 2}, updates=2), id="tensor parallel"),
+        pytest.param(Case("kl_and_entropy", mesh={"sequence_parallel": 2}, updates=2), id="sequence parallel"),
         pytest.param(Case("ppo", updates=3, samples_per_optimizer_step=7), id="critic"),
     ],
 )

@@ -34,8 +34,8 @@ class Sharded(Ranks):
     """The ranks of a mesh.
 
     Args:
-        offload: what waits in host memory while it is not used: `parameters` (with their gradients and moments, so that
-            the optimizer works there), `reference`.
+        offload: what waits in host memory while it is not used: `parameters` (master weights with their gradients and
+            moments, and the optimizer works there), `optimizer` (moments, which visit the device), `reference`.
     """
 
     def __init__(self, mesh: Mesh, *, offload: Sequence[str] = ()) -> None:
@@ -47,7 +47,7 @@ class Sharded(Ranks):
         self, model: CausalModel | ScalarModel, dtype: torch.dtype, *, settings: OptimizerSection, total_steps: int
     ) -> ShardedAdamW:
         weights = ShardedWeights(model, self.mesh, dtype, on_host="parameters" in self._offload)
-        return ShardedAdamW(weights, settings, total_steps=total_steps)
+        return ShardedAdamW(weights, settings, total_steps=total_steps, visiting="optimizer" in self._offload)
 
     def freeze(self, model: CausalModel, dtype: torch.dtype) -> None:
         if not list(model.requires_grad_(False).parameters()):

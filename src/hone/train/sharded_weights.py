@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hone.config.run import OptimizerSection
 from hone.model.base import CausalModel
@@ -38,6 +38,9 @@ from hone.train.mesh import Mesh
 from hone.train.optim import MOMENTS, AdamW, refuse_other_parameters
 
 T = TypeVar("T")
+
+VISIT_BYTES = 256 << 20
+"""Of master weights whose moments are on the device at one time."""
 
 
 def divide(model: CausalModel | ScalarModel, mesh: Mesh) -> None:
@@ -208,9 +211,15 @@ def like(parameter: DTensor, local: Tensor) -> DTensor:
 
 
 class ShardedAdamW(AdamW):
-    """On a `ShardedWeights`: this rank's share of moments and work."""
+    """On a `ShardedWeights`: this rank's share of moments and work.
 
-    def __init__(self, weights: ShardedWeights, settings: OptimizerSection, *, total_steps: int) -> None:
+    Args:
+        visiting: moments wait in host memory, and come to the device for their part of a step, `VISIT_BYTES` at a time.
+    """
+
+    def __init__(
+        self, weights: ShardedWeights, settings: OptimizerSection, *, total_steps: int, visiting: bool = False
+    ) -> None:
         super().__init__(settings, total_steps=total_steps)
         self._weights = weights
         self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in weights.trained.items()}
@@ -218,9 +227,15 @@ class ShardedAdamW(AdamW):
         rest = [self._local[name] for name, p in weights.trained.items() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
-        for local in self._local.values():
+        self._visits = list(_parts(self._local, VISIT_BYTES)) if visiting else [list(self._local)]
+        self._moments = {
+            name: {moment: _zeros_like(p, on_host=visiting) for moment in MOMENTS}
+            for name, p in weights.trained.items()
+        }
+        for name, local in self._local.items():
             applied = torch.zeros((), dtype=torch.float32, device=local.device)  # for the bias correction
-            self._adam.state[local] = {"step": applied, **{name: torch.zeros_like(local) for name in MOMENTS}}
+            moments = {moment: divided.to_local() for moment, divided in self._moments[name].items()}
+            self._adam.state[local] = {"step": applied, **moments}
 
     @property
     def weights(self) -> ShardedWeights:
@@ -248,18 +263,31 @@ class ShardedAdamW(AdamW):
             gradient.mul_(factor)
 
     def _apply(self, lr: float) -> None:
-        for (name, parameter), local in zip(self._weights.trained.items(), self._local.values(), strict=True):
-            gradient = parameter.grad
-            assert gradient is None or isinstance(gradient, DTensor), name
-            local.grad = torch.zeros_like(local) if gradient is None else gradient.to_local()
         for group in self._adam.param_groups:
             group["lr"] = lr
-        self._adam.step()
+        for names in self._visits:
+            for name in names:
+                local, gradient = self._local[name], self._weights.trained[name].grad
+                assert gradient is None or isinstance(gradient, DTensor), name
+                local.grad = torch.zeros_like(local) if gradient is None else gradient.to_local()
+                state = self._adam.state[local]
+                for moment in MOMENTS:
+                    state[moment] = state[moment].to(local.device, non_blocking=True)
+            self._adam.step()
+            for name in names:
+                local = self._local[name]
+                local.grad = None  # the next visit is of others
+                state = self._adam.state[local]
+                for moment, divided in self._moments[name].items():
+                    waiting = divided.to_local()
+                    if waiting.device != local.device:
+                        waiting.copy_(state[moment])
+                    state[moment] = waiting
         self._weights.put_away()
 
     def _clear_gradient(self) -> None:
-        for parameter, local in zip(self._weights.trained.values(), self._local.values(), strict=True):
-            parameter.grad = local.grad = None
+        for parameter in self._weights.trained.values():
+            parameter.grad = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `AdamW.state`. The tensors are `DTensor`s named `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`."""
@@ -283,11 +311,35 @@ class ShardedAdamW(AdamW):
         for name, parameter in self._weights.trained.items():
             yield f"master/{name}", parameter
             for moment in MOMENTS:
-                yield f"{moment}/{name}", like(parameter, self._adam.state[self._local[name]][moment])
+                yield f"{moment}/{name}", self._moments[name][moment]
 
     def _count_applied(self) -> None:
         for state in self._adam.state.values():
             state["step"].fill_(self.num_applied)
+
+
+def _zeros_like(parameter: DTensor, *, on_host: bool) -> DTensor:
+    """Divided as a parameter is, with each rank's share on the host if it is to wait there."""
+    if on_host and parameter.to_local().is_cuda:
+        host = torch.zeros_like(parameter, device="cpu", pin_memory=True, requires_grad=False)
+    else:
+        host = torch.zeros_like(parameter, requires_grad=False)
+    assert isinstance(host, DTensor)
+    return host
+
+
+def _parts(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[list[str]]:
+    """Names, as many at a time as tensors have `most_bytes` together, or one."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > most_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    if names:
+        yield names
 
 
 def _copies(parameter: DTensor) -> int:
@@ -308,6 +360,4 @@ def copy_shares(own: Mapping[str, DTensor], tensors: Mapping[str, Tensor]) -> No
 
 def whole_to_share(whole: Tensor, ours: DTensor) -> DTensor:
     """This rank's share of a tensor that every rank has."""
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(whole, ours.device_mesh, ours.placements, src_data_rank=None)
