@@ -87,6 +87,8 @@ class Fleet:
         self.lives = {name: [FakeReplica(name, self.seconds)] for name in names}
         self.observer = Observer()
         self.cannot_start = False
+        self.prepare = lambda replica: None
+        """Called with each replica that is started again."""
         self.router = Router(
             {name: lives[0] for name, lives in self.lives.items()},
             self.observer,
@@ -103,6 +105,7 @@ class Fleet:
         if self.cannot_start:
             raise EngineError("no device is left")
         self.lives[name].append(FakeReplica(name, self.seconds))
+        self.prepare(self.lives[name][-1])
         return self.lives[name][-1]
 
     def now(self, name):

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 from fakes import fake_run, run_virtually
-from replicas import Fleet, request, token_of
+from replicas import FakeReplica, Fleet, request, token_of
 
-from hone.errors import EngineError
+from hone.errors import ClusterError, EngineError
 from hone.loop import policy
 from hone.loop.audit import audit
 
@@ -158,7 +158,60 @@ def test_a_replica_with_other_bytes_is_not_asked():
         assert right(await fleet.router.generate(request(2)), 2) and not liar.requests
         return fleet.events("replica_down")[0]["why"]
 
-    assert virtually(test) == "version 1 hashes to torn in half in b, and to bytes of 1 in the first that loaded it"
+    assert virtually(test) == "version 1 hashes to torn in half in b, elsewhere to bytes of 1"
+
+
+def test_a_replica_that_was_started_while_the_trainer_moved_on_waits_for_the_next_version():
+    async def test(fleet):
+        load = FakeReplica.load
+
+        def prepare(replica):
+            async def of_the_next_version(weights, version):
+                await load(replica, weights, version)
+                replica.bytes = "bytes of 1"
+
+            replica.load = of_the_next_version
+
+        fleet.prepare = prepare
+        fleet.now("a").die()
+        await fleet.router.generate(request(0))
+        await asyncio.sleep(20)
+        late = fleet.now("a")
+        await fleet.router.generate(request(1))
+        assert late.loads == [0] and not late.requests and len(fleet.events("replica_down")) == 1
+        del late.load
+        await fleet.router.load([], 1)
+        await asyncio.gather(*(fleet.router.generate(request(i)) for i in (2, 3)))
+        assert late.loads == [0, 1] and len(late.requests) == 1
+
+    virtually(test)
+
+
+def test_a_trainer_that_cannot_give_weights_is_no_fault_of_the_replicas():
+    async def test(fleet):
+        async def fail(weights, version):
+            raise ClusterError("publishing version 1: trainer rank 0 died")
+
+        for name in "ab":
+            fleet.now(name).load = fail
+        with pytest.raises(ClusterError, match="rank 0 died"):
+            await fleet.router.load([], 1)
+        assert not fleet.events("replica_down")
+
+    virtually(test)
+
+
+def test_whoever_waits_for_a_replica_hears_that_there_are_no_weights_for_it():
+    async def test(fleet):
+        async def fail(weights, version):
+            raise ClusterError("publishing version 0: trainer rank 0 died")
+
+        fleet.prepare = lambda replica: setattr(replica, "load", fail)
+        fleet.now("a").die()
+        with pytest.raises(ClusterError, match="rank 0 died"):
+            await fleet.router.generate(request(0))
+
+    virtually(test, "a")
 
 
 def test_with_nobody_left_the_message_says_what_each_died_of():

@@ -23,7 +23,7 @@ from hone.build.sampling import embedded_engine
 from hone.build.workers import Workers
 from hone.cluster.actors import EngineActor, Seat, TrainerRank
 from hone.cluster.engine import RemoteEngine
-from hone.cluster.ray import RayCluster
+from hone.cluster.ray import RayCluster, take_sigterm_back
 from hone.cluster.trainer import RemoteTrainer
 from hone.cluster.weights import bucket_bytes
 from hone.config.cluster import Role
@@ -138,9 +138,11 @@ async def workers_on_ray(job: Job, needs: frozenset[str], saved: Saved | None) -
     crew = Crew(job, cluster, Blueprint.of(job, needs))
     try:
         await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
+        take_sigterm_back()
         trainer, engine = await _unless_stopped(job, crew.assemble(saved))
         try:
-            yield Workers(trainer, engine, weights_are_shared=False, takes_turns=job.topology.colocated)
+            with job.observer.watching(engine.metrics):
+                yield Workers(trainer, engine, weights_are_shared=False, takes_turns=job.topology.colocated)
         finally:
             await engine.close()
     finally:

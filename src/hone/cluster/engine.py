@@ -115,10 +115,10 @@ class RemoteEngine:
         self._refuse_if_failed()
         try:
             return await wait_for_one(self.name, call, what, timeout_s or self._timeout_s)
-        except HoneError as error:
-            if isinstance(error, ClusterError):
-                self._fail(EngineError(str(error)))
-            raise
+        except ClusterError as error:
+            failure = EngineError(str(error))
+            self._fail(failure)
+            raise failure from error
 
     def _send_when_quiet(self, seen: int) -> None:
         """Send new requests all at once, after a pass of the event loop that brought no more of them."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -40,6 +41,7 @@ class RemoteTrainer:
         self._timeout_s, self._bucket_size = timeout_s, bucket_size
         self._config: PreTrainedConfig | None = None
         self._open = ExitStack()
+        self._asking = threading.Lock()
 
     def start(self, make: MakeTrainer, *, is_one_machine: bool, timeout_s: float) -> None:
         """Build the trainer on every rank. On one machine they meet in a file, and no port is opened for it."""
@@ -93,7 +95,7 @@ class RemoteTrainer:
             ClusterError: a rank has failed. An engine that did is in `Published.failed`.
         """
         settings = {"version": version, "bucket_size": self._bucket_size, "timeout_s": self._timeout_s}
-        calls = {name: rank.publish.remote(dict(engines), **settings) for name, rank in self._ranks.items()}
+        calls = self._ask("publish", dict(engines), **settings)
         # Each engine may use up its time; only then is it the rank that is stuck.
         return wait_for_all(calls, f"publishing version {version}", 2 * self._timeout_s)[0]
 
@@ -107,7 +109,7 @@ class RemoteTrainer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Trainer.state`; copies."""
-        calls = {name: rank.state.remote() for name, rank in self._ranks.items()}
+        calls = self._ask("state")
         return wait_for_all(calls, "gathering the trainer's state", self._timeout_s)[0]
 
     def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
@@ -116,7 +118,7 @@ class RemoteTrainer:
 
     def vitals(self) -> list[Vitals]:
         """Of every rank, also while it computes."""
-        return wait_for_all({name: rank.ping.remote() for name, rank in self._ranks.items()}, "ping", self._timeout_s)
+        return wait_for_all(self._ask("ping"), "ping", self._timeout_s)
 
     def close(self) -> None:
         """End all ranks; what they have not told is lost."""
@@ -133,12 +135,17 @@ class RemoteTrainer:
         return self._gather(master=False)
 
     def _gather(self, *, master: bool) -> list[tuple[str, Tensor]]:
-        calls = {name: rank.weights.remote(master=master) for name, rank in self._ranks.items()}
+        calls = self._ask("weights", master=master)
         return wait_for_all(calls, "gathering weights", self._timeout_s)[0]
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
-        calls = {name: rank.call.remote(method, *args, **named) for name, rank in self._ranks.items()}
-        return wait_for_all(calls, method, self._timeout_s)[0]
+        return wait_for_all(self._ask("call", method, *args, **named), method, self._timeout_s)[0]
+
+    def _ask(self, method: str, *args: Any, **named: Any) -> dict[str, Any]:
+        """Call every rank. Calls of several threads reach all in one order; else ranks that work together would wait
+        for each other for ever."""
+        with self._asking:
+            return {name: getattr(rank, method).remote(*args, **named) for name, rank in self._ranks.items()}
 
 
 class RemoteWeights:

@@ -49,6 +49,12 @@ METRICS: dict[str, Metric] = {
     "rollout/staleness_max": Metric("policy updates", "Largest such age; never above rollout.max_staleness."),
     "rollout/tokens_per_s": Metric("tokens/s", "Tokens that the policy wrote, per second of the whole step."),
     "rollout/samples_per_s": Metric("samples/s", "Samples per second of the whole step."),
+    "engine/replicas_up": Metric("engines", "Replicas that are up; below cluster's number one is being started again."),
+    "engine/requeued": Metric("requests", "Drawn by another replica because theirs was lost, since the previous line."),
+    "engine/<replica>_samples": Metric("samples", "That this replica has drawn since the previous line."),
+    "engine/<replica>_queue_peak": Metric(
+        "samples", "Most that were being drawn by this replica, or waited there, at one time since the previous line."
+    ),
     "reward/<component>_mean": Metric("score", "Mean score of one reward component, before its weight."),
     "reward/<component>_std": Metric("score", "Standard deviation of that component's scores."),
     "reward/<component>_min": Metric("score", "Smallest score of that component."),

@@ -12,8 +12,8 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -93,7 +93,7 @@ class Observer:
             last_step=self._metrics.last_step,
         )
         self._summary = Summary.begin(folder, title=title, versions=versions(), resume=resume)
-        self._watched: Callable[[], Mapping[str, float]] = dict
+        self._watched: list[Callable[[], Mapping[str, float]]] = []
         self._process = psutil.Process()
         self._peak_gib = 0.0
         self._not_finite: set[str] = set()
@@ -114,7 +114,16 @@ class Observer:
 
     def watch(self, measure: Callable[[], Mapping[str, float]]) -> None:
         """Add what this measures to every line of metrics, in place of the observer's own figure of that name."""
-        self._watched = measure
+        self._watched.append(measure)
+
+    @contextmanager
+    def watching(self, measure: Callable[[], Mapping[str, float]]) -> Iterator[None]:
+        """As `watch`, for a while."""
+        self.watch(measure)
+        try:
+            yield
+        finally:
+            self._watched.remove(measure)
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Time what happens inside: `time/<name>_s` of the next line, and an event with `args` in trace.json."""
@@ -134,7 +143,8 @@ class Observer:
         """
         line: dict[str, float] = {f"time/{name}_s": seconds for name, seconds in self._spans.take_seconds().items()}
         line |= self._memory()
-        line |= self._watched()
+        for measure in self._watched:
+            line |= measure()
         line |= {name: value if type(value) is int else float(value) for name, value in values.items()}
         for name in line:
             find_metric(name)

@@ -7,6 +7,7 @@
   drawn elsewhere with the same randomness. What a replica says after it was given up is not listened to.
 - Replicas that hold a version hold the same bytes: their fingerprints are compared at every publish.
 - Every wait has a deadline; a run that ends because no engine is left says what each one died of.
+- EngineError is a replica's end. Other errors are of the request, the trainer or Hone; whoever waits gets them.
 
 It starts no process: `restart` does. Who waits: `generate` for a replica that may sample, `load` for one that is up.
 Who wakes them: `_changed`, whenever a replica comes up, gets a version, goes down or is given up.
@@ -35,8 +36,6 @@ T = TypeVar("T")
 
 Restart = Callable[[str], Awaitable[Engine]]
 """Starts the replica of a name again. Whatever it started must be gone when it fails or is cancelled."""
-_FAILURES = (EngineError, ClusterError)
-"""Of a replica; all other errors are of the request or of Hone, and end the run."""
 _CLOSE_S = 15.0
 
 
@@ -48,6 +47,8 @@ class _Offer:
     version: int
     fingerprint: str | None = None
     """Of the first replica that loaded them."""
+    failure: ClusterError | None = None
+    """Why the trainer cannot give them any more."""
 
 
 class Router:
@@ -108,8 +109,10 @@ class Router:
         """See `Engine.load`: to all replicas at the same time. One that fails is down; one at least must succeed.
 
         Args:
-            weights: gone through once for each replica, and again for one that is started later: they must stay what
-                they are until the next call.
+            weights: gone through once for each replica, and again for one that is started later. Where the trainer has
+                moved on by then, their fingerprint tells, and that replica waits for the next call.
+        Raises:
+            ClusterError: the trainer failed to give them.
         """
         self._offer = _Offer(weights, version)
         self._may_start.set()
@@ -208,7 +211,7 @@ class Router:
         try:
             with self._witness.during(replica.name, "generate"):
                 await self._alive(replica, life, draw(), "sampling", lambda: life.seen_at + self._silence_s)
-        except _FAILURES as error:
+        except EngineError as error:
             self._lose(replica, life, str(error))
             return False
         else:
@@ -225,41 +228,43 @@ class Router:
 
     # ---- one replica
 
-    async def _publish(self, replica: Replica, life: Life) -> None:
-        """Give a replica what is on offer, unless it has it. One that fails is lost."""
+    async def _publish(self, replica: Replica, life: Life, *, is_late: bool = False) -> None:
+        """Give a replica what is on offer, unless it has it. One that fails is lost, and so is one that then holds
+        other bytes than the others; unless it `is_late`, when they may be those of the next version already."""
         async with life.loading:
             offer = self._offer  # not earlier: it may have been replaced while another publish went on
             if offer is None or life.version == offer.version:
                 return
-            if await self._do(replica, life, "publish", lambda: self._load(replica, life, offer)):
+            fingerprint = await self._do(replica, life, "publish", lambda: self._load(life, offer))
+            if fingerprint is None:
+                return
+            offer.fingerprint = offer.fingerprint or fingerprint
+            if fingerprint == offer.fingerprint:
                 life.version = offer.version
-                self._witness.event(
-                    "published", version=offer.version, replica=replica.name, fingerprint=offer.fingerprint
-                )
+                self._witness.event("published", version=offer.version, replica=replica.name, fingerprint=fingerprint)
                 self._changed()
+            elif not is_late:
+                ours, theirs = offer.fingerprint[:12], fingerprint[:12]
+                self._lose(
+                    replica, life, f"version {offer.version} hashes to {theirs} in {replica.name}, elsewhere to {ours}"
+                )
 
-    async def _load(self, replica: Replica, life: Life, offer: _Offer) -> None:
-        """Raises EngineError when the replica then holds other bytes than the others."""
+    async def _load(self, life: Life, offer: _Offer) -> str:
+        """Returns the fingerprint of what the engine then holds."""
         await life.engine.load(offer.weights, offer.version)
-        loop = asyncio.get_running_loop()
-        fingerprint = await loop.run_in_executor(self._threads, life.engine.fingerprint)
-        offer.fingerprint = offer.fingerprint or fingerprint
-        if fingerprint != offer.fingerprint:
-            raise EngineError(
-                f"version {offer.version} hashes to {fingerprint[:12]} in {replica.name}, and to "
-                f"{offer.fingerprint[:12]} in the first that loaded it"
-            )
+        return await asyncio.get_running_loop().run_in_executor(self._threads, life.engine.fingerprint)
 
-    async def _do(self, replica: Replica, life: Life, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Have a replica do something else than sample. False when it is lost."""
+    async def _do(
+        self, replica: Replica, life: Life, what: str, work: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T | None:
+        """Have a replica do something else than sample. None when it is lost."""
         deadline = self._now() + self._silence_s
         try:
             with self._witness.during(replica.name, what):
-                await self._alive(replica, life, work(), what, lambda: deadline)
-        except _FAILURES as error:
+                return await self._alive(replica, life, work(), what, lambda: deadline)
+        except EngineError as error:
             self._lose(replica, life, str(error))
-            return False
-        return True
+            return None
 
     async def _alive(
         self, replica: Replica, life: Life, work: Coroutine[Any, Any, T], what: str, deadline: Callable[[], float]
@@ -329,8 +334,12 @@ class Router:
 
     async def _bring_up_to_date(self, replica: Replica, life: Life) -> None:
         """Publish to a replica that was just started. If it fails, that is its end, and another start."""
-        while self._offer is not None and not life.end.done() and life.version != self._offer.version:
-            await self._publish(replica, life)
+        if (offer := self._offer) is not None:
+            try:
+                await self._publish(replica, life, is_late=True)
+            except ClusterError as failure:
+                offer.failure = failure
+                self._changed()
         if not self._awake and not life.end.done():
             await self._do(replica, life, "sleep", life.engine.sleep)
 
@@ -340,9 +349,12 @@ class Router:
         return [(replica, replica.life) for replica in self._replicas if replica.life is not None]
 
     async def _wait_for_change(self, deadline: float, what: str) -> None:
-        """Until something happens to a replica. Raises EngineError when nothing can any more, or did in time."""
+        """Until something happens to a replica. Raises EngineError when nothing can any more, or did in time, and what
+        the trainer failed with when there are no weights."""
         if self._closed:
             raise EngineError(f"{what}: the engine was closed.")
+        if self._offer is not None and self._offer.failure is not None:
+            raise self._offer.failure
         died = "; ".join(f"{r.name}: {r.why or 'is up, but holds no weights yet'}" for r in self._replicas)
         if all(replica.given_up for replica in self._replicas):
             raise EngineError(f"{what}: no engine is left. {died}")
@@ -370,7 +382,7 @@ def _kept(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> as
 
 async def _end(engine: Engine) -> None:
     """Close an engine that was given up, as far as it can be."""
-    with contextlib.suppress(*_FAILURES):
+    with contextlib.suppress(EngineError):
         await _close(engine)
 
 
