@@ -35,6 +35,7 @@ from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
 from hone.model.load import Implementation, is_ours, replaced_when_whole
+from hone.model.sequence import Sequences
 
 FUSED = {
     "qkv_proj": ("self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -273,6 +274,10 @@ class AdapterOff(CausalModel):
     def policy(self) -> CausalModel:
         """The model that has the adapter."""
         return self._policy[0]
+
+    @property
+    def sequences(self) -> Sequences:  # type: ignore[override]
+        return self.policy.sequences
 
     @property
     def output_weight(self) -> Tensor:
