@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 from hone.cluster.devices import VARIABLE, Split, split_devices, visible_devices
-from hone.cluster.placement import topology_here
+from hone.cluster.placement import not_run_yet, topology_here
 from hone.cluster.services import Services
 from hone.config.derived import unused_services
 from hone.config.load import Loaded
 from hone.config.run import RunConfig
 from hone.config.topology import Topology
+from hone.errors import PlacementError
 
 
 def claim_devices(config: RunConfig) -> Split:
@@ -30,10 +31,13 @@ def placed(config: RunConfig) -> Topology:
     """Who works on which devices of this machine and its like. Comes before `claim_devices` hides some of them.
 
     Raises:
-        PlacementError: what the run file asks for is impossible here.
+        PlacementError: what the run file asks for is impossible here, or not run yet.
     """
     looks = config.cluster.backend == "ray" and config.run.device != "cpu"
-    return topology_here(config, visible_devices() if looks else ())
+    topology = topology_here(config, visible_devices() if looks else ())
+    if reasons := not_run_yet(topology):
+        raise PlacementError(". ".join(reasons))
+    return topology
 
 
 def unused_notes(config: RunConfig) -> list[str]:

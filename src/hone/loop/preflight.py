@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from hone.cluster.devices import split_devices, visible_devices
-from hone.cluster.placement import topology_here
+from hone.cluster.placement import not_run_yet, topology_here
 from hone.config.derived import longest_tokens, service_uses, services_of, unused_services
 from hone.config.load import Loaded, load_rewards
 from hone.config.report import CheckReport
@@ -89,6 +89,7 @@ def check_placement(config: RunConfig, findings: Findings) -> None:
     try:
         findings.topology = topology_here(config, visible_devices())
         findings.lines += topology_lines(findings.topology)
+        findings.not_checked += [f"hone train would refuse it: {reason}" for reason in not_run_yet(findings.topology)]
     except PlacementError as error:
         findings.problems.append(str(error))
 
@@ -270,10 +271,12 @@ async def check_rewards(config: RunConfig, folder: Path, services: Mapping[str, 
     findings.not_checked += [
         f"rewards of service {name}: it is started with the run; `hone check --services` starts it" for name in waiting
     ]
+    placed = [c for c in config.reward.components if c.use == "reward_model" and config.cluster.backend != "local"]
+    findings.not_checked += [f"reward {component_name(c)}: its model is for the cluster's devices" for c in placed]
     components = tuple(
         c
         for c in config.reward.components
-        if c.use not in OF_SHAPE and not any(name in waiting for _, name in services_of(c))
+        if c.use not in OF_SHAPE and c not in placed and not any(name in waiting for _, name in services_of(c))
     )
     findings.not_checked += [
         f"reward {component_name(c)}: a gold answer alone says nothing about it"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from hone.plan.activations import (
     Pass,
@@ -21,7 +22,7 @@ from hone.plan.activations import (
     saved_per_token,
 )
 from hone.plan.architecture import GIB, Architecture
-from hone.plan.embedded import Embedded
+from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import Engine
 from hone.plan.ledger import Moment, Term, moment, term
 from hone.plan.local import PROCESS_BYTES as CPU_PROCESS_BYTES
@@ -197,7 +198,7 @@ class Pool:
     """The frozen copy of the policy; None where there is none, or an adapter switched off is one."""
     reference_on_host: bool = False
     engine: Engine | Embedded | None = None
-    judge: Engine | None = None
+    judge: Engine | Reader | None = None
     engine_sleeps: int = 2
     judge_sleeps: bool = True
     trainer_leaves: bool = False
@@ -268,16 +269,28 @@ def _idle(pool: Pool) -> list[Term]:
 
 
 def host_moments(pools: list[Pool], *, per_node: int) -> list[Moment]:
-    """What one machine's memory holds, at its most over the machines."""
-    found: list[Moment] = []
-    devices = sum(pool.devices for pool in pools)
-    local = min(per_node, devices)
+    """What the memory of the fullest machine holds; pools take devices in their order, machine by machine."""
+    ends = [*accumulate(pool.devices for pool in pools)]
+    machines = range(-(-ends[-1] // per_node))
+    found = []
+    for first in (machine * per_node for machine in machines):
+        here = [
+            max(0, min(end, first + per_node) - max(end - pool.devices, first))
+            for pool, end in zip(pools, ends, strict=True)
+        ]
+        found.append([*_machine(list(zip(pools, here, strict=True)))])
+    return max(found, key=lambda moments: max(one.bytes for one in moments))
+
+
+def _machine(pools: list[tuple[Pool, int]]) -> Iterator[Moment]:
+    """What a machine's memory holds, that has so many devices of each pool."""
+    local = sum(devices for _, devices in pools)
     processes = term("processes", local * PROCESS_BYTES, f"{local} x 3 GiB (estimate)")
     held: list[Term] = []
     leaving: list[Term] = []
     staged: list[Term] = []
-    for pool in pools:
-        share = min(per_node, pool.devices) / pool.devices
+    for pool, devices in pools:
+        share = devices / pool.devices
         for model in (one for one in (pool.policy, pool.critic) if one):
             count = model.trained
             if model.offload:
@@ -289,10 +302,9 @@ def host_moments(pools: list[Pool], *, per_node: int) -> list[Moment]:
             count, p = pool.reference.architecture.total_parameters, pool.reference.work.bytes_each
             held.append(term("reference", p * count * share, f"{p} B x {count:,} parameters"))
         if pool.engine and pool.engine_sleeps == 1:
-            size = pool.engine.weights_bytes * min(per_node, pool.devices)
+            size = pool.engine.weights_bytes * devices
             held.append(term("sleeping engines' weights", size, "sleep level 1", "placement.engine.sleep_level"))
-    found.append(moment("rollout", "sampling", processes, held, leaving))
-    found.append(moment("update", "training", processes, held))
-    if staged:
-        found.append(moment("checkpoint", "saving", processes, held, staged))
-    return found
+    yield moment("rollout", "sampling", processes, held, leaving)
+    yield moment("update", "training", processes, held)
+    if any(one.bytes for one in staged):
+        yield moment("checkpoint", "saving", processes, held, staged)

@@ -1,6 +1,6 @@
-"""Hone's own engine as a replica on a device of its own: `local.py`'s closed forms, and the weights.
+"""Hone's own engine and reward models as replicas on devices of their own: `local.py`'s closed forms, and the weights.
 
-Its cache grows to what is in flight and stays; while others work, it keeps weights and cache.
+An engine's cache grows to what is in flight and stays; while others work, it keeps weights and cache.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from dataclasses import dataclass, replace
 
 from hone.plan.architecture import Architecture
 from hone.plan.ledger import Term, term
-from hone.plan.local import LocalSettings, engine_terms
+from hone.plan.local import LocalSettings, engine_terms, reading_terms
 from hone.plan.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
+class _Whole:
     """One replica, whole on one device."""
 
     settings: LocalSettings
-    workload: Workload
-    """Its share of what is sampled."""
 
     @property
     def architecture(self) -> Architecture:
@@ -29,10 +27,34 @@ class Embedded:
     def weights_bytes(self) -> int:
         return self.settings.work.bytes_each * self.architecture.total_parameters
 
+    def weights(self, name: str) -> Term:
+        count, p = self.architecture.total_parameters, self.settings.work.bytes_each
+        return term(f"{name}: weights", self.weights_bytes, f"{p} B x {count:,} parameters", "run.precision")
+
+
+@dataclass(frozen=True, slots=True)
+class Reader(_Whole):
+    """A reward model; it stays on its device while others work."""
+
+    def terms(self) -> list[Term]:
+        """What it holds while it reads."""
+        return [self.weights("reward model"), *reading_terms(self.settings)]
+
+    def asleep_terms(self, level: int) -> list[Term]:
+        """What it holds while it reads nothing, whatever the level."""
+        return self.terms() if level == 0 else [self.weights("reward model")]
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded(_Whole):
+    """An engine."""
+
+    workload: Workload
+    """Its share of what is sampled."""
+
     def terms(self) -> list[Term]:
         """What it holds while it samples."""
-        count, p = self.architecture.total_parameters, self.settings.work.bytes_each
-        weights = term("engine: weights", self.weights_bytes, f"{p} B x {count:,} parameters", "run.precision")
+        weights = self.weights("engine")
         working = (replace(one, name=f"engine: {one.name}") for one in engine_terms(self.settings, self.workload))
         return [weights, *working]
 

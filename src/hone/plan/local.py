@@ -149,13 +149,21 @@ def _states(prefix: str, count: int, p: int) -> Iterator[Term]:
         yield term(f"{prefix}compute copy", 2 * count, f"2 B x {count:,} parameters", "run.precision")
 
 
-# ---- rollout
+# ---- replicas on devices of their own
+
+
+def reading_terms(settings: LocalSettings) -> list[Term]:
+    """What a reward model holds besides weights while it reads."""
+    return [*_layer_forward(_reading(settings.work, settings.architecture))]
 
 
 def engine_terms(settings: LocalSettings, workload: Workload) -> list[Term]:
     """What Hone's engine holds besides weights at its fullest moment."""
     working = ([*part(settings, workload)] for part in (_sampling, _growth, _prefill))
     return [*_cache(settings, workload), *max(working, key=lambda terms: sum(one.bytes for one in terms))]
+
+
+# ---- rollout
 
 
 def _rows(settings: LocalSettings, workload: Workload) -> int:
@@ -247,7 +255,12 @@ def _prefill(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
 
 def _reward_pass(settings: LocalSettings) -> Pass:
     largest = max((arch for _, arch in settings.reward_models), key=lambda arch: arch.active_parameters)
-    return replace(settings.work, architecture=largest, tokens=16384, has_logits=False)
+    return _reading(settings.work, largest)
+
+
+def _reading(work: Pass, architecture: Architecture) -> Pass:
+    """One forward pass of a reward model, as large as its reward makes it unless told otherwise."""
+    return replace(work, architecture=architecture, tokens=16384, has_logits=False)
 
 
 def _layer_forward(work: Pass) -> Iterator[Term]:

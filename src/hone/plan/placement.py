@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from hone.config.cluster import EnginesSection
 from hone.config.run import RunConfig, Section, key
 from hone.config.topology import Topology, judge_services, reward_models
+from hone.config.vllm import VllmSettings
 from hone.config.wording import nearest
 from hone.errors import ConfigError
 
@@ -135,15 +136,16 @@ def placement_of(config: RunConfig, topology: Topology, given: Placement) -> Pla
         given: by the command line.
     """
     cluster, trainer = config.cluster, config.cluster.trainer
+    args = VllmSettings.of(cluster.engines.args)
+    engine = _engine(cluster.engines, config.rollout.prefill_tokens)
     said: dict[str, Any] = {
         "mode": "colocated" if topology.colocated else "separate",
         "tensor_parallel": trainer.tensor_parallel,
         "context_parallel": trainer.sequence_parallel,
         "shard": trainer.shard and trainer.shard * trainer.tensor_parallel,
-        "offload_optimizer": "optimizer" in trainer.offload,
-        "offload_trainer": "parameters" in trainer.offload,
+        "offload_optimizer": bool({"parameters", "optimizer"}.intersection(trainer.offload)),
         "offload_reference": "reference" in trainer.offload,
-        "engine": _engine(cluster.engines),
+        "engine": engine | {"graphs": not args.enforce_eager, "sleep_level": args.sleep_level},
     }
     if topology.judges:
         said["judge"] = _judge(config)
@@ -162,14 +164,14 @@ def sizes_given(placement: Placement) -> bool:
     return bool(keys.intersection(SIZES)) or bool(placement.judge and "devices" in placement.judge.model_fields_set)
 
 
-def _engine(section: EnginesSection) -> dict[str, Any]:
-    args = section.args
-    said = {"tensor_parallel": section.tensor_parallel, "memory_frac": section.memory_frac}
-    said |= {ours: args[theirs] for ours, theirs in _ENGINE_ARGS.items() if theirs in args}
-    return said | ({"graphs": not args["enforce_eager"]} if "enforce_eager" in args else {})
-
-
-_ENGINE_ARGS = {"max_batched_tokens": "max_num_batched_tokens", "max_samples": "max_num_seqs"}
+def _engine(section: EnginesSection, prefill_tokens: int) -> dict[str, Any]:
+    args = VllmSettings.of(section.args)
+    samples = {"max_samples": args.max_num_seqs} if args.max_num_seqs is not None else {}
+    return samples | {
+        "tensor_parallel": section.tensor_parallel,
+        "memory_frac": section.memory_frac,
+        "max_batched_tokens": args.max_num_batched_tokens or max(prefill_tokens, args.max_num_seqs or 0),
+    }
 
 
 def _judge(config: RunConfig) -> dict[str, Any]:
@@ -178,8 +180,7 @@ def _judge(config: RunConfig) -> dict[str, Any]:
     asked = next(one.args for one in config.reward.components if one.args.get("service") == service)
     lengths = {"prompt_tokens": "prompt_length", "response_tokens": "response_length"}
     said = {ours: asked[theirs] for ours, theirs in lengths.items() if isinstance(asked.get(theirs), int)}
-    engine = _engine(config.cluster.judge)
-    engine.pop("graphs", None)
+    engine = _engine(config.cluster.judge, JudgePlacement.model_fields["max_batched_tokens"].default)
     return {"model": config.services[service].policy, **said, **engine}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hone.config.cluster import Role
 from hone.plan.cluster import BUCKET_BYTES, Pool, Trained, adapter_of
-from hone.plan.embedded import Embedded, share_of
+from hone.plan.embedded import Embedded, Reader, share_of
 from hone.plan.engine import Engine, EngineSettings
 from hone.plan.inputs import Inputs, bytes_each, key_in, microbatch
 from hone.plan.local import LocalSettings
@@ -113,18 +113,7 @@ def _engine(inputs: Inputs, devices: int) -> Engine | Embedded:
     placement, lengths = inputs.placement.engine, inputs.workload.lengths
     concurrent = placement.max_samples or inputs.config.rollout.max_concurrent_samples
     if inputs.topology is not None and inputs.config.cluster.engines.use == "embedded":
-        settings = LocalSettings(
-            architecture=inputs.architecture,
-            critic=None,
-            reward_models=(),
-            work=microbatch(inputs, bytes_each=bytes_each(inputs)),
-            max_concurrent=concurrent,
-            prefill_tokens=inputs.config.rollout.prefill_tokens,
-            is_gpu=inputs.hardware.kind == "gpu",
-            max_positions=inputs.architecture.max_positions,
-            has_computed=True,
-        )
-        return Embedded(settings, share_of(inputs.workload, devices))
+        return Embedded(_local_settings(inputs), share_of(inputs.workload, devices))
     return Engine(
         EngineSettings(
             architecture=inputs.architecture,
@@ -141,8 +130,24 @@ def _engine(inputs: Inputs, devices: int) -> Engine | Embedded:
     )
 
 
-def _scorer(inputs: Inputs, scorer: JudgePlacement) -> Engine:
+def _local_settings(inputs: Inputs) -> LocalSettings:
+    return LocalSettings(
+        architecture=inputs.architecture,
+        critic=None,
+        reward_models=(),
+        work=microbatch(inputs, bytes_each=bytes_each(inputs)),
+        max_concurrent=inputs.config.rollout.max_concurrent_samples,
+        prefill_tokens=inputs.config.rollout.prefill_tokens,
+        is_gpu=inputs.hardware.kind == "gpu",
+        max_positions=inputs.architecture.max_positions,
+        has_computed=True,
+    )
+
+
+def _scorer(inputs: Inputs, scorer: JudgePlacement) -> Engine | Reader:
     assert inputs.judge is not None, "a judge has an architecture"
+    if inputs.topology is not None and not scorer.writes:
+        return Reader(replace(_local_settings(inputs), architecture=inputs.judge))
     settings = EngineSettings(
         architecture=inputs.judge,
         tensor_parallel=scorer.tensor_parallel,

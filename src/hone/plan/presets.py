@@ -21,6 +21,11 @@ from hone.plan.architecture import Architecture, architecture_from
 MODELS = Path(__file__).parent / "models"
 VARIANTS = ("-instruct", "-base", "-chat", "-it", "-hf", "-thinking", "-instruct-2507", "-thinking-2507")
 """What is added to a model's name for other weights of the same shape."""
+SAME_SHAPE = {
+    "deepseek-grm-16b": "deepseek-v2-lite",
+    "skywork-reward-llama-3.1-8b-v0.2": "llama-3.1-8b",
+}
+"""Judges and reward models that were made of a shipped shape."""
 SPECIAL_CHARACTER_TOKENS = 2
 """Padding and end, which a tokenizer of `model.characters` has besides; a test compares it with `data.chat`'s."""
 
@@ -39,6 +44,7 @@ def known_architecture(name: str) -> Architecture | None:
 
 def _known_config(name: str) -> Mapping[str, Any] | None:
     short = name.rpartition("/")[2].lower()
+    short = SAME_SHAPE.get(short, short)
     endings = [""] + [ending for ending in VARIANTS if short.endswith(ending)]
     for ending in sorted(endings, key=len, reverse=True):
         stem = short.removesuffix(ending)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hone.plan import time
 from hone.plan.cluster import Pool, Trained
-from hone.plan.embedded import Embedded
+from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import Engine
 from hone.plan.inputs import Inputs, bytes_each, checkpointing_of
 from hone.plan.time import CPU, GPU, GPU_EAGER, Efficiency, Learner, Sampler, StepTime
@@ -57,8 +57,8 @@ def _sampler(inputs: Inputs, pools: Sequence[Pool]) -> Sampler:
     return _of_engine(pool.engine, pool.devices)
 
 
-def _of_engine(engine: Engine | Embedded, devices: int) -> Sampler:
-    if isinstance(engine, Embedded):
+def _of_engine(engine: Engine | Embedded | Reader, devices: int) -> Sampler:
+    if not isinstance(engine, Engine):
         concurrent = engine.settings.max_concurrent
         return Sampler(engine.architecture, devices, 1, concurrent, math.inf, engine.settings.work.bytes_each)
     settings, each = engine.settings, engine.settings.tensor_parallel
