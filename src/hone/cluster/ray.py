@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -205,6 +206,15 @@ class RayCluster:
         order = {node: number for number, node in enumerate(dict.fromkeys(where[i] for i in sorted(where)))}
         self._places = sorted(where, key=lambda bundle: (order[where[bundle]], bundle))
         self._nodes = [where[bundle] for bundle in self._places]
+
+
+def take_sigterm_back() -> None:
+    """Give SIGTERM to whoever handled it before Ray began: Ray's own way is to show a stack and abort 3 s later.
+
+    To be called on the main thread once Ray is there.
+    """
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    signal.siginterrupt(signal.SIGTERM, False)
 
 
 def _stay_on_loopback() -> None:
