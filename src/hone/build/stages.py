@@ -7,8 +7,10 @@ that is resumed goes on from the same bytes as one that never stopped.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 from hone.algo.algorithm import Algorithm
@@ -40,8 +42,10 @@ from hone.loop.reward_model import RewardModelRun, train_reward_model
 from hone.loop.reward_model import total_steps as pair_steps
 from hone.loop.run import PolicyRun
 from hone.loop.sft import SftRun, imitation_rows, total_steps, train_sft
+from hone.loop.supervisor import run_with_restarts
 from hone.model.load import save_hf
 from hone.observe.observer import Observer
+from hone.restarts import Restarts
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.pairs import PairTrainer
@@ -175,7 +179,24 @@ async def run_reward_model(job: Job, saved: Saved | None) -> None:
 
 
 async def run_rl(job: Job, saved: Saved | None) -> None:
-    """The policy loop, from the run file's model or from what the SFT stage left."""
+    """The policy loop, from the run file's model or from what the SFT stage left; again when the trainer is lost."""
+
+    def newest() -> Saved | None:
+        found = job.checkpoints.newest()
+        return found if found and found.progress.stage == "rl" else None
+
+    await run_with_restarts(
+        partial(run_rl_once, job),
+        saved,
+        newest=newest,
+        observer=job.observer,
+        restarts=Restarts(job.config.cluster.restarts),
+        stop=job.stop,
+    )
+
+
+async def run_rl_once(job: Job, saved: Saved | None, ready: Callable[[], None]) -> None:
+    """One attempt at it; calls `ready` when trainer and engine are there."""
     config = job.config
     prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed)
     job.observer.say(f"training on {prompts.report}")
@@ -188,6 +209,7 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
     )
     job.memory.ladder.begin(progress, job.memory.predict)
     async with workers_of(job, algorithm.needs, saved) as workers:
+        ready()
         await job.services.ready()
         if not job.stop.is_set():
             await optimise_policy(job, progress, prompts, algorithm, workers)

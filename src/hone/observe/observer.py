@@ -85,13 +85,8 @@ class Observer:
         self._spans = Spans()
         self._timelines: dict[str, Timeline] = {}
         self._background = Background()
-        self._recorder = Recorder(
-            folder / "samples",
-            max_bytes=int(settings.samples_max_mib * 2**20),
-            background=self._background,
-            warn=self.warn,
-            last_step=self._metrics.last_step,
-        )
+        self._samples_max_bytes = int(settings.samples_max_mib * 2**20)
+        self._recorder = self._new_recorder()
         self._summary = Summary.begin(folder, title=title, versions=versions(), resume=resume)
         self._watched: list[Callable[[], Mapping[str, float]]] = []
         self._process = psutil.Process()
@@ -186,6 +181,18 @@ class Observer:
         with self._lock:
             return self._metrics.position()
 
+    def rewind(self, num_bytes: int) -> None:
+        """Take metrics and samples back to `position()` at a checkpoint: this process goes on from there."""
+        self._background.drain()
+        self._spans.take_seconds()
+        with self._lock:
+            self._metrics.close()
+            self._metrics = MetricsFile(self._folder / "metrics.jsonl", num_bytes)
+        self._recorder = self._new_recorder()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = TensorBoard(self._folder / "tensorboard", resume=True)
+
     def close(self, outcome: str) -> None:
         """Finish every record and write report.html. `outcome` is one line: how the run ended."""
         events = self._spans.take_events()
@@ -207,6 +214,16 @@ class Observer:
         finally:
             for view in self._views:
                 view.close(message)  # whatever happened, the terminal is given back
+
+    def _new_recorder(self) -> Recorder:
+        """Its samples go as far as the metrics do."""
+        return Recorder(
+            self._folder / "samples",
+            max_bytes=self._samples_max_bytes,
+            background=self._background,
+            warn=self.warn,
+            last_step=self._metrics.last_step,
+        )
 
     def _memory(self) -> dict[str, float]:
         rss_gib = self._process.memory_info().rss / 2**30

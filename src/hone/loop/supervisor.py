@@ -1,0 +1,80 @@
+"""A stage that outlives the processes it needs: when one of the trainer's is lost, all are started anew, and the stage
+goes on from its newest checkpoint, as `--resume` would, without anybody's help.
+
+It knows no backend: what was lost it hears as a ClusterError. Engines that die are the router's business, and do not
+come this far; nor does the death of this very process, after which somebody says `--resume`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from hone.errors import ClusterError, PlacementError
+from hone.observe.observer import Observer
+from hone.restarts import Restarts
+from hone.train.checkpoint import Loaded as Saved
+
+Attempt = Callable[[Saved | None, Callable[[], None]], Awaitable[None]]
+"""Runs the stage from a checkpoint, or from its beginning, to its end; calls its second argument when all processes
+are ready. It leaves nothing behind when it fails."""
+
+
+async def run_with_restarts(
+    attempt: Attempt,
+    saved: Saved | None,
+    *,
+    newest: Callable[[], Saved | None],
+    observer: Observer,
+    restarts: Restarts,
+    stop: asyncio.Event,
+) -> None:
+    """Run a stage to its end, however often processes of its trainer are lost.
+
+    Args:
+        saved: the stage's checkpoint to begin with; None begins it.
+        newest: reads the newest whole checkpoint of the stage; None when there is none yet.
+        observer: told; its records are taken back to that checkpoint.
+        restarts: how often it may.
+        stop: set when the user wants an end.
+    Raises:
+        ClusterError: a process was lost once too often, or before all were ready for the first time.
+    """
+    was_ready = False
+
+    def ready() -> None:
+        nonlocal was_ready
+        was_ready = True
+
+    first_bytes = saved.progress.metrics_bytes if saved else observer.position()
+    while True:
+        try:
+            await attempt(saved, ready)
+            return
+        except (ClusterError, BaseExceptionGroup) as error:
+            lost = lost_process(error)
+            if lost is None or not was_ready:
+                raise
+            observer.event("trainer_down", why=str(lost))
+            wait_s = restarts.next_wait_s()
+            if wait_s is None:
+                bound = f"cluster.restarts = {restarts.bound}"
+                raise ClusterError(f"{lost} Started again {restarts.count} times within an hour ({bound}).") from error
+        saved = newest()
+        where = f"step {saved.progress.step}" if saved else "the beginning of the stage: no checkpoint was written yet"
+        count = f"{restarts.count} of {restarts.bound} an hour"
+        observer.warn(f"{lost} Started again in {wait_s:g} s from {where} ({count})")
+        observer.rewind(saved.progress.metrics_bytes if saved else first_bytes)
+        try:
+            async with asyncio.timeout(wait_s):
+                await stop.wait()
+            return
+        except TimeoutError:
+            continue
+
+
+def lost_process(error: BaseException) -> ClusterError | None:
+    """The loss of a process among what happened together, unless starting anew would not help."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((lost for inner in error.exceptions if (lost := lost_process(inner)) is not None), None)
+    return error if isinstance(error, ClusterError) and not isinstance(error, PlacementError) else None
