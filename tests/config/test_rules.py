@@ -5,7 +5,9 @@ import pytest
 from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.rules import RULES
 from hone.config.run import RunConfig
+from hone.config.service_engine import ENGINE_RULES
 from hone.config.source import read_yaml
+from hone.config.vllm_rules import VLLM_RULES
 
 SFT = {"stages": "[sft, rl]"}
 NO_RATIO = {"algorithm": "{ratio: none, clip: none}"}
@@ -71,6 +73,40 @@ BROKEN = [
     (
         {"services": "{a: {policy: x/y, devices: [6, 7]}, b: {policy: x/y, devices: [7]}}"},
         "services.b.devices: GPU 7 is also in services.a.devices. A GPU belongs to training or to one service",
+    ),
+    (
+        {"services": "{a: {policy: x/y, devices: [7], engine: {use: vllm}}, b: {policy: x/y, devices: [7]}}"},
+        "services.b.devices: GPU 7 is also in services.a.devices",
+    ),
+    (
+        {
+            "services": "{a: {policy: x/y, devices: [7], engine: {gpu_memory_utilization: 0.6}}, "
+            "b: {policy: x/y, devices: [7], engine: {gpu_memory_utilization: 0.4}}}"
+        },
+        "gpu_memory_utilization on GPU 7: a 0.6 + b 0.4 = 1 > 0.9. Lower them",
+    ),
+    (
+        judge("policy: x/y, devices: [5, 6, 7], engine: {tensor_model_parallel_size: 2}"),
+        "services.judge.engine: tensor_model_parallel_size = 2 must divide the service's GPUs (got 3). Nearest: give it 2",
+    ),
+    (judge("policy: x/y, engine: {max_num_sequences: 3}"), "services.judge.engine: max_num_sequences: Extra inputs"),
+    (judge("policy: x/y, engine: {gpu_memory_utilization: 30}"), "less than or equal to 1 (got 30)"),
+    (
+        judge("policy: x/y, engine: {skip_tokenizer_init: true}"),
+        "skip_tokenizer_init: Input should be False (got True)",
+    ),
+    (
+        judge("policy: x/y, engine: {enable_chunked_prefill: false, max_model_len: 20480}"),
+        "max_num_batched_tokens must be at least max_model_len (got 8192 < 20480). Nearest: 20480",
+    ),
+    (judge("policy: x/y, engine: {max_num_batched_tokens: 8}"), "max_num_batched_tokens = 8 < max_num_seqs = 64"),
+    (judge("command: [sh, '{port}'], engine: {use: vllm}"), "services.judge.engine: is for a service with `policy`"),
+    (judge("policy: x/y, devices: [6, 7], engine: {use: hone}"), "use: hone is an engine on one device (got 2 GPUs)"),
+    (
+        judge("policy: x/y, engine: {max_model_len: 18000}")
+        | {"reward__components": "[{use: judge, args: {service: judge, prompt_length: 17000, response_length: 2048}}]"},
+        "prompt_length 17000 + response_length 2048 + 32 for the chat template = 19080 tokens > its engine's "
+        "max_model_len 18000",
     ),
     (
         {"run__devices": "[0, 7]"} | judge("policy: x/y, devices: [7]"),
@@ -187,10 +223,8 @@ def test_the_run_folder_may_not_hold_the_run_file(folder, problems_of, monkeypat
 def test_every_rule_has_a_case():
     """A rule that none of the cases wakes is one that may never speak."""
     spoken = {rule for changes, _ in BROKEN for rule in RULES if list(rule(config_of(changes)))}
-    assert {rule.__name__ for rule in RULES} - {rule.__name__ for rule in spoken} == {
-        rule.__name__
-        for rule in CLUSTER_RULES  # test_cluster_rules.py has theirs
-    }
+    elsewhere = {*CLUSTER_RULES, *VLLM_RULES, *ENGINE_RULES}  # these have files of tests of their own
+    assert {rule.__name__ for rule in {*RULES} - elsewhere - spoken} == set()
 
 
 def config_of(changes: dict[str, str | None]) -> RunConfig:

@@ -100,6 +100,7 @@ class Placement(Section):
 SIZES = ("mode", "engine_devices", "critic_devices", "judge.devices")
 """Keys that say how many devices who has; with one of them, the pools of a run file are not looked at."""
 _CLUSTER_KEYS = {
+    "placement.checkpointing": "train.activation_checkpointing",
     "placement.shard": "cluster.trainer.shard",
     "placement.tensor_parallel": "cluster.trainer.tensor_parallel",
     "placement.context_parallel": "cluster.trainer.sequence_parallel",

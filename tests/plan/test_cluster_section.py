@@ -1,0 +1,204 @@
+"""Plans of run files with a `cluster` section: its pools, divisions and engines, without a word on the command line."""
+
+from pathlib import Path
+
+import pytest
+
+from hone.config.load import load_config
+from hone.plan.cluster import Pool, host_moments
+from hone.plan.embedded import Embedded, Reader
+from hone.plan.engine import Engine
+from hone.plan.hardware import find_hardware, in_cluster
+from hone.plan.ledger import GIB
+from hone.plan.placement import Placement, cluster_key, placement_from, placement_key
+from hone.plan.planner import Plan, plan
+from hone.plan.pools import places_of, pools_of
+from hone.plan.search import propose
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ALL = {"policy", "rollout"}
+ON_EIGHT = ("cluster.backend=ray", "cluster.devices_per_node=8", "cluster.engines.use=vllm")
+
+
+def apart(train: int, sample: int, *roles: str) -> str:
+    return (
+        f"cluster.pools={{train: {{devices: {train}, roles: [{', '.join(('policy', *roles))}]}}, "
+        f"sample: {{devices: {sample}, roles: [rollout]}}}}"
+    )
+
+
+@pytest.fixture
+def planned(configured):
+    """A function: overrides of Qwen3-8B's run file -> its plan."""
+
+    def of(*overrides: str, hardware: str = "H100-80G", placement: Placement | None = None) -> Plan:
+        config = configured(*overrides)
+        return plan(config, in_cluster(find_hardware(hardware), hardware, config), placement=placement)
+
+    return of
+
+
+def test_no_pools_is_all_in_turn_as_the_words_would_say(planned):
+    section = planned(*ON_EIGHT)
+    words = planned(hardware="8xH100-80G")
+    assert [(place.devices, place.roles) for place in places_of(section.inputs)] == [(8, ALL)]
+    assert section.inputs.placement.mode == words.inputs.placement.mode == "colocated"
+    assert section.time.phases["update"] == words.time.phases["update"]
+    (mine, _), (theirs, _) = section.ledgers, words.ledgers
+    assert mine.peak.name == theirs.peak.name and mine.peak.bytes == theirs.peak.bytes
+
+
+def test_pools_are_what_the_file_says(planned):
+    found = planned("cluster.backend=ray", apart(6, 2, "critic"), "algorithm.credit=gae", "cluster.engines.use=vllm")
+    assert [(pool.name, pool.devices, pool.critic is not None) for pool in pools_of(found.inputs)] == [
+        ("train", 6, True),
+        ("sample", 2, False),
+    ]
+    assert [ledger.device for ledger in found.ledgers] == ["H100-80G (train)", "H100-80G (sample)", "host"]
+    assert found.inputs.placement.mode == "separate"
+    assert found.as_dict()["pools"][1] == {"name": "sample", "devices": 2, "roles": ["rollout"]}
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("cluster.trainer={tensor_parallel: 2, shard: 2}", "shard", 4),  # the plan counts tensor parallelism in
+        ("cluster.trainer.tensor_parallel=2", "tensor_parallel", 2),
+        ("cluster.trainer.sequence_parallel=4", "context_parallel", 4),
+        ("cluster.trainer.offload=[parameters]", "offload_optimizer", True),
+        ("cluster.trainer.offload=[reference]", "offload_reference", True),
+    ],
+)
+def test_every_division_is_read(planned, setting, key, value):
+    assert getattr(planned(*ON_EIGHT, setting).inputs.placement, key) == value
+    assert getattr(planned(*ON_EIGHT).inputs.placement, key) != value
+
+
+def test_vllms_own_words_are_read(planned):
+    args = "{max_num_seqs: 33, max_num_batched_tokens: 4000, enforce_eager: true, sleep_level: 1}"
+    engine = planned(
+        *ON_EIGHT, f"cluster.engines.args={args}", "cluster.engines.memory_frac=0.7"
+    ).inputs.placement.engine
+    assert (engine.max_samples, engine.max_batched_tokens, engine.graphs, engine.sleep_level) == (33, 4000, False, 1)
+    assert engine.memory_frac == 0.7
+
+
+def test_the_command_line_wins_and_sizes_in_words_replace_the_pools(planned):
+    words = placement_from(["placement.engine.memory_frac=0.3", "placement.checkpointing=full"])
+    found = planned(*ON_EIGHT, "cluster.engines.tensor_parallel=2", placement=words)
+    engine = found.inputs.placement.engine
+    assert (engine.memory_frac, engine.tensor_parallel) == (0.3, 2)
+    assert found.inputs.topology is not None
+    words = placement_from(["placement.mode=separate", "placement.engine_devices=3"])
+    assert [place.devices for place in places_of(planned(*ON_EIGHT, placement=words).inputs)] == [5, 3]
+
+
+def test_more_devices_than_are_planned_for(planned):
+    found = planned("cluster.backend=ray", apart(12, 4), hardware="8xH100-80G")
+    assert found.verdict.level == "does not fit"
+    assert "the pools of the run file have 16 devices, and 8 x H100-80G are planned for" in found.verdict.problems[0]
+    found = planned("cluster.backend=ray", apart(4, 2), hardware="8xH100-80G")
+    assert "2 of 8 devices are in no pool" in found.notes
+
+
+def test_hardware_is_counted_by_the_file_unless_it_is_counted_already(configured):
+    config = configured("cluster.backend=ray", "cluster.nodes=6", "cluster.devices_per_node=4", "cluster.address=auto")
+    hardware = in_cluster(find_hardware("H100-80G"), "H100-80G", config)
+    assert (hardware.devices, hardware.per_node, hardware.nodes) == (24, 4, 6)
+    assert in_cluster(find_hardware("2xH100-80G"), "2xH100-80G", config).devices == 2
+    cpu = find_hardware("this")
+    shared = in_cluster(cpu, "this", configured("cluster.backend=ray", apart(2, 2)))
+    if cpu.kind == "cpu":
+        assert (shared.devices, shared.memory_bytes) == (4, cpu.memory_bytes // 4)
+
+
+def test_hones_own_engine_has_weights_and_a_cache_of_what_is_in_flight(planned):
+    found = planned("cluster.backend=ray", apart(4, 4))
+    engine = pools_of(found.inputs)[1].engine
+    assert isinstance(engine, Embedded)
+    terms = {term.name: term.bytes for term in engine.terms()}
+    assert terms["engine: weights"] == 2 * found.inputs.architecture.total_parameters
+    # 64 prompts at most are in work of 512 samples at a time, and four engines share them: 32 x 8 samples / 4
+    assert terms["engine: KV cache of prompts"] == 8 * 1024 * 147_456
+    asleep = {term.name for term in engine.asleep_terms(2)}
+    assert asleep == {"engine: weights", "engine: KV cache of prompts", "engine: KV cache of responses"}
+
+
+def test_a_reference_and_a_reward_model_of_their_own(planned):
+    pools = (
+        "cluster.pools={a: {devices: 4, roles: [policy, rollout]}, b: {devices: 2, roles: [reference]}, "
+        "c: {devices: 2, roles: [reward_model]}}"
+    )
+    scored = "reward.components=[{use: reward_model, args: {path: Qwen/Qwen3-1.7B}}]"
+    found = planned("cluster.backend=ray", pools, scored, "algorithm.kl_loss_coef=0.1")
+    policy, reference, reward = pools_of(found.inputs)
+    assert policy.reference is None and reference.reference is not None and isinstance(reward.judge, Reader)
+    of_reference = found.ledgers[1].moments
+    assert [moment.phase for moment in of_reference] == ["logprobs"]
+    assert any(term.name == "reference" for term in of_reference[0].terms)
+    assert found.ledgers[2].peak.phase == "reward"
+    together = planned("cluster.backend=ray", "cluster.devices_per_node=8", scored, "algorithm.kl_loss_coef=0.1")
+    assert [len(together.ledgers), len(found.ledgers)] == [2, 4]
+    assert {"reference", "reward model: weights"} <= {term.name for term in together.ledgers[0].peak.terms}
+
+
+def test_host_memory_is_that_of_the_fullest_machine(planned):
+    two = "cluster={backend: ray, nodes: 2, devices_per_node: 8, address: auto, trainer: {offload: [parameters]}}"
+    found = planned(two, apart(8, 8))
+    states = 16 * found.inputs.architecture.total_parameters
+    peak = next(moment for moment in found.ledgers[-1].moments if moment.name == "training")
+    assert peak.bytes == pytest.approx(states + 8 * 3 * GIB)
+    both = host_moments([Pool("a", 4), Pool("b", 4)], per_node=2)
+    assert both[0].bytes == 2 * 3 * GIB
+
+
+def test_a_preset_changes_keys_of_the_section(planned):
+    today, key = planned(*ON_EIGHT, "train.tokens_per_microbatch=4096"), "cluster.engines.tensor_parallel"
+    assert key in [change.key for change in propose(today, "recommended").changes]
+    pinned = propose(today, "recommended", pinned=frozenset({key}))
+    assert pinned.plan.inputs.placement.engine.tensor_parallel == 1
+    assert placement_key(cluster_key("placement.engine.max_samples")) == "placement.engine.max_samples"
+    assert cluster_key("placement.loss") == "placement.loss"
+
+
+def test_engines_of_a_pool_must_divide_it(planned):
+    words = placement_from(["placement.engine.tensor_parallel=4"])
+    found = planned("cluster.backend=ray", apart(2, 6), "cluster.engines.use=vllm", placement=words)
+    assert any("devices of sample = 6 is no multiple of cluster.engines" in line for line in found.verdict.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "devices", "level"),
+    [
+        ("cluster/quickstart-ray", "this", 4, "fits"),
+        ("cluster/quickstart-async", "this", 4, "fits"),
+        ("cluster/quickstart-colocated", "this", 2, "fits"),
+        ("cluster/grpo-8b", "H100-80G", 8, "fits"),
+        ("cluster/grpo-70b", "H100-80G", 512, "fits"),
+        ("cluster/ppo-70b-hybrid", "A100-80G", 48, "fits"),
+        ("cluster/ppo-70b-thirds", "A100-80G", 48, "fits"),
+        ("cluster/ppo-70b-separate", "A100-80G", 64, "fits"),
+        ("judge/grm-16b", "A100-80G", 8, "fits"),
+        ("judge/grm-16b-apart", "A100-80G", 8, "tight"),
+    ],
+)
+def test_run_files_of_layouts_are_right_and_fit(name, hardware, devices, level):
+    loaded = load_config(EXAMPLES / f"{name}.yaml")
+    found = plan(
+        loaded.config,
+        in_cluster(find_hardware(hardware), hardware, loaded.config),
+        folder=loaded.run_file.parent,
+    )
+    assert found.inputs.topology and found.inputs.topology.num_devices == devices
+    assert (found.verdict.level, found.verdict.problems) == (level, ())
+
+
+def test_practice_as_judge_cannot_load_as_its_guide_has_it():
+    """16 billion parameters on one GPU with 0.3 of its memory; on two, or with 0.41, they do."""
+    loaded = load_config(EXAMPLES / "judge/grm-16b.yaml", ["cluster.judge={tensor_parallel: 1, memory_frac: 0.3}"])
+    found = plan(loaded.config, in_cluster(find_hardware("A100-80G"), "A100-80G", loaded.config))
+    (problem,) = found.verdict.problems
+    assert "cluster.judge.memory_frac = 0.3 of 79.1 GiB is 23.7 GiB: weights (29.3 GiB)" in problem
+    assert "At least 0.41 is needed, or a larger cluster.judge.tensor_parallel" in problem
+    judges = pools_of(found.inputs)[0].judge
+    assert isinstance(judges, Engine) and judges.settings.max_samples == 128
