@@ -2,18 +2,10 @@
 
 import pytest
 import torch
-from tiny_engines import ARCHITECTURES, EOS, generate, random_prompts, request, tiny_model
-from transformers import AutoModelForCausalLM, GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
-from transformers.generation.logits_process import MinPLogitsWarper
+from tiny_engines import ARCHITECTURES, EOS, generate, random_prompts, reference_of, request, tiny_model, warped
+from transformers import GenerationConfig
 
 ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
-
-
-def reference_of(model):
-    """Transformers' own model with the same weights."""
-    hf = AutoModelForCausalLM.from_config(model.hf_config, dtype=torch.float32).eval()
-    hf.load_state_dict(dict(model.named_weights()), strict=False)
-    return hf
 
 
 @ARCHITECTURE
@@ -57,17 +49,3 @@ def test_logprobs_are_of_the_distribution_really_sampled_from(architecture, trun
             expected = expected.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
             gaps.append((torch.tensor(sample.sampler_logprobs) - expected).abs().max())
     assert max(gaps) < 1e-5
-
-
-def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Transformers' own processors, in its order."""
-    if temperature == 0:
-        return logits
-    logits = logits / temperature
-    if top_k:
-        logits = TopKLogitsWarper(top_k)(None, logits)
-    if top_p < 1:
-        logits = TopPLogitsWarper(top_p)(None, logits)
-    if min_p:
-        logits = MinPLogitsWarper(min_p)(None, logits)
-    return logits

@@ -8,6 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import MinPLogitsWarper
 
 from hone.model.base import CausalModel
 from hone.model.load import init_model
@@ -46,6 +49,28 @@ def tiny_model(architecture: str = "qwen3", seed: int = 0, **keys: Any) -> Causa
         **keys,
     }
     return init_model(config, vocab_size=VOCAB, seed=seed, dtype=torch.float32, device="cpu")
+
+
+def reference_of(model: CausalModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Transformers' own model with the same weights."""
+    hf = AutoModelForCausalLM.from_config(model.hf_config, dtype=dtype).eval()
+    hf.load_state_dict(dict(model.named_weights()), strict=False)
+    return hf
+
+
+def warped(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Transformers' own processors, in its order."""
+    if temperature == 0:
+        return logits
+    logits = logits / temperature
+    nothing = torch.tensor([])  # they look at no tokens so far
+    if top_k:
+        logits = TopKLogitsWarper(top_k)(nothing, logits)
+    if top_p < 1:
+        logits = TopPLogitsWarper(top_p)(nothing, logits)
+    if min_p:
+        logits = MinPLogitsWarper(min_p)(nothing, logits)
+    return logits
 
 
 def letters(token_ids: Sequence[int]) -> str:

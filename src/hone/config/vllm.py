@@ -23,8 +23,9 @@ class VllmSettings(Section):
     """Tokens computed in one step, of prompts and responses; null: `rollout.prefill_tokens`, or more where needed."""
     max_model_len: int | None = key(None, unit="tokens", ge=2)
     """Longest prompt + response; null: `data.max_prompt_tokens` + `rollout.max_response_tokens`."""
-    enable_chunked_prefill: bool = key(True)
-    """Long prompts are computed in pieces, beside sequences that are being decoded."""
+    enable_chunked_prefill: bool | None = key(None)
+    """Long prompts are computed in pieces, beside sequences that are being decoded; null: on a GPU. On a CPU vLLM
+    cannot do it for samples with a seed, and all have one."""
     enable_prefix_caching: bool = key(True)
     """A prompt is computed once for all its samples, in whole blocks."""
     block_size: int | None = key(None, unit="tokens", ge=1)

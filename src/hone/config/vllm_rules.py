@@ -37,7 +37,7 @@ def vllm_lengths_fit(config: RunConfig) -> Iterator[Breach]:
     budget, sequences = settings.max_num_batched_tokens, settings.max_num_seqs or config.rollout.max_concurrent_samples
     if budget is None:
         return
-    least = sequences if settings.enable_chunked_prefill else max(sequences, max_len)
+    least = max(sequences, max_len) if settings.enable_chunked_prefill is False else sequences
     if budget < least:
         why = f"{sequences} sequences take a token each in every step"
         if least > sequences:

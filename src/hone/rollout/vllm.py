@@ -85,6 +85,7 @@ class VllmEngine:
         self._place, self._on_gpu, self._sleep_level = place, on_gpu, settings.sleep_level
         self._decode, self._eos_ids = decode, eos_ids
         self._max_positions: int = llm.model_config.max_model_len
+        self._vocab_size: int = llm.model_config.get_vocab_size()
         self._shapes = weight_shapes(place.folder)
         self._fingerprint: str | None = None  # of the folder's weights: computed when it is asked for
         self._rows: dict[str, _Row] = {}  # the worker's, as the two below
@@ -158,6 +159,11 @@ class VllmEngine:
                 f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, which leaves no room for a response in the "
                 f"engine's {self._max_positions} positions. Lower data.max_prompt_tokens."
             )
+        if max(prompt.token_ids) >= self._vocab_size:  # vLLM would fail in the middle of a step
+            raise DataError(
+                f"prompt {prompt.id} has token {max(prompt.token_ids)}, and the model knows {self._vocab_size}. Do "
+                "tokenizer and model belong together?"
+            )
         loop = asyncio.get_running_loop()
         group = _Group(
             request,
@@ -229,13 +235,7 @@ class VllmEngine:
         for index in range(request.first_sample, request.first_sample + request.num_samples):
             name = str(next(self._numbers))
             prompt = tokens_input(list(request.prompt.token_ids), cache_salt=f"load {self._loads}")
-            try:
-                self._llm.add_request(name, prompt, _vllm_sampling(group, index))
-            except ValueError as error:
-                self._drop(group)
-                self._worker.forget(group.promise)
-                group.promise.set_exception(DataError(f"prompt {request.prompt.id}: vLLM refuses it: {error}"))
-                return
+            self._llm.add_request(name, prompt, _vllm_sampling(group, index))
             self._rows[name] = _Row(group, index)
 
     def _drop(self, group: _Group) -> None:

@@ -69,16 +69,23 @@ class VllmPlace:
 
 
 def engine_arguments(settings: VllmSettings, place: VllmPlace, *, on_gpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`."""
+    """Keyword arguments of vLLM's `EngineArgs`. Raises EngineError for what this device cannot do."""
     max_len = settings.max_model_len or place.longest_tokens
     sequences = settings.max_num_seqs or place.max_concurrent
-    least_budget = sequences if settings.enable_chunked_prefill else max(sequences, max_len)
+    if settings.enable_chunked_prefill and not on_gpu:
+        raise EngineError(
+            "enable_chunked_prefill = true: on a CPU vLLM cannot compute a prompt in pieces when its sample has a "
+            "seed, and all have one. Leave it out."
+        )
+    in_pieces = on_gpu if settings.enable_chunked_prefill is None else settings.enable_chunked_prefill
+    least_budget = sequences if in_pieces else max(sequences, max_len)
     arguments = settings.model_dump(exclude={"sleep_level", "distributed_executor_backend"}, exclude_none=True) | {
         "model": str(place.folder),
         "dtype": place.precision if settings.dtype == "auto" else settings.dtype,
         "max_model_len": max_len,
         "max_num_seqs": sequences,
         "max_num_batched_tokens": settings.max_num_batched_tokens or max(place.prefill_tokens, least_budget),
+        "enable_chunked_prefill": in_pieces,
         "enforce_eager": not on_gpu if settings.enforce_eager is None else settings.enforce_eager,
         "tensor_parallel_size": place.tensor_parallel,
         "gpu_memory_utilization": place.memory_frac,

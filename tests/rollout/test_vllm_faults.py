@@ -1,0 +1,71 @@
+"""vLLM that hangs, that dies half-way through new weights, or that cannot start. Real vLLM, an engine for each."""
+
+import threading
+import time
+
+import pytest
+from tiny_engines import letters, request
+from vllm_engines import Vllm, model_for_vllm, save
+
+from hone.errors import EngineError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
+
+
+def test_weights_that_stop_coming_end_the_engine(tmp_path):
+    model = model_for_vllm()
+    vllm = Vllm(save(model, tmp_path / "hf"))
+    half = list(model.named_weights())[:9]
+    try:
+        with pytest.raises(EngineError, match=r"weights: \d+ of \d+ did not come"):
+            vllm.run(vllm.engine.load(half, 1))
+        with pytest.raises(EngineError, match="cannot be used any more"):
+            vllm.generate([request([5])])
+        assert vllm.engine.version == 0
+    finally:
+        vllm.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda weights: [*weights, weights[0]], "each comes once"),
+        (lambda weights: [(f"{name}x", weight) for name, weight in weights], "is none of it"),
+        (lambda weights: [(name, weight[:1]) for name, weight in weights], "has shape"),
+    ],
+)
+def test_weights_of_another_model_are_refused(tmp_path, spoil, said):
+    model = model_for_vllm()
+    vllm = Vllm(save(model, tmp_path / "hf"))
+    try:
+        with pytest.raises(EngineError, match=said):
+            vllm.run(vllm.engine.load(spoil(list(model.named_weights())), 1))
+    finally:
+        vllm.close()
+
+
+def test_a_step_that_hangs_is_given_up(tmp_path):
+    hung, release = threading.Event(), threading.Event()
+
+    def hangs(token_ids):
+        hung.set()
+        assert release.wait(100)
+        return letters(token_ids)
+
+    vllm = Vllm(save(model_for_vllm(), tmp_path / "hf"))
+    vllm.engine._decode = hangs
+    vllm.engine._worker._timeout_s = 1.0
+    try:
+        started = time.monotonic()
+        with pytest.raises(EngineError, match="the engine made no step in 1 s"):
+            vllm.generate([request([5])])
+        assert hung.is_set() and time.monotonic() - started < 60
+    finally:
+        release.set()
+        vllm.close()
+
+
+def test_what_vllm_says_when_it_cannot_start_is_told(tmp_path):
+    folder = save(model_for_vllm(), tmp_path / "hf")
+    with pytest.raises(EngineError, match=r"vLLM could not start with .*NO_SUCH"):
+        Vllm(folder, {"attention_backend": "NO_SUCH"})
