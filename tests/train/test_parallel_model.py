@@ -1,0 +1,137 @@
+"""Two ranks that divide a model's layers, or its tokens, make of a microbatch what one process makes of it."""
+
+import pytest
+import torch
+from gang import Gang
+from parallel_cases import Case, Found, found, make, refusal, sums_in_layers, vocabulary
+from transformers import LlamaConfig
+
+from hone.errors import DataError
+from hone.model.parallel import divide_layers, divide_tokens, refuse_indivisible
+
+LONG = ((tuple(range(50)) * 6,), (0, 0), (tuple(range(60)) * 2, tuple(range(20, 60)) * 3))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    gang = Gang(2)
+    yield gang
+    gang.close()
+
+
+def assert_same(ranks: list[Found], alone: Found) -> None:
+    for one in ranks:
+        torch.testing.assert_close(one.logprobs_U, alone.logprobs_U, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one.entropy_U, alone.entropy_U, rtol=1e-10, atol=1e-10)
+        assert list(one.gradients) == list(alone.gradients)
+        for name, gradient in one.gradients.items():
+            torch.testing.assert_close(gradient, alone.gradients[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(keys={"tie_word_embeddings": True}), id="tied, norms of q and k"),
+        pytest.param(Case("qwen2", {"tie_word_embeddings": False}), id="untied, biases of q, k and v"),
+        pytest.param(Case("llama", {"attention_bias": True, "mlp_bias": True}), id="biases everywhere"),
+        pytest.param(Case(keys={"vocab_size": 61, "tie_word_embeddings": True}), id="odd vocabulary"),
+        pytest.param(Case(checkpointing="full"), id="activations made again"),
+        pytest.param(Case(checkpointing="selective"), id="some made again"),
+        pytest.param(
+            Case(keys={"tie_word_embeddings": True}, implementation="transformers"), id="Transformers' own, tied"
+        ),
+        pytest.param(Case("phi3", implementation="transformers"), id="Transformers' own, fused"),
+        pytest.param(Case("olmo2", implementation="transformers"), id="Transformers' own, norms over all heads"),
+    ],
+)
+def test_divided_layers_compute_what_whole_ones_do(pair, case):
+    alone = found(case)
+    ranks = pair(found, case, {"tensor": 2})
+    assert_same(ranks, alone)
+    assert all(one.weight_numbers < 0.62 * alone.weight_numbers for one in ranks)
+
+
+def test_each_layer_is_summed_over_ranks_twice_each_way(pair):
+    """And the embedding once: q, k and v do not send their gradients of the same input one by one."""
+    assert pair(sums_in_layers, Case(), 2) == [2 * 2 * 2 + 1] * 2
+
+
+@pytest.mark.parametrize("size", [16, 13])
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+def test_logprobs_of_a_divided_vocabulary(pair, size, chunk_tokens):
+    alone = vocabulary(size, chunk_tokens, False)
+    for ours in pair(vocabulary, size, chunk_tokens, True):
+        torch.testing.assert_close(ours, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_a_class_without_a_plan_is_refused(pair):
+    for said in pair(refusal, Case("gpt2", implementation="transformers")):
+        assert said.startswith("DataError") and "gpt2 cannot be divided: it has no plan" in said
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_nearest_that_do():
+    config = LlamaConfig(hidden_size=48, num_attention_heads=12, num_key_value_heads=4, intermediate_size=64)
+    for tensor, sequence in ((1, 1), (2, 1), (2, 2), (1, 4)):
+        refuse_indivisible(config, tensor_parallel=tensor, sequence_parallel=sequence)
+    with pytest.raises(DataError, match=r"12 attention heads, 4 key .* nearest .*: tensor_parallel = 2, sequence_p"):
+        refuse_indivisible(config, tensor_parallel=3)
+    with pytest.raises(DataError, match=r"tensor_parallel = 2, sequence_parallel = 2"):
+        refuse_indivisible(config, tensor_parallel=2, sequence_parallel=3)
+
+
+def test_an_adapter_and_divided_layers_are_refused():
+    with pytest.raises(DataError, match=r"lora\.rank > 0"):
+        divide_layers(make(Case(lora=True)), None)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(), id="ragged"),
+        pytest.param(Case("qwen2", {"tie_word_embeddings": True}, checkpointing="full"), id="made again"),
+        pytest.param(Case(checkpointing="selective"), id="some made again"),
+        pytest.param(Case(lora=True), id="adapter"),
+        pytest.param(Case(samples=(((3,),), (0,), ((1,),))), id="one token, which one rank has"),
+        pytest.param(Case(samples=(((3, 4, 5),), (0, 0), ((), (2, 3)))), id="an empty response"),
+        pytest.param(Case(samples=LONG), id="long"),
+    ],
+)
+def test_divided_tokens_compute_what_all_of_them_do(pair, case):
+    assert_same(pair(found, case, {"sequence": 2}), found(case))
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_activations_of_divided_tokens_take_half_the_memory(pair, checkpointing):
+    case = Case(keys=WIDE, samples=LONG, checkpointing=checkpointing)
+    alone = found(case)
+    ranks = pair(found, case, {"sequence": 2})
+    assert sum(one.saved_bytes for one in ranks) < 1.1 * alone.saved_bytes  # q, k, v and output are kept twice
+    assert all(one.saved_bytes < 0.6 * alone.saved_bytes for one in ranks)  # all responses stand in the second half
+    assert all(one.weight_numbers == alone.weight_numbers for one in ranks)
+
+
+def test_transformers_own_class_cannot_divide_tokens():
+    with pytest.raises(DataError, match="Transformers' own class"):
+        divide_tokens(make(Case(implementation="transformers")), None)
+
+
+@pytest.mark.slow
+def test_layers_and_tokens_together():
+    """Four ranks: each has a quarter of the heads."""
+    gang = Gang(4)
+    try:
+        case = Case(keys={"num_key_value_heads": 4})
+        assert_same(gang(found, case, {"tensor": 2, "sequence": 2}), found(case))
+        assert_same(gang(found, case, {"sequence": 4}), found(case))
+        assert_same(gang(found, case, {"tensor": 4}), found(case))  # 62 tokens: the vocabulary stays whole
+    finally:
+        gang.close()
