@@ -87,7 +87,7 @@ BROKEN = [
     ),
     (
         judge("policy: x/y, devices: [5, 6, 7], engine: {tensor_model_parallel_size: 2}"),
-        "services.judge.engine: tensor_model_parallel_size = 2 must divide the service's GPUs (got 3). Nearest: give it 2",
+        "engine: tensor_model_parallel_size = 2 must divide the service's GPUs (got 3). Nearest: give it 2",
     ),
     (judge("policy: x/y, engine: {max_num_sequences: 3}"), "services.judge.engine: max_num_sequences: Extra inputs"),
     (judge("policy: x/y, engine: {gpu_memory_utilization: 30}"), "less than or equal to 1 (got 30)"),

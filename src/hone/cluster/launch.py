@@ -12,8 +12,9 @@ from pathlib import Path
 
 from hone.cluster.devices import VARIABLE, Split
 from hone.cluster.ports import HOST, free_port
-from hone.config.files import find_program
+from hone.config.files import find_program, served_by
 from hone.config.run import RunConfig, ServiceSection
+from hone.config.service_engine import engine_of
 from hone.config.service_rules import PORT_WORD
 
 
@@ -31,6 +32,8 @@ class Launch:
     log: Path
     fingerprint: str
     """Hash of what makes two services the same: command, folder and devices; not the port."""
+    note: str = ""
+    """On the engine in it, for people."""
 
     @property
     def url(self) -> str:
@@ -62,6 +65,7 @@ def plan_launches(config: RunConfig, folder: Path, logs: Path, split: Split) -> 
                 port,
                 logs.absolute() / f"{name}.log",
                 _fingerprint(command, folder, devices),
+                engine_note(service, folder),
             )
         )
     return launches
@@ -75,7 +79,28 @@ def _command(service: ServiceSection, folder: Path) -> list[str]:
     if service.reward is not None:
         return [*hone, "reward", str(folder.absolute() / Path(service.reward).expanduser()), "--port", PORT_WORD]
     place = folder.absolute() / Path(str(service.policy)).expanduser()
-    return [*hone, "policy", str(place if place.is_dir() else service.policy), "--port", PORT_WORD]
+    model = str(place if place.is_dir() else service.policy)
+    engine = engine_of(service)
+    if engine is None:
+        return [*hone, "policy", model, "--port", PORT_WORD]
+    if served_by(engine, folder) == "hone":
+        return [*hone, "policy", model, "--port", PORT_WORD, "--max-concurrent", str(engine.sequences)]
+    vllm = [str(find_program("vllm", folder)), "serve", model, "--host", HOST, "--port", PORT_WORD]
+    return [*vllm, *engine.vllm_words(service)]
+
+
+def engine_note(service: ServiceSection, folder: Path) -> str:
+    """What becomes of the engine that a service describes, for people; empty if it describes none."""
+    engine = engine_of(service)
+    if engine is None:
+        return ""
+    if served_by(engine, folder) == "vllm":
+        size, gpus, replicas = engine.tensor_model_parallel_size, len(service.devices), engine.replicas(service)
+        arithmetic = f"{gpus} GPUs // tensor_model_parallel_size {size} = {replicas} replicas" if gpus else "1 replica"
+        return f"vLLM, {arithmetic}, of {engine.sequences} sequences each"
+    unused = ", ".join(engine.unused_by_hone())
+    said = f"Hone's own engine, {engine.sequences} sequences"
+    return f"{said}; without vLLM these do nothing: {unused}" if unused else said
 
 
 def _environment(devices: str) -> dict[str, str]:

@@ -229,6 +229,8 @@ class Services:
             self._logs[launch.name] = Excerpt(launch.log)
             service = Service(launch, client=self._client, say=self._say, changed=self._write)
             self._services.append(service)
+            if launch.note:
+                self._say(f"service {launch.name}: {launch.note}")
             self._say(f"service {launch.name}: starting; waiting for {launch.health_url}, log in {launch.log}")
             self._tasks.append(asyncio.create_task(self._keep(service), name=f"service {launch.name}"))
         self._tasks.append(asyncio.create_task(self._follow(), name="logs of services"))

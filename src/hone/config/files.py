@@ -17,10 +17,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hone.config.breach import Breach
 from hone.config.run import RunConfig
+from hone.config.service_engine import ServiceEngine, engines_of
 from hone.config.wording import nearest
 
 BUILT_IN_REWARDS = (
@@ -299,6 +300,29 @@ def services_can_be_started(config: RunConfig, folder: Path) -> Iterator[Breach]
             )
 
 
+def engines_can_be_started(config: RunConfig, folder: Path) -> Iterator[Breach]:
+    """vLLM is here where a service's engine needs it."""
+    for name, engine in engines_of(config):
+        gpus = len(config.services[name].devices)
+        if served_by(engine, folder) == "vllm":
+            continue
+        if engine.use == "vllm":
+            yield Breach((f"services.{name}.engine",), f"use: vllm, and {NO_VLLM}. Install it, or leave `use` out")
+        elif gpus > 1:
+            yield Breach(
+                (f"services.{name}.engine", f"services.{name}.devices"),
+                f"{gpus} GPUs need vLLM, and {NO_VLLM}. Install it, or give the service one GPU",
+            )
+
+
+NO_VLLM = "there is no program `vllm` beside this Python or on the PATH"
+
+
+def served_by(engine: ServiceEngine, folder: Path) -> Literal["hone", "vllm"]:
+    """What a service's engine is, here."""
+    return "vllm" if engine.use != "hone" and find_program("vllm", folder) is not None else "hone"
+
+
 def find_program(word: str, folder: Path) -> str | None:
     """The program that a command's first word names: on the PATH, or relative to the run file's folder.
 
@@ -334,4 +358,5 @@ FILE_RULES: tuple[FileRule, ...] = (
     environment_can_be_had,
     local_directories_are_models,
     services_can_be_started,
+    engines_can_be_started,
 )

@@ -110,6 +110,8 @@ class ServiceSection(Section):
     """Serve the rewards of this file, as `hone serve reward` does. Exactly one of `reward`, `policy` and `command`."""
     policy: str | None = key(None)
     """Serve this model, a directory or hub name, as `hone serve policy` does."""
+    engine: dict[str, Any] = key({})
+    """How the engine of `policy` holds and batches the model, in vLLM if it is installed: see docs/rewards-judge.md."""
     command: tuple[str, ...] | None = key(None, min_length=1)
     """Run this program, in the run file's folder: its words, in which {port} stands for the port."""
     devices: tuple[int, ...] = key((), unit="GPU numbers")
@@ -280,8 +282,9 @@ class TrainSection(Section):
     """Tokens of one forward pass, prompt tokens counted once per group; memory, never the result."""
     logprob_chunk_tokens: int = key(1024, unit="tokens", ge=1)
     """Tokens whose logits exist at one time; memory, never the result."""
-    activation_checkpointing: bool = key(False)
-    """Recompute each layer in the backward pass instead of storing it; memory, never the result."""
+    activation_checkpointing: Literal["none", "selective", "full"] = key("none")
+    """Recompute in the backward pass instead of storing: all but products of matrices, or whole layers; memory, never
+    the result."""
     optimizer: OptimizerSection = key(OptimizerSection())
     """The policy's optimizer."""
 

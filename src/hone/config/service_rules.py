@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from hone.config.breach import Breach
 from hone.config.derived import service_uses
 from hone.config.run import RunConfig
+from hone.config.service_engine import ENGINE_RULES
 from hone.config.wording import nearest
 
 PORT_WORD = "{port}"
@@ -65,6 +66,11 @@ def ports_are_their_own(config: RunConfig) -> Iterator[Breach]:
 
 def devices_are_their_own(config: RunConfig) -> Iterator[Breach]:
     owners: dict[int, str] = {}
+    with_engine = {f"services.{name}.devices" for name, service in config.services.items() if service.engine}
+
+    def share(key: str, other: str) -> bool:
+        return {key, other} <= with_engine  # their shares of its memory are added up elsewhere
+
     wanted = {"run.devices": config.run.devices or ()}
     wanted |= {f"services.{name}.devices": service.devices for name, service in config.services.items()}
     for key, devices in wanted.items():
@@ -72,12 +78,13 @@ def devices_are_their_own(config: RunConfig) -> Iterator[Breach]:
             yield Breach((key,), f"must be at least 0 each (got {min(devices)})")
         if len(set(devices)) < len(devices):
             yield Breach((key,), f"must name each GPU once (got {list(devices)})")
-        taken = [number for number in dict.fromkeys(devices) if number in owners]
+        taken = [number for number in dict.fromkeys(devices) if number in owners and not share(key, owners[number])]
         if taken:
             other = owners[taken[0]]
             yield Breach(
                 (key, other),
-                f"GPU {', '.join(map(str, taken))} is also in {other}. A GPU belongs to training or to one service",
+                f"GPU {', '.join(map(str, taken))} is also in {other}. A GPU belongs to training or to one service, or "
+                "to services which say in `engine` how much of it they take",
             )
         for number in devices:
             owners.setdefault(number, key)
@@ -104,4 +111,5 @@ SERVICE_RULES = (
     ports_are_their_own,
     devices_are_their_own,
     named_services_exist,
+    *ENGINE_RULES,
 )

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from hone.cluster.devices import split_devices, visible_devices
+from hone.cluster.launch import engine_note
 from hone.cluster.placement import not_run_yet, topology_here
 from hone.config.derived import longest_tokens, service_uses, services_of, unused_services
 from hone.config.load import Loaded, load_rewards
@@ -80,7 +81,7 @@ async def check(loaded: Loaded, services: Mapping[str, str] = MappingProxyType({
     if config.rollout.environment.use is not None:
         await check_environment(config, folder, findings)
     if config.services:
-        check_services(config, services, findings)
+        check_services(config, folder, services, findings)
     return findings.report()
 
 
@@ -225,7 +226,7 @@ async def check_environment(config: RunConfig, folder: Path, findings: Findings)
         await environments.close()
 
 
-def check_services(config: RunConfig, services: Mapping[str, str], findings: Findings) -> None:
+def check_services(config: RunConfig, folder: Path, services: Mapping[str, str], findings: Findings) -> None:
     """What would be started, with which GPUs. Their programs and files are looked at with the configuration."""
     try:
         split = split_devices(config, visible_devices())
@@ -239,7 +240,8 @@ def check_services(config: RunConfig, services: Mapping[str, str], findings: Fin
         what = service.reward or service.policy or " ".join(service.command or ())
         gpus = f"GPU {split.services[name]}" if split.services[name] else "no GPU"
         where = f"running at {services[name]}" if name in services else "started with the run"
-        findings.lines.append(f"service {name}: {what}; {gpus}; {where}")
+        parts = (what, gpus, engine_note(service, folder), where)
+        findings.lines.append(f"service {name}: {'; '.join(filter(None, parts))}")
     findings.lines += [f"service {name}: no reward names it in its args" for name in unused_services(config)]
 
 

@@ -9,33 +9,17 @@ from typing import Any, Literal, Self
 from pydantic import ValidationError, model_validator
 
 from hone.config.run import Section, key
+from hone.config.service_engine import ROLE_TOKENS, ServiceEngine
 from hone.reward.judge.guard import FLAGS, Flag
 from hone.reward.judge.parse import Method
 from hone.reward.resolve import Unusable
 
-ROLE_TOKENS = 32
-"""What a chat template writes around one message of the user, at most."""
 PROFILES: dict[str, tuple[Method, ...]] = {
     "deepseek_grm": ("grm_boxed",),
     "json": ("json",),
     "answer_tag": ("answer_tag",),
     "choice": ("choice",),
 }
-_ENGINE_KEYS = frozenset(
-    {
-        "tensor_model_parallel_size",
-        "micro_batch_size_per_gpu",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "gpu_memory_utilization",
-        "enable_chunked_prefill",
-        "enable_prefix_caching",
-        "enforce_eager",
-        "disable_log_stats",
-        "skip_tokenizer_init",
-    }
-)
-"""Settings of the engine that a judge runs in, which is not part of the run that asks it."""
 
 
 class SamplingConfig(Section):
@@ -235,7 +219,7 @@ def template_text(settings: JudgeSettings, folder: Path, built_in: str) -> str:
 
 def _problem(error: Mapping[str, Any]) -> str:
     place = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden" and place in _ENGINE_KEYS:
-        return f"args.{place}: a setting of the judge's engine; set it where that is started (services.NAME.command)"
+    if error["type"] == "extra_forbidden" and place in ServiceEngine.model_fields:
+        return f"args.{place}: a setting of the judge's engine; set it where that is started (services.NAME.engine)"
     said = error["msg"].removeprefix("Value error, ")
     return f"args.{place}: {said} (got {error['input']!r})" if place else f"args: {said}"
