@@ -42,10 +42,13 @@ def algorithm_of(name: str) -> Algorithm:
 
 
 def make_model(
-    seed: int = 0, dtype: torch.dtype = torch.float64, implementation: Literal["hone", "transformers"] = "hone"
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    implementation: Literal["hone", "transformers"] = "hone",
+    vocab_size: int = VOCAB,
 ):
     model = init_model(
-        ARCHITECTURE, vocab_size=VOCAB, seed=seed, dtype=dtype, device="cpu", implementation=implementation
+        ARCHITECTURE, vocab_size=vocab_size, seed=seed, dtype=dtype, device="cpu", implementation=implementation
     )
     with torch.no_grad():
         for weight in model.parameters():  # at the usual 0.02 every token would be as likely as the next

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from cases import algorithm_of, make_batch, make_groups, make_model
+from cases import VOCAB, algorithm_of, make_batch, make_groups, make_model
 from torch import Tensor
 
 from hone.config.run import LoraSection, OptimizerSection
@@ -29,6 +29,7 @@ class Case:
 
     algorithm: str = "grpo"
     implementation: Literal["hone", "transformers"] = "hone"
+    vocab_size: int = VOCAB
     precision: Literal["float32", "bfloat16", "float64"] = "float64"
     tokens_per_microbatch: int = 30
     updates: int = 1
@@ -91,7 +92,7 @@ def trained(case: Case, *, alone: bool = False) -> Found:
 def alone_or_sharded(case: Case, needs: frozenset[str], *, alone: bool) -> PolicyTrainer:
     """The trainer of a case."""
     dtype = torch.promote_types(getattr(torch, case.precision), torch.float32)
-    model = make_model(dtype=dtype, implementation=case.implementation)
+    model = make_model(dtype=dtype, implementation=case.implementation, vocab_size=case.vocab_size)
     common: dict[str, Any] = {
         "total_optimizer_steps": 10,
         "precision": case.precision,
