@@ -37,7 +37,13 @@ class WeightsExtension:
 
     def hone_finish_weights(self) -> None:
         from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
+            finalize_layerwise_reload(model, self.model_config)
+            for layer in model.modules():
+                # One that is tied to the embedding got no weights of its own, so the reload did not pack it again.
+                if isinstance(layer, ParallelLMHead):
+                    layer.quant_method.process_weights_after_loading(layer)
