@@ -146,7 +146,7 @@ def test_permits_returned_before_publishing_are_caught():
     source = textwrap.dedent(inspect.getsource(policy.train_policy))
     release = "buffer.release(prompts_per_step)  # only now may generation run ahead again"
     mutated = source.replace(f"            {release}\n", "")
-    publish = '            with run.observer.span("publish")'
+    publish = '            with run.observer.work("trainer", "publish")'
     mutated = mutated.replace(publish, f"            {release}\n{publish}", 1)
     assert mutated.count(release) == 1
     scope = dict(vars(policy))

@@ -35,7 +35,7 @@ def test_releasing_before_publishing_is_caught():
     assert release in source
     mutated = source.replace(f"            {release}\n", "")
     mutated = mutated.replace(
-        "            with run.observer.span", f"            {release}\n            with run.observer.span", 1
+        "            with run.observer.work", f"            {release}\n            with run.observer.work", 1
     )
     scope = dict(vars(policy))
     exec(compile(mutated, "mutant", "exec"), scope)

@@ -7,7 +7,7 @@ import pytest
 
 from hone.config.run import EvalSection
 from hone.loop.evaluate import metrics_of, pass_at_k
-from hone.loop.run import summarize
+from hone.loop.run import staleness_shares, summarize
 from hone.types import Group, Prompt, Sample
 
 
@@ -28,6 +28,16 @@ def test_the_pass_rate_counts_dropped_groups_and_nothing_else_does():
 def test_without_dropped_groups_it_is_the_accuracy():
     metrics = summarize([group(1.0, 0.0, 1.0, None)], [], version=0, threshold=1.0)
     assert metrics["rollout/pass_rate"] == metrics["rollout/accuracy"] == pytest.approx(2 / 3)
+
+
+def test_ages_are_shares_of_the_samples_up_to_the_bound():
+    def aged(*versions: int) -> Group:
+        samples = tuple(Sample("p", i, (1, 2), (-1.0, -1.0), (v, 9), "stop", "") for i, v in enumerate(versions))
+        return Group(Prompt("p", 0, "", (7,)), samples, {}, (0.0,) * len(versions))
+
+    shares = staleness_shares([aged(5, 4), aged(4, 3)], version=5, most=3)
+    assert [shares[f"rollout/staleness_{age}_frac"] for age in range(4)] == [1 / 4, 1 / 2, 1 / 4, 0]
+    assert staleness_shares([aged(5)], version=5, most=0) == {}, "a run that never is stale says nothing"
 
 
 @pytest.mark.parametrize(

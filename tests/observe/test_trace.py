@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hone.observe import trace
-from hone.observe.trace import Spans, TraceFile
+from hone.observe.trace import Spans, Timeline, TraceFile
 
 
 def assert_nested(events):
@@ -31,6 +31,27 @@ def test_spans_nest_in_one_lane():
     assert outer.start_s <= inner.start_s <= inner.end_s <= outer.end_s
     assert inner.args == {"microbatch": 3}
     assert spans.take_events() == []
+
+
+def test_a_role_has_one_lane_without_gaps():
+    spans = Spans()
+    engine = Timeline(spans, "engine-0")
+    with engine.during("generate"), engine.during("generate"), engine.during("publish"):
+        pass
+    with engine.during("asleep"):
+        pass
+    events = spans.take_events()
+    assert [e.name for e in events] == ["idle", "generate", "publish", "generate", "idle", "asleep"]
+    assert {e.lane for e in events} == {"engine-0"}
+    assert all(a.end_s == b.start_s for a, b in itertools.pairwise(events))
+    assert spans.take_seconds() == {}, "a lane is to be looked at, not counted"
+
+
+def test_a_span_without_a_lane_is_counted_and_not_shown():
+    spans = Spans()
+    with spans.span("train", has_lane=False):
+        time.sleep(0.002)
+    assert spans.take_events() == [] and spans.take_seconds()["train"] >= 0.002
 
 
 def test_concurrent_tasks_and_threads_never_share_a_lane():

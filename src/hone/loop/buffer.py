@@ -23,6 +23,7 @@ class GroupBuffer(Generic[T]):
     def __init__(self, permits: int) -> None:
         self._permits = asyncio.Semaphore(permits)
         self._inflight: asyncio.Queue[asyncio.Task[T | None]] = asyncio.Queue()
+        self._waiting: set[asyncio.Task[T | None]] = set()  # the same, to be counted
 
     async def reserve(self) -> None:
         """Wait for a permit to start a group."""
@@ -31,6 +32,7 @@ class GroupBuffer(Generic[T]):
     def add(self, task: asyncio.Task[T | None]) -> None:
         """Append a started group; its permit was reserved before."""
         self._inflight.put_nowait(task)
+        self._waiting.add(task)
 
     async def take(self, count: int, *, on_drop: Callable[[int], None] = lambda dropped: None) -> list[T]:
         """The `count` oldest groups that are worth training on, in start order.
@@ -45,7 +47,9 @@ class GroupBuffer(Generic[T]):
             if unreturned and (self._inflight.empty() or unreturned >= count):
                 self.release(unreturned)
                 unreturned = 0
-            group = await (await self._inflight.get())
+            task = await self._inflight.get()
+            group = await task
+            self._waiting.discard(task)
             if group is None:
                 dropped += 1
                 unreturned += 1
@@ -54,6 +58,11 @@ class GroupBuffer(Generic[T]):
                 kept.append(group)
         self.release(unreturned)
         return kept
+
+    def depths(self) -> dict[str, float]:
+        """How many groups wait to be trained on, and how many are still being sampled or scored."""
+        ready = sum(task.done() for task in self._waiting)
+        return {"rollout/groups_ready": float(ready), "rollout/groups_in_flight": float(len(self._waiting) - ready)}
 
     def release(self, count: int) -> None:
         """Return permits. For trained groups: only after the weights trained on them are live in the engines."""

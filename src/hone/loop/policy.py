@@ -14,7 +14,7 @@ from hone.data.pack import collate
 from hone.errors import EngineError
 from hone.loop.buffer import GroupBuffer
 from hone.loop.gate import check_first_step
-from hone.loop.run import PolicyRun, due, now, summarize
+from hone.loop.run import PolicyRun, due, now, staleness_shares, summarize
 from hone.reward.base import component_metrics
 from hone.rollout.engine import Request
 from hone.types import Batch, Group, Prompt
@@ -50,14 +50,15 @@ async def train_policy(run: PolicyRun) -> None:
                 break
             taken = now()
             generated = min(taken, max(started, *(f.generated_at for f in finished)))
+            depths = buffer.depths()
             metrics = await update(run, [f.group for f in finished])
             progress.step += 1
             progress.next_prompt = finished[-1].group.prompt.index + 1
             progress.reward_fingerprints = run.rewards.fingerprints()
             run.tell_trained([f.group for f in finished])
-            with run.observer.span("publish"):
+            with run.observer.work("trainer", "publish"):
                 await run.publish()
-            metrics |= {"time/generate_s": generated - started, "time/reward_s": taken - generated}
+            metrics |= depths | {"time/generate_s": generated - started, "time/reward_s": taken - generated}
             ended = now()
             run.log_step(metrics, seconds=ended - started + logging_s)
             run.guard.tune()
@@ -97,8 +98,9 @@ async def sample_and_score(run: PolicyRun, request: Request) -> Finished:
     timeout_s = run.config.rollout.timeout_s
     async with run.rewards.begin(request.prompt) as scoring:
         try:
-            async with asyncio.timeout(timeout_s):
-                samples = await run.engine.generate(request, scoring.on_sample)
+            with run.observer.during("engine", "generate"):
+                async with asyncio.timeout(timeout_s):
+                    samples = await run.engine.generate(request, scoring.on_sample)
         except TimeoutError as error:
             raise EngineError(
                 f"prompt {request.prompt.id}: no group of {request.num_samples} samples within rollout.timeout_s = "
@@ -113,8 +115,9 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     run.observer.event("training", step=run.progress.step + 1)
     dropped = run.take_dropped()
     metrics = summarize(groups, dropped, version=run.progress.step, threshold=run.config.eval.threshold)
+    metrics |= staleness_shares(groups, version=run.progress.step, most=run.config.rollout.max_staleness)
     metrics |= component_metrics(groups, run.rewards.weights) | run.rewards.http_metrics()
-    with run.observer.span("train"):
+    with run.observer.work("trainer", "train"):
         batch, agreement = await run.in_compute_thread(collate_and_check, run, groups)
         if run.takes_turns:
             await run.engine.sleep()  # until the weights are published
@@ -168,7 +171,7 @@ async def evaluate_if_due(run: PolicyRun) -> bool:
     if run.evaluate is None or not is_due or run.progress.evaluated_step == step:
         return False
     run.observer.event("evaluating", step=step)
-    with run.observer.span("evaluate"):
+    with run.observer.work("engine", "evaluate"):
         metrics = await run.unless_stopped(run.evaluate())
     run.observer.event("evaluated", step=step)
     if metrics is None:

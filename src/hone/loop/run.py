@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
 from hone.data.prompts import PromptStream
-from hone.errors import DataError, RewardError
+from hone.errors import DataError, HoneError, RewardError
 from hone.observe.events import versions_of
 from hone.observe.observer import Observer
 from hone.plan.guard import UNGUARDED, Guard
@@ -25,6 +26,7 @@ from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env import episode_metrics
 from hone.train.checkpoint import Checkpoints
 from hone.train.pairs import PairTrainer
+from hone.train.shards import Snapshot
 from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Progress
 
@@ -49,6 +51,8 @@ class Stage(Generic[AnyTrainer]):
     """Set by the first SIGINT or SIGTERM."""
     guard: Guard = field(default=UNGUARDED, kw_only=True)
     """Watches over memory."""
+    writing: asyncio.Task[None] | None = field(default=None, init=False)
+    """The checkpoint that is being written while training goes on."""
 
     async def in_compute_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.compute, work, *args)
@@ -64,18 +68,48 @@ class Stage(Generic[AnyTrainer]):
             working.cancel()
 
     async def save(self) -> None:
-        """Write a checkpoint of this very moment."""
+        """Write a checkpoint of this very moment; after the one before, if that is still on its way.
+
+        A trainer of other processes copies its state; the copy is written while training goes on.
+        """
+        await self.saved()
         self.observer.event("saving", step=self.progress.step)
-        with self.observer.span("checkpoint"):
+        with self.observer.work("trainer", "checkpoint"):
             self.progress.metrics_bytes = self.observer.position()
 
-            def save() -> None:
-                with self.guard.phase("checkpoint"):
-                    tensors, rest = self.trainer.state()
-                    self.checkpoints.save(self.progress, tensors, rest)
+            progress = copy.deepcopy(self.progress)
 
-            await self.in_compute_thread(self.guard.attempt, save)
-        self.observer.event("saved", step=self.progress.step)
+            def save() -> Snapshot | None:
+                with self.guard.phase("checkpoint"):
+                    snapshot = self.trainer.snapshot()
+                    if not snapshot.is_live:
+                        return snapshot
+                    self.checkpoints.save(progress, snapshot)
+                    return None
+
+            left = await self.in_compute_thread(self.guard.attempt, save)
+        if left is None:
+            self.observer.event("saved", step=progress.step)
+        else:
+            self.writing = asyncio.create_task(self._write(progress, left))
+
+    async def _write(self, progress: Progress, snapshot: Snapshot) -> None:
+        with self.observer.work("disk", "checkpoint"):
+            await asyncio.to_thread(self.checkpoints.save, progress, snapshot)
+        self.observer.event("saved", step=progress.step)
+
+    async def saved(self) -> None:
+        """Wait until the last checkpoint is on the disk. Raises what kept it from there."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            await writing
+
+    async def settle(self) -> None:
+        """Before what writes is ended, whyever: let it finish, and tell if it failed."""
+        try:
+            await self.saved()
+        except HoneError as error:
+            self.observer.warn(str(error))
 
 
 @dataclass
@@ -212,6 +246,14 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
         "rollout/staleness_mean": float(staleness.mean()),
         "rollout/staleness_max": float(staleness.max()),
     } | episode_metrics(samples, "rollout/")
+
+
+def staleness_shares(groups: Sequence[Group], *, version: int, most: int) -> dict[str, float]:
+    """How much of what training begins with at `version` is how old, up to `most`; nothing of a run that never is."""
+    ages = [version - sample.versions[0] for group in groups for sample in group.samples if sample.versions]
+    if most == 0 or not ages:
+        return {}
+    return {f"rollout/staleness_{age}_frac": ages.count(age) / len(ages) for age in range(most + 1)}
 
 
 def now() -> float:

@@ -47,6 +47,11 @@ METRICS: dict[str, Metric] = {
     "rollout/zero_std_group_frac": Metric("fraction", "Groups whose rewards are all equal: no gradient.", (0.0, 0.8)),
     "rollout/staleness_mean": Metric("policy updates", "Mean age of the trained tokens' policy version."),
     "rollout/staleness_max": Metric("policy updates", "Largest such age; never above rollout.max_staleness."),
+    "rollout/staleness_<age>_frac": Metric(
+        "fraction", "Trained samples whose first token is so many policy updates old; with rollout.max_staleness > 0."
+    ),
+    "rollout/groups_ready": Metric("groups", "Scored and waiting when an update began; high: the trainer is late."),
+    "rollout/groups_in_flight": Metric("groups", "Being sampled or scored when an update began; 0 when synchronous."),
     "rollout/tokens_per_s": Metric("tokens/s", "Tokens that the policy wrote, per second of the whole step."),
     "rollout/samples_per_s": Metric("samples/s", "Samples per second of the whole step."),
     "engine/replicas_up": Metric("engines", "Replicas that are up; below cluster's number one is being started again."),

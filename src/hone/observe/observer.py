@@ -124,8 +124,15 @@ class Observer:
         """Time what happens inside: `time/<name>_s` of the next line, and an event with `args` in trace.json."""
         return self._spans.span(name, **args)
 
+    @contextmanager
+    def work(self, role: str, what: str) -> Iterator[None]:
+        """As `span`, of what a role does, and so shown in the role's lane."""
+        with self._spans.span(what, has_lane=False), self.during(role, what):
+            yield
+
     def during(self, role: str, what: str) -> AbstractContextManager[None]:
-        """Show in trace.json, in the lane of a role (the trainer, a replica of the engine), what it does meanwhile."""
+        """Show in trace.json, in the lane of a role (the trainer, the engine, one of its replicas), what it does
+        meanwhile. The lane has no gaps: what is not told is `idle`."""
         with self._lock:
             timeline = self._timelines.setdefault(role, Timeline(self._spans, role))
         return timeline.during(what)

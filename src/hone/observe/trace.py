@@ -48,8 +48,9 @@ class Spans:
         self._busy_s: dict[str, float] = {}
         self._events: list[Event] = []
 
-    def span(self, name: str, **args: Any) -> Span:
-        return Span(self, name, args)
+    def span(self, name: str, *, has_lane: bool = True, **args: Any) -> Span:
+        """Without a lane it is counted in `take_seconds` and shown nowhere."""
+        return Span(self, name, args, has_lane=has_lane)
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds since the last call in which at least one span of each name was open; a name per such span.
@@ -87,9 +88,10 @@ class Spans:
             self._lanes[owner] = (family, number, depth + 1)
             return family if number == 1 else f"{family} {number}"
 
-    def closed(self, event: Event, owner: tuple[int, int]) -> None:
+    def closed(self, event: Event, owner: tuple[int, int], *, has_lane: bool) -> None:
         with self._lock:
-            self._events.append(event)
+            if has_lane:
+                self._events.append(event)
             count, since = self._open.pop(event.name)
             if count > 1:
                 self._open[event.name] = (count - 1, since)
@@ -105,10 +107,10 @@ class Spans:
 class Span:
     """A context manager, used once."""
 
-    __slots__ = ("_args", "_lane", "_name", "_owner", "_spans", "_start_s")
+    __slots__ = ("_args", "_has_lane", "_lane", "_name", "_owner", "_spans", "_start_s")
 
-    def __init__(self, spans: Spans, name: str, args: Mapping[str, Any]) -> None:
-        self._spans, self._name, self._args = spans, name, args
+    def __init__(self, spans: Spans, name: str, args: Mapping[str, Any], *, has_lane: bool) -> None:
+        self._spans, self._name, self._args, self._has_lane = spans, name, args, has_lane
 
     def __enter__(self) -> None:
         self._owner = _owner()
@@ -119,7 +121,7 @@ class Span:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         event = Event(self._name, self._lane, self._start_s, time.perf_counter(), self._args)
-        self._spans.closed(event, self._owner)
+        self._spans.closed(event, self._owner, has_lane=self._has_lane)
 
 
 class Timeline:

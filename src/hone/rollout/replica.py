@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -58,6 +59,8 @@ class Life:
         """Its last sign of life."""
         self.loading = asyncio.Lock()
         """Held while weights are published to it."""
+        self.rest = ExitStack()
+        """What ends when it wakes."""
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why it was given up. What it says afterwards is not listened to: it may be of weights long gone."""
 

@@ -134,11 +134,13 @@ class Router:
             raise EngineError("the engines cannot sleep while samples are in flight; await or cancel them first.")
         self._awake = False
         self._may_start.clear()
-        await asyncio.gather(*(self._do(replica, life, "sleep", life.engine.sleep) for replica, life in self._up()))
+        await asyncio.gather(*(self._put_to_sleep(replica, life) for replica, life in self._up()))
 
     async def wake(self) -> None:
         """See `Engine.wake`."""
         self._may_start.set()
+        for _, life in self._up():
+            life.rest.close()
         await asyncio.gather(*(self._do(replica, life, "wake", life.engine.wake) for replica, life in self._up()))
         self._awake = True
 
@@ -295,6 +297,7 @@ class Router:
         if life.end.done():
             return
         life.end.set_result(why)
+        life.rest.close()
         for draft, finished in life.drawing.items():
             if finished:
                 self._tell_sampled(replica, draft, finished)
@@ -341,7 +344,12 @@ class Router:
                 offer.failure = failure
                 self._changed()
         if not self._awake and not life.end.done():
-            await self._do(replica, life, "sleep", life.engine.sleep)
+            await self._put_to_sleep(replica, life)
+
+    async def _put_to_sleep(self, replica: Replica, life: Life) -> None:
+        await self._do(replica, life, "sleep", life.engine.sleep)
+        if not life.end.done():
+            life.rest.enter_context(self._witness.during(replica.name, "asleep"))
 
     # ---- waiting
 
