@@ -109,7 +109,7 @@ def test_without_an_adapter_there_is_none_to_export(tmp_path, capsys):
         ("run.precision=bfloat16",),
         ("run.precision=bfloat16", "rollout.max_staleness=1"),
         ("model.implementation=transformers",),
-        ("lora.targets=[q_proj,v_proj]", "train.activation_checkpointing=true"),
+        ("lora.targets=[q_proj,v_proj]", "train.activation_checkpointing=full"),
         ("algorithm.credit=gae", "algorithm.kl_loss_coef=0", "reward.min_valid_per_group=1"),
     ],
     ids=lambda changes: changes[0],

@@ -17,7 +17,7 @@ from hone.plan.ladder import CHUNK, HIGH, PREFILL, RECOMPUTE, ROWS, RUNGS, TOKEN
 from hone.plan.ledger import Ledger, moment, term
 from hone.types import Progress
 
-SETTINGS = {TOKENS: 16384, CHUNK: 1024, RECOMPUTE: False, ROWS: 512, PREFILL: 16384}
+SETTINGS = {TOKENS: 16384, CHUNK: 1024, RECOMPUTE: "none", ROWS: 512, PREFILL: 16384}
 LOWEST = {TOKENS: 512, CHUNK: 64, RECOMPUTE: 1, ROWS: 1, PREFILL: 256}
 
 
@@ -110,7 +110,7 @@ def test_every_phase_ends_at_the_bottom_of_its_rungs_with_exit_code_4(phase):
     assert f"out of memory in {phase}" in str(error.value)
     assert "No setting is left" in str(error.value)
     for key in RUNGS.get(phase, ()):
-        assert applied[key] in (LOWEST[key], True)
+        assert applied[key] in (LOWEST[key], "full")
     assert len(begun) == len(ladder.changes) + 1
     if ladder.changes:
         assert "Changed already" in str(error.value)
@@ -141,7 +141,8 @@ def test_halving_begins_where_work_really_was():
 def ledger_of(settings, *, logits=1, layers=1):
     """Logits follow the chunk, activations the tokens and whether they are made again, prompts the prefill."""
     gib = GIB
-    saved = layers * settings[TOKENS] / 16384 * (0.1 if settings[RECOMPUTE] else 1) * 20 * gib
+    stored_frac = {"none": 1, "selective": 0.5, "full": 0.1}[settings[RECOMPUTE]]
+    saved = layers * settings[TOKENS] / 16384 * stored_frac * 20 * gib
     update = moment(
         "update",
         "loss backward",

@@ -161,7 +161,7 @@ def test_prompts_are_counted_once_and_a_last_token_never(configured):
 def test_devices_of_their_own_are_split_by_time_and_memory(configured):
     """Longer responses ask for more devices that sample."""
     apart = placement_from(["placement.mode=separate", "placement.engine.memory_frac=0.8"])
-    words = ("train.activation_checkpointing=true", "train.prompts_per_step=256", "train.tokens_per_microbatch=40000")
+    words = ("train.activation_checkpointing=full", "train.prompts_per_step=256", "train.tokens_per_microbatch=40000")
     splits = []
     for tokens in (128, 16_384):
         found = plan(configured(*words, f"rollout.max_response_tokens={tokens}"), EIGHT, placement=apart)

@@ -63,11 +63,11 @@ def random_batch(vocab):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision):
     model, arch = built(name)
-    model.checkpoint_layers = checkpointing == "full"
+    model.checkpointing = checkpointing
     trainer = LocalTrainer(
         model,
         optimizer=OptimizerSection(),

@@ -45,7 +45,7 @@ QWEN2 = {**TINY, "model_type": "qwen2", "vocab_size": 8000, "hidden_size": 64, "
 MISTRAL = {**TINY, "model_type": "mistral", "num_hidden_layers": 6, "vocab_size": 500}
 HALF, AGAIN, OTHERS = (
     "run.precision=bfloat16",
-    "train.activation_checkpointing=true",
+    "train.activation_checkpointing=full",
     "model.implementation=transformers",
 )
 SMALL_CHUNK = "train.logprob_chunk_tokens=64"
@@ -93,7 +93,7 @@ def real_trainer(config, architecture):
         )
     if trains_adapter(config, "rl"):
         add_adapter(model, config.lora, seed=0, dtype=getattr(torch, config.run.precision))
-    model.checkpoint_layers = train.activation_checkpointing
+    model.checkpointing = train.activation_checkpointing
     return LocalTrainer(
         model,
         optimizer=train.optimizer,

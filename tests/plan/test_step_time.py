@@ -38,7 +38,7 @@ def test_lengths_have_the_mean_they_are_given():
 @pytest.mark.parametrize(
     "longer",
     [
-        "train.activation_checkpointing=true",
+        "train.activation_checkpointing=full",
         "algorithm.kl_loss_coef=0.1",
         "algorithm.credit=gae",
         "rollout.group_size=16",

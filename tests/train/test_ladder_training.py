@@ -40,7 +40,7 @@ class Failing(TorchDispatchMode):
 
 def guarded(learner, *, critic=None, settings=None):
     """The learner under a ladder that may change its settings, as `build.memory` binds them."""
-    settings = settings or {TOKENS: learner.tokens_per_microbatch, CHUNK: 64, RECOMPUTE: False}
+    settings = settings or {TOKENS: learner.tokens_per_microbatch, CHUNK: 64, RECOMPUTE: "none"}
     ladder = Ladder(Meter(FakeGauge()), settings=settings)
     ladder.begin(Progress())
     body = getattr(learner.model, "body", learner.model)
@@ -53,7 +53,7 @@ def guarded(learner, *, critic=None, settings=None):
     ladder.bind(
         Knob(TOKENS, tokens, lowest=LOWEST_TOKENS),
         Knob(CHUNK, lambda value: setattr(learner, "logprob_chunk_tokens", value), lowest=4),
-        Knob(RECOMPUTE, lambda value: setattr(body, "checkpoint_layers", value)),
+        Knob(RECOMPUTE, lambda value: setattr(body, "checkpointing", value)),
     )
     for one in (learner, *others):
         one.guard = ladder
@@ -190,10 +190,10 @@ def test_gradients_do_not_depend_on_any_rung():
     expected = make_trainer()
     expected.update(batch, algorithm)
     for settings in (
-        {TOKENS: LOWEST_TOKENS, CHUNK: 64, RECOMPUTE: False},
-        {TOKENS: 10_000, CHUNK: 4, RECOMPUTE: False},
-        {TOKENS: 10_000, CHUNK: 64, RECOMPUTE: True},
-        {TOKENS: LOWEST_TOKENS, CHUNK: 4, RECOMPUTE: True},
+        {TOKENS: LOWEST_TOKENS, CHUNK: 64, RECOMPUTE: "none"},
+        {TOKENS: 10_000, CHUNK: 4, RECOMPUTE: "none"},
+        {TOKENS: 10_000, CHUNK: 64, RECOMPUTE: "full"},
+        {TOKENS: LOWEST_TOKENS, CHUNK: 4, RECOMPUTE: "full"},
     ):
         trainer = make_trainer()
         guarded(trainer, settings=settings)
@@ -212,4 +212,4 @@ def test_memory_that_never_suffices_ends_and_harms_no_weights():
         trainer.update(batch, algorithm)
     assert torch.equal(trainer.held.master, before)
     assert trainer.optimizer.step_count == 0
-    assert ladder.settings == {TOKENS: LOWEST_TOKENS, CHUNK: 4, RECOMPUTE: True}
+    assert ladder.settings == {TOKENS: LOWEST_TOKENS, CHUNK: 4, RECOMPUTE: "full"}

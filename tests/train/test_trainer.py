@@ -144,12 +144,13 @@ def test_transformers_own_class_trains_to_the_same_weights():
         torch.testing.assert_close(weight, updated[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize("implementation", ["hone", "transformers"])
-def test_recomputing_activations_changes_nothing(implementation):
+def test_recomputing_activations_changes_nothing(implementation, kind):
     algorithm = algorithm_of("grpo")
     batch = make_batch(make_groups(), algorithm)
     plain, recomputing = (make_trainer(make_model(implementation=implementation)) for _ in range(2))
-    recomputing.model.checkpoint_layers = True
+    recomputing.model.checkpointing = kind
     assert_close(gradient(recomputing, batch, algorithm), gradient(plain, batch, algorithm))
 
 

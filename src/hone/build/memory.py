@@ -14,6 +14,7 @@ from hone.config.run import RunConfig
 from hone.config.source import Where
 from hone.errors import DataError, MemoryExhausted
 from hone.loop.folder import RunFolder
+from hone.model.recompute import Checkpointing
 from hone.observe.memory import GIB, Busy, CudaGauge, HostGauge, Meter, nvml_reader, ran_out_of_memory
 from hone.observe.observer import Observer
 from hone.observe.whole import write_whole
@@ -189,10 +190,10 @@ def trainer_knobs(trainer: PolicyTrainer, config: RunConfig, *, most_tokens: int
     def chunk(value: int) -> None:
         trainer.logprob_chunk_tokens = value
 
-    def recompute(value: bool) -> None:
-        trainer.model.checkpoint_layers = value
+    def recompute(value: Checkpointing) -> None:
+        trainer.model.checkpointing = value
         if critic is not None:
-            critic.model.body.checkpoint_layers = value
+            critic.model.body.checkpointing = value
 
     def in_use() -> int:
         return trainer.largest_microbatch
@@ -210,8 +211,8 @@ def pair_knobs(trainer: PairTrainer, config: RunConfig) -> list[Knob]:
     def tokens(value: int) -> None:
         trainer.tokens_per_microbatch = value
 
-    def recompute(value: bool) -> None:
-        trainer.model.body.checkpoint_layers = value
+    def recompute(value: Checkpointing) -> None:
+        trainer.model.body.checkpointing = value
 
     return [Knob(TOKENS, tokens, lowest=2 * longest_tokens(config)), Knob(RECOMPUTE, recompute)]
 

@@ -108,7 +108,7 @@ def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> 
     """A reward model on a policy's body, described so that Transformers loads it as a sequence classifier."""
     # Transformers scores the last token that is no padding, so the end of a response must not look like padding.
     pad_id = None if tokenizer.pad_id in tokenizer.eos_ids else tokenizer.pad_id
-    body.checkpoint_layers = config.train.activation_checkpointing
+    body.checkpointing = config.train.activation_checkpointing
     model = ScalarModel(body)
     model.hf_config = reward_config(model.hf_config, pad_id=pad_id, form="chat" if config.data.chat else "text")
     return model
@@ -143,7 +143,7 @@ def make_trainer(
     """The trainer of one stage. How an update is divided and repeated is only of RL; a step of imitation is one."""
     config, train = source.loaded.config, source.loaded.config.train
     divided = stage == "rl"
-    model.checkpoint_layers = train.activation_checkpointing
+    model.checkpointing = train.activation_checkpointing
     return PolicyTrainer(
         model,
         optimizer=optimizer,
@@ -188,7 +188,7 @@ def make_critic(source: Source, policy: CausalModel, ranks: Ranks = ALONE) -> Cr
             f"critic.path = {config.critic.path}: a vocabulary of {model.body.vocab_size} tokens, the policy's has "
             f"{policy.vocab_size}. The critic reads the policy's token ids: take a model with the same tokenizer."
         )
-    model.body.checkpoint_layers = config.train.activation_checkpointing
+    model.body.checkpointing = config.train.activation_checkpointing
     return Critic(
         model,
         optimizer=config.critic.optimizer,

@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hone.model.layout import Block, Layout
+from hone.model.recompute import kept
 
 
 def shared_prompt_attention(layout: Layout) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
@@ -95,18 +97,7 @@ class _SharedPromptAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, workspace: _Workspace) -> Tensor:
         q, k, v = _with_rows(q), _with_rows(k), _with_rows(v)
-        blocks, output_rows = workspace.plan(q, k, v)
-        parts, normalisers = [], []
-        for rows in blocks:
-            scores = _scores(_queries(q, rows.queries, k, rows), _keys(k, rows.keys, rows), rows, workspace)
-            top = scores.amax(-1, keepdim=True)
-            powers = scores.sub_(top).exp2_()
-            inverse = powers.sum(-1, keepdim=True).reciprocal_()
-            out = torch.bmm(_cast(powers, q, "low", workspace), _keys(v, rows.values, rows))
-            parts.append(out.mul_(inverse).view(-1, q.shape[-1]))
-            normalisers += (top, inverse)
-        padded = parts[0] if len(parts) == 1 else torch.cat(parts)
-        out = _without_filler(padded.index_select(0, output_rows).view(q.shape), workspace)
+        out, *normalisers = kept(partial(_attended, q, k, v, workspace))
         ctx.save_for_backward(q, k, v, out, *normalisers)
         ctx.workspace = workspace
         return out
@@ -139,6 +130,23 @@ class _SharedPromptAttention(torch.autograd.Function):
         padded = parts[0] if len(parts) == 1 else torch.cat(parts)
         grad_q = _without_filler(padded.index_select(0, output_rows).view(q.shape), workspace)
         return grad_q, grad_k, grad_v, None
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, workspace: _Workspace) -> tuple[Tensor, ...]:
+    """What every query attends to, and per block the two numbers that normalise its scores."""
+    blocks, output_rows = workspace.plan(q, k, v)
+    parts, normalisers = [], []
+    for rows in blocks:
+        scores = _scores(_queries(q, rows.queries, k, rows), _keys(k, rows.keys, rows), rows, workspace)
+        top = scores.amax(-1, keepdim=True)
+        powers = scores.sub_(top).exp2_()
+        inverse = powers.sum(-1, keepdim=True).reciprocal_()
+        out = torch.bmm(_cast(powers, q, "low", workspace), _keys(v, rows.values, rows))
+        parts.append(out.mul_(inverse).view(-1, q.shape[-1]))
+        normalisers += (top, inverse)
+    padded = parts[0] if len(parts) == 1 else torch.cat(parts)
+    out = _without_filler(padded.index_select(0, output_rows).view(q.shape), workspace)
+    return out, *normalisers
 
 
 def score_dtype(x: Tensor) -> torch.dtype:

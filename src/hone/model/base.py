@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from hone.model.recompute import Checkpointing
 from hone.model.sequence import UNDIVIDED, Sequences
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class CausalModel(nn.Module, ABC):
     hidden_size: int
     max_positions: int
     """Longest prompt + response, in tokens."""
-    checkpoint_layers: bool = False
-    """Recompute each layer's activations in the backward pass instead of storing them."""
+    checkpointing: Checkpointing = "none"
+    """Which activations are made again in the backward pass instead of stored."""
     sequences: Sequences = UNDIVIDED
     """Who computes other tokens of the same microbatches."""
     adapter: Adapter | None = None

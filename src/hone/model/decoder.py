@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.collectives import with_summed_gradient
 from hone.model.fused import rms_norm, rotation, split_and_rotate, swiglu
+from hone.model.recompute import again
 from hone.model.weights import copy_by_name
 
 if TYPE_CHECKING:
@@ -175,6 +175,7 @@ class Decoder(CausalModel):
                 self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
         self.to(dtype).to_empty(device=device)
         self._compiled: Halves | None = None
+        self._compiles_training = False
         self.rope_table: Tensor
         self.register_buffer("rope_table", rope_table(config, self.head_dim).to(device, dtype), persistent=False)
 
@@ -199,6 +200,11 @@ class Decoder(CausalModel):
             torch.compile(Layer.after_attention, dynamic=True),
         )
 
+    def compile_training(self) -> None:
+        """As `compile_inference`, and where a gradient is wanted, too."""
+        self.compile_inference()
+        self._compiles_training = True
+
     def forward(
         self, token_ids_X: Tensor, position_X: Tensor, attend: Attend, needed_W: Tensor | None = None
     ) -> Tensor:
@@ -212,12 +218,12 @@ class Decoder(CausalModel):
         x = self.embed(token_ids_X)
         cos_sin_XD = self.rope_table.index_select(0, position_X).to(x.dtype)  # a trainer may turn weights into bfloat16
         turn = rotation(*cos_sin_XD.chunk(2, dim=-1))
-        recompute = self.checkpoint_layers and torch.is_grad_enabled()
-        halves = None if torch.is_grad_enabled() else self._compiled
+        has_gradient = torch.is_grad_enabled()
+        halves = None if has_gradient and not self._compiles_training else self._compiled
         for layer in self.layers:
             needed = needed_W if layer.index == self.num_layers - 1 else None
-            if recompute:
-                x = checkpoint(layer, x, turn, attend, needed, None, use_reentrant=False)
+            if has_gradient and self.checkpointing != "none":
+                x = again(layer, x, turn, attend, needed, halves, selective=self.checkpointing == "selective")
             else:
                 x = layer(x, turn, attend, needed, halves)
         return self.norm(x)

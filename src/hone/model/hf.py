@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
+from hone.model.recompute import Checkpointing, contexts
 from hone.model.weights import copy_by_name
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -33,6 +34,8 @@ class TransformersModel(CausalModel):
         self.vocab_size = self.output_weight.shape[0]
         self.hidden_size = self.output_weight.shape[1]
         self.max_positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
+        self._enabled: Checkpointing = "none"
+        """What the module was last told to make again."""
         self._check_logits()
 
     @property
@@ -42,9 +45,11 @@ class TransformersModel(CausalModel):
         return head.weight
 
     def hidden(self, layout: Layout) -> Tensor:
-        recompute = self.checkpoint_layers and torch.is_grad_enabled()
-        if recompute and not self.hf.is_gradient_checkpointing:
-            self.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute = self.checkpointing != "none" and torch.is_grad_enabled()
+        if recompute and self.checkpointing != self._enabled:
+            how = {"context_fn": contexts} if self.checkpointing == "selective" else {}
+            self.hf.gradient_checkpointing_enable({"use_reentrant": False, **how})
+            self._enabled = self.checkpointing
         self.hf.train(recompute)  # Transformers recomputes only in training mode; dropout is 0 in either
         rows = layout.rows()
         out = self.hf.base_model(

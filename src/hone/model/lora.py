@@ -35,6 +35,7 @@ from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
 from hone.model.load import Implementation, is_ours, replaced_when_whole
+from hone.model.recompute import made_again
 from hone.model.sequence import Sequences
 
 FUSED = {
@@ -165,10 +166,11 @@ class _FusedLowRank(torch.autograd.Function):
         a: Tensor,
         *b: Tensor,
     ) -> Tensor:
-        low = F.linear(x, a).mul_(scale)
-        out = F.linear(x, weight, bias)
-        for (start, end), part, up in zip(spans, low.chunk(len(b), -1), b, strict=True):
-            out[:, start:end].addmm_(part, up.T)
+        with made_again():
+            low = F.linear(x, a).mul_(scale)
+            out = F.linear(x, weight, bias)
+            for (start, end), part, up in zip(spans, low.chunk(len(b), -1), b, strict=True):
+                out[:, start:end].addmm_(part, up.T)
         ctx.save_for_backward(x, weight, low, a, *b)
         ctx.scale, ctx.spans = scale, spans
         return out

@@ -69,9 +69,15 @@ def saved_per_token(work: Pass, checkpointing: Checkpointing | None = None) -> f
     mode, arch, p, tp = checkpointing or work.checkpointing, work.architecture, work.bytes_each, work.tensor_parallel
     if mode == "full":
         return p * arch.hidden
-    if mode == "selective":  # the layer's input, and the results of matrix products; the rest is made again
-        return p * (arch.hidden + (_attention_numbers(arch) + 2 * arch.active_inner) / tp)
+    if mode == "selective":  # the layer's input, and the results of products: two of them are of the residual stream
+        return p * (3 * arch.hidden + (_attention_numbers(arch) + 2 * arch.active_inner) / tp)
     return _own(work) if work.implementation == "hone" else _transformers(work)
+
+
+def made_again_per_token(work: Pass) -> float:
+    """Bytes per token of one layer's activations that were not stored, while it goes backward."""
+    stored = saved_per_token(work) - saved_per_token(work, "full")
+    return saved_per_token(work, "none") - stored
 
 
 def _attention_numbers(arch: Architecture) -> float:

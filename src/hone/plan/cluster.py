@@ -17,6 +17,7 @@ from hone.plan.activations import (
     logits_backward_bytes,
     logits_backward_bytes_each,
     logits_forward_bytes,
+    made_again_per_token,
     mask_bytes,
     output_gradient_bytes,
     saved_per_token,
@@ -117,7 +118,7 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     )
     recomputed = []
     if work.checkpointing != "none":
-        again = saved_per_token(work, "none")
+        again = made_again_per_token(work)
         recomputed = [term("one layer again", again * tokens, f"{again:,.0f} B x {tokens:,} tokens", knob)]
     inside = term("gradients of one layer", backward_per_token(work) * tokens, f"x {tokens:,} tokens", knob)
     root_grad = term("gradient of root", model.root_bytes * trains_root, "bfloat16, until it is reduced")

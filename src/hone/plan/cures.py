@@ -42,8 +42,8 @@ def _candidates(inputs: Inputs) -> Iterator[tuple[str, Any]]:
     if train.logprob_chunk_tokens > 256:
         yield "train.logprob_chunk_tokens", 256
     if inputs.placement.mode == "local":
-        if not train.activation_checkpointing:
-            yield "train.activation_checkpointing", True
+        if train.activation_checkpointing != "full":
+            yield "train.activation_checkpointing", "full"
         if inputs.config.rollout.max_concurrent_samples > 1:
             yield "rollout.max_concurrent_samples", inputs.config.rollout.max_concurrent_samples // 2
         if inputs.config.rollout.prefill_tokens > longest:

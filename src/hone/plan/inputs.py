@@ -90,7 +90,7 @@ def bytes_each(inputs: Inputs) -> int:
 def checkpointing_of(inputs: Inputs) -> Checkpointing:
     if inputs.placement.checkpointing is not None:
         return inputs.placement.checkpointing
-    return "full" if inputs.config.train.activation_checkpointing else "none"
+    return inputs.config.train.activation_checkpointing
 
 
 def microbatch_tokens(inputs: Inputs, *, ranks: int = 1) -> int:

@@ -29,6 +29,8 @@ TOKENS, CHUNK, RECOMPUTE = (
     "train.logprob_chunk_tokens",
     "train.activation_checkpointing",
 )
+MADE_AGAIN = ("none", "selective", "full")
+"""Values of `RECOMPUTE`, each taking less memory than the one before."""
 ROWS, PREFILL = "rollout.max_concurrent_samples", "rollout.prefill_tokens"
 
 RUNGS: Mapping[str, tuple[str, ...]] = {
@@ -82,8 +84,9 @@ class Knob:
 
     def lower(self, value: Any) -> Any:
         """The next value that takes less memory; None at the end."""
-        if isinstance(value, bool):
-            return None if value else True
+        if isinstance(value, str):
+            less = MADE_AGAIN[MADE_AGAIN.index(value) + 1 :]
+            return less[0] if less else None
         lowered = max(self.lowest, self.used(value) // 2)
         return lowered if lowered < value else None
 

@@ -20,6 +20,7 @@ from hone.plan.activations import (
     logits_backward_bytes,
     logits_backward_bytes_each,
     logits_forward_bytes,
+    made_again_per_token,
     mask_bytes,
     output_gradient_bytes,
     saved_per_token,
@@ -315,7 +316,7 @@ def _layer_backward(work: Pass, *, trained: bool) -> Iterator[Term]:
     each = backward_per_token(work)
     yield term("gradients of one layer", each * tokens, f"{each:,.0f} B x {tokens:,} tokens", knob)
     if work.checkpointing != "none":
-        again = saved_per_token(work, "none")
+        again = made_again_per_token(work)
         yield term("one layer again", again * tokens, f"{again:,.0f} B x {tokens:,} tokens", knob)
     if trained:
         matrix = 2 * arch.hidden * arch.active_inner

@@ -101,7 +101,7 @@ def training(inputs: Inputs) -> dict[str, Sequence[Any]]:
         "train.tokens_per_microbatch": sorted(budgets | {inputs.config.train.tokens_per_microbatch}),
     }
     if not many:
-        return knobs | {"train.activation_checkpointing": (False, True)}
+        return knobs | {"train.activation_checkpointing": ("none", "selective", "full")}
     knobs |= {
         "placement.checkpointing": ("none", "selective", "full"),
         "placement.offload_optimizer": (False, True),

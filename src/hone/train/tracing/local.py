@@ -70,13 +70,13 @@ def _trainer(
             guard=_Phases(memory),
         )
         learner.memory = memory
-        learner.model.body.checkpoint_layers = train.activation_checkpointing
+        learner.model.body.checkpointing = train.activation_checkpointing
     if trains_adapter(config, "rl"):
         add_adapter(model, config.lora, seed=0, dtype=getattr(torch, config.run.precision))
     reference = None
     if needs_reference(config):
         reference = AdapterOff(model) if model.adapter else copy.deepcopy(model)
-    model.checkpoint_layers = train.activation_checkpointing
+    model.checkpointing = train.activation_checkpointing
     return LocalTrainer(
         model,
         optimizer=train.optimizer,

@@ -106,7 +106,7 @@ class _Policy(nn.Module):
         self.body: Any
         if self.is_ours:
             self.body = Decoder(config, device="meta")
-            self.body.checkpoint_layers = work.checkpointing == "full"
+            self.body.checkpointing = work.checkpointing
             self.layers = list(self.body.layers)
         else:
             attention.register()
