@@ -106,9 +106,10 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """See `Engine.close`; the process ends."""
-        self._fail(EngineError(f"{self.name} was closed"))
-        with contextlib.suppress(HoneError):  # dead or stuck: it is ended below in any case
-            await wait_for_one(self.name, self._actor.close.remote(), "close", CLOSE_S)
+        if self._failure is None:
+            self._fail(EngineError(f"{self.name} was closed"))
+            with contextlib.suppress(HoneError):  # it is ended below in any case
+                await wait_for_one(self.name, self._actor.close.remote(), "close", CLOSE_S)
         ray.kill(self._actor)
 
     async def _call(self, call: Any, what: str, timeout_s: float | None = None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import tempfile
 import threading
@@ -13,7 +12,6 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -21,7 +19,7 @@ from hone.algo.algorithm import Algorithm
 from hone.cluster.actors import MakeTrainer, Seat, Vitals
 from hone.cluster.calls import wait_for_all
 from hone.cluster.publish import Published
-from hone.errors import EngineError
+from hone.errors import ClusterError, EngineError
 from hone.types import Batch
 
 CLOSE_S = 10.0
@@ -41,6 +39,8 @@ class RemoteTrainer:
         self._timeout_s, self._bucket_size = timeout_s, bucket_size
         self._config: PreTrainedConfig | None = None
         self._open = ExitStack()
+        self._is_broken = False
+        """A rank died or is stuck, and the others may wait for it."""
         self._asking = threading.Lock()
 
     def start(self, make: MakeTrainer, *, is_one_machine: bool, timeout_s: float) -> None:
@@ -97,7 +97,7 @@ class RemoteTrainer:
         settings = {"version": version, "bucket_size": self._bucket_size, "timeout_s": self._timeout_s}
         calls = self._ask("publish", dict(engines), **settings)
         # Each engine may use up its time; only then is it the rank that is stuck.
-        return wait_for_all(calls, f"publishing version {version}", 2 * self._timeout_s)[0]
+        return self._answer(calls, f"publishing version {version}", 2 * self._timeout_s)
 
     def fingerprint(self) -> str:
         """See `Trainer.fingerprint`; no weight moves."""
@@ -109,8 +109,7 @@ class RemoteTrainer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Trainer.state`; copies."""
-        calls = self._ask("state")
-        return wait_for_all(calls, "gathering the trainer's state", self._timeout_s)[0]
+        return self._answer(self._ask("state"), "gathering the trainer's state", self._timeout_s)
 
     def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
         """See `Trainer.restore`."""
@@ -122,10 +121,8 @@ class RemoteTrainer:
 
     def close(self) -> None:
         """End all ranks; what they have not told is lost."""
-        with contextlib.suppress(RayError):
-            ray.wait(
-                [rank.close.remote() for rank in self._ranks.values()], num_returns=len(self._ranks), timeout=CLOSE_S
-            )
+        if not self._is_broken:
+            ray.wait(list(self._ask("close").values()), num_returns=len(self._ranks), timeout=CLOSE_S)
         for rank in self._ranks.values():
             ray.kill(rank)
         self._open.close()
@@ -135,11 +132,18 @@ class RemoteTrainer:
         return self._gather(master=False)
 
     def _gather(self, *, master: bool) -> list[tuple[str, Tensor]]:
-        calls = self._ask("weights", master=master)
-        return wait_for_all(calls, "gathering weights", self._timeout_s)[0]
+        return self._answer(self._ask("weights", master=master), "gathering weights", self._timeout_s)
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
-        return wait_for_all(self._ask("call", method, *args, **named), method, self._timeout_s)[0]
+        return self._answer(self._ask("call", method, *args, **named), method, self._timeout_s)
+
+    def _answer(self, calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float) -> Any:
+        """What rank 0 says, once all ranks are done."""
+        try:
+            return wait_for_all(calls, what, timeout_s)[0]
+        except ClusterError:
+            self._is_broken = True
+            raise
 
     def _ask(self, method: str, *args: Any, **named: Any) -> dict[str, Any]:
         """Call every rank. Calls of several threads reach all in one order; else ranks that work together would wait

@@ -1,0 +1,95 @@
+"""Not a test: a trainer and an engine without a model, for processes of Ray's."""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import torch
+
+from hone.errors import DataError
+from hone.model.fingerprint import weights_fingerprint
+from hone.types import Sample
+
+
+class ToyTrainer:
+    """Weights that count updates. Its batch says what a rank is to do: {rank: "die" | "hang" | "refuse"}."""
+
+    def __init__(self, seat):
+        self.seat, self.hf_config, self.updates = seat, {"ranks": seat.world_size}, 0
+
+    def update(self, batch, algorithm):
+        what = batch.get(self.seat.rank)
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "hang":
+            time.sleep(600)
+        if what == "refuse":
+            raise DataError(f"rank {self.seat.rank} refuses")
+        if what == "stumble":
+            raise RuntimeError("connection to a peer was lost")
+        self.updates += 1
+        return {"rank": self.seat.rank, "updates": self.updates}
+
+    def weights(self):
+        return [("a", torch.full((3, 5), float(self.updates))), ("b", torch.arange(1000).to(torch.bfloat16))]
+
+    def fingerprint(self):
+        return weights_fingerprint(self.weights())
+
+
+@contextmanager
+def toy_trainer(seat):
+    yield ToyTrainer(seat)
+
+
+class ToyEngine:
+    """Draws sample i after i tenths of a second: token = the prompt's first, versions from its weights."""
+
+    def __init__(self):
+        self.version, self.held, self.cancelled = -1, [], 0
+
+    async def generate(self, request, on_sample=None):
+        if request.prompt.text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if request.prompt.text == "refuse":
+            raise DataError("no room for a response")
+        if request.prompt.text == "hang":
+            time.sleep(600)
+        if request.prompt.text == "cancelled?":
+            on_sample(self.sample(request, self.cancelled))
+            return ()
+        samples = []
+        try:
+            for index in range(request.num_samples):
+                await asyncio.sleep(0.1 * index)
+                samples.append(self.sample(request, index))
+                on_sample(samples[-1])
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return tuple(samples)
+
+    def sample(self, request, index):
+        return Sample(request.prompt.id, index, (request.prompt.token_ids[0],), (-0.5,), (self.version,), "stop", "")
+
+    async def load(self, weights, version):
+        self.held = await asyncio.to_thread(lambda: [(name, weight.clone()) for name, weight in weights])
+        self.version = version
+
+    def fingerprint(self):
+        return weights_fingerprint(self.held)
+
+    async def sleep(self):
+        pass
+
+    async def wake(self):
+        pass
+
+    async def close(self):
+        pass
+
+
+async def toy_engine():
+    return ToyEngine()

@@ -1,0 +1,170 @@
+"""Real processes of Ray's with toys in them: what the loop's handles do when all is well, and when it is not."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ray_toys import toy_engine, toy_trainer
+
+from hone.cluster.actors import EngineActor, TrainerRank
+from hone.cluster.engine import RemoteEngine
+from hone.cluster.ray import RayCluster
+from hone.cluster.trainer import RemoteTrainer
+from hone.config.cluster import ClusterSection
+from hone.errors import ClusterError, DataError, EngineError, PlacementError
+from hone.model.fingerprint import weights_fingerprint
+from hone.rollout.engine import Request, Sampling
+from hone.types import Prompt
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+SAMPLING = Sampling(4, 1.0, 0, 1.0, 0.0, (), ())
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        RayCluster(ClusterSection(backend="ray"), name="first", has_gpus=False, num_devices=4, say=print) as cluster,
+    ):
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        cluster.start()
+        yield cluster
+
+
+class Joined(RayCluster):
+    """Another run in the Ray of this process."""
+
+    def _connect(self):
+        pass
+
+    def close(self):
+        self._thread.shutdown()
+
+
+def make_trainer(cluster, ranks, timeout_s=30.0):
+    actors = [cluster.spawn(TrainerRank, devices=[number], shared_by=2) for number in range(ranks)]
+    trainer = RemoteTrainer(actors, timeout_s=timeout_s, bucket_size=1024)
+    trainer.start(toy_trainer, is_one_machine=True, timeout_s=120)
+    return trainer
+
+
+def make_engine(cluster, device=0, timeout_s=30.0):
+    return RemoteEngine(
+        f"engine-{device}", cluster.spawn(EngineActor, devices=[device], shared_by=2), timeout_s=timeout_s
+    )
+
+
+def request_of(text="", samples=1):
+    return Request(Prompt("p", 0, text, (7,)), samples, SAMPLING, 0, "train")
+
+
+def processes(actor):
+    """Those of this test's actors that are of one kind; Ray names a process after what it does."""
+    return [p for p in psutil.Process().children(recursive=True) if f"ray::{actor}" in " ".join(words_of(p))]
+
+
+def words_of(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def gone(actor):
+    return not psutil.wait_procs(processes(actor), timeout=10)[1]
+
+
+def test_devices_that_others_have_are_waited_for_and_their_holder_is_named(cluster):
+    settings = ClusterSection(backend="ray", address="auto", start_timeout_s=2)
+    said = []
+    with Joined(settings, name="second", has_gpus=False, num_devices=2, say=said.append) as second:
+        started = time.monotonic()
+        with pytest.raises(
+            ClusterError, match=r"2 CPUs were not free within cluster.start_timeout_s = 2 s.*first holds 4"
+        ):
+            second.start()
+        assert time.monotonic() - started < 10
+
+
+def test_a_machine_that_is_too_small_is_refused_at_once(cluster):
+    with (
+        Joined(ClusterSection(backend="ray"), name="second", has_gpus=True, num_devices=2, say=print) as second,
+        pytest.raises(PlacementError, match="2 devices, this machine has 0 GPUs"),
+    ):
+        second.start()
+
+
+def test_engine_and_trainer_in_processes_of_their_own(cluster):
+    """One test, since each process takes seconds to start."""
+    trainer = make_trainer(cluster, ranks=2)
+    assert trainer.hf_config == {"ranks": 2}
+    assert trainer.update({}, None) == {"rank": 0, "updates": 1}, "every rank is asked, rank 0 answers"
+    assert {vitals.pid for vitals in trainer.vitals()} == {process.pid for process in processes("TrainerRank")}
+
+    async def run():
+        engine = make_engine(cluster)
+        await engine.build(toy_engine, timeout_s=120)
+        with pytest.raises(EngineError, match="holds no weights"):
+            engine.fingerprint()
+        await engine.load(trainer.weights(), 1)
+        assert engine.version == 1 and engine.fingerprint() == trainer.fingerprint()
+        assert engine.fingerprint() == weights_fingerprint(trainer.fetch_weights())
+
+        told = []
+        samples = await engine.generate(request_of(samples=4), lambda sample: told.append((sample, time.monotonic())))
+        assert [sample.index for sample in samples] == [0, 1, 2, 3]
+        assert [sample.versions for sample in samples] == [(1,)] * 4
+        assert [sample for sample, _ in told] == list(samples)
+        assert told[-1][1] - told[0][1] > 0.3, "each is told when it is finished, not when all are"
+        together = await asyncio.gather(*(engine.generate(request_of(samples=2)) for _ in range(20)))
+        assert all(len(samples) == 2 for samples in together)
+
+        with pytest.raises(DataError, match="no room for a response"):
+            await engine.generate(request_of("refuse"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await engine.generate(request_of(samples=100))
+        (sample,) = await engine.generate(request_of("cancelled?"))
+        assert sample.index == 1, "the engine was told that nobody waits any more"
+
+        waiting = asyncio.create_task(engine.generate(request_of(samples=50)))
+        await asyncio.sleep(0.2)
+        with pytest.raises(EngineError, match=r"sampling: engine-0 died"):
+            await engine.generate(request_of("die"))
+        with pytest.raises(EngineError, match=r"engine-0 died"):
+            await waiting
+        with pytest.raises(EngineError, match=r"engine-0 died"):
+            await engine.load(trainer.weights(), 2)
+        await engine.close()
+        await engine.close()
+
+    asyncio.run(run())
+    with pytest.raises(DataError, match="rank 1 refuses"):
+        trainer.update({1: "refuse"}, None)
+    with pytest.raises(ClusterError, match="update: trainer rank 1 died"):
+        trainer.update({0: "stumble", 1: "die"}, None)  # the one who lost its peer is heard first
+    trainer.close()
+    assert gone("TrainerRank") and gone("EngineActor")
+
+
+@pytest.mark.slow
+def test_who_is_stuck_is_named_and_ended(cluster):
+    trainer = make_trainer(cluster, ranks=1, timeout_s=1.0)
+
+    async def run():
+        engine = make_engine(cluster, device=1, timeout_s=1.0)
+        await engine.build(toy_engine, timeout_s=120)
+        with pytest.raises(EngineError, match="sampling: no answer from engine-1 within 3 s"):
+            await engine.generate(request_of("hang"))
+        await engine.close()
+
+    asyncio.run(run())
+    with pytest.raises(ClusterError, match="update: no answer from trainer rank 0 within 1 s"):
+        trainer.update({0: "hang"}, None)
+    started = time.monotonic()
+    trainer.close()
+    assert time.monotonic() - started < 5
+    assert gone("TrainerRank") and gone("EngineActor")
