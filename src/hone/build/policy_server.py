@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -106,6 +108,11 @@ def loader(model: str, version: int, name: str, settings: PolicySettings) -> Cal
             timeout_s=STEP_TIMEOUT_S,
             version=version,
         )
-        return Policy(name, engine, tokenizer, weights.max_positions, weights.vocab_size)
+        held = partial(torch.cuda.memory_allocated, device) if device.type == "cuda" else _process_bytes
+        return Policy(name, engine, tokenizer, weights.max_positions, weights.vocab_size, held)
 
     return load
+
+
+def _process_bytes() -> float:
+    return psutil.Process().memory_info().rss

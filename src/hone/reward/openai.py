@@ -16,6 +16,7 @@ from hone.reward.transport import Counts, Endpoints
 
 CHAT_PATH = "/v1/chat/completions"
 MAX_REPLY_BYTES = 8 << 20
+METRICS_PATH, METRICS_TIMEOUT_S = "/metrics", 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,10 @@ class ChatClient:
         """
         body = {**self._named, "messages": list(messages), **sampling}
         return await self._endpoints.post(CHAT_PATH, body, deadline_s=deadline_s, check=read_answer)
+
+    async def metrics(self) -> list[str]:
+        """The Prometheus pages of the endpoints that have one."""
+        return await self._endpoints.texts(METRICS_PATH, timeout_s=METRICS_TIMEOUT_S)
 
     @property
     def counts(self) -> Counts:

@@ -51,6 +51,7 @@ from hone.serve.openai import (
     SamplingRequest,
     Usage,
 )
+from hone.serve.policy_metrics import PolicyMetrics
 from hone.serve.streaming import Choice, GrowingText, News, Tell, as_drawn
 from hone.types import Prompt, Sample
 
@@ -68,6 +69,8 @@ class Policy:
     context_tokens: int
     """Most tokens of a prompt and its sample together."""
     vocab_size: int
+    memory_bytes: Callable[[], float]
+    """Memory that it holds now, on its device."""
 
 
 class PolicyService:
@@ -83,6 +86,9 @@ class PolicyService:
         self._policy: Policy | None = None
         self._waiting = 0
         self._created = int(time.time())
+        self.metrics = PolicyMetrics(
+            memory_bytes=lambda: self.policy.memory_bytes() if self.is_loaded else 0.0, waiting=lambda: self._waiting
+        )
 
     async def start(self) -> None:
         """Load the model, and prove that it samples."""
@@ -305,7 +311,14 @@ class PolicyService:
             raise OpenAIProblem(500, "engine-failed", str(errors.exceptions[0])) from errors
         finally:
             self._waiting -= count
-        return [task.result() for task in tasks]
+        drawn = [task.result() for task in tasks]
+        samples = [sample for group in drawn for sample in group]
+        self.metrics.answered(
+            prompt_tokens=sum(map(len, prompts)),
+            completion_tokens=sum(len(sample.token_ids) for sample in samples),
+            samples=len(samples),
+        )
+        return drawn
 
     # ---- replies
 

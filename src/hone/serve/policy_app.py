@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
 from hone.serve.http import HttpSettings, Lifecycle, Tokens, guarded_app, strict_router, while_connected
@@ -54,6 +54,11 @@ def policy_app(service: PolicyService, lifecycle: Lifecycle, settings: HttpSetti
         if not service.is_loaded:
             raise OpenAIProblem(503, "starting", "the model is being loaded", retryable=True, retry_after_s=2)
         return service.models()
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> PlainTextResponse:
+        """Metrics in Prometheus' text format."""
+        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/livez")
     async def livez() -> dict[str, str]:

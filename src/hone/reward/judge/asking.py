@@ -95,6 +95,7 @@ class Asker:
 
     async def close(self) -> None:
         await self._answers.close()
+        await self._traffic.close()
         await self._client.close()
 
     async def _answer(self, messages: Messages, sampling: Mapping[str, Any]) -> Answer:
@@ -144,10 +145,16 @@ class Remembered:
 
 
 class Traffic:
-    """How fast the judge is, told now and then in the two lines that practice with DeepSeek-GRM knows."""
+    """How fast the judge is, told now and then in the two lines that practice with DeepSeek-GRM knows.
 
-    def __init__(self, log_every_s: float) -> None:
-        self._log_every_s = log_every_s
+    Args:
+        log_every_s: between two times that it is told.
+        engine_line: what the judge's engine says of itself, if it does; told after those lines.
+    """
+
+    def __init__(self, log_every_s: float, engine_line: Callable[[], Awaitable[str]]) -> None:
+        self._log_every_s, self._engine_line = log_every_s, engine_line
+        self._asking: asyncio.Task[None] | None = None
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=_RECENT)
         """Score, characters and flags of responses."""
         self._clear()
@@ -177,7 +184,18 @@ class Traffic:
             self._tell()
             self._clear()
 
+    async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+    async def _tell_engine(self) -> None:
+        if line := await self._engine_line():
+            print(f"[RewardModel] Engine: {line}", file=sys.stderr, flush=True)
+
     def _tell(self) -> None:
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._tell_engine())
         seconds = max(1e-9, time.monotonic() - self._since)
         scores, lengths, flags = zip(*self._recent, strict=True) if self._recent else ((), (), ())
         elapsed_s = sorted(self._elapsed_s)

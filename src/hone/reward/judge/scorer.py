@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from hone.reward.client import token_of, urls_of
 from hone.reward.judge.asking import REFUSED, Asker, Traffic, Vote
+from hone.reward.judge.figures import EngineFigures
 from hone.reward.judge.guard import FLAGS, Canaries, Flag, flags_of
 from hone.reward.judge.length import ByteBound, Counter, TokenizerCounter, fitted
 from hone.reward.judge.parse import FAILURES, Reading
@@ -74,7 +75,7 @@ class JudgeReward:
     ) -> None:
         self.settings, self.template, self.counter = settings, template, counter
         self._client, self.functions = client, functions
-        self._traffic = Traffic(settings.log_every_s)
+        self._traffic = Traffic(settings.log_every_s, EngineFigures(client).line)
         self._asker = Asker(
             client,
             settings.sampling,
