@@ -14,7 +14,7 @@ data: {train: x/y, answer_column: answer}
 """
 JUDGED = {
     "reward": {"components": [{"use": "judge", "args": {"service": "grm"}}]},
-    "services": {"grm": {"policy": "a/b"}},
+    "services": {"grm": {"policy": "a/b", "engine": {"tensor_model_parallel_size": 2}}},
 }
 GAE = {"algorithm": {"credit": "gae"}}
 
@@ -136,8 +136,8 @@ BROKEN = [
         "idle",
     ),
     (
-        JUDGED | ray(pools=pools(a=(1, "policy rollout"), j=(3, "judge")), judge={"use": "vllm", "tensor_parallel": 2}),
-        "cluster.judge.tensor_parallel: must divide the 3 devices of pool j (got 2). Nearest: 1 or 3; 1 would idle",
+        JUDGED | ray(pools=pools(a=(1, "policy rollout"), j=(3, "judge"))),
+        "services.grm.engine.tensor_model_parallel_size: must divide the 3 devices of pool j (got 2). Nearest: 1 or 3;",
     ),
     (
         ray(devices_per_node=8, trainer={"tensor_parallel": 8}),
@@ -203,10 +203,6 @@ BROKEN = [
         | {"services": {"grm": {"policy": "a/b", "devices": [3]}}},
         "services.grm.devices: contradicts the pool with judge in its roles, where this service runs. Set it to []",
     ),
-    (
-        JUDGED | ray(pools=pools(a=(1, "policy rollout")), judge={"use": "vllm"}),
-        "cluster.judge: is set, and judge is in no pool's roles",
-    ),
 ]
 RIGHT = [
     ray(),
@@ -217,7 +213,7 @@ RIGHT = [
     ray(devices_per_node=4, trainer={"tensor_parallel": 2, "sequence_parallel": 2}),
     GAE | apart(also=("critic", "reference")),
     {"cluster": {"backend": "local", "nodes": 2}, "rollout": {"max_staleness": 1}},
-    JUDGED | ray(pools=pools(a=(2, "policy rollout"), j=(2, "judge")), judge={"use": "vllm", "tensor_parallel": 2}),
+    JUDGED | ray(pools=pools(a=(2, "policy rollout"), j=(2, "judge"))),
     JUDGED | ray(pools=pools(a=(2, "policy rollout judge"))),
     JUDGED | ray(devices_per_node=3) | {"services": {"grm": {"policy": "a/b", "devices": [2]}}},
     BIG

@@ -100,8 +100,8 @@ def test_a_judge_is_a_service_with_a_model_that_rewards_ask():
         "train": {"devices": 1, "roles": ["policy", "rollout"]},
         "judge": {"devices": 4, "roles": ["judge"]},
     }
-    judge = {"use": "vllm", "tensor_parallel": 2}
-    topology = topology_of(run({"pools": pools, "judge": judge}, **sections))
+    sections["services"]["grm"]["engine"] = {"tensor_model_parallel_size": 2}
+    topology = topology_of(run({"pools": pools}, **sections))
     assert [(one.name, one.devices) for one in topology.judges] == [("judge-0", (1, 2)), ("judge-1", (3, 4))]
     assert topology_of(run({"pools": pools})).judges == ()
 

@@ -59,8 +59,8 @@ BROKEN = [
     (vllm(max_num_seqs=0), "cluster.engines.args.max_num_seqs: must be greater than or equal to 1"),
     (vllm(block_sise=16), "cluster.engines.args.block_sise: is no argument of vLLM that Hone knows. Did you mean"),
     (
-        {"cluster": {"backend": "ray", "judge": {"use": "vllm", "args": {"top_k": 4}}}},
-        "cluster.judge.args.top_k: is rollout.top_k",
+        {"cluster": {"backend": "ray", "engines": {"use": "vllm", "args": {"top_k": 4}}}},
+        "cluster.engines.args.top_k: is rollout.top_k",
     ),
     (vllm(max_model_len=127), "cluster.engines.args.max_model_len: = 127 cuts responses"),
     (vllm(max_num_batched_tokens=63), "cluster.engines.args.max_num_batched_tokens: must be at least 64: 64 sequences"),

@@ -179,7 +179,7 @@ def test_engines_of_a_pool_must_divide_it(planned):
         ("cluster/ppo-70b-thirds", "A100-80G", 48, "fits"),
         ("cluster/ppo-70b-separate", "A100-80G", 64, "fits"),
         ("judge/grm-16b", "A100-80G", 8, "fits"),
-        ("judge/grm-16b-apart", "A100-80G", 8, "tight"),
+        ("judge/grm-16b-apart", "A100-80G", 8, "fits"),
     ],
 )
 def test_run_files_of_layouts_are_right_and_fit(name, hardware, devices, level):
@@ -195,10 +195,13 @@ def test_run_files_of_layouts_are_right_and_fit(name, hardware, devices, level):
 
 def test_practice_as_judge_cannot_load_as_its_guide_has_it():
     """16 billion parameters on one GPU with 0.3 of its memory; on two, or with 0.41, they do."""
-    loaded = load_config(EXAMPLES / "judge/grm-16b.yaml", ["cluster.judge={tensor_parallel: 1, memory_frac: 0.3}"])
+    loaded = load_config(
+        EXAMPLES / "judge/grm-16b.yaml",
+        ["services.grm.engine={tensor_model_parallel_size: 1, gpu_memory_utilization: 0.3}"],
+    )
     found = plan(loaded.config, in_cluster(find_hardware("A100-80G"), "A100-80G", loaded.config))
     (problem,) = found.verdict.problems
-    assert "cluster.judge.memory_frac = 0.3 of 79.1 GiB is 23.7 GiB: weights (29.3 GiB)" in problem
-    assert "At least 0.41 is needed, or a larger cluster.judge.tensor_parallel" in problem
+    assert "services.grm.engine.gpu_memory_utilization = 0.3 of 79.1 GiB is 23.7 GiB: weights (29.3 GiB)" in problem
+    assert "At least 0.41 is needed, or a larger services.grm.engine.tensor_model_parallel_size" in problem
     judges = pools_of(found.inputs)[0].judge
     assert isinstance(judges, Engine) and judges.settings.max_samples == 128

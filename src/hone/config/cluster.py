@@ -57,9 +57,7 @@ class ClusterSection(Section):
     """Devices by name and who works there; none: one pool of all devices, where trainer and engines take turns."""
     trainer: ShardingSection = key(ShardingSection())
     engines: EnginesSection = key(EnginesSection())
-    """The policy's engines, where `rollout` is."""
-    judge: EnginesSection = key(EnginesSection())
-    """Engines of the service with `policy` that rewards `judge` ask, where `judge` is; without, it stays a service."""
+    """The policy's engines, where `rollout` is; a judge's are in its service's `engine`."""
     start_timeout_s: float = key(300.0, unit="seconds", gt=0)
     """Longest wait for devices and for all processes to be ready."""
     call_timeout_s: float = key(1800.0, unit="seconds", gt=0)

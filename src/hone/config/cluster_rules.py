@@ -23,6 +23,7 @@ from hone.config.topology import (
     Topology,
     devices_asked_for,
     judge_services,
+    judge_tensor_parallel,
     needed_roles,
     optional_roles,
     replicas_of,
@@ -197,13 +198,13 @@ def engines_divide(config: RunConfig) -> Iterator[Breach]:
     if topology is None:
         return
     rollout, judge = topology.pool_of("rollout"), topology.pool_of("judge")
-    for name, pool, each in (
-        ("engines", rollout, cluster.engines.tensor_parallel),
-        ("judge", judge, cluster.judge.tensor_parallel),
+    for key, pool, each in (
+        ("cluster.engines.tensor_parallel", rollout, cluster.engines.tensor_parallel),
+        (judge_key(config), judge, judge_tensor_parallel(config)),
     ):
         size = len(pool.devices) if pool else each
         if pool and (line := _not_dividing(each, size, f"the {size} devices of pool {pool.name}")):
-            keys = (f"cluster.{name}.tensor_parallel", _devices_key(topology, pool.name))
+            keys = (key, _devices_key(topology, pool.name))
             yield Breach(keys, f"{line}; {size % each} would idle")
 
 
@@ -245,11 +246,11 @@ def replicas_stay_within_a_machine(config: RunConfig) -> Iterator[Breach]:
         each = len(replicas[0].devices) if replicas else 1
         across = next((replica for replica in replicas if len(set(replica.nodes)) > 1), None)
         if each > per_node:
-            keys = (f"{key}.tensor_parallel", "cluster.devices_per_node")
+            keys = (key, "cluster.devices_per_node")
             nearest = _nearest(per_node, lambda n, each=each: each % n == 0, per_node)
             yield Breach(keys, f"= {each} is more than a machine has ({per_node}). Nearest: {nearest}")
         elif across is not None:
-            keys = (f"{key}.tensor_parallel", f"cluster.pools.{across.pool}.devices", "cluster.pools")
+            keys = (key, f"cluster.pools.{across.pool}.devices", "cluster.pools")
             yield Breach(
                 keys,
                 f"= {each} puts devices {across.devices[0]} to {across.devices[-1]}, of pool {across.pool}, together, "
@@ -259,13 +260,15 @@ def replicas_stay_within_a_machine(config: RunConfig) -> Iterator[Breach]:
 
 
 def _replicas(config: RunConfig, topology: Topology) -> dict[str, tuple[Replica, ...]]:
-    """Section -> devices that divide layers among them."""
+    """Key -> devices that divide layers among them as it says."""
     tensor = config.cluster.trainer.tensor_parallel
     learners = [pool for pool in topology.pools if {"policy", "critic", "reference"} & set(pool.roles)]
     return {
-        "cluster.trainer": tuple(one for pool in learners for one in replicas_of(pool, "ranks", tensor)),
-        "cluster.engines": topology.engines,
-        "cluster.judge": topology.judges,
+        "cluster.trainer.tensor_parallel": tuple(
+            one for pool in learners for one in replicas_of(pool, "ranks", tensor)
+        ),
+        "cluster.engines.tensor_parallel": topology.engines,
+        judge_key(config): topology.judges,
     }
 
 
@@ -324,17 +327,15 @@ def engines_can_do_it(config: RunConfig) -> Iterator[Breach]:
             ("rollout.compile", "cluster.engines.use"),
             "= true compiles Hone's own engine; vLLM does so by itself. Set it to false",
         )
-    for name, section in (("engines", cluster.engines), ("judge", cluster.judge)):
-        if section.use == "vllm":
-            continue
-        only = [key for key in ("memory_frac", "args") if key in section.model_fields_set]
-        only += ["tensor_parallel"] if section.tensor_parallel > 1 else []
-        for key in only:
-            yield Breach(
-                (f"cluster.{name}.{key}", f"cluster.{name}.use"),
-                f"is only used by use = vllm (got use = {section.use}, Hone's own engine, whole on each device). Leave "
-                "it out, or set use to vllm",
-            )
+    engines = cluster.engines
+    only = [key for key in ("memory_frac", "args") if key in engines.model_fields_set]
+    only += ["tensor_parallel"] if engines.tensor_parallel > 1 else []
+    for key in only if engines.use != "vllm" else ():
+        yield Breach(
+            (f"cluster.engines.{key}", "cluster.engines.use"),
+            f"is only used by use = vllm (got use = {engines.use}, Hone's own engine, whole on each device). Leave it "
+            "out, or set use to vllm",
+        )
 
 
 def judges_are_services(config: RunConfig) -> Iterator[Breach]:
@@ -356,11 +357,11 @@ def judges_are_services(config: RunConfig) -> Iterator[Breach]:
                 (f"services.{name}.devices", places[0]),
                 "contradicts the pool with judge in its roles, where this service runs. Set it to []",
             )
-    if not places and config.cluster.pools and "judge" in config.cluster.model_fields_set:
-        yield Breach(
-            ("cluster.judge", "cluster.pools"),
-            "is set, and judge is in no pool's roles. Add it to one, or leave this out",
-        )
+
+
+def judge_key(config: RunConfig) -> str:
+    """Where it is said how many devices a judge is divided over."""
+    return next((f"services.{name}.engine.tensor_model_parallel_size" for name in judge_services(config)), "services")
 
 
 def _known(config: RunConfig) -> Topology | None:

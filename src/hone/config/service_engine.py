@@ -15,6 +15,7 @@ from pydantic import ValidationError, model_validator
 from hone.config.breach import Breach
 from hone.config.run import RunConfig, ServiceSection
 from hone.config.section import Section, key
+from hone.config.topology import judge_services, judges_pool
 
 ROLE_TOKENS = 32
 """What a chat template writes around one message of the user, at most."""
@@ -138,6 +139,8 @@ def engines_fit_their_services(config: RunConfig) -> Iterator[Breach]:
         if engine is None:
             continue
         gpus, size = len(service.devices), engine.tensor_model_parallel_size
+        if name in judge_services(config) and judges_pool(config):
+            continue  # its GPUs are the pool's, whose rules are in `cluster_rules.py`
         if max(1, gpus) % size:
             nearest = max(size, gpus - gpus % size)
             yield Breach(

@@ -142,7 +142,7 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
         critic=trained.get("critic"),
         reference=trained.get("reference"),
         reward_models=replicas_of(place.get("reward_model"), "reward_model", 1),
-        judges=replicas_of(place.get("judge"), "judge", cluster.judge.tensor_parallel),
+        judges=replicas_of(place.get("judge"), "judge", judge_tensor_parallel(config)),
     )
 
 
@@ -209,6 +209,18 @@ def _machines(config: RunConfig, found: int | None) -> _Machines:
     nodes = config.cluster.nodes
     each = config.cluster.devices_per_node or found or -(-max(devices_asked_for(config), 1) // nodes)
     return _Machines(nodes, each, len(service_devices(config)))
+
+
+def judges_pool(config: RunConfig) -> str | None:
+    """The pool with the judge among its roles, of a run on a cluster."""
+    pools = config.cluster.pools if config.cluster.backend == "ray" else {}
+    return next((name for name, pool in pools.items() if "judge" in pool.roles), None)
+
+
+def judge_tensor_parallel(config: RunConfig) -> int:
+    """Devices of one replica of the judge."""
+    sizes = [config.services[name].engine.get("tensor_model_parallel_size", 1) for name in judge_services(config)]
+    return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
 
 
 def _pools(wanted: dict[str, PoolSection], machines: _Machines, needed: Iterable[Role]) -> tuple[Pool, ...]:

@@ -1,4 +1,4 @@
-"""vLLM's knobs, as `cluster.engines.args` and `cluster.judge.args` give them: names are vLLM's own, values are checked.
+"""vLLM's knobs, as `cluster.engines.args` gives them: names are vLLM's own, values are checked.
 
 What another key of the run file decides already, or what Hone needs to be one way, is no knob: `ELSEWHERE` says where
 to look. Without vLLM and without torch, so that `hone check` knows them; how they reach vLLM is `rollout/vllm.py`'s.

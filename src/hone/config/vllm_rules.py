@@ -14,12 +14,10 @@ LEAST_TEMPERATURE = 0.01
 
 
 def vllm_arguments_are_known(config: RunConfig) -> Iterator[Breach]:
-    cluster = config.cluster
-    for name, section in (("engines", cluster.engines), ("judge", cluster.judge)):
-        if section.use == "vllm":
-            path = f"cluster.{name}.args"
-            for argument, message in settings_problems(section.args).items():
-                yield Breach((f"{path}.{argument}", path), message)
+    engines, path = config.cluster.engines, "cluster.engines.args"
+    if engines.use == "vllm":
+        for argument, message in settings_problems(engines.args).items():
+            yield Breach((f"{path}.{argument}", path), message)
 
 
 def vllm_lengths_fit(config: RunConfig) -> Iterator[Breach]:

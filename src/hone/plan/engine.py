@@ -33,6 +33,10 @@ class EngineSettings:
     graphs: bool = True
     prefix: str = ""
     knob: str = "placement.engine"
+    """The section that its settings are in."""
+    frac_key: str = "memory_frac"
+    split_key: str = "tensor_parallel"
+    """What two of them are called there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +98,12 @@ class Engine:
         rest = f"{settings.memory_frac:g} x {gib(self.capacity_bytes)} less the rest: {self.cache_tokens:,} tokens"
         return [
             term(
-                f"{prefix}weights", self.weights_bytes, f"2 B x {count:,} parameters / {tp}", f"{knob}.tensor_parallel"
+                f"{prefix}weights",
+                self.weights_bytes,
+                f"2 B x {count:,} parameters / {tp}",
+                f"{knob}.{settings.split_key}",
             ),
-            term(f"{prefix}KV cache", max(self.cache_bytes, 0), rest, f"{knob}.memory_frac"),
+            term(f"{prefix}KV cache", max(self.cache_bytes, 0), rest, f"{knob}.{settings.frac_key}"),
             term(
                 f"{prefix}workspace",
                 self.workspace_bytes,
@@ -129,14 +136,15 @@ class Engine:
             left = gib(self.cache_bytes)
             why = f"the {left} left for the cache hold no sequence of {settings.longest:,} tokens ({gib(one)})"
         return (
-            f"{settings.knob}.memory_frac = {settings.memory_frac:g} of {gib(self.capacity_bytes)} is "
+            f"{settings.knob}.{settings.frac_key} = {settings.memory_frac:g} of {gib(self.capacity_bytes)} is "
             f"{gib(self.requested_bytes)}: {why}. {self._way_out()}"
         )
 
     def _way_out(self) -> str:
         settings, least = self.settings, math.ceil(100 * self.smallest_frac) / 100
         if least <= 0.95:
-            return f"At least {least:.2f} is needed, or a larger {settings.knob}.tensor_parallel."
+            return f"At least {least:.2f} is needed, or a larger {settings.knob}.{settings.split_key}."
         return (
-            f"No share of one device is enough: raise {settings.knob}.tensor_parallel above {settings.tensor_parallel}."
+            f"No share of one device is enough: raise {settings.knob}.{settings.split_key} above "
+            f"{settings.tensor_parallel}."
         )

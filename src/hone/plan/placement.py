@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from hone.config.cluster import EnginesSection
 from hone.config.run import RunConfig, Section, key
+from hone.config.service_engine import ServiceEngine, engine_of
 from hone.config.topology import Topology, judge_services, reward_models
 from hone.config.vllm import VllmSettings
 from hone.config.wording import nearest
@@ -105,17 +106,10 @@ _CLUSTER_KEYS = {
     "placement.tensor_parallel": "cluster.trainer.tensor_parallel",
     "placement.context_parallel": "cluster.trainer.sequence_parallel",
     "placement.engine": "cluster.engines",
-    "placement.judge": "cluster.judge",
-    **{
-        f"placement.{name}.{key}": f"cluster.{section}.{key}"
-        for name, section in (("engine", "engines"), ("judge", "judge"))
-        for key in ("tensor_parallel", "memory_frac")
-    },
-    **{
-        f"placement.{name}.{key}": f"cluster.{section}.args.{other}"
-        for name, section in (("engine", "engines"), ("judge", "judge"))
-        for key, other in (("max_batched_tokens", "max_num_batched_tokens"), ("max_samples", "max_num_seqs"))
-    },
+    "placement.engine.tensor_parallel": "cluster.engines.tensor_parallel",
+    "placement.engine.memory_frac": "cluster.engines.memory_frac",
+    "placement.engine.max_batched_tokens": "cluster.engines.args.max_num_batched_tokens",
+    "placement.engine.max_samples": "cluster.engines.args.max_num_seqs",
 }
 
 
@@ -181,8 +175,14 @@ def _judge(config: RunConfig) -> dict[str, Any]:
     asked = next(one.args for one in config.reward.components if one.args.get("service") == service)
     lengths = {"prompt_tokens": "prompt_length", "response_tokens": "response_length"}
     said = {ours: asked[theirs] for ours, theirs in lengths.items() if isinstance(asked.get(theirs), int)}
-    engine = _engine(config.cluster.judge, JudgePlacement.model_fields["max_batched_tokens"].default)
-    return {"model": config.services[service].policy, **said, **engine}
+    engine = engine_of(config.services[service]) or ServiceEngine()
+    return said | {
+        "model": config.services[service].policy,
+        "tensor_parallel": engine.tensor_model_parallel_size,
+        "memory_frac": engine.gpu_memory_utilization,
+        "max_batched_tokens": engine.max_num_batched_tokens,
+        "max_samples": engine.sequences,
+    }
 
 
 def is_placement(word: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hone.config.cluster import Role
+from hone.config.topology import judge_services
 from hone.plan.cluster import BUCKET_BYTES, Pool, Trained, adapter_of
 from hone.plan.embedded import Embedded, Reader, share_of
 from hone.plan.engine import Engine, EngineSettings
@@ -144,6 +145,15 @@ def _local_settings(inputs: Inputs) -> LocalSettings:
     )
 
 
+def _names(inputs: Inputs) -> dict[str, str]:
+    """What the settings of a judge's engine are called."""
+    services = judge_services(inputs.config) if inputs.topology is not None else []
+    if not services:
+        return {"knob": "placement.judge"}
+    names = {"frac_key": "gpu_memory_utilization", "split_key": "tensor_model_parallel_size"}
+    return {"knob": f"services.{services[0]}.engine", **names}
+
+
 def _scorer(inputs: Inputs, scorer: JudgePlacement) -> Engine | Reader:
     assert inputs.judge is not None, "a judge has an architecture"
     if inputs.topology is not None and not scorer.writes:
@@ -157,6 +167,6 @@ def _scorer(inputs: Inputs, scorer: JudgePlacement) -> Engine | Reader:
         longest=scorer.prompt_tokens + (scorer.response_tokens if scorer.writes else 0),
         graphs=scorer.writes,
         prefix="judge: ",
-        knob=key_in(inputs, "placement.judge"),
+        **_names(inputs),
     )
     return Engine(settings, inputs.hardware.memory_bytes)
