@@ -196,4 +196,5 @@ def test_a_run_and_its_services_can_be_looked_at(faultless, capsys):
     assert shown["running"] is False and shown["last"]["step"] == 6
     assert shown["services"][0]["name"] == "reward_server" and shown["services"][0]["state"] == "stopped"
     assert main(["status", str(faultless / "run")]) == 0
-    assert "rl step 6, reward" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "rl step 6 of 6, " in told and "reward_server: was stopped" in told

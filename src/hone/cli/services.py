@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from hone.cli.arguments import AsJson, Overrides, RunFile, examples
+from hone.cli.run_status import show_run
 from hone.config.load import load_services
 from hone.errors import DataError
 
 UP_EXAMPLES = examples("hone up run.yaml", "hone up judge.yaml --name judge services.judge.port=8000")
-STATUS_EXAMPLES = examples("hone status", "hone status judge --json", "hone status runs/poster")
+STATUS_EXAMPLES = examples("hone status", "hone status judge --json", "hone status runs/poster --audit")
 STOP_EXAMPLES = examples("hone stop judge", "hone stop --all")
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
@@ -46,12 +47,14 @@ def status(
         str | None, typer.Argument(metavar="[NAME | RUN_DIR]", help="Of `hone up`, or a run's folder; all by default.")
     ] = None,
     as_json: AsJson = False,
-) -> None:
-    """What is running: services of `hone up`, or a run with its step, last metrics and services."""
+    audit: Annotated[bool, typer.Option("--audit", help="Check what a run trained on, by its events.")] = False,
+) -> int:
+    """What is running: services of `hone up`, or a run with its step, phase, pace, engines and last events."""
     from hone.cluster.state import kept_up, read_state, runtime_folder
-    from hone.loop.folder import RunFolder
 
     if what is None:
+        if audit:
+            raise typer.BadParameter("--audit is of a run: name its folder")
         found = {name: state.as_dict() | {"running": True} for name, state in kept_up(runtime_folder()).items()}
         if as_json:
             typer.echo(json.dumps(found, indent=2))
@@ -59,18 +62,15 @@ def status(
             show(state | {"name": name}, as_json=False)
         if not found and not as_json:
             typer.echo("nothing is up")
-        return
+        return 0
     folder = runtime_folder() / what if _NAME.fullmatch(what) else None
     state = read_state(folder) if folder is not None else None
-    if state is not None:
+    if state is not None and not audit:
         show(state.as_dict() | {"name": what, "running": state.process() is not None}, as_json)
-        return
+        return 0
     if not Path(what).is_dir():
         raise DataError(f"{what}: nothing of that name is up, and no run's folder is there.")
-    run = RunFolder.read(Path(what))
-    services = read_state(run.path)
-    shown = {"name": what, "running": run.is_in_use(), "last": run.last_metrics()}
-    show((services.as_dict() if services is not None else {"services": []}) | shown, as_json)
+    return show_run(Path(what), what, with_audit=audit, as_json=as_json)
 
 
 def stop(
@@ -92,14 +92,11 @@ def stop(
 
 
 def show(state: dict[str, Any], as_json: bool) -> None:
-    """Print one supervisor, or one run, and its services."""
+    """Print one supervisor and its services."""
     if as_json:
         typer.echo(json.dumps(state, indent=2))
         return
     typer.echo(f"{state['name']}: {'running' if state['running'] else 'not running'}")
-    if last := state.get("last"):
-        reward = f", reward {last['rollout/reward_mean']:.4g}" if "rollout/reward_mean" in last else ""
-        typer.echo(f"  {last['stage']} step {last['step']}{reward}")
     for service in state["services"]:
         was = service["state"] if state["running"] else f"was {service['state']}"
         typer.echo(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,9 @@ class Audit:
     """That were made, and made again after a resumption."""
     in_flight: int
     """Groups started and not ended; of a run that is going on, or was killed."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     def __str__(self) -> str:
         faults = ("requeued", "replica_down", "trainer_down")

@@ -53,8 +53,8 @@ SAME_NUMBERS = (
 seen of it, or how much memory it takes, never what an update computes (beyond the rounding of float sums)."""
 
 _IDENTITY, _LOCK = ".identity.json", ".lock"
-_LAST_BYTES = 64 << 10
-"""More than one line of metrics has."""
+_LINE_BYTES = 16 << 10
+"""More than a line of metrics has."""
 
 
 class RunFolder:
@@ -181,14 +181,16 @@ class RunFolder:
             pass
         return False
 
-    def last_metrics(self) -> dict[str, Any] | None:
-        """The last whole line of metrics.jsonl; None before there is one."""
+    def last_metrics(self, count: int) -> list[dict[str, Any]]:
+        """The last whole lines of metrics.jsonl, so many at most."""
         if not self.metrics.is_file():
-            return None
+            return []
         with self.metrics.open("rb") as lines:
-            lines.seek(max(0, self.metrics.stat().st_size - _LAST_BYTES))
-            whole, end, _ = lines.read().rpartition(b"\n")
-        return json.loads(whole.rpartition(b"\n")[2]) if end else None
+            skipped = max(0, self.metrics.stat().st_size - count * _LINE_BYTES)
+            lines.seek(skipped)
+            whole, _, _ = lines.read().rpartition(b"\n")
+        found = whole.split(b"\n")[1 if skipped else 0 :]
+        return [json.loads(line) for line in found[-count:] if line]
 
     def identity(self) -> dict[str, Any]:
         """The resolved configuration that the run was last started with."""

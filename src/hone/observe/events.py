@@ -103,12 +103,20 @@ def versions_of(samples: Iterable[Sample]) -> tuple[int, int] | None:
     return (min(map(min, written)), max(map(max, written))) if written else None
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
+def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """The events of a file, in order; nothing when there is none. A kill may have torn the last line, which is left
-    out."""
+    out.
+
+    Args:
+        last_bytes: read the end of the file only, from a whole line on.
+    """
     if not path.exists():
         return
     with path.open("rb") as lines:
+        skipped = 0 if last_bytes is None else max(0, path.stat().st_size - last_bytes)
+        lines.seek(skipped)
+        if skipped:
+            lines.readline()
         for line in lines:
             if line.endswith(b"\n"):
                 yield json.loads(line)
