@@ -2,7 +2,8 @@
 
 Autograd would make the same gradients, from more operations on memory and with more kept for them: at a hidden size of
 128 those operations, not the matrix products, are most of a training step. Each function is checked against autograd in
-float64. All work on any device and in any floating dtype; sums over a row accumulate in float32 or better.
+float64. All work on any device and in any floating dtype; sums over a row accumulate in float32 or better. Where
+`torch.compile` traces a training step they are plain formulas, for it fuses those itself, and cannot trace ours.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+    if _is_traced():
+        return (x * _inverse_rms_of(x, eps)).to(x.dtype) * weight
     return _RMSNorm.apply(x, weight, eps)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, for (X, 2 f) rows that hold gate and up side by side -> (X, f) (arXiv:2002.05202)."""
+    if _is_traced():
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
     return _SwiGLU.apply(gate_up)
 
 
@@ -41,6 +47,8 @@ def split_and_rotate(
     Returns:
         (X, Hq, D), (X, Hkv, D), (X, Hkv, D); v shares qkv's memory.
     """
+    if _is_traced():
+        return _split_and_rotated(qkv, rotation, heads, kv_heads, norms, eps)
     q_weight, k_weight = norms or (None, None)
     return _SplitAndRotate.apply(qkv, *rotation, heads, kv_heads, q_weight, k_weight, eps)
 
@@ -48,6 +56,32 @@ def split_and_rotate(
 def rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """(X, D / 2) cosines and sines to the two (X, 1, D) factors that every layer multiplies with."""
     return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() and torch.is_grad_enabled()
+
+
+def _inverse_rms_of(x: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _split_and_rotated(
+    qkv: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    heads: int,
+    kv_heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+    if norms is not None:
+        weight_HD = torch.cat((norms[0].expand(heads, -1), norms[1].expand(kv_heads, -1)))
+        qk = (qk * _inverse_rms_of(qk, eps)).to(qk.dtype) * weight_HD
+    cos, sin = rotation
+    rotated = qk * cos + qk.roll(qk.shape[-1] // 2, -1) * sin
+    return rotated[:, :heads], rotated[:, heads:], v
 
 
 class _RMSNorm(torch.autograd.Function):
