@@ -20,8 +20,9 @@ import torch
 from hone.build.job import Job, set_up_arithmetic
 from hone.build.models import policy_trainer, restored, starting_model
 from hone.build.sampling import embedded_engine
+from hone.build.vllm import start_vllm, starting_folder
 from hone.build.workers import Workers
-from hone.cluster.actors import EngineActor, Seat, TrainerRank
+from hone.cluster.actors import EngineActor, MakeEngine, Seat, TrainerRank
 from hone.cluster.engine import RemoteEngine
 from hone.cluster.ray import RayCluster, take_sigterm_back
 from hone.cluster.trainer import RemoteTrainer
@@ -36,8 +37,8 @@ from hone.rollout.engine import Engine
 from hone.rollout.router import Router
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.mesh import make_mesh, process_group
+from hone.train.policy import PolicyTrainer
 from hone.train.sharded import Sharded
-from hone.train.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class Site:
 
 
 @contextmanager
-def trainer_rank(blueprint: Blueprint, processes: int, seat: Seat) -> Iterator[Trainer]:
+def trainer_rank(blueprint: Blueprint, processes: int, seat: Seat) -> Iterator[PolicyTrainer]:
     """One rank of the trainer, among the others if there are any."""
     site = Site.of(blueprint, processes)
     if seat.world_size == 1:
@@ -112,6 +113,11 @@ async def embedded(blueprint: Blueprint, processes: int) -> Engine:
     for parameter in model.parameters():  # buffers stay as the trainer has them
         parameter.data = parameter.data.to(getattr(torch, config.run.precision))
     return embedded_engine(config, site.tokenizer, model)
+
+
+async def vllm(blueprint: Blueprint, processes: int, folder: Path, *, takes_turns: bool) -> Engine:
+    """vLLM, with the weights of a folder until it gets others."""
+    return await start_vllm(Site.of(blueprint, processes), folder, takes_turns=takes_turns)
 
 
 # ---- in the run
@@ -159,10 +165,13 @@ class Crew:
         self._trainer: RemoteTrainer | None = None
         self._engines: dict[str, RemoteEngine] = {}
         self._replicas = {replica.name: replica for replica in job.topology.engines}
+        self._vllm_folder: Path | None = None  # what vLLM starts with; None: engines are Hone's own
 
     async def assemble(self, saved: Saved | None) -> tuple[RemoteTrainer, Router]:
         """Start all processes at once, and wait until each has made its part."""
         started = time.monotonic()
+        if self._settings.engines.use == "vllm":
+            self._vllm_folder = await asyncio.to_thread(starting_folder, self._job)
         trainer = self._trainer = self._new_trainer()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(asyncio.to_thread(self._start_trainer, trainer, saved))
@@ -207,13 +216,19 @@ class Crew:
         devices = self._replicas[name].devices
         engine = RemoteEngine(name, self._spawn(EngineActor, devices), timeout_s=self._settings.call_timeout_s)
         self._engines[name] = engine
-        make = partial(embedded, self._blueprint, self._processes("rollout", devices))
         try:
-            await engine.build(make, timeout_s=self._settings.start_timeout_s)
+            await engine.build(self._making(devices), timeout_s=self._settings.start_timeout_s)
         except BaseException:
             await engine.close()
             raise
         return engine
+
+    def _making(self, devices: Sequence[int]) -> MakeEngine:
+        processes = self._processes("rollout", devices)
+        if self._vllm_folder is None:
+            return partial(embedded, self._blueprint, processes)
+        takes_turns = self._job.topology.colocated
+        return partial(vllm, self._blueprint, processes, self._vllm_folder, takes_turns=takes_turns)
 
     def _spawn(self, actor: type, devices: Sequence[int]) -> Any:
         """A process on devices that it shares with those who take turns with it."""

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class VllmEngine:
         self._decode, self._eos_ids = decode, eos_ids
         self._max_positions: int = llm.model_config.max_model_len
         self._vocab_size: int = llm.model_config.get_vocab_size()
-        self._shapes = weight_shapes(place.folder)
+        self._shapes = _published_shapes(place.folder, is_tied=llm.model_config.hf_text_config.tie_word_embeddings)
         self._fingerprint: str | None = None  # of the folder's weights: computed when it is asked for
         self._rows: dict[str, _Row] = {}  # the worker's, as the two below
         self._numbers = itertools.count()
@@ -357,6 +358,13 @@ def _vllm_sampling(group: _Group, index: int) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
+
+
+def _published_shapes(folder: Path, *, is_tied: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that a trainer publishes: those of a checkpoint, but what it may hold twice, or constants."""
+    extra = ("lm_head.weight",) if is_tied else ()
+    shapes = weight_shapes(folder).items()
+    return {name: shape for name, shape in shapes if name not in extra and not name.endswith("rotary_emb.inv_freq")}
 
 
 def _complete(
