@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.data.pack import Shape, collate, count_totals, optimizer_steps, plan_microbatches
+from hone.data.pack import (
+    Shape,
+    collate,
+    count_totals,
+    divide_over_ranks,
+    optimizer_steps,
+    plan_microbatches,
+)
 from hone.errors import DataError
 from hone.types import Group, Prompt, Sample, Turn
 
@@ -180,3 +187,62 @@ def test_rewards_of_turns_are_at_the_turns_last_tokens():
     assert batch.columns["turn_reward_T"].tolist() == [0, 0.5, 0, 0, 2.0, 0, -1.0, 0, 0, 0]
     without = collate([Group(prompt, (played(0, Turn(0, 2), Turn(4, 5)),), {}, (1.0,))])
     assert "turn_reward_T" not in without.columns, "no turn was given anything: the batch is as it is without turns"
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_ranks_divide_all_samples_in_step_and_within_budget(data):
+    prompt_tokens = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=8))
+    group_of = sorted(data.draw(st.lists(st.integers(0, len(prompt_tokens) - 1), min_size=1, max_size=40)))
+    lengths = [data.draw(st.integers(0, 20)) for _ in group_of]
+    shape = shape_of(prompt_tokens, group_of, lengths)
+    ranks, budget = data.draw(st.integers(1, 5)), data.draw(st.integers(50, 200))
+    samples = np.flatnonzero([data.draw(st.booleans()) for _ in group_of])
+    plans = divide_over_ranks(shape, samples, ranks, budget)
+    assert len(plans) == ranks and len({len(plan) for plan in plans}) == 1  # as many microbatches on each
+    taken = [sample for plan in plans for part in plan for sample in part.tolist()]
+    assert sorted(taken) == samples.tolist()
+    assert all(cost(shape, part) <= budget for plan in plans for part in plan)
+
+
+def test_one_rank_has_the_plan_of_a_single_process():
+    shape = shape_of([3, 4, 5], [0, 0, 1, 2, 2, 2], [5, 6, 7, 2, 3, 4])
+    (plan,) = divide_over_ranks(shape, np.arange(6), 1, 20)
+    expected = plan_microbatches(shape, np.arange(6), 20)
+    assert [part.tolist() for part in plan] == [part.tolist() for part in expected]
+
+
+def test_groups_stay_on_one_rank_where_that_balances():
+    shape = shape_of([10] * 4, [0, 0, 1, 1, 2, 2, 3, 3], [5] * 8)
+    plans = divide_over_ranks(shape, np.arange(8), 2, 1000)
+    assert [part.tolist() for (part,) in plans] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_group_is_cut_where_one_rank_would_wait_for_it():
+    shape = shape_of([10], [0] * 8, [101] * 8)  # one group of 810 computed tokens: 410 on each of two ranks
+    plans = divide_over_ranks(shape, np.arange(8), 2, 1000)
+    assert [cost(shape, part) for (part,) in plans] == [410, 410]
+
+
+def test_a_rank_without_work_has_empty_microbatches():
+    shape = shape_of([10], [0], [5])
+    plans = divide_over_ranks(shape, np.arange(1), 3, 100)
+    assert sorted(len(part) for (part,) in plans) == [0, 0, 1]
+    assert divide_over_ranks(shape, np.arange(0), 3, 100) == [[], [], []]
+
+
+def test_uneven_lengths_are_balanced_by_tokens():
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 2000, 128)
+    shape = shape_of([100] * 16, np.repeat(np.arange(16), 8), lengths)
+    shares = [sum(cost(shape, part) for part in plan) for plan in divide_over_ranks(shape, np.arange(128), 4, 10_000)]
+    assert max(shares) < 1.05 * sum(shares) / 4
+
+
+def test_a_sample_that_fits_nowhere_is_refused_by_every_rank():
+    shape = shape_of([50, 5], [0, 1], [60, 5])
+    with pytest.raises(DataError, match="a sample of 109 tokens"):
+        divide_over_ranks(shape, np.arange(2), 2, 100)
