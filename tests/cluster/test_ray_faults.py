@@ -1,0 +1,125 @@
+"""Runs on Ray whose processes are killed: they end as if nothing had happened, and the checker finds nothing to say."""
+
+import os
+import signal
+
+import pytest
+from ray_runs import Life, write_run
+from test_ray_runs import APART, ASYNC, COLOCATED, assert_same_learning, metrics_of
+
+from hone import build
+from hone.config.load import load_config
+from hone.loop.audit import audit
+from hone.observe.events import read_events
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 40
+
+
+def events_of(folder, *kinds):
+    return [event for event in read_events(folder / "run" / "events.jsonl") if event["kind"] in kinds]
+
+
+def trained(folder):
+    """The last update that was made; 0 before there is one."""
+    return max((event["step"] for event in events_of(folder, "trained")), default=0)
+
+
+@pytest.fixture(scope="module")
+def faultless(tmp_path_factory):
+    """The same run in one process."""
+    folder = tmp_path_factory.mktemp("faultless")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        build.train(load_config(write_run(folder), [f"run.steps={STEPS}", "observe.console=quiet"]))
+    return folder / "run"
+
+
+def kill(processes):
+    os.kill(processes[-1].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("layout", [APART, COLOCATED], ids=["apart", "in turn"])
+def test_an_engine_that_is_killed_costs_nothing_but_time(tmp_path, faultless, layout):
+    run_file = write_run(tmp_path)
+    life = Life(run_file, *layout, f"run.steps={STEPS}")
+    life.until(lambda: trained(tmp_path) >= 2)
+    kill(life.started("ray::EngineActor"))
+    assert life.end() == 0, life.text()
+    down = events_of(tmp_path, "replica_down")
+    assert len(down) == 1 and "died" in down[0]["why"], "the fault really happened"
+    found = audit(read_events(tmp_path / "run" / "events.jsonl"))
+    assert found.violations == () and found.updates == STEPS
+    assert_same_learning(tmp_path / "run", faultless)
+    assert life.nothing_is_left(within_s=10)
+
+
+def test_a_killed_engine_comes_back_and_samples_while_training_goes_on(tmp_path):
+    run_file = write_run(tmp_path)
+    life = Life(run_file, *ASYNC, "run.steps=100000")
+    life.until(lambda: trained(tmp_path) >= 2)
+    kill(life.started("ray::EngineActor"))
+
+    def samples_again():
+        down = events_of(tmp_path, "replica_down")
+        lost, since = (down[0]["replica"], down[0]["at"]) if down else ("", 0.0)
+        return [event for event in events_of(tmp_path, "sampled") if event["replica"] == lost and event["at"] > since]
+
+    assert life.until(samples_again)
+    assert life.end(signal.SIGINT) == 130, life.text()
+    kinds = [event["kind"] for event in events_of(tmp_path, "replica_down", "replica_restarting", "replica_up")]
+    assert kinds[-3:] == ["replica_down", "replica_restarting", "replica_up"]
+    assert audit(read_events(tmp_path / "run" / "events.jsonl")).violations == ()
+    assert life.nothing_is_left(within_s=10)
+
+
+@pytest.mark.parametrize("layout", [APART, COLOCATED], ids=["apart", "in turn"])
+def test_a_killed_rank_has_the_run_go_on_from_its_checkpoint_by_itself(tmp_path, faultless, layout):
+    run_file = write_run(tmp_path)
+    life = Life(run_file, *layout, f"run.steps={STEPS}")
+    life.until(lambda: trained(tmp_path) >= 5)
+    kill(life.started("ray::TrainerRank"))
+    assert life.end() == 0, life.text()
+    (down,) = events_of(tmp_path, "trainer_down")
+    assert "trainer rank" in down["why"], "the fault really happened"
+    assert [event["step"] for event in events_of(tmp_path, "started")][1] >= 4, "it went on from a checkpoint"
+    found = audit(read_events(tmp_path / "run" / "events.jsonl"))
+    assert found.violations == () and found.updates == STEPS
+    assert_same_learning(tmp_path / "run", faultless)
+    assert life.nothing_is_left(within_s=10)
+
+
+def test_a_killed_controller_is_resumed_and_leaves_nothing(tmp_path, faultless):
+    run_file = write_run(tmp_path)
+    life = Life(run_file, *APART, f"run.steps={STEPS}")
+    life.until(lambda: trained(tmp_path) >= 5)
+    assert life.end(signal.SIGKILL) == -signal.SIGKILL
+    assert life.nothing_is_left(within_s=45)
+    resumed = Life(run_file, *APART, f"run.steps={STEPS}", "--resume")
+    assert resumed.end() == 0, resumed.text()
+    found = audit(read_events(tmp_path / "run" / "events.jsonl"))
+    assert found.violations == () and found.updates == STEPS and found.counts["started"] == 2
+    assert found.counts["stopped"] == 1, "the first life did not end in order"
+    assert_same_learning(tmp_path / "run", faultless)
+
+
+def test_three_faults_in_one_asynchronous_run(tmp_path):
+    """An engine, then a rank, then the controller: what survives was trained on once, from current weights."""
+    run_file = write_run(tmp_path)
+    life = Life(run_file, *ASYNC, "run.steps=100000")
+    life.until(lambda: trained(tmp_path) >= 3)
+    kill(life.started("ray::EngineActor"))
+    life.until(lambda: events_of(tmp_path, "replica_down"))
+    kill(life.started("ray::TrainerRank"))
+    life.until(lambda: len(events_of(tmp_path, "started")) == 2)
+    again = trained(tmp_path)
+    life.until(lambda: trained(tmp_path) >= again + 3)
+    life.end(signal.SIGKILL)
+    assert life.nothing_is_left(within_s=45)
+    steps = metrics_of(tmp_path / "run")[-1]["step"] + 5
+    resumed = Life(run_file, *ASYNC, f"run.steps={steps}", "--resume")
+    assert resumed.end() == 0, resumed.text()
+    found = audit(read_events(tmp_path / "run" / "events.jsonl"))
+    assert found.violations == () and found.updates == steps
+    assert found.counts["replica_down"] >= 1 and found.counts["trainer_down"] == 1 and found.counts["started"] == 3
