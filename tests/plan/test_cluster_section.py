@@ -66,6 +66,7 @@ def test_pools_are_what_the_file_says(planned):
         ("cluster.trainer.tensor_parallel=2", "tensor_parallel", 2),
         ("cluster.trainer.sequence_parallel=4", "context_parallel", 4),
         ("cluster.trainer.offload=[parameters]", "offload_optimizer", True),
+        ("cluster.trainer.offload=[optimizer]", "offload_moments", True),
         ("cluster.trainer.offload=[reference]", "offload_reference", True),
     ],
 )
@@ -150,6 +151,16 @@ def test_host_memory_is_that_of_the_fullest_machine(planned):
     assert peak.bytes == pytest.approx(states + 8 * 3 * GIB)
     both = host_moments([Pool("a", 4), Pool("b", 4)], per_node=2)
     assert both[0].bytes == 2 * 3 * GIB
+
+
+def test_moments_alone_may_wait_on_the_host(planned):
+    here, away = planned(*ON_EIGHT), planned(*ON_EIGHT, "cluster.trainer.offload=[optimizer]")
+    count = here.inputs.architecture.total_parameters
+    freed = here.ledgers[0].peak.bytes - away.ledgers[0].peak.bytes
+    assert freed == pytest.approx(count, rel=1e-6), "8 bytes a parameter, over 8 devices"
+    assert away.time.phases["optimizer"] > here.time.phases["optimizer"]
+    tight = planned(*ON_EIGHT, "train.tokens_per_microbatch=12288", "train.activation_checkpointing=full")
+    assert "in cluster.trainer.offload would free" in tight.verdict.sentence
 
 
 def test_a_preset_changes_keys_of_the_section(planned):

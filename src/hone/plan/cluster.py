@@ -55,6 +55,8 @@ class Trained:
     splits_root: bool = False
     offload: bool = False
     """States live on the host."""
+    moments_on_host: bool = False
+    """Only the moments do, and visit the device for their part of a step."""
 
     @property
     def architecture(self) -> Architecture:
@@ -84,8 +86,9 @@ class Trained:
         if not self.offload:
             share = f"x {self.trained:,} parameters / {self.shard}"
             yield term(self.label("master weights"), 4 * self.trained / self.shard, f"4 B {share}", "placement.shard")
-            knob = "placement.offload_optimizer"
-            yield term(self.label("AdamW moments"), 8 * self.trained / self.shard, f"8 B {share}", knob)
+            knob = "placement.offload_moments"
+            if not self.moments_on_host:
+                yield term(self.label("AdamW moments"), 8 * self.trained / self.shard, f"8 B {share}", knob)
 
     def gradient(self) -> Term:
         size = 0 if self.offload else 4 * self.trained / self.shard
@@ -296,6 +299,8 @@ def _machine(pools: list[tuple[Pool, int]]) -> Iterator[Moment]:
             count = model.trained
             if model.offload:
                 held.append(term(model.label("states"), 16 * count * share, f"16 B x {count:,} parameters"))
+            elif model.moments_on_host:
+                held.append(term(model.label("AdamW moments"), 8 * count * share, f"8 B x {count:,} parameters"))
             elif pool.trainer_leaves:
                 leaving.append(term(model.label("states"), 12 * count * share, f"12 B x {count:,} parameters"))
             staged.append(term(model.label("checkpoint"), 12 * count * share, f"12 B x {count:,} parameters"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from hone.plan.inputs import Inputs, key_in
 from hone.plan.ledger import Ledger, gib
+from hone.plan.placement import OFFLOADS
 from hone.plan.settings import changed, setting
 from hone.plan.verdict import tightest
 
@@ -26,8 +27,14 @@ def best_cure(inputs: Inputs, ledgers: Sequence[Ledger], relisted: Callable[[Inp
     for key, value in _candidates(inputs):
         freed = peak - relisted(changed(inputs, {key: value}))[number].peak.bytes
         if freed > most:
-            best, most = f"{key_in(inputs, key)}={_yaml(value)} would free {gib(freed)}", freed
+            best, most = f"{_said(inputs, key, value)} would free {gib(freed)}", freed
     return best
+
+
+def _said(inputs: Inputs, key: str, value: Any) -> str:
+    if inputs.topology is not None and key in OFFLOADS:
+        return f"{OFFLOADS[key]} in cluster.trainer.offload"
+    return f"{key_in(inputs, key)}={_yaml(value)}"
 
 
 def _yaml(value: Any) -> str:
@@ -53,10 +60,12 @@ def _candidates(inputs: Inputs) -> Iterator[tuple[str, Any]]:
         yield "placement.checkpointing", "full"
     if inputs.placement.loss == "naive":
         yield "placement.loss", "chunked"
-    for key in ("placement.offload_optimizer", "placement.offload_reference", "placement.splits_root"):
+    for key in OFFLOADS:
         if not setting(inputs, key):
             yield key, True
-    if inputs.placement.mode == "colocated" and not inputs.placement.offload_trainer:
+    if inputs.topology is None and not inputs.placement.splits_root:
+        yield "placement.splits_root", True
+    if inputs.topology is None and inputs.placement.mode == "colocated" and not inputs.placement.offload_trainer:
         yield "placement.offload_trainer", True
     if inputs.placement.engine.memory_frac > 0.3:
         yield "placement.engine.memory_frac", round(inputs.placement.engine.memory_frac - 0.1, 2)

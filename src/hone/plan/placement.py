@@ -90,6 +90,8 @@ class Placement(Section):
     """Embedding and output layer are sharded units of their own, gathered only while they compute."""
     offload_optimizer: bool = key(False)
     """Master weights and moments stay on the host and visit the device for the optimizer step, layer by layer."""
+    offload_moments: bool = key(False)
+    """Only the moments do so, a part at a time."""
     offload_trainer: bool = key(False)
     """What trains leaves the device while the engine samples (colocated)."""
     offload_reference: bool = key(False)
@@ -118,6 +120,14 @@ def cluster_key(key: str) -> str:
     return _CLUSTER_KEYS.get(key, key)
 
 
+OFFLOADS = {
+    "placement.offload_optimizer": "parameters",
+    "placement.offload_moments": "optimizer",
+    "placement.offload_reference": "reference",
+}
+"""What `cluster.trainer.offload` calls what a key of the placement leaves on the host."""
+
+
 def placement_key(key: str) -> str:
     """The other way round."""
     return next((ours for ours, theirs in _CLUSTER_KEYS.items() if theirs == key), key)
@@ -138,7 +148,8 @@ def placement_of(config: RunConfig, topology: Topology, given: Placement) -> Pla
         "tensor_parallel": trainer.tensor_parallel,
         "context_parallel": trainer.sequence_parallel,
         "shard": trainer.shard and trainer.shard * trainer.tensor_parallel,
-        "offload_optimizer": bool({"parameters", "optimizer"}.intersection(trainer.offload)),
+        "offload_optimizer": "parameters" in trainer.offload,
+        "offload_moments": "optimizer" in trainer.offload,
         "offload_reference": "reference" in trainer.offload,
         "engine": engine | {"graphs": not args.enforce_eager, "sleep_level": args.sleep_level},
     }

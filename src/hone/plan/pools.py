@@ -100,6 +100,7 @@ def _policy(inputs: Inputs, devices: int) -> Trained:
         adapter=adapter_of(inputs.architecture, workload),
         splits_root=placement.splits_root,
         offload=placement.offload_optimizer,
+        moments_on_host=placement.offload_moments,
     )
 
 

@@ -142,6 +142,7 @@ def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[Pool]) -> 
         trained_parameters=trained.trained if trained else inputs.architecture.total_parameters,
         chunked_loss=placement.loss == "chunked",
         offloaded=bool(trained and trained.offload),
+        visiting=bool(trained and trained.moments_on_host),
     )
 
 
@@ -166,6 +167,7 @@ def _critic(inputs: Inputs, policy: Learner, pools: Sequence[Pool]) -> Learner:
         bytes_each=policy.bytes_each,
         trained_parameters=inputs.critic.total_parameters,
         offloaded=policy.offloaded,
+        visiting=policy.visiting,
     )
 
 

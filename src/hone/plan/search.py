@@ -131,10 +131,10 @@ def sampling(inputs: Inputs) -> dict[str, Sequence[Any]]:
         "placement.engine.memory_frac": sorted({*FRACS, placement.engine.memory_frac}),
         "placement.engine.max_samples": sorted({64, 128, 256, 512, 1024, placement.engine.max_samples or today}),
     }
-    if placement.mode == "colocated":
-        return knobs | {"placement.offload_trainer": (False, True)}
     if inputs.topology is not None:  # how many devices who has is said by the run file
         return knobs
+    if placement.mode == "colocated":
+        return knobs | {"placement.offload_trainer": (False, True)}
     spare = inputs.hardware.devices - (placement.judge.devices if placement.judge else 0) - placement.critic_devices
     return knobs | {"placement.engine_devices": range(1, spare)}
 

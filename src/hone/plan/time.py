@@ -187,6 +187,8 @@ class Learner:
     tensor_parallel: int = 1
     chunked_loss: bool = True
     offloaded: bool = False
+    visiting: bool = False
+    """Moments come from the host for their part of an optimizer step, and go back."""
 
 
 RECOMPUTED: Mapping[Checkpointing, float] = {"none": 0.0, "selective": 0.3, "full": 1.0}
@@ -249,7 +251,8 @@ def optimizer_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> floa
     """Seconds of one optimizer step: 16 bytes per parameter read and written, over the host link if they live there."""
     moved = 32 * learner.trained_parameters / learner.devices
     bandwidth = hardware.host_link * rates.link if learner.offloaded else hardware.bandwidth * rates.decode_bandwidth
-    return moved / bandwidth
+    visits = 16 * learner.trained_parameters / learner.devices / (hardware.host_link * rates.link)
+    return moved / bandwidth + (visits if learner.visiting and not learner.offloaded else 0.0)
 
 
 def publish_s(arch: Architecture, hardware: Hardware, rates: Efficiency) -> float:
