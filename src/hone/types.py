@@ -93,7 +93,8 @@ class Fault(StrEnum):
 class Score:
     """One reward component's verdict on one sample: a finite value, or a fault that says why there is none.
 
-    There is no way to say "failed, so 0": a data or infra fault has no value, a model fault has the minimum.
+    There is no way to say "failed, so 0": a data or infra fault has no value, a model fault has the minimum. Neither
+    value nor fault: the component does not apply to this prompt, and is left out of its samples' rewards.
     """
 
     value: float | None
@@ -106,10 +107,15 @@ class Score:
         has_value = self.value is not None
         if has_value and not math.isfinite(self.value):  # type: ignore[arg-type]
             raise ValueError(f"a score must be finite, got {self.value}")
-        if has_value != (self.fault in (None, Fault.MODEL)):
+        if self.fault is not None and has_value != (self.fault is Fault.MODEL):
             raise ValueError(
                 f"a score has a value unless data or infrastructure failed; got {self.value}, {self.fault}"
             )
+
+    @property
+    def applies(self) -> bool:
+        """Whether the component had something to say, or should have."""
+        return self.value is not None or self.fault is not None
 
 
 @dataclass(frozen=True, slots=True)

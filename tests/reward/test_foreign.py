@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from hone.errors import ConfigError
-from hone.reward.base import first_fault
+from hone.reward.base import component_metrics, first_fault
 from hone.reward.foreign import Unfit, adapted
 from hone.reward.resolve import Unusable, load, resolve
 from hone.reward.signature import check_scores, declared_range, overrun_score
@@ -30,6 +30,9 @@ def right(prompts, completions, completion_ids, answer, level, log_metric, log_e
 async def some_none(prompts, completions, **kwargs):
     await asyncio.sleep(0.001)
     return [None if text == "5" else 1.0 for text in completions]
+
+def sums(completions, source, answer, **kwargs):
+    return [float(text == gold) if task == "sums" else None for text, gold, task in zip(completions, answer, source)]
 
 def chatty(completions, prompts):
     assert prompts[0][-1] == {"role": "user", "content": "2+2="}
@@ -121,10 +124,43 @@ def test_trl_gets_columns_ids_and_may_log(score):
     assert [s.metrics for s in group.scores["it"]] == [{"level": 3.0, "tokens": 1.0}, {"level": 3.0, "tokens": 2.0}]
 
 
-def test_trl_none_is_no_score(score):
+def test_trl_none_for_some_responses_of_a_prompt_is_no_score(score):
     group = score("some_none", make_group("4", "5"))
     assert group.rewards == (1.0, None)
-    assert first_fault(group).startswith("it: infra fault: returned None: no score.")
+    assert first_fault(group).startswith("it: infra fault: returned None for this response and a score for others")
+
+
+@pytest.fixture
+def score_two(make_rewards):
+    """Lengths, of which the reward `sums` is twice to be added: it knows the rows whose source is `sums`."""
+
+    def score(group):
+        both = [{"use": "mine.py:lengths"}, {"use": "mine.py:sums", "weight": 2.0}]
+
+        async def run():
+            async with make_rewards(*both, source=SOURCE, max_unscored_frac=1.0) as rewards:
+                return await rewards.score(group)
+
+        return asyncio.run(run())
+
+    return score
+
+
+def test_trl_none_for_a_whole_prompt_leaves_the_component_out(score_two):
+    """As TRL does it: the rows of another task are rewarded by the other components alone, and nothing is a fault."""
+    assert score_two(make_group("4", "55")).rewards == (3.0, 2.0)
+    group = score_two(make_group("4", "55", columns=COLUMNS | {"source": "poems"}))
+    assert group.rewards == (1.0, 2.0) and first_fault(group) == ""
+    assert not any(score.applies for score in group.scores["sums"])
+    metrics = component_metrics([group], {"lengths": 1.0, "sums": 2.0})
+    assert (metrics["reward/sums_not_applied_frac"], metrics["reward/sums_fault_frac"]) == (1.0, 0.0)
+    assert "reward/sums_mean" not in metrics and metrics["reward/lengths_variance_share"] == 1.0
+
+
+def test_a_row_that_no_component_applies_to_has_no_reward(score):
+    group = score("sums", make_group("4", "5", columns=COLUMNS | {"source": "poems"}))
+    assert group.rewards == (None, None)
+    assert first_fault(group) == "it: data fault: no component of the reward applies to this row"
 
 
 def test_trl_of_a_chat_gets_messages(score):

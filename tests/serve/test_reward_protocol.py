@@ -145,6 +145,33 @@ def test_served_equals_in_process(served, folder, name, group):
         assert score_of(result).fault == score.fault
 
 
+def test_a_component_that_does_not_apply_is_left_out_of_whole_groups_and_never_guessed_of_single_items(tmp_path):
+    """One reward knows the rows of one task, as TRL's do by returning None for the others."""
+    trl = "def sums(completions, source, **kwargs):\n    return [1.0 if s == 'sums' else None for s in source]\n"
+    rewards = "reward: {workers: 1, components: [{use: exact}, {use: 'trl.py:sums', weight: 0.5}]}"
+    columns = [{"source": "sums"}, {"source": "poems"}]
+    items = [
+        {"solution_str": "4", "ground_truth": "4", "extra_info": extra, "group_id": extra["source"]}
+        for extra in columns
+    ]
+    with serving(tmp_path, rewards=rewards, files={"trl.py": trl}) as alone:
+        both, left_out = alone.score(*items, mode="groupwise")
+        assert (both["score"], left_out["score"]) == (1.5, 1.0)
+        assert left_out["components"]["sums"] | {"detail": ""} == {
+            "score": None,
+            "weight": 0.5,
+            "fault": None,
+            "detail": "",
+            "metrics": {},
+        }
+        RewardReply.model_validate(alone.post("/v1/rewards", {"items": [{"id": "a", **items[1]}]}).json())
+        both, unknown = alone.score(*items)
+        assert (both["score"], unknown["score"], unknown["error"]["fault"]) == (1.5, None, "data")
+        assert "mode: groupwise" in unknown["error"]["detail"]
+        (none,) = alone.score(items[1], reward="sums", mode="groupwise")
+        assert none["error"]["detail"] == "no component of the reward applies to this row"
+
+
 # ---- idempotent by content
 
 

@@ -73,6 +73,7 @@ METRICS: dict[str, Metric] = {
         "below 0 it works against the others.",
     ),
     "reward/<component>_fault_frac": Metric("fraction", "Samples for which that component had a fault.", (0.0, 0.05)),
+    "reward/<component>_not_applied_frac": Metric("fraction", "Samples of prompts that it does not apply to, if any."),
     "reward/<component>_http_failed": Metric(
         "HTTP requests", "Of that component, without a valid answer; tried again until their deadline.", (0.0, 0.0)
     ),
@@ -164,6 +165,10 @@ METRICS: dict[str, Metric] = {
     "time/<span>_s": Metric("s", "Time since the previous line in which at least one such span was open."),
     "memory/rss_gib": Metric("GiB", "Resident memory of this process."),
     "memory/peak_rss_gib": Metric("GiB", "Largest resident memory of this process so far."),
+    "memory/<process>_process_rss_gib": Metric(
+        "GiB", "Resident memory of a process of the cluster, a rank of the trainer or an engine, a moment ago."
+    ),
+    "memory/<process>_process_cuda_peak_gib": Metric("GiB", "Largest GPU memory that its tensors held so far."),
     "memory/cuda_peak_gib": Metric("GiB", "Largest GPU memory that tensors held during the step."),
     "memory/<phase>_peak_mib": Metric(
         "MiB", "Largest memory of the device while that phase went on: tensors on a GPU, resident memory on a CPU."

@@ -22,6 +22,7 @@ from hone.reward.builtin import HELD
 from hone.reward.pool import WorkerPool
 from hone.reward.resolve import Unusable, load, load_held, resolve
 from hone.reward.signature import MayScoreSample, Range, RewardFunction, check_scores, declared_range
+from hone.reward.sums import settled, weighted_sums
 from hone.reward.worker import Job
 from hone.types import Group, Prompt, Sample, Score
 
@@ -194,9 +195,9 @@ class Rewards:
 
     def combine(self, group: Group, results: Sequence[tuple[Score, ...]]) -> Group:
         """The group with every component's scores and their weighted sums; raises what `score` does."""
-        scores = {component.name: result for component, result in zip(self.components, results, strict=True)}
-        weighted = [(c.weight, result) for c, result in zip(self.components, results, strict=True) if c.weight]
-        rewards = tuple(weighted_sum(weighted, sample) for sample in range(len(group.samples)))
+        weights = {component.name: component.weight for component in self.components}
+        scores = settled(dict(zip(weights, results, strict=True)), weights)
+        rewards = weighted_sums(scores, weights, len(group.samples))
         scored = group.scored(scores, rewards)
         self._samples += len(rewards)
         self._unscored += rewards.count(None)
@@ -365,7 +366,7 @@ def first_fault(group: Group) -> str:
     """The first data or infrastructure fault of a group, as `component: kind fault: cause`; empty without one."""
     for name, scores in group.scores.items():
         for score in scores:
-            if score.value is None:
+            if score.fault is not None and score.value is None:
                 return f"{name}: {score.fault} fault: {score.detail}"
     return ""
 
@@ -394,7 +395,10 @@ def _statistics(per_group: Sequence[Sequence[Score]]) -> dict[str, float]:
     values = [[score.value for score in scores if score.value is not None] for scores in per_group]
     flat = [value for group in values for value in group]
     num_faults = sum(score.fault is not None for scores in per_group for score in scores)
-    found = {"fault_frac": num_faults / max(1, sum(len(scores) for scores in per_group))}
+    num_samples = max(1, sum(map(len, per_group)))
+    found = {"fault_frac": num_faults / num_samples}
+    if apart := sum(not score.applies for scores in per_group for score in scores):
+        found["not_applied_frac"] = apart / num_samples
     if flat:
         mean = _mean(flat)
         variance = _mean([(value - mean) ** 2 for value in flat])
@@ -428,14 +432,3 @@ def _silent_groups(values: Sequence[Sequence[float]]) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def weighted_sum(weighted: Sequence[tuple[float, tuple[Score, ...]]], sample: int) -> float | None:
-    """The reward of a sample, from weights that are not 0 and each component's scores; None when one is missing."""
-    total = 0.0
-    for weight, scores in weighted:
-        value = scores[sample].value
-        if value is None:
-            return None
-        total += weight * value
-    return total

@@ -150,13 +150,13 @@ def _said(sample: Sample) -> list[dict[str, str]]:
 
 
 def _read_trl(group: Group, calls: Sequence[_Call], returned: Sequence[Any]) -> Any:
-    """A number for each sample, or None: then there is no score."""
+    """A number for each sample, or None: it does not apply (`sums.py`)."""
     if isinstance(returned[0], Score):
         return [returned[0]] * len(group.samples)
     values = _numbers(returned[0])
     if not isinstance(values, list):
         return values
-    return _with_metrics([_NO_SCORE if value is None else value for value in values], calls[0].logged)
+    return _with_metrics([NOT_APPLIED if value is None else value for value in values], calls[0].logged)
 
 
 def _openrlhf_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_Call]:
@@ -223,9 +223,7 @@ _OF_OTHERS = frozenset().union(*(form.offered for form in _FORMS.values())) | {
 }
 """First parameters that no function of our form has: such a one was written for something else."""
 _VARIABLE = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
-_NO_SCORE = Score(
-    None, Fault.INFRA, "returned None: no score. For rows that are not its own let it return 0.0 for every response"
-)
+NOT_APPLIED = Score(None)
 
 
 def _numbers(values: Any) -> Any:

@@ -138,13 +138,14 @@ class ComponentResult(Wire):
     score: FiniteFloat | None
     weight: FiniteFloat
     fault: Fault | None = Field(default=None, strict=False)
-    """`model`: the response broke the scorer and earned the minimum; `data` and `infra` come without a score."""
+    """`model`: the response broke the scorer and earned the minimum; `data` and `infra` come without a score. Neither
+    score nor fault: it does not apply to this prompt."""
     detail: str = ""
     metrics: dict[str, FiniteFloat] = {}
 
     @model_validator(mode="after")
     def _score_or_fault(self) -> Self:
-        if (self.score is None) != (self.fault in (Fault.DATA, Fault.INFRA)):
+        if self.fault is not None and (self.score is None) == (self.fault is Fault.MODEL):
             raise ValueError(f"score {self.score} does not go with fault {self.fault}")
         return self
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from hone.config.load import Loaded
 from hone.errors import RewardError
-from hone.reward.base import Component, InPool, Rewards, weighted_sum
+from hone.reward.base import Component, InPool, Rewards
 from hone.reward.judge.scorer import JudgeReward
 from hone.reward.signature import Range
+from hone.reward.sums import settled, weighted_sums
 from hone.reward.wire import (
     ComponentResult,
     Disagreement,
@@ -168,7 +169,7 @@ class ScoringService:
         try:
             if waiting:
                 await asyncio.wait(waiting, timeout=began + timeout_s - time.monotonic())
-            num_late = sum(self._answer(claim, request.items, asked, timeout_s, results) for claim in claims)
+            num_late = sum(self._answer(claim, request, asked, timeout_s, results) for claim in claims)
         finally:
             for claim in claims:
                 for joined in claim.joined.values():
@@ -257,7 +258,7 @@ class ScoringService:
     # ---- answering
 
     def _answer(
-        self, claim: _Claim, items: Sequence[Item], asked: Asked, timeout_s: float, results: dict[int, ItemResult]
+        self, claim: _Claim, request: RewardRequest, asked: Asked, timeout_s: float, results: dict[int, ItemResult]
     ) -> int:
         """Put the results of a group among the others. Returns how many of its items the deadline left unscored."""
         done = claim.scores()
@@ -266,9 +267,12 @@ class ScoringService:
         late = Score(None, Fault.INFRA, f"not scored within {timeout_s:g} s")
         late_components = asked.weights.keys() - done.keys()
         num_late = 0
+        all_late = (late,) * len(claim.work.places)
+        whole = {name: done[name].scores if name in done else all_late for name in asked.weights}
+        whole = settled(whole, asked.weights, is_whole_group=request.mode == "groupwise")
         for number, place in enumerate(claim.work.places):
-            scores = {name: done[name].scores[number] if name in done else late for name in asked.weights}
-            result = self._result(items[place], asked, scores, cached=cached, elapsed_ms=elapsed_ms)
+            scores = {name: whole[name][number] for name in asked.weights}
+            result = self._result(request.items[place], asked, scores, cached=cached, elapsed_ms=elapsed_ms)
             num_late += result.error is not None and result.error.component in late_components
             results[place] = result
         self.metrics.scored(asked.name, done, [results[place] for place in claim.work.places], cached=cached)
@@ -283,7 +287,7 @@ class ScoringService:
         flags = ["truncated"] if item.finish_reason == "length" else []
         if any(score.fault is Fault.MODEL for score in scores.values()):
             flags.append("model_fault")
-        value = weighted_sum([(weight, (scores[name],)) for name, weight in asked.weights.items() if weight], 0)
+        (value,) = weighted_sums({name: (score,) for name, score in scores.items()}, asked.weights, 1)
         if value is not None and not math.isfinite(value):
             error = ItemError(
                 fault="infra", retryable=False, detail="the weighted sum is beyond what a number can hold"
@@ -340,7 +344,7 @@ def _sum(terms: Iterable[tuple[float, float | None]]) -> float | None:
 def _first_error(scores: Mapping[str, Score], asked: Asked) -> ItemError | None:
     """Of the components that have a weight."""
     for name, score in scores.items():
-        if score.value is None and asked.weights[name]:
+        if score.value is None and score.fault is not None and asked.weights[name]:
             fault = "data" if score.fault is Fault.DATA else "infra"
             return ItemError(fault=fault, retryable=fault == "infra", component=name, detail=printable(score.detail))
     return None
