@@ -26,6 +26,7 @@ from hone.cluster.actors import EngineActor, MakeEngine, Seat, TrainerRank
 from hone.cluster.engine import RemoteEngine
 from hone.cluster.ray import RayCluster, take_sigterm_back
 from hone.cluster.trainer import RemoteTrainer
+from hone.cluster.vitals import VitalsWatch
 from hone.cluster.weights import bucket_bytes
 from hone.config.cluster import Role
 from hone.config.load import Loaded
@@ -147,8 +148,9 @@ async def workers_on_ray(job: Job, needs: frozenset[str], saved: Saved | None) -
         take_sigterm_back()
         trainer, engine = await _unless_stopped(job, crew.assemble(saved))
         try:
-            with job.observer.watching(engine.metrics):
-                yield Workers(trainer, engine, weights_are_shared=False, takes_turns=job.topology.colocated)
+            async with VitalsWatch(lambda: crew.processes) as vitals:
+                with job.observer.watching(engine.metrics), job.observer.watching(vitals.metrics):
+                    yield Workers(trainer, engine, weights_are_shared=False, takes_turns=job.topology.colocated)
         finally:
             await engine.close()
     finally:
@@ -162,6 +164,8 @@ class Crew:
     def __init__(self, job: Job, cluster: RayCluster, blueprint: Blueprint) -> None:
         self._job, self._cluster, self._blueprint = job, cluster, blueprint
         self._settings = job.config.cluster
+        self.processes: dict[str, Any] = {}
+        """Handles by name, of those that were started last."""
         self._trainer: RemoteTrainer | None = None
         self._engines: dict[str, RemoteEngine] = {}
         self._replicas = {replica.name: replica for replica in job.topology.engines}
@@ -201,7 +205,7 @@ class Crew:
 
     def _new_trainer(self) -> RemoteTrainer:
         group = self._job.topology.trainer
-        ranks = [self._spawn(TrainerRank, (device,)) for device in group.devices]
+        ranks = [self._spawn(f"rank-{n}", TrainerRank, (device,)) for n, device in enumerate(group.devices)]
         timeout_s, bucket_size = self._settings.call_timeout_s, bucket_bytes(self._settings.bucket_mib)
         return RemoteTrainer(ranks, timeout_s=timeout_s, bucket_size=bucket_size)
 
@@ -214,7 +218,7 @@ class Crew:
     async def start_engine(self, name: str) -> RemoteEngine:
         """Start an engine, or start it again after its process has ended."""
         devices = self._replicas[name].devices
-        engine = RemoteEngine(name, self._spawn(EngineActor, devices), timeout_s=self._settings.call_timeout_s)
+        engine = RemoteEngine(name, self._spawn(name, EngineActor, devices), timeout_s=self._settings.call_timeout_s)
         self._engines[name] = engine
         try:
             await engine.build(self._making(devices), timeout_s=self._settings.start_timeout_s)
@@ -230,13 +234,15 @@ class Crew:
         takes_turns = self._job.topology.colocated
         return partial(vllm, self._blueprint, processes, self._vllm_folder, takes_turns=takes_turns)
 
-    def _spawn(self, actor: type, devices: Sequence[int]) -> Any:
+    def _spawn(self, name: str, actor: type, devices: Sequence[int]) -> Any:
         """A process on devices that it shares with those who take turns with it."""
         topology = self._job.topology
         numbers = sorted(device for pool in topology.pools for device in pool.devices)
-        return self._cluster.spawn(
+        process = self._cluster.spawn(
             actor, devices=[numbers.index(device) for device in devices], shared_by=2 if topology.colocated else 1
         )
+        self.processes[name] = process
+        return process
 
     def _processes(self, role: Role, devices: Sequence[int]) -> int:
         """How many processes compute on the same machine at the same time, if its cores are what they compute with."""
