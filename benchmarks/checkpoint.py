@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hone.train.checkpoint import Checkpoints
+from hone.train.shards import LiveSnapshot
 from hone.types import Progress
 
 SLICES = 24
@@ -51,7 +52,7 @@ def measure(num_parameters: int, rounds: int, folder: Path) -> dict[str, float]:
     tensors = state_of(num_parameters)
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
     sides: dict[str, Callable[[], object]] = {
-        "save": lambda: checkpoints.save(Progress(step=1), tensors, {}),
+        "save": lambda: checkpoints.save(Progress(step=1), LiveSnapshot(tensors, {})),
         "torch.save": lambda: torch.save(tensors, folder / "bare.pt"),
         "save_file": lambda: save_file(tensors, folder / "bare.safetensors"),
         "save_file, fsync": lambda: save_synced(tensors, folder / "synced.safetensors"),

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from hone.errors import CheckpointError
 from hone.train.checkpoint import Checkpoints
+from hone.train.shards import LiveSnapshot
 from hone.types import Progress
 
 FILES = ["tensors.safetensors", "state.json", "manifest.json"]
@@ -21,7 +22,7 @@ def tensors(fill: float = 1.0) -> dict[str, torch.Tensor]:
 def save(folder: Path, *steps: int, keep: int = 2, stage: str = "rl") -> Checkpoints:
     checkpoints = Checkpoints(folder, keep)
     for step in steps:
-        checkpoints.save(Progress(stage=stage, step=step), tensors(step), {"optimizer_step": step})
+        checkpoints.save(Progress(stage=stage, step=step), LiveSnapshot(tensors(step), {"optimizer_step": step}))
     return checkpoints
 
 
@@ -42,7 +43,7 @@ def test_everything_comes_back(tmp_path):
     progress = Progress(stage="rl", step=7, next_prompt=224, evaluated_step=3, metrics_bytes=12345)
     rest = {"lr": 1e-6, "third": 1 / 3, "nested": {"list": [1, None, "ü"]}}
 
-    path = Checkpoints(tmp_path, 2).save(progress, saved, rest)
+    path = Checkpoints(tmp_path, 2).save(progress, LiveSnapshot(saved, rest))
     loaded = Checkpoints(tmp_path, 2).newest()
 
     assert loaded is not None and loaded.path == path == tmp_path / "step-000007"
@@ -53,7 +54,7 @@ def test_everything_comes_back(tmp_path):
 
 
 def test_the_tensors_file_is_plain_safetensors(tmp_path):
-    path = Checkpoints(tmp_path, 2).save(Progress(), tensors(), {})
+    path = Checkpoints(tmp_path, 2).save(Progress(), LiveSnapshot(tensors(), {}))
     assert torch.equal(load_file(path / "tensors.safetensors")["weight"], tensors()["weight"])
 
 
@@ -86,20 +87,20 @@ def test_one_step_can_be_asked_for(tmp_path):
 
 def test_the_same_step_is_replaced(tmp_path):
     save(tmp_path, 5)
-    Checkpoints(tmp_path, 2).save(Progress(step=5), tensors(9.0), {})
+    Checkpoints(tmp_path, 2).save(Progress(step=5), LiveSnapshot(tensors(9.0), {}))
     assert names(tmp_path) == ["step-000005"]
     assert Checkpoints(tmp_path, 2).newest().tensors["bias"][0] == 9.0
 
 
 def test_an_unknown_stage_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="stage"):
-        Checkpoints(tmp_path, 2).save(Progress(stage="dpo"), tensors(), {})
+        Checkpoints(tmp_path, 2).save(Progress(stage="dpo"), LiveSnapshot(tensors(), {}))
     assert names(tmp_path) == []
 
 
 def test_values_that_are_not_json_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(TypeError):
-        Checkpoints(tmp_path, 2).save(Progress(), tensors(), {"tensor": torch.ones(2)})
+        Checkpoints(tmp_path, 2).save(Progress(), LiveSnapshot(tensors(), {"tensor": torch.ones(2)}))
     assert names(tmp_path) == []
 
 
@@ -158,15 +159,15 @@ def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path):
 
 def test_a_newer_format_is_named(tmp_path):
     manifest = save(tmp_path, 1).paths()[0] / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
-    with pytest.raises(CheckpointError, match="format 2; this version of Hone reads 1"):
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 3}))
+    with pytest.raises(CheckpointError, match="format 3; this version of Hone reads up to 2"):
         Checkpoints(tmp_path, 2).newest()
 
 
 def test_a_torn_newest_never_costs_the_one_just_saved(tmp_path):
     checkpoints = save(tmp_path, 1, 9, keep=2)
     empty(tmp_path / "step-000009" / "state.json")
-    Checkpoints(tmp_path, 1).save(Progress(step=5), tensors(), {})
+    Checkpoints(tmp_path, 1).save(Progress(step=5), LiveSnapshot(tensors(), {}))
     assert checkpoints.newest().progress.step == 5
 
 

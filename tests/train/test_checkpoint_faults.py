@@ -17,12 +17,14 @@ import torch
 
 from hone.errors import CheckpointError
 from hone.train.checkpoint import Checkpoints
+from hone.train.shards import LiveSnapshot
 from hone.types import Progress
 
 SAVE_FOR_EVER = """
 import sys, torch
 from pathlib import Path
 from hone.train.checkpoint import Checkpoints
+from hone.train.shards import LiveSnapshot
 from hone.types import Progress
 torch.set_num_threads(1)
 checkpoints, step = Checkpoints(Path(sys.argv[1]), 2), int(sys.argv[2])
@@ -30,7 +32,7 @@ while True:
     step += 1
     tensors = {f"layer_{i}": torch.full((50_000,), float(step + i)) for i in range(8)}
     for _ in range(2):  # the second replaces the first
-        checkpoints.save(Progress(step=step, next_prompt=32 * step), tensors, {"step": step})
+        checkpoints.save(Progress(step=step, next_prompt=32 * step), LiveSnapshot(tensors, {"step": step}))
     print(step, flush=True)
 """
 
@@ -39,11 +41,12 @@ import resource, signal, sys, torch
 from pathlib import Path
 from hone.errors import CheckpointError
 from hone.train.checkpoint import Checkpoints
+from hone.train.shards import LiveSnapshot
 from hone.types import Progress
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    Checkpoints(Path(sys.argv[1]), 2).save(Progress(step=2), {"weight": torch.zeros(1_000_000)}, {})
+    Checkpoints(Path(sys.argv[1]), 2).save(Progress(step=2), LiveSnapshot({"weight": torch.zeros(1_000_000)}, {}))
 except CheckpointError as error:
     print(error)
 """
@@ -100,7 +103,9 @@ def test_a_kill_at_every_single_rename_and_sync(tmp_path, monkeypatch, replacing
         return {f"layer_{layer}": torch.full((50_000,), float(step + layer)) for layer in range(8)}
 
     def save(folder: Path, step: int) -> None:
-        Checkpoints(folder, 2).save(Progress(step=step, next_prompt=32 * step), tensors(step), {"step": step})
+        Checkpoints(folder, 2).save(
+            Progress(step=step, next_prompt=32 * step), LiveSnapshot(tensors(step), {"step": step})
+        )
 
     newest_after = []
     for fatal_call in range(100):
@@ -138,7 +143,7 @@ def test_a_kill_at_every_single_rename_and_sync(tmp_path, monkeypatch, replacing
 
 
 def test_a_full_disk_is_an_error_that_says_how_much_and_harms_nothing(tmp_path):
-    Checkpoints(tmp_path, 2).save(Progress(step=1), {"weight": torch.ones(10)}, {})
+    Checkpoints(tmp_path, 2).save(Progress(step=1), LiveSnapshot({"weight": torch.ones(10)}, {}))
     result = subprocess.run([sys.executable, "-c", SAVE_BEYOND_A_LIMIT, str(tmp_path)], capture_output=True, text=True)
     assert "cannot be written: File too large" in result.stdout, result.stderr  # the witness
     assert "step-000002" in result.stdout and "needs 3.8 MiB" in result.stdout and "MiB are free" in result.stdout
@@ -150,4 +155,4 @@ def test_a_full_disk_is_an_error_that_says_how_much_and_harms_nothing(tmp_path):
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot be written: Not a directory.*no older checkpoint"):
-        Checkpoints(tmp_path / "file" / "checkpoints", 2).save(Progress(), {"weight": torch.ones(1)}, {})
+        Checkpoints(tmp_path / "file" / "checkpoints", 2).save(Progress(), LiveSnapshot({"weight": torch.ones(1)}, {}))

@@ -214,7 +214,8 @@ def test_critic_reference_and_controllers_go_on_bit_for_bit(precision):
         update_of(trainer, make_groups(seed), algorithm)
     tensors, rest = trainer.state()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    assert {name.partition("/")[0] for name in tensors if "/" in name} == {"critic", "reference"}
+    kinds = {"critic", "reference", "master", "exp_avg", "exp_avg_sq"}
+    assert {name.partition("/")[0] for name in tensors} == kinds
     resumed, again = ppo_trainer(seed=5, **options), Progress.from_dict(asdict(progress))
     resumed.restore(tensors, rest)
     assert again == progress

@@ -257,6 +257,7 @@ async def optimise_policy(
         await finish_stage(job, run)
         export_best(job, run)
     finally:
+        await run.settle()
         await engine.close()
         services = job.services.summary()
         job.observer.say(f"rewards: {rewards.summary()}{f'; services: {services}' if services else ''}")
@@ -275,6 +276,7 @@ def begin_stage(
 async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> None:
     """Save where the stage ended; when it was not stopped, also its weights as a Hugging Face directory."""
     await run.save()
+    await run.saved()
     if not job.stop.is_set():
         folder = stage_weights(job.folder, job.config, run.progress.stage)
         config, tokenizer = run.trainer.hf_config, job.tokenizer.hf

@@ -29,7 +29,7 @@ from hone.model.load import load_model, save_hf
 from hone.model.lora import save_adapter
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
-from hone.train.optim import FlatWeights
+from hone.train.optim import MASTER, FlatWeights
 from hone.train.policy import refuse_other_base
 
 
@@ -146,5 +146,6 @@ def model_of(saved: Saved, loaded: Loaded, folder: RunFolder, tokenizer: Tokeniz
         model = named_model(config, tokenizer, loaded.run_file.parent, device)
     if stage == "reward_model":
         model = scalar_model(config, tokenizer, model)
-    FlatWeights(model, torch.float32).master.copy_(saved.tensors["master"])
+    weights = FlatWeights(model, torch.float32)
+    weights.fill(weights.master, MASTER, saved.tensors)
     return model

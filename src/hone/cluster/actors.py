@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,13 @@ import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hone.cluster.publish import Published, publish
 from hone.cluster.publish_ray import Intake, RayOutlet
-from hone.errors import EngineError, HoneError
+from hone.errors import CheckpointError, EngineError, HoneError
 from hone.rollout.engine import Engine, Request
-from hone.train.trainer import Trainer
+from hone.train.policy import PolicyTrainer
+from hone.train.shards import FileFacts, HostCopies
 from hone.types import Sample
 
 BEAT_S = 2.0
@@ -66,7 +67,7 @@ class Seat:
     """Where they meet; see `train.mesh.process_group`."""
 
 
-MakeTrainer = Callable[[Seat], AbstractContextManager[Trainer]]
+MakeTrainer = Callable[[Seat], AbstractContextManager[PolicyTrainer]]
 MakeEngine = Callable[[], Awaitable[Engine]]
 
 
@@ -76,8 +77,13 @@ class TrainerRank:
     def __init__(self) -> None:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._open = ExitStack()
-        self._trainer: Trainer | None = None
-        self._is_first = True
+        self._trainer: PolicyTrainer | None = None
+        self._copies = HostCopies()
+        self._seat: Seat | None = None
+
+    @property
+    def _is_first(self) -> bool:
+        return self._seat is None or self._seat.rank == 0
 
     async def ping(self) -> Vitals:
         return Vitals.here()
@@ -98,7 +104,7 @@ class TrainerRank:
             self._trainer = self._open.enter_context(make(seat))
             return self._trainer.hf_config if self._is_first else None
 
-        self._is_first = seat.rank == 0
+        self._seat = seat
         return await self._computed(build)
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
@@ -119,15 +125,25 @@ class TrainerRank:
 
         return await self._computed(gather)
 
-    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Everything that a checkpoint needs, whole."""
+    async def copy_state(self) -> tuple[int, dict[str, Any]]:
+        """Copy what a checkpoint has of this rank, for `write_copy`. Returns its bytes, and what ranks have alike."""
 
-        def gather() -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-            live, rest = self.trainer.state()
-            tensors = {name: _whole(tensor) for name, tensor in live.items()}
-            return (tensors, rest) if self._is_first else None
+        def copy() -> tuple[int, dict[str, Any]]:
+            tensors, rest = self.trainer.state()
+            return self._copies.take(tensors), rest
 
-        return await self._computed(gather)
+        return await self._computed(copy)
+
+    async def write_copy(self, folder: Path) -> dict[str, FileFacts]:
+        """Write it into a folder, to the disk itself, while the rank computes. Raises CheckpointError."""
+        assert self._seat is not None, "build comes first"
+        try:
+            return await asyncio.to_thread(self._copies.write, folder, self._seat.rank, self._seat.world_size)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder}: trainer rank {self._seat.rank} on {socket.gethostname()} cannot write there: "
+                f"{error.strerror or error}. The run's folder must be on a disk that all machines see, with room."
+            ) from error
 
     async def publish(
         self, engines: Mapping[str, Any], *, version: int, bucket_size: int, timeout_s: float
@@ -148,17 +164,12 @@ class TrainerRank:
         await self._computed(self._open.close)
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> PolicyTrainer:
         assert self._trainer is not None, "build comes first"
         return self._trainer
 
     async def _computed(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """On the host, put together from all ranks if it is divided over them."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:

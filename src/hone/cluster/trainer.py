@@ -8,6 +8,8 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,6 +22,7 @@ from hone.cluster.actors import MakeTrainer, Seat, Vitals
 from hone.cluster.calls import wait_for_all
 from hone.cluster.publish import Published
 from hone.errors import ClusterError, EngineError
+from hone.train.shards import FileFacts
 from hone.types import Batch
 
 CLOSE_S = 10.0
@@ -107,12 +110,18 @@ class RemoteTrainer:
         """See `Trainer.master_weights`."""
         return self._gather(master=True)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `Trainer.state`; copies."""
-        return self._answer(self._ask("state"), "gathering the trainer's state", self._timeout_s)
+    def snapshot(self) -> RemoteSnapshot:
+        """See `Trainer.snapshot`; copied on each rank. The one before must have been written."""
+        copied = self._answers(self._ask("copy_state"), "copying the trainer's state", self._timeout_s)
+        return RemoteSnapshot(self, num_bytes=sum(size for size, _ in copied), rest=copied[0][1])
 
-    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        """See `Trainer.restore`."""
+    def write_copies(self, folder: Path) -> dict[str, FileFacts]:
+        """Have each rank write what it copied, while it computes. Raises CheckpointError."""
+        written = self._answers(self._ask("write_copy", folder.absolute()), f"writing {folder}", self._timeout_s)
+        return {name: facts for files in written for name, facts in files.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+        """See `Trainer.restore`; each rank reads what it needs from the disk."""
         self._call("restore", ray.put(tensors), rest)
 
     def vitals(self) -> list[Vitals]:
@@ -139,8 +148,11 @@ class RemoteTrainer:
 
     def _answer(self, calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float) -> Any:
         """What rank 0 says, once all ranks are done."""
+        return self._answers(calls, what, timeout_s)[0]
+
+    def _answers(self, calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
         try:
-            return wait_for_all(calls, what, timeout_s)[0]
+            return wait_for_all(calls, what, timeout_s)
         except ClusterError:
             self._is_broken = True
             raise
@@ -150,6 +162,19 @@ class RemoteTrainer:
         for each other for ever."""
         with self._asking:
             return {name: getattr(rank, method).remote(*args, **named) for name, rank in self._ranks.items()}
+
+
+@dataclass(frozen=True)
+class RemoteSnapshot:
+    """A `Snapshot` whose tensors are copies in the ranks' memory."""
+
+    trainer: RemoteTrainer
+    num_bytes: int
+    rest: Mapping[str, Any]
+    is_live = False
+
+    def write(self, folder: Path) -> dict[str, FileFacts]:
+        return self.trainer.write_copies(folder)
 
 
 class RemoteWeights:

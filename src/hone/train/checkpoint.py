@@ -1,14 +1,17 @@
 """Checkpoints on disk: written aside, hashed, synced, renamed into place; the newest valid one is read back.
 
-A checkpoint is a folder, `step-000100` in stage rl and `sft-step-000100` in stage sft, with three files:
+A checkpoint is a folder, `step-000100` in stage rl and `sft-step-000100` in stage sft, with these files:
 
-    tensors.safetensors   what `Trainer.state()` gave as tensors, in their own dtypes
-    state.json            the run's `Progress`, and what `Trainer.state()` gave as plain values
-    manifest.json         format, stage and step; size and BLAKE2b hash of the two files, and a hash of itself
+    tensors.safetensors   the tensors of a `Trainer.snapshot()`, in their own dtypes; of several ranks one file each,
+                          tensors-00000-of-00004.safetensors and so on
+    state.json            the run's `Progress`, and what the snapshot had as plain values
+    manifest.json         format, stage and step; size and BLAKE2b hash of the other files, and a hash of itself
 
 A folder under that name is whole by construction: it is written as `.tmp-<name>` and renamed when every byte has
 reached the disk. Hashes are for what the disk or a person does to it later. Nothing here is pickled, so reading a
 checkpoint runs no code of it.
+
+On how many ranks it was written is no matter: see `shards.py` for the files of tensors.
 
 Not for weights that other programs read (`model.load.save_hf` writes those), and not a lock: one process saves
 at a time, the one that holds the run folder's lock. Reading needs no lock.
@@ -22,42 +25,28 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from hone.errors import CheckpointError
+from hone.train.shards import FileFacts, SavedTensors, Snapshot, write_synced
 from hone.types import Progress
 
-FORMAT = 1
+FORMAT = 2
+"""1 had flat buffers for tensors, of one process. It is still read."""
+_READ = (1, FORMAT)
 STAGE_ORDER = ("sft", "reward_model", "rl")
 """A checkpoint of a later stage is newer than any of an earlier one."""
 
-TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+STATE, MANIFEST = "state.json", "manifest.json"
 _NAME = re.compile(r"(?:(?P<stage>[a-z_]+)-)?step-(?P<step>\d{6,})")
 _ASIDE, _REPLACED, _REMOVED = ".tmp-", ".replaced-", ".removed-"
-_CHUNK_BYTES = 1 << 24
-
-# The names that the safetensors format gives to dtypes.
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_VERIFIED_AT_ONCE = 8
+"""Files that are hashed beside each other."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +54,8 @@ class Loaded:
     """One checkpoint, read back and verified."""
 
     progress: Progress
-    tensors: dict[str, Tensor]
-    """On the CPU, in the dtypes they were saved in."""
+    tensors: SavedTensors
+    """Read from the disk, to the CPU, when they are asked for; in the dtypes they were saved in."""
     rest: dict[str, Any]
     path: Path
     skipped: tuple[str, ...] = ()
@@ -80,29 +69,27 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
 
-    def save(self, progress: Progress, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Path:
+    def save(self, progress: Progress, snapshot: Snapshot) -> Path:
         """Write a checkpoint, then remove the ones older than the newest `keep`, except the one at
         `progress.best_step`. Returns its folder.
 
-        `tensors` may live on any device and share memory; one tensor at a time is copied to the CPU. `rest` holds
-        plain JSON values. A checkpoint of the same stage and step is replaced; at every moment, also after a
-        kill, one of the two is found by `newest`.
+        A checkpoint of the same stage and step is replaced; at every moment, also after a kill, one of the two is
+        found by `newest`.
 
         Raises CheckpointError when the disk is full or refuses; what was there before is untouched then.
         """
         name = _name(progress)
-        state = json.dumps({"progress": asdict(progress), "rest": rest}, indent=1).encode()
+        state = json.dumps({"progress": asdict(progress), "rest": snapshot.rest}, indent=1).encode()
         final, aside = self.folder / name, self.folder / (_ASIDE + name)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
             aside.mkdir()
-            files = {
-                TENSORS: _write(aside / TENSORS, lambda file: _write_tensors(file, tensors)),
-                STATE: _write(aside / STATE, lambda file: file.write(state)),
-            }
-            manifest = {"format": FORMAT, "stage": progress.stage, "step": progress.step, "files": files}
-            _write(aside / MANIFEST, lambda file: file.write(_sealed(manifest)))
+            files = snapshot.write(aside)
+            files[STATE] = write_synced(aside / STATE, lambda file: file.write(state))
+            facts = {file: asdict(one) for file, one in files.items()}
+            manifest = {"format": FORMAT, "stage": progress.stage, "step": progress.step, "files": facts}
+            write_synced(aside / MANIFEST, lambda file: file.write(_sealed(manifest)))
             _sync_folder(aside)
             if final.exists():
                 final.rename(self.folder / (_REPLACED + name))
@@ -110,7 +97,7 @@ class Checkpoints:
             _sync_folder(self.folder)
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(self._refused(final, error, tensors)) from error
+            raise CheckpointError(self._refused(final, error, snapshot.num_bytes)) from error
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -154,14 +141,14 @@ class Checkpoints:
         """Read one checkpoint. Raises CheckpointError naming the file that is missing, truncated or altered."""
         try:
             manifest = _unsealed((path / MANIFEST).read_bytes())
-            for file_name in (TENSORS, STATE):
-                _verify(path / file_name, **manifest["files"][file_name])
+            _verify(path, {name: FileFacts(**facts) for name, facts in manifest["files"].items()})
             state = json.loads((path / STATE).read_bytes())
             progress = Progress.from_dict(state["progress"])
             name = path.name.removeprefix(_REPLACED)
             if _NAME.fullmatch(name) and name != _name(progress):
                 raise _Torn(f"it holds {_name(progress)}")
-            return Loaded(progress, load_file(path / TENSORS), state["rest"], path)
+            tensors = SavedTensors([path / name for name in sorted(manifest["files"]) if name != STATE])
+            return Loaded(progress, tensors, state["rest"], path)
         except (_Torn, OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{path} is not whole: {_reason(error)}") from error
 
@@ -202,8 +189,8 @@ class Checkpoints:
             for path in self.folder.glob(f"{prefix}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _refused(self, path: Path, error: OSError, tensors: Mapping[str, Tensor]) -> str:
-        needed_mib = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 2**20
+    def _refused(self, path: Path, error: OSError, num_bytes: int) -> str:
+        needed_mib = num_bytes / 2**20
         existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
         free_mib = shutil.disk_usage(existing).free / 2**20
         kept = [path.name for path in self.paths()]
@@ -222,50 +209,6 @@ def _name(progress: Progress) -> str:
     if progress.stage not in STAGE_ORDER:
         raise ValueError(f"a checkpoint's stage must be one of {STAGE_ORDER}, got {progress.stage!r}")
     return ("" if progress.stage == "rl" else f"{progress.stage}-") + f"step-{progress.step:06d}"
-
-
-class _HashingFile:
-    """Hashes and counts what passes through, so that a checkpoint is not read again to be hashed."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.hash = hashlib.blake2b()
-        self.size = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        for start in range(0, len(data), _CHUNK_BYTES):
-            chunk = data[start : start + _CHUNK_BYTES]
-            self.hash.update(chunk)
-            self.file.write(chunk)
-        self.size += len(data)
-
-
-def _write(path: Path, content: Any) -> dict[str, Any]:
-    """Write a file to the disk itself. Returns what the manifest says of it."""
-    with path.open("xb") as file:
-        hashing = _HashingFile(file)
-        content(hashing)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"size_bytes": hashing.size, "blake2b": hashing.hash.hexdigest()}
-
-
-def _write_tensors(file: _HashingFile, tensors: Mapping[str, Tensor]) -> None:
-    """The safetensors format: header length, JSON header, raw little-endian data.
-
-    Written here because the library copies every tensor before it writes the first: that doubles the memory.
-    """
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
-    file.write(len(text).to_bytes(8, "little") + text)
-    for tensor in tensors.values():
-        raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        file.write(raw.numpy().data)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -287,20 +230,25 @@ def _seal(manifest: dict[str, Any]) -> str:
 def _unsealed(data: bytes) -> dict[str, Any]:
     manifest = json.loads(data)
     seal = manifest.pop("seal", None)
-    if manifest.get("format") != FORMAT:
-        raise _Torn(f"{MANIFEST} has format {manifest.get('format')!r}; this version of Hone reads {FORMAT}")
+    if manifest.get("format") not in _READ:
+        raise _Torn(f"{MANIFEST} has format {manifest.get('format')!r}; this version of Hone reads up to {FORMAT}")
     if seal != _seal(manifest):
         raise _Torn(f"{MANIFEST} was altered")
     return manifest
 
 
-def _verify(path: Path, *, size_bytes: int, blake2b: str) -> None:
-    found_bytes = path.stat().st_size
-    if found_bytes != size_bytes:
-        raise _Torn(f"{path.name} has {found_bytes:,} bytes instead of {size_bytes:,}")
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "blake2b").hexdigest() != blake2b:
-            raise _Torn(f"{path.name} was altered")
+def _verify(folder: Path, files: Mapping[str, FileFacts]) -> None:
+    def verify(name: str) -> None:
+        path, facts = folder / name, files[name]
+        found_bytes = path.stat().st_size
+        if found_bytes != facts.size_bytes:
+            raise _Torn(f"{name} has {found_bytes:,} bytes instead of {facts.size_bytes:,}")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "blake2b").hexdigest() != facts.blake2b:
+                raise _Torn(f"{name} was altered")
+
+    with ThreadPoolExecutor(_VERIFIED_AT_ONCE) as threads:
+        list(threads.map(verify, files))
 
 
 def _reason(error: Exception) -> str:

@@ -6,7 +6,7 @@ reward model), or who else trains it (`ranks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from hone.model.heads import ScalarModel
 from hone.plan.guard import UNGUARDED, Guard
 from hone.train.optim import StepResult, Weights
 from hone.train.ranks import ALONE, Ranks
+from hone.train.shards import LiveSnapshot, Share
 
 M = TypeVar("M", bound=CausalModel | ScalarModel)
 T = TypeVar("T")
@@ -113,10 +114,15 @@ class Learner(Generic[M]):
         """Copies of the float32 master weights; see `Trainer.master_weights`."""
         return self.held.named_master()
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything needed to continue bit for bit; see `Trainer.state`."""
+    def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
+        """Everything needed to continue bit for bit: tensors or this rank's shares of them (live, not copies), and the
+        rest, fit for JSON."""
         return self.optimizer.state()
 
-    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    def snapshot(self) -> LiveSnapshot:
+        """See `Trainer.snapshot`; for one process."""
+        return LiveSnapshot(*self.state())
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         """Continue where `state` was taken; CheckpointError if that was another model."""
         self.optimizer.restore(tensors, rest)

@@ -2,15 +2,15 @@
 
 `FlatWeights` owns every trainable number of a model as three flat buffers: float32 master weights, gradients in
 float32, and, where arithmetic is bfloat16, the compute copy that the model's parameters are views of. So an optimizer
-step is a handful of operations whatever the number of parameters, and a checkpoint is three tensors. Weights that are
-divided over many processes are in `sharded_weights.py`.
+step is a handful of operations whatever the number of parameters. Weights that are divided over many processes are in
+`sharded_weights.py`; in a checkpoint both are the same, under the names of `trained_weights`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from hone.config.run import OptimizerSection
 from hone.errors import CheckpointError
+from hone.model.base import CausalModel
+from hone.train.shards import Share
 
 T = TypeVar("T")
 Segments = Sequence[tuple[str, Sequence[int]]]
-"""Name and shape of each trained parameter."""
+"""Name and shape of each trained weight."""
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each trained number, as torch names it."""
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+"""What is kept of each trained number: itself, and what AdamW keeps, as torch names it."""
 
 
 class Weights(Protocol):
@@ -81,6 +83,12 @@ class FlatWeights:
         self.compute = self.master if compute_dtype == dtype else self.master.to(compute_dtype)
         self._parameters = [p for _, p in named]
         self._point_at(self.compute)
+        flat = self.compute.untyped_storage()._cdata
+        self._places = {
+            name: (weight.size(), weight.stride(), weight.storage_offset())
+            for name, weight in trained_weights(model)
+            if weight.untyped_storage()._cdata == flat  # and no buffer of Transformers' own
+        }
         offset = 0
         for p in self._parameters:
             end = offset + p.numel()
@@ -128,10 +136,28 @@ class FlatWeights:
             p.data = buffer[offset : offset + p.numel()].view(p.shape)
             offset += p.numel()
 
+    def split(self, buffer: Tensor) -> dict[str, Tensor]:
+        """A buffer's numbers by weight, under the names of `trained_weights`; views."""
+        return {name: buffer.as_strided(*place) for name, place in self._places.items()}
+
+    def fill(self, buffer: Tensor, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        """Fill a buffer with what a checkpoint has of a kind."""
+        if MASTER in tensors:  # one of format 1, which had the buffers as they are
+            buffer.copy_(tensors[kind])
+            return
+        for name, own in self.split(buffer).items():
+            own.copy_(tensors[f"{kind}/{name}"])
+
     def refresh_compute(self) -> None:
         """Bring the compute copy up to date with the master weights, in place."""
         if self.compute is not self.master:
             self.compute.copy_(self.master)
+
+
+def trained_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """What is trained of a model, by the name that checkpoints have for it: Hugging Face's, or of an adapter peft's."""
+    adapter = model.adapter if isinstance(model, CausalModel) else None
+    yield from model.named_weights() if adapter is None else adapter.weights()
 
 
 def learning_rate(settings: OptimizerSection, step: int, total_steps: int) -> float:
@@ -206,12 +232,19 @@ class AdamW(ABC):
         return self.step_count - self.skipped_count
 
     @abstractmethod
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors (live, not copies) and plain values that `restore` needs."""
+    def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
+        """Tensors, or this rank's shares of them (live, not copies), and plain values that `restore` needs.
+
+        They are named `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`, with the names of `trained_weights`, and
+        do not tell whether weights were divided, or over how many ranks.
+        """
 
     @abstractmethod
-    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        """Continue bit for bit where `state` was taken.
+    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+        """Continue bit for bit where `state` was taken, on whatever ranks.
+
+        Args:
+            tensors: whole ones, or what is on the disk.
 
         Raises:
             CheckpointError: the state is of a model with other parameters.
@@ -275,37 +308,45 @@ class FlatAdamW(AdamW):
     def _clear_gradient(self) -> None:
         self.weights.grad.zero_()
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `AdamW.state`; the tensors are the flat buffers."""
+    def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
+        """See `AdamW.state`; views of the flat buffers."""
         rest = {
             "optimizer_step": self.step_count,
             "skipped_steps": self.skipped_count,
-            "segments": self.weights.segments,
+            "weights": [[name, list(tensor.shape)] for name, tensor in self.weights.split(self.weights.master).items()],
         }
-        return {"master": self.weights.master, **self.moments}, rest
+        return dict(self._tensors()), rest
 
-    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        refuse_other_parameters(self.weights.segments, rest["segments"])
-        self.weights.master.copy_(tensors["master"])
-        for name, moment in self.moments.items():
-            moment.copy_(tensors[name])
+    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+        is_flat = MASTER in tensors
+        ours = self.weights.segments if is_flat else self.state()[1]["weights"]
+        refuse_other_weights(ours, rest["segments" if is_flat else "weights"])
+        for kind, buffer in self._buffers().items():
+            self.weights.fill(buffer, kind, tensors)
         self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
         self._count_applied()
         self._clear_gradient()
         self.weights.refresh_compute()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {MASTER: self.weights.master, **self.moments}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for kind, buffer in self._buffers().items():
+            yield from ((f"{kind}/{name}", tensor) for name, tensor in self.weights.split(buffer).items())
 
     def _count_applied(self) -> None:
         for state in self._adam.state.values():
             state["step"].fill_(self.num_applied)
 
 
-def refuse_other_parameters(ours: Segments, theirs: Segments) -> None:
-    """Raises CheckpointError unless a checkpoint holds the parameters of this model, in the same order."""
-    here, there = ([[name, list(shape)] for name, shape in segments] for segments in (ours, theirs))
+def refuse_other_weights(ours: Segments, theirs: Segments) -> None:
+    """Raises CheckpointError unless a checkpoint holds the trained weights of this model."""
+    here, there = ({name: list(shape) for name, shape in segments} for segments in (ours, theirs))
     if here != there:
-        difference = next((pair for pair in zip(here, there, strict=False) if pair[0] != pair[1]), None)
-        where = f"first difference: {difference[0]} here, {difference[1]} there" if difference else "one has more"
+        name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
         raise CheckpointError(
-            f"the checkpoint holds {len(there)} parameters, this model has {len(here)} ({where}). "
+            f"the checkpoint holds {len(there)} trained weights, this model has {len(here)}; first difference: "
+            f"{name} is {here.get(name, 'none')} here, {there.get(name, 'none')} there. "
             "Resume with the model section that the run was started with, or start with --fresh."
         )

@@ -24,6 +24,7 @@ from hone.train.critic import Critic
 from hone.train.learner import Learner
 from hone.train.optim import StepResult
 from hone.train.ranks import ALONE, Ranks
+from hone.train.shards import Share, under
 from hone.train.trainer import PreparedBatch, forward_samples, train_microbatch
 from hone.types import Batch
 
@@ -218,7 +219,7 @@ class PolicyTrainer(Learner[CausalModel]):
         names += ["outlier_T"] if "outlier_T" in batch.columns else []
         return PreparedBatch.of(batch, names, self.held.dtype, self.device)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
         tensors, rest = super().state()
         tensors, rest = dict(tensors), {**rest, "updates": self.update_count}
         if self.critic is not None:
@@ -230,14 +231,14 @@ class PolicyTrainer(Learner[CausalModel]):
             rest["base"] = self.model.adapter.base
         return tensors, rest
 
-    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         refuse_other_base(self.model, rest)
         super().restore(tensors, rest)
         self.update_count = int(rest["updates"])
         if self.critic is not None:
-            self.critic.restore(_under(CRITIC, tensors), rest["critic"])
+            self.critic.restore(under(CRITIC, tensors), rest["critic"])
         if self.reference is not None and self.reference_refresh_every:
-            self.ranks.load(self.reference, _under(REFERENCE, tensors))
+            self.ranks.load(self.reference, under(REFERENCE, tensors))
 
 
 def refuse_other_base(model: CausalModel, rest: Mapping[str, Any]) -> None:
@@ -252,7 +253,3 @@ def refuse_other_base(model: CausalModel, rest: Mapping[str, Any]) -> None:
 
 def _called(base: str | None) -> str:
     return f"an adapter of weights that hash to {base[:12]}" if base else "a model without an adapter"
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -20,6 +20,7 @@ from hone.data.pack import Indices, Shape, plan_microbatches
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
 from hone.train.optim import AdamW, FlatAdamW, FlatWeights
+from hone.train.shards import Share
 
 Model = TypeVar("Model", bound=CausalModel | ScalarModel)
 
@@ -42,12 +43,12 @@ class Ranks(ABC):
         """For passes without gradients: what they gathered of the model's weights goes away at the end."""
 
     @abstractmethod
-    def tensors(self, model: CausalModel) -> dict[str, Tensor]:
-        """All numbers of a model, as `load` takes them; live, not copies."""
+    def tensors(self, model: CausalModel) -> dict[str, Tensor | Share]:
+        """A model's weights under their Hugging Face names, or this rank's shares of them; live, not copies."""
 
     @abstractmethod
-    def load(self, model: CausalModel, tensors: Mapping[str, Tensor]) -> None:
-        """Give a model the numbers that `tensors` had, of it or of another one of the same architecture."""
+    def load(self, model: CausalModel, tensors: Mapping[str, Tensor | Share]) -> None:
+        """Give a model the weights of `tensors`, of another one of the same architecture, or whole ones."""
 
     @abstractmethod
     def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
@@ -82,11 +83,11 @@ class Alone(Ranks):
     def computing(self, model: CausalModel | ScalarModel) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def tensors(self, model: CausalModel) -> dict[str, Tensor]:
+    def tensors(self, model: CausalModel) -> dict[str, Tensor | Share]:
         return dict(model.named_weights())
 
-    def load(self, model: CausalModel, tensors: Mapping[str, Tensor]) -> None:
-        model.load_weights(tensors.items())
+    def load(self, model: CausalModel, tensors: Mapping[str, Tensor | Share]) -> None:
+        model.load_weights((name, Share.of(tensor).tensor) for name, tensor in tensors.items())
 
     def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
         return plan_microbatches(shape, samples, tokens_per_microbatch)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, Shape, divide_over_ranks
@@ -23,7 +24,17 @@ from hone.model.lora import AdapterOff
 from hone.train.mesh import DATA, Mesh
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import Ranks
-from hone.train.sharded_weights import ShardedAdamW, ShardedWeights, copy_shares, divide, shard, sharded_parameters
+from hone.train.sharded_weights import (
+    Place,
+    Places,
+    ShardedAdamW,
+    ShardedWeights,
+    compile_layers,
+    divide,
+    shard,
+    shares_of,
+)
+from hone.train.shards import Share, box_of
 
 
 class ShardedTrainer(PolicyTrainer):
@@ -36,17 +47,23 @@ class Sharded(Ranks):
     Args:
         offload: what waits in host memory while it is not used: `parameters` (master weights with their gradients and
             moments, and the optimizer works there), `optimizer` (moments, which visit the device), `reference`.
+        compile: whether layers are compiled, in the first passes.
     """
 
-    def __init__(self, mesh: Mesh, *, offload: Sequence[str] = ()) -> None:
+    def __init__(self, mesh: Mesh, *, offload: Sequence[str] = (), compile: bool = False) -> None:
         self.mesh = mesh
+        self._compile = compile
         self._offload = frozenset(offload)
         self._data = mesh.samples[DATA].get_group()
+        self._places: WeakKeyDictionary[nn.Module, Mapping[str, Place]] = WeakKeyDictionary()
 
     def optimizer(
         self, model: CausalModel | ScalarModel, dtype: torch.dtype, *, settings: OptimizerSection, total_steps: int
     ) -> ShardedAdamW:
+        if self._compile:
+            compile_layers(model)
         weights = ShardedWeights(model, self.mesh, dtype, on_host="parameters" in self._offload)
+        self._places[model] = weights.places
         return ShardedAdamW(weights, settings, total_steps=total_steps, visiting="optimizer" in self._offload)
 
     def freeze(self, model: CausalModel, dtype: torch.dtype) -> None:
@@ -54,7 +71,10 @@ class Sharded(Ranks):
             return  # the policy beneath its adapter, which is sharded already
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+        if self._compile:
+            compile_layers(model)
         divide(model, self.mesh)
+        self._places[model] = Places(model).weights
         shard(model, self.mesh, dtype, on_host="reference" in self._offload)
 
     @contextmanager
@@ -63,11 +83,12 @@ class Sharded(Ranks):
         root: Any = model.policy if isinstance(model, AdapterOff) else model
         root.reshard()
 
-    def tensors(self, model: CausalModel) -> dict[str, Tensor]:
-        return dict(sharded_parameters(model))
+    def tensors(self, model: CausalModel) -> dict[str, Tensor | Share]:
+        return dict(shares_of(model, self._places[model], self.mesh))
 
-    def load(self, model: CausalModel, tensors: Mapping[str, Tensor]) -> None:
-        copy_shares(dict(sharded_parameters(model)), tensors)
+    def load(self, model: CausalModel, tensors: Mapping[str, Tensor | Share]) -> None:
+        for name, share in shares_of(model, self._places[model], self.mesh):
+            share.tensor.copy_(box_of(tensors, name, share.offset, share.tensor.shape))
 
     def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
         return divide_over_ranks(shape, samples, self.mesh.data_parallel, tokens_per_microbatch)[self.mesh.data_index]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hone.config.run import OptimizerSection
 from hone.model.base import CausalModel
@@ -34,8 +36,9 @@ from hone.model.decoder import Decoder
 from hone.model.heads import ScalarModel
 from hone.model.hf import TransformersModel
 from hone.model.parallel import divide_layers, divide_tokens
-from hone.train.mesh import Mesh
-from hone.train.optim import MOMENTS, AdamW, refuse_other_parameters
+from hone.train.mesh import TENSOR, Mesh
+from hone.train.optim import MOMENTS, AdamW, refuse_other_weights, trained_weights
+from hone.train.shards import Share, box_of
 
 T = TypeVar("T")
 
@@ -71,6 +74,16 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
         register_fsdp_forward_method(model, "hidden")  # it has no forward
 
 
+def compile_layers(model: CausalModel | ScalarModel) -> None:
+    """Lets layers be compiled when they first compute, each kind of layer once."""
+    body = model.body if isinstance(model, ScalarModel) else model
+    if isinstance(body, Decoder):
+        body.compile_training()
+        return
+    for layer in layers_of(body):
+        layer.compile(dynamic=True)
+
+
 def layers_of(model: CausalModel | ScalarModel) -> list[nn.Module]:
     """The modules that repeat, in order."""
     body = model.body if isinstance(model, ScalarModel) else model
@@ -95,17 +108,58 @@ class Place:
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
-class _Places:
+class Places:
     """Where everything of a model is; to be asked while each rank still has whole parameters, or parts of layers."""
 
     def __init__(self, model: CausalModel | ScalarModel) -> None:
         self._owners = {_storage(p): (name, _local(p)) for name, p in model.named_parameters()}
+        own = model.named_weights() if isinstance(model, ScalarModel) else model.own_weights()
+        self.weights = {name: self.of(weight) for name, weight in own}
+        """Of each weight beneath an adapter, by its Hugging Face name."""
 
     def of(self, view: Tensor) -> Place:
         """The place of a view of a parameter."""
         name, parameter = self._owners[_storage(view)]
         offset = int(_local(view).storage_offset() - parameter.storage_offset())
         return Place(name, view.shape, view.stride(), offset)
+
+
+@torch.no_grad()
+def share_of(place: Place, parameter: DTensor, mesh: Mesh, local: Tensor) -> Share:
+    """What this rank has of a matrix or vector.
+
+    Args:
+        place: all of a parameter, or some of its rows.
+        parameter: whose division tells.
+        local: this rank's part of it, or of something divided as it is.
+    """
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    is_first = is_first_of_copies(parameter, mesh)
+    if place.size == parameter.shape:
+        return Share(local.detach(), offset, is_written=is_first and local.numel() > 0)
+    assert place.size[1:] == parameter.shape[1:], f"{place.parameter} is divided into something else than rows"
+    first = place.offset // math.prod(parameter.shape[1:])
+    begin, end = max(offset[0], first), min(offset[0] + shape[0], first + place.size[0])
+    rows = local.detach()[begin - offset[0] : max(begin, end) - offset[0]]
+    return Share(rows, (begin - first, *offset[1:]), is_written=is_first and rows.numel() > 0)
+
+
+def shares_of(model: CausalModel | ScalarModel, places: Mapping[str, Place], mesh: Mesh) -> Iterator[tuple[str, Share]]:
+    """What this rank has of a sharded model's weights."""
+    parameters = dict(sharded_parameters(model))
+    for name, place in places.items():
+        parameter = parameters[place.parameter]
+        yield name, share_of(place, parameter, mesh, parameter.to_local())
+
+
+def is_first_of_copies(parameter: DTensor, mesh: Mesh) -> bool:
+    """Whether no rank before this one has the same part of a parameter."""
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    copies = [at for placement, at in zip(parameter.placements, coordinate, strict=True) if placement.is_replicate()]
+    if mesh.tensor is not None and TENSOR not in (parameter.device_mesh.mesh_dim_names or ()):
+        copies.append(mesh.tensor.get_local_rank())  # whole in each of the ranks that divide layers
+    return not any(copies)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -121,29 +175,29 @@ class ShardedWeights:
     """The parameters of a model, each rank's share of them; see `optim.Weights`."""
 
     def __init__(self, model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, on_host: bool) -> None:
-        self.device = mesh.device
+        self.mesh, self.device = mesh, mesh.device
         self.dtype = torch.promote_types(dtype, torch.float32)
         self._model, self._compute_dtype = model, dtype
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self.dtype if parameter.requires_grad else dtype)
         divide(model, mesh)
-        places = _Places(model)
-        self._adapter = None if isinstance(model, ScalarModel) else model.adapter
-        own = model.named_weights() if isinstance(model, ScalarModel) else model.own_weights()
-        self._places = {name: places.of(weight) for name, weight in own}
+        places = Places(model)
+        self.places = places.weights
         """Of each weight, by its Hugging Face name."""
+        self._adapter = None if isinstance(model, ScalarModel) else model.adapter
         self._factors: dict[str, list[Place]] = {}
         """Of the two factors of an adapter beside a weight."""
         if self._adapter is not None:
             for name in self._adapter.names:
                 self._factors[f"{name}.weight"] = [places.of(factor) for factor in self._adapter.factors(name)]
-        self.segments = [(name, list(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
-        """Name and shape of each trained parameter."""
-        self.num_trained = sum(math.prod(shape) for _, shape in self.segments)
+        self.trained_places = {name: places.of(weight) for name, weight in trained_weights(model)}
+        """Of what a checkpoint has, by the name that it has there."""
+        trained = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
+        self.num_trained = sum(size for _, size in trained)
         shard(model, mesh, dtype, on_host=on_host)
         self.parameters: dict[str, DTensor] = dict(sharded_parameters(model))
         """Every parameter, trained or not."""
-        self.trained: dict[str, DTensor] = {name: self.parameters[name] for name, _ in self.segments}
+        self.trained: dict[str, DTensor] = {name: self.parameters[name] for name, _ in trained}
 
     def passes(self, microbatches: Iterable[T]) -> Iterator[T]:
         """See `Weights.passes`: each sums gradients over shards, only the last one over replicas too."""
@@ -168,7 +222,7 @@ class ShardedWeights:
 
     def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         whole: dict[str, Tensor] = {}
-        for name, place in self._places.items():
+        for name, place in self.places.items():
             if place.parameter not in whole:
                 whole.clear()
             weight = self._part(place, dtype, whole)
@@ -289,29 +343,31 @@ class ShardedAdamW(AdamW):
         for parameter in self._weights.trained.values():
             parameter.grad = None
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `AdamW.state`. The tensors are `DTensor`s named `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`."""
+    def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
+        """See `AdamW.state`; shares."""
         rest = {
             "optimizer_step": self.step_count,
             "skipped_steps": self.skipped_count,
-            "segments": self._weights.segments,
+            "weights": [[name, list(place.size)] for name, place in self._weights.trained_places.items()],
         }
-        return dict(self._tensors()), rest
+        return dict(self._shares()), rest
 
-    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        """See `AdamW.restore`; each tensor divided over the same ranks, or whole."""
-        refuse_other_parameters(self._weights.segments, rest["segments"])
-        copy_shares(dict(self._tensors()), tensors)
+    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+        refuse_other_weights(self.state()[1]["weights"], rest["weights"])
+        for name, share in self._shares():
+            share.tensor.copy_(box_of(tensors, name, share.offset, share.tensor.shape))
         self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
         self._count_applied()
         self._clear_gradient()
         self._weights.put_away()
 
-    def _tensors(self) -> Iterator[tuple[str, DTensor]]:
-        for name, parameter in self._weights.trained.items():
-            yield f"master/{name}", parameter
-            for moment in MOMENTS:
-                yield f"{moment}/{name}", self._moments[name][moment]
+    def _shares(self) -> Iterator[tuple[str, Share]]:
+        for name, place in self._weights.trained_places.items():
+            parameter = place.parameter
+            of_place = partial(share_of, place, self._weights.trained[parameter], self._weights.mesh)
+            yield f"master/{name}", of_place(self._local[parameter])
+            for moment, divided in self._moments[parameter].items():
+                yield f"{moment}/{name}", of_place(divided.to_local())
 
     def _count_applied(self) -> None:
         for state in self._adam.state.values():
@@ -346,18 +402,3 @@ def _copies(parameter: DTensor) -> int:
     """How many ranks have each number of a parameter, also ones that it knows nothing of."""
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     return dist.get_world_size() // math.prod(size for placement, size in sizes if not placement.is_replicate())
-
-
-@torch.no_grad()
-def copy_shares(own: Mapping[str, DTensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copies tensors onto their namesakes: ones that are divided in the same way, or whole ones."""
-    for name, ours in own.items():
-        theirs = tensors[name]
-        if not isinstance(theirs, DTensor):
-            theirs = whole_to_share(theirs, ours)
-        ours.to_local().copy_(theirs.to_local())
-
-
-def whole_to_share(whole: Tensor, ours: DTensor) -> DTensor:
-    """This rank's share of a tensor that every rank has."""
-    return distribute_tensor(whole, ours.device_mesh, ours.placements, src_data_rank=None)

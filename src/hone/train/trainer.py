@@ -7,7 +7,7 @@ Not here: which samples (`data.pack`), what is optimised (`algo`), how weights m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from hone.data.pack import Indices, Shape
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import token_logprobs
+from hone.train.shards import Snapshot
 from hone.types import Batch, Totals
 
 
@@ -66,12 +67,16 @@ class Trainer(Protocol):
         """Copies of the weights at full precision, under their Hugging Face names."""
         ...
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything needed to continue bit for bit: tensors (live, not copies), and the rest, fit for JSON."""
+    def snapshot(self) -> Snapshot:
+        """Everything needed to continue bit for bit, to be written to the disk."""
         ...
 
-    def restore(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
+    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+        """Continue where a snapshot was taken, on as many ranks or on others.
+
+        Args:
+            tensors: whole ones, or what is on the disk.
+        """
         ...
 
 
