@@ -21,8 +21,8 @@ def spec() -> dict[str, Any]:
 
 
 def test_the_entrypoint_is_a_run_and_the_pods_are_its_machines(spec):
-    hone, verb, run_file, *settings = shlex.split(spec["entrypoint"])
-    assert (hone, verb) == ("hone", "train")
+    hone, verb, run_file, resume, *settings = shlex.split(spec["entrypoint"])
+    assert (hone, verb, resume) == ("hone", "train", "--resume"), "it may be started again, after a failure"
     here = ROOT / "examples" / run_file.partition("/examples/")[2]
     topology = topology_of(load_config(here, settings).config)
     cluster = spec["rayClusterSpec"]
