@@ -2,10 +2,7 @@
 
 import inspect
 import json
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from fakes import fake_run, run_virtually
@@ -14,7 +11,6 @@ from tiny import write_run
 from hone.cli.main import main
 from hone.loop import policy
 from hone.loop.audit import RULES, audit, audit_file
-from hone.observe.events import read_events
 
 
 def events_of(max_staleness=1, seed=0, **options):
@@ -167,17 +163,3 @@ def test_it_holds_on_a_real_run_that_is_gone_on_with(tmp_path, overrides):
     found = audit_file(tmp_path / "run" / "events.jsonl")
     assert found.violations == () and found.updates == 6 and found.counts["started"] == 2
     assert found.counts["saved"] >= 6 and found.counts["stopped"] == 2
-
-
-@pytest.mark.timeout(120)
-def test_it_holds_on_a_run_that_was_killed_twice(tmp_path):
-    run_file = write_run(tmp_path, steps=50)
-    program = Path(__file__).with_name("killed_runs.py")
-    done = subprocess.run(
-        [sys.executable, program, run_file, "2", "5"], capture_output=True, text=True, timeout=110, check=True
-    )
-    assert json.loads(done.stdout.splitlines()[-1])["killed"] == 2, "the fault really happened"
-    events = list(read_events(tmp_path / "run" / "events.jsonl"))
-    found = audit(events)
-    assert found.violations == () and found.updates == 50
-    assert found.counts["stopped"] == 1 < found.counts["started"], "earlier lives did not end in order"

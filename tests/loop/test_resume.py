@@ -9,6 +9,7 @@ import pytest
 from tiny import metrics_of, weights_of, write_run
 
 from hone.cli.main import main
+from hone.loop.audit import audit_file
 
 
 def train(run_file, *arguments):
@@ -48,6 +49,9 @@ def test_twenty_kills_change_nothing(tmp_path):
     assert weights_of(killed) == weights_of(uninterrupted)
     assert metrics_of(killed) == metrics_of(uninterrupted)
     assert samples_of(killed) == samples_of(uninterrupted)
+    found = audit_file(killed / "run" / "events.jsonl")
+    assert found.violations == () and found.updates == 150
+    assert found.counts["stopped"] == 1 < found.counts["started"], "earlier lives did not end in order"
 
 
 @pytest.mark.parametrize("torn", ["tensors.safetensors", "state.json", "manifest.json"])
