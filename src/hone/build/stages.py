@@ -32,6 +32,7 @@ from hone.build.workers import Workers, workers_here
 from hone.cluster.services import Services
 from hone.config.derived import correction, longest_tokens, samples_per_update
 from hone.config.load import Loaded
+from hone.config.topology import topology_lines
 from hone.data.chat import load_tokenizer
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
@@ -96,7 +97,8 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
                 job = Job(
                     loaded, folder, observer, tokenizer, checkpoints, compute, stop, device, services, memory, topology
                 )
-                for note in (*split.notes, *unused_notes(config)):
+                placement = topology_lines(topology) if topology.backend != "local" else []
+                for note in (*placement, *split.notes, *unused_notes(config)):
                     observer.say(note)
                 try:
                     asyncio.run(run_stages(job, saved))
