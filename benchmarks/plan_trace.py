@@ -57,6 +57,9 @@ LONGEST, SHARE, GROUP = 4096, 0.75, 8
 """Tokens of a sample, and the share of tokens that have logits."""
 LOCAL_MODELS = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b-v0.3")
 LOCAL_TOKENS = 8192
+TENSOR_MODELS = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-32b")
+TENSOR, TENSOR_SHARD = (2, 8), 16
+"""Devices that each layer is divided over, of so many that train."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,15 @@ class Case:
     """`sharded` or `local`."""
     shard: int
     tokens: int
-    checkpointing: Literal["none", "full"]
+    checkpointing: Literal["none", "selective", "full"]
     loss: Literal["naive", "chunked"]
     precision: str = "bfloat16"
+    tensor: int = 1
 
     @property
     def name(self) -> str:
         how = f"{self.placement} over {self.shard}" if self.placement == "sharded" else f"local {self.precision}"
+        how += f" in layers of {self.tensor}" if self.tensor > 1 else ""
         return (
             f"{self.model} {self.implementation}, {how}, {self.tokens} tokens, checkpointing {self.checkpointing}, "
             f"{self.loss}"
@@ -92,11 +97,19 @@ def lattice() -> Iterator[Case]:
     for model, checkpointing, precision in product(LOCAL_MODELS, ("none", "full"), ("float32", "bfloat16")):
         for implementation in ("hone", "transformers"):
             yield Case(model, implementation, "local", 1, LOCAL_TOKENS, checkpointing, "chunked", precision)
+    for model in LOCAL_MODELS:
+        yield Case(model, "hone", "sharded", 8, 8192, "selective", "chunked")
+    for model, tensor, checkpointing in product(TENSOR_MODELS, TENSOR, ("none", "selective", "full")):
+        yield Case(model, "hone", "sharded", TENSOR_SHARD, 8192, checkpointing, "chunked", tensor=tensor)
+    for tensor, checkpointing in product(TENSOR, ("none", "full")):
+        name = TENSOR_MODELS[0]
+        yield Case(name, "transformers", "sharded", TENSOR_SHARD, 8192, checkpointing, "chunked", tensor=tensor)
 
 
 def known_to_lose(case: Case) -> bool:
     """docs/planner-trace.md lists these, with what is known of the reasons."""
-    return case.tokens == 32768 and (case.model in EXPERTS or case.model == "gemma-2-2b")
+    long = case.tokens == 32768 and (case.model in EXPERTS or case.model == "gemma-2-2b")
+    return long or (case.model == "qwen3-0.6b" and case.tensor == 8 and case.checkpointing == "full")
 
 
 def measure(case: Case) -> tuple[int, int]:
@@ -121,6 +134,7 @@ def _sharded(case: Case):
         min(LONGEST, case.tokens),
         checkpointing=case.checkpointing,
         loss=case.loss,
+        tensor_parallel=case.tensor,
     )
     trained = Trained("", work, case.shard, accumulates=False)
     traced = over_depth(
@@ -139,7 +153,7 @@ def _local(case: Case):
             f"model.path={case.model}",
             f"model.implementation={case.implementation}",
             f"run.precision={case.precision}",
-            f"train.activation_checkpointing={case.checkpointing == 'full'}".lower(),
+            f"train.activation_checkpointing={case.checkpointing}",
             f"train.tokens_per_microbatch={case.tokens}",
             f"data.max_prompt_tokens={LONGEST // 8}",
             f"rollout.max_response_tokens={LONGEST // 8}",

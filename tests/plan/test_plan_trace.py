@@ -236,9 +236,9 @@ def test_phases_of_one_process_with_all_its_models(configured):
 
 
 def test_what_cannot_be_traced_is_said(configured):
-    placed = placement_from(["placement.tensor_parallel=2"])
+    placed = placement_from(["placement.context_parallel=2"])
     found = plan(configured("algorithm.credit=gae"), find_hardware("8xH100-80G"), placement=placed)
-    with pytest.raises(DataError, match="tensor_parallel > 1"):
+    with pytest.raises(DataError, match="context_parallel > 1"):
         trace_plan(found, Path(), print)
 
 

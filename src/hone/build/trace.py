@@ -131,12 +131,14 @@ def _pools(found: Plan, folder: Path, say: Callable[[str], None], notes: list[st
 def _untraceable(found: Plan, policy: Trained) -> str | None:
     placement = found.inputs.placement
     reasons = {
-        "placement.tensor_parallel > 1": placement.tensor_parallel > 1,
+        "placement.loss = naive with tensor parallelism": placement.loss == "naive" and placement.tensor_parallel > 1,
         "placement.context_parallel > 1": placement.context_parallel > 1,
         "placement.splits_root": policy.splits_root,
         "placement.offload_optimizer": policy.offload,
         "an adapter on sharded weights": policy.adapter > 0,
-        "checkpointing = selective": policy.work.checkpointing == "selective",
+        "checkpointing = selective in Transformers' own class": (
+            policy.work.checkpointing == "selective" and policy.work.implementation == "transformers"
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -36,7 +36,7 @@ from hone.model.sequence import Sequences
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def divide_layers(model: CausalModel, mesh: DeviceMesh) -> None:
@@ -56,7 +56,7 @@ def divide_layers(model: CausalModel, mesh: DeviceMesh) -> None:
     if isinstance(model, Decoder):
         _divide_decoder(model, mesh)
     elif isinstance(model, TransformersModel):
-        _divide_transformers(model, mesh)
+        divide_class(model.hf, mesh)
     else:
         raise TypeError(f"no way to divide a {type(model).__name__}")
 
@@ -139,13 +139,13 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 """What Transformers' plans call a layer's part. The last is of norms of q and k, whose input is (B, L, heads, D)."""
 
 
-def _divide_transformers(model: TransformersModel, mesh: DeviceMesh) -> None:
-    hf: nn.Module = model.hf
-    embedding, output = model.hf.get_input_embeddings(), model.hf.get_output_embeddings()
+def divide_class(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Divide a model of Transformers' own class, by its plan; see `divide_layers`."""
+    embedding, output = hf.get_input_embeddings(), hf.get_output_embeddings()
     assert embedding is not None and output is not None
     tied = output.weight is embedding.weight
-    plan = _own_plan(model)
-    if model.vocab_size % mesh.size() == 0:
+    plan = _own_plan(hf)
+    if len(output.weight) % mesh.size() == 0:
         path_of = {module: path for path, module in hf.named_modules()}
         plan[path_of[embedding]] = RowwiseParallel(input_layouts=Replicate())
         if not tied:
@@ -155,9 +155,8 @@ def _divide_transformers(model: TransformersModel, mesh: DeviceMesh) -> None:
         output.weight = embedding.weight
 
 
-def _own_plan(model: TransformersModel) -> dict[str, ParallelStyle]:
-    """The plan that Transformers' class brings, without embedding and output layer."""
-    hf: Any = model.hf
+def _own_plan(hf: PreTrainedModel) -> dict[str, ParallelStyle]:
+    """The plan that a class brings, without embedding and output layer."""
     places = [name for name, _ in (*hf.named_modules(), *hf.named_parameters())]
     ends = (hf.get_input_embeddings(), hf.get_output_embeddings())
     at_ends = {path for path, module in hf.named_modules() if module in ends}
@@ -167,7 +166,7 @@ def _own_plan(model: TransformersModel) -> dict[str, ParallelStyle]:
     if unknown or not words:
         why = f"its plan asks for {', '.join(unknown)}, which Hone does not do" if unknown else "it has no plan"
         raise DataError(
-            f"cluster.trainer.tensor_parallel > 1: Transformers' class for {model.hf_config.model_type} cannot be "
+            f"cluster.trainer.tensor_parallel > 1: Transformers' class for {hf.config.model_type} cannot be "
             f"divided: {why}. Set it to 1: `shard` divides the weights of every model."
         )
     return {path: STYLES[word]() for path, word in words.items()}

@@ -25,8 +25,10 @@ from hone.model.hf import without_dropout
 from hone.model.layout import Layout
 from hone.model.load import init_config
 from hone.model.logprobs import token_logprobs
+from hone.model.parallel import divide_class, divide_layers
 from hone.plan.activations import Pass
 from hone.plan.cluster import Trained
+from hone.train.mesh import SHARD, TENSOR
 from hone.train.tracing import attention
 from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors
 from hone.train.tracing.moments import marked
@@ -37,15 +39,16 @@ def trace_sharded(trained: Trained, architecture: Mapping[str, Any], batch: Batc
     """Most bytes of tensors on one device at each moment of an optimizer step, once the states are there.
 
     Args:
-        trained: the model and its microbatch as the plan has them: whole root, no adapter, not offloaded.
+        trained: the model and its microbatch as the plan has them: whole root, no adapter, not offloaded, with layers
+            divided the loss chunked, and in Transformers' classes no selective checkpointing.
         architecture: keys of its config.json.
         batch: that microbatch, of real tensors; Transformers' classes get its counts of tokens as one packed row.
         forward: whether there is a pass without gradients, too.
     """
     memory = LiveMemory()
-    with _group_of(trained.shard) as mesh:
+    with _group_of(trained) as mesh:
         model = _Policy(trained, architecture)
-        _shard(model, mesh)
+        _divide(model, mesh)
         microbatch = _laid_out(batch) if trained.work.implementation == "hone" else _packed(trained.work)
         with fake_tensors(memory):
             model.to_empty(device="cpu")
@@ -67,20 +70,24 @@ def trace_sharded(trained: Trained, architecture: Mapping[str, Any], batch: Batc
 
 
 @contextmanager
-def _group_of(size: int) -> Iterator[DeviceMesh]:
-    """A process group of `size` members that answers everything at once, with nothing."""
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+def _group_of(trained: Trained) -> Iterator[DeviceMesh]:
+    """A process group of (shard, tensor) members that answers everything at once, with nothing."""
+    tensor = trained.work.tensor_parallel
+    dist.init_process_group("fake", rank=0, world_size=trained.shard, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (size,))
+        yield init_device_mesh("cpu", (trained.shard // tensor, tensor), mesh_dim_names=(SHARD, TENSOR))
     finally:
         dist.destroy_process_group()
 
 
-def _shard(model: _Policy, mesh: DeviceMesh) -> None:
+def _divide(model: _Policy, mesh: DeviceMesh) -> None:
+    """As `train/sharded_weights.py` does it."""
+    if mesh[TENSOR].size() > 1:
+        (divide_layers if model.is_ours else divide_class)(model.body, mesh[TENSOR])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh[SHARD], mp_policy=policy)
+    fully_shard(model, mesh=mesh[SHARD], mp_policy=policy)
 
 
 def _with_states(model: nn.Module) -> torch.optim.AdamW:
