@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from hone.cluster.devices import VARIABLE, Split, split_devices, visible_devices
@@ -33,6 +34,8 @@ def placed(config: RunConfig) -> Topology:
     Raises:
         PlacementError: what the run file asks for is impossible here, or not run yet.
     """
+    if config.cluster.backend == "ray" and find_spec("ray") is None:
+        raise PlacementError("cluster.backend = ray: Ray is not installed. Get it with hone-rl's extra `ray`.")
     looks = config.cluster.backend == "ray" and config.run.device != "cpu"
     topology = topology_here(config, visible_devices() if looks else ())
     if reasons := not_run_yet(topology):

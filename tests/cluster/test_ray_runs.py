@@ -1,0 +1,163 @@
+"""Whole runs with `cluster.backend: ray`: they learn what one process learns, go on, and leave nothing behind."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import psutil
+import pytest
+from ray_runs import Life, write_run
+from safetensors.numpy import load_file
+
+from hone import build
+from hone.cli.main import main
+from hone.config.load import load_config
+from hone.loop.audit import audit_file
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+RAY = ["cluster.backend=ray"]
+COLOCATED = [*RAY, "cluster.pools={all: {devices: 2, roles: [policy, rollout, reference]}}"]
+APART = [
+    *RAY,
+    "cluster.pools={trainer: {devices: 2, roles: [policy, reference]}, engines: {devices: 2, roles: [rollout]}}",
+]
+ONE_AND_ONE = [*RAY, "cluster.pools={one: {devices: 1, roles: [policy, rollout, reference]}}"]
+ASYNC = [*APART, "rollout.max_staleness=1"]
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(run):
+    return load_file(run / "hf" / "model.safetensors")
+
+
+def assert_same_learning(run, other):
+    """The same samples and the same updates, up to the rounding of sums."""
+    mine, theirs = metrics_of(run), metrics_of(other)
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs]
+    for line, expected in zip(mine, theirs, strict=True):
+        for name in ("rollout/reward_mean", "rollout/response_tokens_mean", "eval/reward_mean"):
+            assert line.get(name) == expected.get(name), name
+        for name in ("train/loss", "train/grad_norm", "train/kl_ref", "train/entropy"):
+            assert line.get(name, 0.0) == pytest.approx(expected.get(name, 0.0), rel=1e-3, abs=1e-5), name
+    ours, expected = weights_of(run), weights_of(other)
+    assert ours.keys() == expected.keys()
+    for name, weight in ours.items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_two_ranks_and_two_engines_learn_what_one_process_learns(tmp_path, monkeypatch):
+    run_file = write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    build.train(load_config(run_file, ["run.dir=local", "observe.console=quiet"]))
+    build.train(load_config(run_file, ["run.dir=ray", "observe.console=quiet", *COLOCATED]))
+    assert_same_learning(tmp_path / "ray", tmp_path / "local")
+    assert all(line["train/grad_norm"] > 0.01 for line in metrics_of(tmp_path / "ray") if "train/grad_norm" in line)
+    found = audit_file(tmp_path / "ray" / "events.jsonl")
+    assert found.violations == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [ONE_AND_ONE, APART], ids=["one rank", "apart"])
+def test_synchronous_layouts_learn_what_one_process_learns(tmp_path, monkeypatch, layout):
+    run_file = write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    build.train(load_config(run_file, ["run.dir=local", "observe.console=quiet"]))
+    assert Life(run_file, *layout).end() == 0
+    assert_same_learning(tmp_path / "run", tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_generating_and_training_overlap_within_the_bound(tmp_path):
+    run_file = write_run(tmp_path)
+    life = Life(run_file, *ASYNC, "run.steps=12")
+    assert life.end() == 0, life.text()
+    lines = [line for line in metrics_of(tmp_path / "run") if "rollout/staleness_max" in line]
+    assert max(line["rollout/staleness_max"] for line in lines) == 1, "what was sampled ahead is one update late"
+    assert lines[-1]["rollout/reward_mean"] > lines[0]["rollout/reward_mean"]
+    assert all("train/mismatch_kl" in line for line in lines)
+    assert audit_file(tmp_path / "run" / "events.jsonl").violations == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_leaves_nothing_and_goes_on(tmp_path, monkeypatch, number):
+    run_file = write_run(tmp_path)
+    straight = Life(run_file, *COLOCATED, "run.dir=straight", "run.steps=6")
+    assert straight.end() == 0, straight.text()
+    life = Life(run_file, *COLOCATED, "run.steps=100000")
+    life.until(lambda: "rl 1/" in life.text() or "rl 2/" in life.text())
+    assert life.end(number) == 130, life.text()
+    assert life.nothing_is_left(within_s=1)
+    assert "aborted" not in life.text().lower()
+    steps = metrics_of(tmp_path / "run")[-1]["step"] + 2
+    resumed = Life(run_file, *COLOCATED, f"run.steps={steps}", "--resume")
+    assert resumed.end() == 0, resumed.text()
+    assert "resuming from" in resumed.text()
+    assert metrics_of(tmp_path / "run")[-1]["step"] == steps
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path):
+    run_file = write_run(tmp_path)
+    life = Life(run_file, *COLOCATED, "run.steps=100000")
+    life.until(lambda: "rl 1/" in life.text() or "rl 2/" in life.text())
+    assert len(life.started("ray::TrainerRank")) == 2 and len(life.started("ray::EngineActor")) == 2
+    assert life.end(signal.SIGKILL) == -signal.SIGKILL
+    assert life.nothing_is_left(within_s=45)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_named_and_ends_the_run(tmp_path):
+    run_file = write_run(tmp_path)
+    life = Life(run_file, *COLOCATED, "run.steps=100000", "cluster.restarts=0")
+    life.until(lambda: "rl 1/" in life.text() or "rl 2/" in life.text())
+    os.kill(life.started("ray::TrainerRank")[-1].pid, signal.SIGKILL)
+    assert life.end() == 1
+    assert "trainer rank" in life.text() and "died" in life.text()
+    assert life.nothing_is_left(within_s=10)
+
+
+def test_a_run_that_cannot_be_placed_says_so_before_anything_starts(tmp_path, capsys):
+    run_file = write_run(tmp_path)
+    assert main(["train", str(run_file), *RAY, "cluster.pools={all: {devices: 2, roles: [policy]}}"]) == 2
+    assert "rollout" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_joins_a_cluster_of_two_machines_and_leaves_it_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    from ray.cluster_utils import Cluster
+
+    run_file = write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    build.train(load_config(run_file, ["run.dir=local", "observe.console=quiet"]))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        there = ["cluster.nodes=2", "cluster.devices_per_node=1", f"cluster.address={cluster.address}"]
+        life = Life(run_file, *COLOCATED, *there)
+        assert life.end() == 0, life.text()
+        assert_same_learning(tmp_path / "run", tmp_path / "local")
+        again = Life(run_file, *COLOCATED, *there, "--fresh", "run.steps=100000")
+        again.until(lambda: "rl 1/" in again.text() or "rl 2/" in again.text())
+        workers = [process for node in cluster.list_all_nodes() for process in running(node)]
+        assert len(workers) == 4
+        assert again.end(signal.SIGKILL) == -signal.SIGKILL
+        assert not psutil.wait_procs(workers, timeout=30)[1], "Ray ends the actors of a driver that is gone"
+        last = Life(run_file, *COLOCATED, *there, "--resume", "run.steps=3")
+        assert last.end() == 0, "the devices are free again"
+    finally:
+        cluster.shutdown()
+
+
+def running(node):
+    """A node's processes that are ranks or engines."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    names = ("ray::TrainerRank", "ray::EngineActor")
+    return [child for child in raylet.children(recursive=True) if " ".join(child.cmdline()).startswith(names)]
