@@ -11,6 +11,7 @@ from hone.cli.arguments import AsJson, RunFile, examples
 from hone.config import schema
 from hone.config.derived import derived_from
 from hone.config.load import Loaded, load_config
+from hone.config.placed import placed_from
 from hone.config.render import inline, resolved_yaml, value_at
 from hone.config.source import Problem, Where
 from hone.config.wording import unknown_key
@@ -85,7 +86,8 @@ def _layers(loaded: Loaded, path: str, default: Any, *, has_default: bool) -> li
 
 
 def _derives(loaded: Loaded, path: str) -> list[dict[str, Any]]:
-    found = ((derived, derived.compute(loaded.config)) for derived in derived_from(path))
+    known = (*derived_from(path), *placed_from(path))
+    found = ((derived, derived.compute(loaded.config)) for derived in known)
     return [
         {"name": derived.name, "value": value, "unit": derived.unit, "formula": derived.formula}
         for derived, value in found
