@@ -14,6 +14,7 @@ from torch import Tensor
 from hone.config.run import LoraSection, OptimizerSection
 from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff, add_adapter
+from hone.model.recompute import Checkpointing
 from hone.train.critic import Critic
 from hone.train.learner import Learner
 from hone.train.local import LocalTrainer
@@ -40,6 +41,10 @@ class Case:
     num_groups: int = 5
     poisoned_updates: tuple[int, ...] = ()
     """Updates whose batch has an infinite advantage."""
+    samples_with_advantage: int | None = None
+    """The first so many; None: all."""
+    checkpointing: Checkpointing = "none"
+    compile: bool = False
     mesh: Mapping[str, int] = field(default_factory=dict)
     offload: tuple[str, ...] = ()
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -77,12 +82,12 @@ def trained(case: Case, *, alone: bool = False) -> Found:
     if trainer.critic is not None:
         watch(trainer.critic, found.critic_gradients)
     for number in range(case.updates):
-        given = batch
+        advantages_T = batch.columns["advantages_T"].clone()
+        if case.samples_with_advantage is not None:
+            advantages_T[int(batch.length_S[: case.samples_with_advantage].sum()) :] = 0
         if number in case.poisoned_updates:
-            advantages_T = batch.columns["advantages_T"].clone()
             advantages_T[0] = torch.inf
-            given = batch.with_column("advantages_T", advantages_T)
-        found.metrics.append(trainer.update(given, algorithm))
+        found.metrics.append(trainer.update(batch.with_column("advantages_T", advantages_T), algorithm))
     found.dtypes = {weight.dtype for _, weight in trainer.weights()}
     found.weights = {name: weight.double() for name, weight in trainer.weights()}
     found.master = {name: weight.clone() for name, weight in trainer.master_weights()}
@@ -93,6 +98,7 @@ def alone_or_sharded(case: Case, needs: frozenset[str], *, alone: bool) -> Polic
     """The trainer of a case."""
     dtype = torch.promote_types(getattr(torch, case.precision), torch.float32)
     model = make_model(dtype=dtype, implementation=case.implementation, vocab_size=case.vocab_size)
+    model.checkpointing = "none" if alone else case.checkpointing
     common: dict[str, Any] = {
         "total_optimizer_steps": 10,
         "precision": case.precision,
@@ -100,7 +106,7 @@ def alone_or_sharded(case: Case, needs: frozenset[str], *, alone: bool) -> Polic
     }
     if not alone:
         mesh = make_mesh(torch.device("cpu"), **case.mesh)
-        common["ranks"] = Sharded(mesh, offload=case.offload)
+        common["ranks"] = Sharded(mesh, offload=case.offload, compile=case.compile)
     critic = None
     if "values" in needs:
         body = copy.deepcopy(model)
@@ -147,7 +153,7 @@ def whole_gradients(learner: Learner):
         gradients = {
             name: p.grad.full_tensor().clone() for name, p in learner.held.trained.items() if p.grad is not None
         }
-        places = {} if learner.held._factors else learner.held._places
+        places = {} if learner.held._factors else learner.held.places
         yield from ((name, place.of(gradients[place.parameter])) for name, place in places.items())
         yield from (() if places else gradients.items())
         return
