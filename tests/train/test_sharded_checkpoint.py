@@ -1,0 +1,180 @@
+"""Ranks save what each has of the state, and go on from it: the same ones bit for bit, others with every number."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cases import make_trainer
+from gang import Gang
+from sharded_cases import Case
+from sharded_states import Here, copy_state, make, masters, restore, snapshot, update
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from hone.errors import CheckpointError
+from hone.train.checkpoint import Checkpoints, Loaded
+from hone.train.shards import LiveSnapshot
+from hone.types import Progress
+
+
+@pytest.fixture(scope="module")
+def pair():
+    gang = Gang(2)
+    yield gang
+    gang.close()
+
+
+def save(ranks, folder: Path, step: int = 1) -> Loaded:
+    Checkpoints(folder, 2).save(Progress(step=step), snapshot(ranks))
+    loaded = Checkpoints(folder, 2).newest()
+    assert loaded is not None and loaded.progress.step == step
+    return loaded
+
+
+def assert_same_tensors(ours: Loaded, theirs: Loaded) -> None:
+    assert ours.rest == theirs.rest
+    assert set(ours.tensors) == set(theirs.tensors) and len(ours.tensors) > 10
+    for name, tensor in ours.tensors.items():
+        assert torch.equal(tensor, theirs.tensors[name]), name
+
+
+LAYOUTS = [
+    pytest.param(Case(), id="shards"),
+    pytest.param(Case(precision="bfloat16"), id="bfloat16"),
+    pytest.param(Case(mesh={"shard": 1}), id="replicas"),
+    pytest.param(Case(mesh={"tensor_parallel": 2}), id="tensor parallel"),
+    pytest.param(Case(mesh={"sequence_parallel": 2}), id="sequence parallel"),
+    pytest.param(Case(implementation="transformers", tokens_per_microbatch=40), id="transformers"),
+    pytest.param(Case(lora=True), id="adapter"),
+    pytest.param(Case(offload=("parameters",)), id="offload"),
+    pytest.param(Case("ppo", options={"reference_refresh_every": 2}), id="critic"),
+]
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_the_same_ranks_go_on_bit_for_bit(pair, tmp_path, case):
+    pair(make, case)
+    pair(update, 0, 1, 2)
+    saved = save(pair, tmp_path)
+    uninterrupted = pair(update, 3, 4), pair(masters)
+    pair(make, case)
+    pair(restore, saved.tensors, saved.rest)
+    resumed = pair(update, 3, 4), pair(masters)
+    assert resumed[0] == uninterrupted[0]
+    for ours, theirs in zip(resumed[1], uninterrupted[1], strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_other_ranks_hold_every_number_of_it(pair, tmp_path, case):
+    """From two ranks to one process and, divided in another way, to two again."""
+    pair(make, case)
+    pair(update, 0)
+    divided = save(pair, tmp_path / "divided")
+    make(case, alone=True)
+    restore(divided.tensors, divided.rest)
+    alone = save(Here(), tmp_path / "alone")
+    assert_same_tensors(divided, alone)
+    pair(make, replace(case, mesh={}) if case.mesh else case)
+    pair(restore, alone.tensors, alone.rest)
+    assert_same_tensors(save(pair, tmp_path / "again"), alone)
+    expected, *_ = update(1)
+    bound = 1e-2 if case.precision == "bfloat16" else 1e-5
+    for found, *_ in pair(update, 1):
+        assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"shard": 2, "tensor_parallel": 2}, {"sequence_parallel": 2}])
+def test_two_ranks_then_one_then_four(pair, tmp_path, mesh):
+    four = Gang(4)
+    try:
+        pair(make, Case())
+        pair(update, 0)
+        two = save(pair, tmp_path / "two")
+        make(Case(), alone=True)
+        restore(two.tensors, two.rest)
+        one = save(Here(), tmp_path / "one")
+        four(make, Case(mesh=mesh))
+        four(restore, one.tensors, one.rest)
+        again = save(four, tmp_path / "four")
+        assert_same_tensors(two, one)
+        assert_same_tensors(again, one)
+        assert len(list(again.path.glob("tensors-*-of-00004.safetensors"))) == 4
+        pair(restore, again.tensors, again.rest)
+        (expected, *_), (found, *_) = update(1), pair(update, 1)[0]
+        assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
+    finally:
+        four.close()
+
+
+@pytest.mark.parametrize("mesh", [{}, {"shard": 1}, {"tensor_parallel": 2}])
+def test_every_number_is_written_once(pair, tmp_path, mesh):
+    pair(make, Case(mesh=mesh))
+    sizes = [size for size, _ in pair(copy_state)]
+    make(Case(), alone=True)
+    whole = snapshot(Here()).num_bytes
+    assert sum(sizes) == whole
+    if mesh != {"shard": 1}:
+        assert max(sizes) < 0.6 * whole, "and each rank writes its part"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pytorchs_own_reader_reads_the_files(pair, tmp_path):
+    pair(make, Case())
+    pair(update, 0)
+    saved = save(pair, tmp_path)
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in saved.tensors.items()}
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(saved.path)), no_dist=True)
+    assert all(torch.equal(tensors[name], saved.tensors[name]) for name in tensors)
+
+
+def test_a_damaged_file_of_one_rank_costs_the_checkpoint_and_is_named(pair, tmp_path):
+    pair(make, Case())
+    save(pair, tmp_path, step=1)
+    second = save(pair, tmp_path, step=2).path / "tensors-00001-of-00002.safetensors"
+    content = bytearray(second.read_bytes())
+    content[-1] ^= 1
+    second.write_bytes(content)
+    found = Checkpoints(tmp_path, 2).newest()
+    assert found is not None and found.progress.step == 1
+    assert found.skipped == (f"{second.parent} is not whole: {second.name} was altered",)
+
+
+def test_a_rank_whose_file_is_not_in_the_checkpoint_is_missed(pair, tmp_path):
+    """As when a rank's share was never written: the manifest is valid, and the tensors are not whole."""
+    pair(make, Case())
+    saved = save(pair, tmp_path)
+    some = type(saved.tensors)([saved.path / "tensors-00000-of-00002.safetensors"])
+    with pytest.raises(CheckpointError, match="hold only parts of tensor"):
+        some.box("master/model.embed_tokens.weight", (0, 0), (13, 16))
+
+
+def test_what_was_copied_is_of_its_moment(pair, tmp_path):
+    """Training goes on between the copy and its writing."""
+    pair(make, Case())
+    pair(update, 0)
+    expected = pair(masters)[0]
+    taken = snapshot(pair)
+    pair(update, 1)
+    assert not torch.equal(pair(masters)[0]["model.norm.weight"], expected["model.norm.weight"]), "witness"
+    Checkpoints(tmp_path, 2).save(Progress(step=1), taken)
+    loaded = Checkpoints(tmp_path, 2).newest()
+    assert loaded is not None
+    assert all(torch.equal(loaded.tensors[f"master/{name}"], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_checkpoints_of_format_1_are_still_read(tmp_path, precision):
+    """Their tensors were the flat buffers, whole and without names for what is in them."""
+    old, new = make_trainer(precision=precision), make_trainer(precision=precision)
+    tensors, rest = old.state()
+    for buffer in (old.held.master, *old.optimizer.moments.values()):
+        buffer.uniform_()
+    flat = {"master": old.held.master, **old.optimizer.moments}
+    rest = {key: value for key, value in rest.items() if key != "weights"} | {"segments": old.held.segments}
+    path = Checkpoints(tmp_path, 2).save(Progress(step=1), LiveSnapshot(flat, rest))
+    loaded = Checkpoints(tmp_path, 2).load(path)
+    new.restore(loaded.tensors, loaded.rest)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in new.state()[0].items())
