@@ -43,7 +43,7 @@ test-slow: $(STAMP)  ## the tests that take longer than 20 s each
 	$(RUN) pytest -q -m "slow and not gpu and not vllm" --timeout 900 -n logical --maxprocesses 4 --dist loadgroup
 
 test-vllm: $(VLLM_STAMP)  ## the tests with vLLM, in an environment of its own, about 4 minutes
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_engine.py tests/*/test_vllm_numbers.py tests/*/test_vllm_faults.py)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_*.py)
 
 lint: $(STAMP)  ## ruff and pyright
 	$(RUN) ruff check .

@@ -21,7 +21,7 @@ def models():
 
 @pytest.fixture(scope="module")
 def running(models, tmp_path_factory):
-    vllm = Vllm(save(models[0], tmp_path_factory.mktemp("model") / "hf"))
+    vllm = Vllm(save(models[0], tmp_path_factory.mktemp("model") / "hf"), takes_turns=True)
     yield vllm
     vllm.close()
 

@@ -8,6 +8,7 @@ from tiny_engines import letters, request
 from vllm_engines import Vllm, model_for_vllm, save
 
 from hone.errors import EngineError
+from hone.rollout.vllm_args import check_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
@@ -70,3 +71,24 @@ def test_what_vllm_says_when_it_cannot_start_is_told(tmp_path):
     folder = save(model_for_vllm(), tmp_path / "hf")
     with pytest.raises(EngineError, match=r"vLLM could not start with .*NO_SUCH"):
         Vllm(folder, {"attention_backend": "NO_SUCH"})
+
+
+def test_the_versions_that_are_supported_are_those_of_the_extra():
+    import vllm
+
+    check_version(vllm.__version__)
+    for other in ("0.31.2", "0.33.0"):
+        with pytest.raises(EngineError, match=f"vLLM {other} is installed, and Hone works with <0.33,>=0.32"):
+            check_version(other)
+
+
+def test_an_engine_that_gives_no_memory_away_wakes_with_the_weights_it_had(tmp_path):
+    vllm = Vllm(save(model_for_vllm(), tmp_path / "hf"))
+    try:
+        one = request([5, 6], temperature=0.0)
+        before = vllm.generate([one])
+        vllm.run(vllm.engine.sleep())
+        vllm.run(vllm.engine.wake())
+        assert vllm.generate([one]) == before
+    finally:
+        vllm.close()

@@ -83,7 +83,8 @@ class VllmEngine:
     ) -> None:
         self.version = 0
         self._llm, self._executor = llm, executor
-        self._place, self._on_gpu, self._sleep_level = place, on_gpu, settings.sleep_level
+        self._place, self._sleep_level = place, settings.sleep_level
+        self._frees_memory = on_gpu and place.takes_turns
         self._decode, self._eos_ids = decode, eos_ids
         self._max_positions: int = llm.model_config.max_model_len
         self._vocab_size: int = llm.model_config.get_vocab_size()
@@ -192,7 +193,10 @@ class VllmEngine:
         await self._worker.run(lambda: self._load(weights, version), f"loading the weights of version {version}")
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`. With `sleep_level` 2 the weights are gone too: `load` comes before `wake`."""
+        """See `Engine.sleep`. Where it takes turns, with `sleep_level` 2, the weights are gone: `load` before `wake`.
+
+        A CPU's memory is not freed; the order is asked for all the same, so that it is seen to hold there too.
+        """
         if not await self._worker.run(self._sleep_if_idle, "sleep"):
             raise EngineError("the engine cannot sleep while samples are in flight; await or cancel them first.")
 
@@ -228,8 +232,6 @@ class VllmEngine:
     # ---- on the worker
 
     def _begin(self, group: _Group) -> None:
-        if group.promise.done():  # the caller gave up meanwhile
-            return
         from vllm.inputs.engine import tokens_input
 
         request = group.request
@@ -290,7 +292,7 @@ class VllmEngine:
             self._worker.keep(group.promise, tuple(sorted(group.samples, key=lambda s: s.index)))
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        if not self._weights_awake and self._on_gpu:
+        if not self._weights_awake and self._frees_memory:
             self._llm.wake_up(["weights"])
         self._llm.collective_rpc("hone_begin_weights")
         fingerprint = Fingerprint()
@@ -308,15 +310,16 @@ class VllmEngine:
         if self._rows:
             return False
         if self._awake:
-            if self._on_gpu:
+            if self._frees_memory:
                 self._llm.sleep(self._sleep_level)
             else:
                 self._llm.reset_prefix_cache()
-            self._awake, self._weights_awake, self._weights_lost = False, False, self._sleep_level == 2
+            self._awake, self._weights_awake = False, False
+            self._weights_lost = self._place.takes_turns and self._sleep_level == 2
         return True
 
     def _wake(self) -> None:
-        if self._on_gpu and not self._awake:
+        if self._frees_memory and not self._awake:
             self._llm.wake_up(["kv_cache"] if self._weights_awake else None)
         self._awake, self._weights_awake = True, True
 

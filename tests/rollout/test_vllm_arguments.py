@@ -1,0 +1,81 @@
+"""What vLLM is started with, without vLLM."""
+
+import json
+
+import pytest
+
+from hone.config.vllm import VllmSettings
+from hone.errors import EngineError
+from hone.rollout.engine import Sampling
+from hone.rollout.vllm import check_sampling
+from hone.rollout.vllm_args import VllmPlace, engine_arguments
+
+
+@pytest.fixture
+def place(tmp_path):
+    """2 layers with 2 heads of 16 for keys and values: 2 x 2 x 2 x 16 numbers a token."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return VllmPlace(tmp_path, "bfloat16", longest_tokens=100, max_concurrent=10, prefill_tokens=64)
+
+
+def arguments(place, *, on_gpu=True, **args):
+    return engine_arguments(VllmSettings.of(args), place, on_gpu=on_gpu)
+
+
+def test_lengths_and_precision_come_from_the_run_file_unless_they_are_given(place):
+    found = arguments(place)
+    assert (found["max_model_len"], found["max_num_seqs"], found["max_num_batched_tokens"]) == (100, 10, 64)
+    assert (found["dtype"], found["enforce_eager"], found["enable_chunked_prefill"]) == ("bfloat16", False, True)
+    assert "block_size" not in found and "kv_cache_memory_bytes" not in found
+    given = arguments(place, max_model_len=120, max_num_seqs=80, dtype="float32", block_size=16)
+    assert (given["max_model_len"], given["max_num_seqs"], given["max_num_batched_tokens"]) == (120, 80, 80)
+    assert (given["dtype"], given["block_size"]) == ("float32", 16)
+    assert arguments(place, enable_chunked_prefill=False)["max_num_batched_tokens"] == 100
+
+
+def test_hone_relies_on_what_no_user_sets(place):
+    found = arguments(place)
+    assert found["logprobs_mode"] == "processed_logprobs"
+    assert found["async_scheduling"] is False
+    assert found["generation_config"] == "vllm"
+    assert "sleep_level" not in found and "distributed_executor_backend" not in found
+    turns = VllmPlace(place.folder, "float32", 100, 10, 64, tensor_parallel=2, memory_frac=0.3, takes_turns=True)
+    found = arguments(turns)
+    assert (found["enable_sleep_mode"], found["tensor_parallel_size"]) == (True, 2)
+    assert (found["gpu_memory_utilization"], found["distributed_executor_backend"]) == (0.3, "mp")
+
+
+def test_a_cpus_cache_holds_every_sequence_at_its_longest(place):
+    found = arguments(place, on_gpu=False)
+    blocks = 10 * 4 + 1  # 100 tokens are 4 blocks of 32
+    assert found["kv_cache_memory_bytes"] == blocks * 32 * (2 * 2 * 2 * 16) * 2
+    assert (found["block_size"], found["enforce_eager"], found["enable_chunked_prefill"]) == (32, True, False)
+    assert found["max_num_batched_tokens"] == 100  # a prompt is computed at once
+    assert found["enable_sleep_mode"] is False
+    assert arguments(place, on_gpu=False, kv_cache_memory_bytes=1 << 20)["kv_cache_memory_bytes"] == 1 << 20
+    little = VllmPlace(place.folder, "float32", 100, 10, 64, memory_frac=1e-7)
+    assert arguments(little, on_gpu=False)["kv_cache_memory_bytes"] < 50_000
+
+
+def test_prompts_in_pieces_on_a_cpu_are_refused(place):
+    with pytest.raises(EngineError, match="enable_chunked_prefill = true: on a CPU"):
+        arguments(place, on_gpu=False, enable_chunked_prefill=True)
+
+
+def test_what_vllm_would_sample_otherwise_is_refused():
+    check_sampling(Sampling(4, 0.0, 5, 0.5, 0.5, (), ()))  # greedy: nothing is truncated
+    check_sampling(Sampling(4, 1.0, 5, 0.5, 0.0, (), ()))
+    with pytest.raises(EngineError, match="vLLM applies min_p before top_p"):
+        check_sampling(Sampling(4, 1.0, 0, 0.5, 0.5, (), ()))
+    with pytest.raises(EngineError, match=r"vLLM would sample with 0\.01"):
+        check_sampling(Sampling(4, 0.005, 0, 1.0, 0.0, (), ()))
