@@ -65,20 +65,23 @@ class Life:
         self._started: dict[int, psutil.Process] = {}
 
     def until(self, holds, within_s=240.0):
-        """Wait until `holds()`, or until the process ends."""
+        """Wait until `holds()`. A process that ends before, or is not so far in time, is killed."""
         deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
+        while not (answer := holds()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"not within {within_s} s:\n{self.text()}")
             self.look()
-            if answer := holds():
-                return answer
-            assert self.process.poll() is None, self.text()
             time.sleep(0.1)
-        raise AssertionError(f"not within {within_s} s:\n{self.text()}")
+        return answer
 
     def look(self):
         """Remember what has been started so far."""
-        for process in psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else ():
-            self._started.setdefault(process.pid, process)
+        try:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self._started.setdefault(process.pid, process)
+        except psutil.NoSuchProcess:  # it ended meanwhile
+            pass
 
     def started(self, word: str) -> list[psutil.Process]:
         """What was started and is called so; Ray names a process after what it does."""
@@ -92,7 +95,10 @@ class Life:
         self.look()
         if number is not None:
             self.process.send_signal(number)
-        return self.process.wait(within_s)
+        try:
+            return self.process.wait(within_s)
+        finally:
+            self.process.kill()  # of no effect on one that has ended
 
     def nothing_is_left(self, within_s: float) -> bool:
         """Whether all that was started ends in time; who is dead but not buried counts as ended."""

@@ -15,7 +15,7 @@ from hone.cli.main import main
 from hone.config.load import load_config
 from hone.loop.audit import audit_file
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
 RAY = ["cluster.backend=ray"]
 COLOCATED = [*RAY, "cluster.pools={all: {devices: 2, roles: [policy, rollout, reference]}}"]
