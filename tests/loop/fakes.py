@@ -12,6 +12,7 @@ from hone.algo.shaping import informative
 from hone.config.run import RunConfig
 from hone.loop.run import PolicyRun
 from hone.rollout.engine import Sampling
+from hone.train.shards import LiveSnapshot
 from hone.types import Group, Progress, Prompt, Sample, Score
 
 
@@ -131,8 +132,8 @@ class Trainer:
     def weights(self):
         return iter(())
 
-    def state(self):
-        return {}, {}
+    def snapshot(self):
+        return LiveSnapshot({}, {})
 
 
 class Observer:

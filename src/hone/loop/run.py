@@ -76,7 +76,6 @@ class Stage(Generic[AnyTrainer]):
         self.observer.event("saving", step=self.progress.step)
         with self.observer.work("trainer", "checkpoint"):
             self.progress.metrics_bytes = self.observer.position()
-
             progress = copy.deepcopy(self.progress)
 
             def save() -> Snapshot | None:
@@ -94,7 +93,7 @@ class Stage(Generic[AnyTrainer]):
             self.writing = asyncio.create_task(self._write(progress, left))
 
     async def _write(self, progress: Progress, snapshot: Snapshot) -> None:
-        with self.observer.work("disk", "checkpoint"):
+        with self.observer.during("disk", "checkpoint"):
             await asyncio.to_thread(self.checkpoints.save, progress, snapshot)
         self.observer.event("saved", step=progress.step)
 
