@@ -93,6 +93,7 @@ class Fleet:
             {name: lives[0] for name, lives in self.lives.items()},
             self.observer,
             silence_s=silence_s,
+            call_s=silence_s,
             patience_s=patience_s,
             restart=self.start,
             restarts=restarts,

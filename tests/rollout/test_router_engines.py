@@ -54,7 +54,7 @@ def draw(weights, requests, *, decode=letters, bound=0):
     async def run():
         engines = {NAMES[0]: new_engine(decode), NAMES[1]: new_engine()}
         router = Router(
-            engines, witness, silence_s=30, patience_s=30, restart=restart if bound else None, restarts=bound
+            engines, witness, silence_s=30, call_s=30, patience_s=30, restart=restart if bound else None, restarts=bound
         )
         handed = []
         try:

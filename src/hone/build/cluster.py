@@ -190,6 +190,7 @@ class Crew:
             observer,
             # Half of what a group may take, so that another engine can still draw what this one has left.
             silence_s=min(settings.call_timeout_s, self._job.config.rollout.timeout_s / 2),
+            call_s=3 * settings.call_timeout_s,  # publishing itself takes up to twice that: `RemoteTrainer.publish`
             patience_s=settings.start_timeout_s,
             restart=self.start_engine,
             restarts=settings.restarts,

@@ -57,8 +57,9 @@ class Router:
     Args:
         replicas: engines by name. They sample nothing before the first `load`.
         witness: told of every event; gets a timeline of each replica.
-        silence_s: a replica that samples and finishes nothing for so long is given up; so is one that needs longer to
-            load weights, sleep or wake.
+        silence_s: a replica that samples and finishes nothing for so long is given up.
+        call_s: so is one that needs longer to load weights, sleep or wake. Longer than whoever sends weights to several
+            replicas waits for one of them: else that one takes the others with it.
         patience_s: how long a request waits for a replica that may sample.
         restart: starts a replica again; None: what is down stays down.
         restarts: how often within an hour, each.
@@ -72,6 +73,7 @@ class Router:
         witness: Witness,
         *,
         silence_s: float,
+        call_s: float,
         patience_s: float,
         restart: Restart | None = None,
         restarts: int = 0,
@@ -80,7 +82,7 @@ class Router:
     ) -> None:
         self.version = -1
         self._witness, self._restart, self._threads = witness, restart, threads
-        self._silence_s, self._patience_s, self._start_s = silence_s, patience_s, start_s
+        self._silence_s, self._call_s, self._patience_s, self._start_s = silence_s, call_s, patience_s, start_s
         self._replicas = [Replica(name, Restarts(restarts), Life(engine)) for name, engine in replicas.items()]
         self._offer: _Offer | None = None
         self._change = asyncio.Event()
@@ -210,7 +212,7 @@ class Router:
 
         try:
             with self._witness.during(replica.name, "generate"):
-                await self._alive(replica, life, draw(), "sampling", lambda: life.seen_at + self._silence_s)
+                await self._alive(replica, life, draw(), "sampling", self._silence_s, since=lambda: life.seen_at)
         except EngineError as error:
             self._lose(replica, life, str(error))
             return False
@@ -258,26 +260,33 @@ class Router:
         self, replica: Replica, life: Life, what: str, work: Callable[[], Coroutine[Any, Any, T]]
     ) -> T | None:
         """Have a replica do something else than sample. None when it is lost."""
-        deadline = self._now() + self._silence_s
+        began = self._now()
         try:
             with self._witness.during(replica.name, what):
-                return await self._alive(replica, life, work(), what, lambda: deadline)
+                return await self._alive(replica, life, work(), what, self._call_s, since=lambda: began)
         except EngineError as error:
             self._lose(replica, life, str(error))
             return None
 
     async def _alive(
-        self, replica: Replica, life: Life, work: Coroutine[Any, Any, T], what: str, deadline: Callable[[], float]
+        self,
+        replica: Replica,
+        life: Life,
+        work: Coroutine[Any, Any, T],
+        what: str,
+        timeout_s: float,
+        *,
+        since: Callable[[], float],
     ) -> T:
-        """What comes of some work of a replica. Raises EngineError when it is given up, or the deadline passes, which
-        may move meanwhile."""
+        """What comes of some work of a replica. Raises EngineError when it is given up, or when its time is over, which
+        runs anew from each sign of life."""
         working = asyncio.ensure_future(work)
         working.add_done_callback(
             lambda ended: ended.cancelled() or ended.exception()
         )  # nobody may wait for it any more
         try:
             while True:
-                left_s = deadline() - self._now()
+                left_s = since() + timeout_s - self._now()
                 done, _ = await asyncio.wait(
                     {working, life.end}, timeout=max(left_s, 0.0), return_when=asyncio.FIRST_COMPLETED
                 )
@@ -285,8 +294,8 @@ class Router:
                     raise EngineError(life.end.result())
                 if working in done:
                     return working.result()
-                if deadline() <= self._now():
-                    raise EngineError(f"{what}: {replica.name} gave no sign of life for {self._silence_s:g} s")
+                if since() + timeout_s <= self._now():
+                    raise EngineError(f"{what}: {replica.name} gave no sign of life for {timeout_s:g} s")
         finally:
             working.cancel()
 
