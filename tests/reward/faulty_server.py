@@ -163,8 +163,9 @@ class FaultyServer:
             for task, writer in connections.items():
                 task.cancel()
                 writer.transport.abort()
-            await asyncio.gather(*connections, return_exceptions=True)
-            await asyncio.sleep(0.01)  # who was being accepted is let in, and out
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:  # who was being accepted is let in, and out
+                await asyncio.wait(others, timeout=1)
+            await asyncio.sleep(0.01)
 
     async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b""
