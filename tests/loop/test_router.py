@@ -264,6 +264,21 @@ def test_sleep_wake_and_a_death_in_between():
     virtually(test)
 
 
+def test_a_replica_that_comes_back_while_the_others_wake_is_awake_in_the_end():
+    async def test(fleet, delay):
+        await fleet.router.sleep()
+        fleet.now("a").die()
+        await fleet.router.load([], 1)
+        await asyncio.sleep(delay)  # around the moment at which its successor is there
+        await fleet.router.wake()
+        await asyncio.sleep(20)
+        assert len(fleet.lives["a"]) == 2 and not fleet.now("a").asleep and fleet.now("a").version == 1
+        assert not fleet.events("replica_down")[1:]
+
+    for delay in (4.9, 5.0, 5.1, 5.4, 5.5, 5.6, 6.0):
+        virtually(lambda fleet, delay=delay: test(fleet, delay))
+
+
 def test_close_closes_all_and_ends_what_waits():
     async def run():
         fleet = Fleet()

@@ -57,8 +57,8 @@ class Life:
         """Drafts it is at, with the samples that it finished of each."""
         self.seen_at = asyncio.get_running_loop().time()
         """Its last sign of life."""
-        self.loading = asyncio.Lock()
-        """Held while weights are published to it."""
+        self.turn = asyncio.Lock()
+        """Held while weights are published to it, or while it is put to sleep or woken: one after the other."""
         self.rest = ExitStack()
         """What ends when it wakes."""
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -140,11 +140,9 @@ class Router:
 
     async def wake(self) -> None:
         """See `Engine.wake`."""
-        self._may_start.set()
-        for _, life in self._up():
-            life.rest.close()
-        await asyncio.gather(*(self._do(replica, life, "wake", life.engine.wake) for replica, life in self._up()))
         self._awake = True
+        self._may_start.set()
+        await asyncio.gather(*(self._wake(replica, life) for replica, life in self._up()))
 
     async def close(self) -> None:
         """See `Engine.close`. All are closed before the first failure is raised."""
@@ -233,7 +231,7 @@ class Router:
     async def _publish(self, replica: Replica, life: Life, *, is_late: bool = False) -> None:
         """Give a replica what is on offer, unless it has it. One that fails is lost, and so is one that then holds
         other bytes than the others; unless it `is_late`, when they may be those of the next version already."""
-        async with life.loading:
+        async with life.turn:
             offer = self._offer  # not earlier: it may have been replaced while another publish went on
             if offer is None or life.version == offer.version:
                 return
@@ -350,15 +348,28 @@ class Router:
             except ClusterError as failure:
                 offer.failure = failure
                 self._changed()
-        if not self._awake and not life.end.done():
+        if not life.end.done():
             await self._put_to_sleep(replica, life)
 
     async def _put_to_sleep(self, replica: Replica, life: Life) -> None:
-        await self._do(replica, life, "sleep", life.engine.sleep)
-        if not life.end.done():
-            life.rest.enter_context(self._witness.during(replica.name, "asleep"))
+        """Unless the others have been woken meanwhile."""
+        async with life.turn:
+            if self._awake:
+                return
+            await self._do(replica, life, "sleep", life.engine.sleep)
+            if not life.end.done():
+                life.rest.enter_context(self._witness.during(replica.name, "asleep"))
+
+    async def _wake(self, replica: Replica, life: Life) -> None:
+        async with life.turn:
+            life.rest.close()
+            await self._do(replica, life, "wake", life.engine.wake)
 
     # ---- waiting
+
+    def up(self) -> dict[str, Engine]:
+        """The replicas that hold the version that was published last, by name."""
+        return {replica.name: life.engine for replica, life in self._up() if life.version == self.version}
 
     def _up(self) -> list[tuple[Replica, Life]]:
         return [(replica, replica.life) for replica in self._replicas if replica.life is not None]
