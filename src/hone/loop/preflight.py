@@ -23,7 +23,7 @@ from hone.config.derived import longest_tokens, service_uses, services_of, unuse
 from hone.config.load import Loaded, load_rewards
 from hone.config.report import CheckReport
 from hone.config.run import RunConfig
-from hone.config.topology import Topology, topology_lines
+from hone.config.topology import Topology, judge_services, judges_pool, topology_lines
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
@@ -239,6 +239,8 @@ def check_services(config: RunConfig, folder: Path, services: Mapping[str, str],
     for name, service in config.services.items():
         what = service.reward or service.policy or " ".join(service.command or ())
         gpus = f"GPU {split.services[name]}" if split.services[name] else "no GPU"
+        if name in judge_services(config) and (pool := judges_pool(config)):
+            gpus = f"in pool {pool}"
         where = f"running at {services[name]}" if name in services else "started with the run"
         parts = (what, gpus, engine_note(service, folder), where)
         findings.lines.append(f"service {name}: {'; '.join(filter(None, parts))}")
