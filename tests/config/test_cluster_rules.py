@@ -8,10 +8,12 @@ from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.load import load_config
 from hone.errors import ConfigError
 
-HEAD = """
-model: {characters: "01", init: {model_type: qwen3, num_attention_heads: 12, num_key_value_heads: 4}}
-data: {train: x/y, answer_column: answer}
-"""
+SHAPE = {"model_type": "qwen3", "num_attention_heads": 12, "num_key_value_heads": 4}
+HEAD = {
+    "model": {"characters": "01", "init": SHAPE},
+    "data": {"train": "x/y", "answer_column": "answer"},
+    "reward": {"components": [{"use": "exact"}]},
+}
 JUDGED = {
     "reward": {"components": [{"use": "judge", "args": {"service": "grm"}}]},
     "services": {"grm": {"policy": "a/b", "engine": {"tensor_model_parallel_size": 2}}},
@@ -141,7 +143,7 @@ BROKEN = [
     ),
     (
         ray(devices_per_node=8, trainer={"tensor_parallel": 8}),
-        "cluster.trainer.tensor_parallel: must divide the model's 12 query heads (got 8). Nearest: 6 or 12",
+        "cluster.trainer.tensor_parallel: must divide the model's 4 key-value heads (got 8). Nearest: 4",
     ),
     (
         ray(devices_per_node=6, engines={"use": "vllm", "tensor_parallel": 3}),
@@ -150,7 +152,20 @@ BROKEN = [
     ),
     (
         ray(devices_per_node=8, trainer={"tensor_parallel": 2, "sequence_parallel": 4}),
-        "sequence_parallel: must divide the model's query heads / tensor_parallel = 6 (got 4). Nearest: 3 or 6",
+        "sequence_parallel: must divide the model's key-value heads / tensor_parallel = 2 (got 4). Nearest: 2",
+    ),
+    (
+        ray(devices_per_node=4, trainer={"tensor_parallel": 2}) | {"lora": {"rank": 8}},
+        "cluster.trainer.tensor_parallel: = 2 divides layers, and those with an adapter cannot be divided yet",
+    ),
+    (
+        ray(devices_per_node=4, trainer={"tensor_parallel": 2, "compile": True}),
+        "cluster.trainer.compile: is for whole layers, and cluster.trainer.tensor_parallel = 2 divides them",
+    ),
+    (
+        ray(devices_per_node=4, trainer={"sequence_parallel": 2})
+        | {"model": HEAD["model"] | {"implementation": "transformers"}},
+        "cluster.trainer.sequence_parallel: = 2 needs Hone's own decoder",
     ),
     (
         ray(
@@ -229,9 +244,8 @@ def problems(tmp_path):
     """A function: sections -> problems of the run file that has them."""
 
     def of(sections: dict) -> list[str]:
-        reward = {} if "reward" in sections else {"reward": {"components": [{"use": "exact"}]}}
         file = tmp_path / "run.yaml"
-        file.write_text(HEAD + "".join(f"{name}: {json.dumps(tree)}\n" for name, tree in (sections | reward).items()))
+        file.write_text("".join(f"{name}: {json.dumps(tree)}\n" for name, tree in (HEAD | sections).items()))
         try:
             load_config(file)
         except ConfigError as error:

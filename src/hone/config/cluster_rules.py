@@ -209,31 +209,55 @@ def engines_divide(config: RunConfig) -> Iterator[Breach]:
 
 
 def heads_divide(config: RunConfig, folder: Path) -> Iterator[Breach]:
-    """Tensor parallelism divides attention by heads, and Ulysses exchanges sequences for heads."""
+    """Tensor parallelism divides attention by heads, and Ulysses exchanges sequences for heads. An engine may have a
+    key-value head on several devices; a trainer has each once."""
     shape, cluster = architecture_of(config, folder), config.cluster
     heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
     if cluster.backend != "ray" or not isinstance(heads, int):
         return
     of_model = ("model.path", "model.init.num_attention_heads")
-    sizes = {"trainer": cluster.trainer.tensor_parallel, "engines": cluster.engines.tensor_parallel}
-    for name, value in sizes.items():
-        key = f"cluster.{name}.tensor_parallel"
-        if line := _not_dividing(value, heads, f"the model's {heads} query heads"):
-            yield Breach((key, *of_model), line)
-        elif isinstance(kv_heads, int) and kv_heads % value and value % kv_heads:
-            nearest = _nearest(value, lambda n: heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0), heads)
-            yield Breach(
-                (key, *of_model),
-                f"must divide the model's {kv_heads} key-value heads or be a multiple of them (got {value}). Nearest: "
-                f"{nearest}",
-            )
-    tensor, sequence = cluster.trainer.tensor_parallel, cluster.trainer.sequence_parallel
-    if heads % tensor == 0:
-        line = _not_dividing(
-            sequence, heads // tensor, f"the model's query heads / tensor_parallel = {heads // tensor}"
+    kv_heads = kv_heads if isinstance(kv_heads, int) else heads
+    engines, key = cluster.engines.tensor_parallel, "cluster.engines.tensor_parallel"
+    if line := _not_dividing(engines, heads, f"the model's {heads} query heads"):
+        yield Breach((key, *of_model), line)
+    elif kv_heads % engines and engines % kv_heads:
+        nearest = _nearest(engines, lambda n: heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0), heads)
+        yield Breach(
+            (key, *of_model),
+            f"must divide the model's {kv_heads} key-value heads or be a multiple of them (got {engines}). Nearest: "
+            f"{nearest}",
         )
-        if line:
+    tensor, sequence = cluster.trainer.tensor_parallel, cluster.trainer.sequence_parallel
+    if line := _not_dividing(tensor, kv_heads, f"the model's {kv_heads} key-value heads"):
+        yield Breach(("cluster.trainer.tensor_parallel", *of_model), line)
+    else:
+        left = kv_heads // tensor
+        if line := _not_dividing(sequence, left, f"the model's key-value heads / tensor_parallel = {left}"):
             yield Breach(("cluster.trainer.sequence_parallel", "cluster.trainer.tensor_parallel", *of_model), line)
+
+
+def trainers_can_do_it(config: RunConfig) -> Iterator[Breach]:
+    """What `model/parallel.py` refuses, as far as a run file tells."""
+    settings, of_layers = config.cluster.trainer, "cluster.trainer.tensor_parallel"
+    if config.cluster.backend != "ray":
+        return
+    if settings.tensor_parallel > 1 and config.lora.rank:
+        yield Breach(
+            (of_layers, "lora.rank"),
+            f"= {settings.tensor_parallel} divides layers, and those with an adapter cannot be divided yet. Set it to "
+            "1: shard divides the weights beneath",
+        )
+    if settings.tensor_parallel > 1 and settings.compile:
+        yield Breach(
+            ("cluster.trainer.compile", of_layers),
+            f"is for whole layers, and {of_layers} = {settings.tensor_parallel} divides them. Leave one of them out",
+        )
+    if settings.sequence_parallel > 1 and config.model.implementation == "transformers":
+        yield Breach(
+            ("cluster.trainer.sequence_parallel", "model.implementation"),
+            f"= {settings.sequence_parallel} needs Hone's own decoder, and model.implementation = transformers asks "
+            "for another. Set it to 1, or take auto",
+        )
 
 
 def replicas_stay_within_a_machine(config: RunConfig) -> Iterator[Breach]:
@@ -398,6 +422,7 @@ CLUSTER_RULES = (
     pools_have_work,
     devices_exist,
     training_divides,
+    trainers_can_do_it,
     engines_divide,
     replicas_stay_within_a_machine,
     ranks_have_samples,
