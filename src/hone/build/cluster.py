@@ -86,10 +86,10 @@ class Site:
 def trainer_rank(blueprint: Blueprint, processes: int, seat: Seat) -> Iterator[PolicyTrainer]:
     """One rank of the trainer, among the others if there are any."""
     site = Site.of(blueprint, processes)
-    if seat.world_size == 1:
+    cluster, layout = blueprint.loaded.config.cluster, blueprint.loaded.config.cluster.trainer
+    if seat.world_size == 1 and not (layout.offload or layout.compile):
         yield policy_trainer(site, blueprint.needs)
         return
-    cluster, layout = blueprint.loaded.config.cluster, blueprint.loaded.config.cluster.trainer
     with process_group(
         site.device,
         rank=seat.rank,
@@ -103,7 +103,9 @@ def trainer_rank(blueprint: Blueprint, processes: int, seat: Seat) -> Iterator[P
             tensor_parallel=layout.tensor_parallel,
             sequence_parallel=layout.sequence_parallel,
         )
-        yield policy_trainer(site, blueprint.needs, Sharded(mesh, offload=layout.offload))
+        ranks = Sharded(mesh, offload=layout.offload, compile=layout.compile)
+        # Whole models are made on the host: only shares of them are to be on the device, and a layer at a time.
+        yield policy_trainer(replace(site, device=torch.device("cpu")), blueprint.needs, ranks)
 
 
 async def embedded(blueprint: Blueprint, processes: int) -> Engine:
