@@ -115,7 +115,7 @@ METRICS: dict[str, Metric] = {
     "train/reward_running_mean": Metric("reward", "Mean of all rewards so far, with normalize_rewards."),
     "train/reward_running_std": Metric("reward", "Their standard deviation; what rewards are divided by."),
     "train/overlong_penalty_mean": Metric("reward", "Mean length penalty added to scored rewards; 0 or less."),
-    "train/microbatches": Metric("microbatches", "Forward and backward passes of the update."),
+    "train/microbatches": Metric("microbatches", "Forward and backward passes of the update, on each rank."),
     "train/optimizer_steps": Metric("optimizer steps", "Optimizer steps of the update."),
     "train/skipped_steps": Metric("optimizer steps", "Optimizer steps skipped for a non-finite gradient.", (0.0, 0.0)),
     "critic/loss": Metric("reward^2", "Half the squared error of the values, clipped; the critic's loss."),
