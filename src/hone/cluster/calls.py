@@ -13,18 +13,21 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from hone.errors import ClusterError, HoneError
+from hone.errors import ClusterError, HoneError, MemoryExhausted
+from hone.observe.memory import ran_out_of_memory
 
+CALL_KEY, START_KEY = "cluster.call_timeout_s", "cluster.start_timeout_s"
 GRACE_S = 5.0
 """How long to look for the one that died when another reports that it lost its connection to somebody."""
 
 
-def wait_for_all(calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
+def wait_for_all(calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float, key: str = CALL_KEY) -> list[Any]:
     """The results of one call on several processes, in their order.
 
     Args:
         calls: by the name of the process.
         what: is being done, for errors.
+        key: of the run file that says how long it may take.
     Raises:
         HoneError: what one of them raised; ClusterError names one that died, failed otherwise, or gave no answer.
     """
@@ -34,7 +37,7 @@ def wait_for_all(calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float
         done, pending = ray.wait(pending, timeout=max(deadline - time.monotonic(), 0), fetch_local=False)
         if not done:
             stuck = ", ".join(names[ref] for ref in pending)
-            raise ClusterError(f"{what}: no answer from {stuck} within {timeout_s:g} s (cluster.call_timeout_s).")
+            raise ClusterError(f"{what}: no answer from {stuck} within {timeout_s:g} s ({key}).")
         try:
             ray.get(done)
         except RayError as error:
@@ -42,13 +45,13 @@ def wait_for_all(calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float
     return ray.get(list(calls.values()))
 
 
-async def wait_for_one(name: str, call: ray.ObjectRef, what: str, timeout_s: float) -> Any:
+async def wait_for_one(name: str, call: ray.ObjectRef, what: str, timeout_s: float, key: str = CALL_KEY) -> Any:
     """As `wait_for_all`, of one process, in the event loop."""
     waiting = asyncio.wrap_future(call.future())  # type: ignore[attr-defined]
     try:
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
         if not done:
-            raise ClusterError(f"{what}: no answer from {name} within {timeout_s:g} s (cluster.call_timeout_s).")
+            raise ClusterError(f"{what}: no answer from {name} within {timeout_s:g} s ({key}).")
         return waiting.result()
     except RayError as error:
         raise told(name, error, what) from error
@@ -62,6 +65,8 @@ def told(name: str, error: RayError, what: str) -> HoneError:
         if isinstance(error.cause, HoneError):
             return error.cause
         cause = error.cause
+        if isinstance(cause, Exception) and ran_out_of_memory(cause):
+            return MemoryExhausted(f"{what}: {name} ran out of memory: {cause}")
         return ClusterError(f"{what}: {name} failed: {type(cause).__name__}: {cause}\n{error.traceback_str}")
     if isinstance(error, RayActorError):
         return ClusterError(f"{what}: {name} died. {_last_line(error)}")

@@ -18,7 +18,7 @@ import ray
 from torch import Tensor
 
 from hone.cluster.actors import BEAT_S, MakeEngine
-from hone.cluster.calls import wait_for_one
+from hone.cluster.calls import CALL_KEY, START_KEY, wait_for_one
 from hone.cluster.trainer import RemoteWeights
 from hone.errors import ClusterError, EngineError, HoneError
 from hone.rollout.engine import OnSample, Request
@@ -57,7 +57,7 @@ class RemoteEngine:
 
     async def build(self, make: MakeEngine, *, timeout_s: float) -> None:
         """Make the engine in its process."""
-        await self._call(self._actor.build.remote(make, timeout_s=self._timeout_s), "starting", timeout_s)
+        await self._call(self._actor.build.remote(make, timeout_s=self._timeout_s), "starting", timeout_s, START_KEY)
 
     async def generate(self, request: Request, on_sample: OnSample | None = None) -> tuple[Sample, ...]:
         """See `Engine.generate`. Raises EngineError naming this engine when its process died or is stuck."""
@@ -112,10 +112,10 @@ class RemoteEngine:
                 await wait_for_one(self.name, self._actor.close.remote(), "close", CLOSE_S)
         ray.kill(self._actor)
 
-    async def _call(self, call: Any, what: str, timeout_s: float | None = None) -> Any:
+    async def _call(self, call: Any, what: str, timeout_s: float | None = None, key: str = CALL_KEY) -> Any:
         self._refuse_if_failed()
         try:
-            return await wait_for_one(self.name, call, what, timeout_s or self._timeout_s)
+            return await wait_for_one(self.name, call, what, timeout_s or self._timeout_s, key)
         except ClusterError as error:
             failure = EngineError(str(error))
             self._fail(failure)

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hone.config.cluster import ClusterSection
-from hone.errors import ClusterError, PlacementError
+from hone.errors import ClusterError, PlacementError, Stopped
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -69,9 +69,12 @@ class RayCluster:
     def start(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Start or join Ray, and wait until the run's devices are its own.
 
+        Args:
+            stopped: whether the user wants to wait no longer.
         Raises:
             PlacementError: the machine does not have them.
             ClusterError: no Ray at `cluster.address`, or devices that did not become free in time.
+            Stopped: the user ended the wait.
         """
         self._on_thread(self._connect)
         self._on_thread(lambda: self._reserve(stopped))
@@ -176,7 +179,10 @@ class RayCluster:
         _stay_on_loopback()
         self._folder = tempfile.mkdtemp(prefix="hone-ray-")
         own = {"num_gpus": 0, "num_cpus": max(cores, self._num_devices)} if self._kind == "CPU" else {"num_cpus": cores}
-        ray.init(address="local", include_dashboard=False, _temp_dir=self._folder, **own, **quiet)
+        try:
+            ray.init(address="local", include_dashboard=False, _temp_dir=self._folder, **own, **quiet)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise ClusterError(f"Ray could not be started on this machine: {_first_line(error)}") from error
 
     def _reserve(self, stopped: Callable[[], bool]) -> None:
         """Wait for the run's devices, all at once."""
@@ -194,7 +200,7 @@ class RayCluster:
         while not group.wait(_POLL_S):
             waited_s += _POLL_S
             if stopped():
-                return
+                raise Stopped("stopped while waiting for devices; nothing was trained")
             if waited_s == 5 * _POLL_S:
                 self._say(f"waiting for {self._num_devices} {self._kind}s, at most {deadline_s:g} s; {_holders()}")
             if waited_s >= deadline_s:

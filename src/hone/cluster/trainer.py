@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.algo.algorithm import Algorithm
-from hone.cluster.actors import MakeTrainer, Seat, Vitals
-from hone.cluster.calls import wait_for_all
+from hone.cluster.actors import MakeTrainer, Seat
+from hone.cluster.calls import START_KEY, wait_for_all
 from hone.cluster.publish import Published
 from hone.errors import ClusterError, EngineError
 from hone.train.shards import FileFacts
@@ -48,19 +48,19 @@ class RemoteTrainer:
 
     def start(self, make: MakeTrainer, *, is_one_machine: bool, timeout_s: float) -> None:
         """Build the trainer on every rank. On one machine they meet in a file, and no port is opened for it."""
-        size = len(self._ranks)
+        size, what = len(self._ranks), "starting the trainer"
         if is_one_machine:
             folder = tempfile.mkdtemp(prefix="hone-ranks-")
             self._open.callback(shutil.rmtree, folder, ignore_errors=True)
             address = f"file://{folder}/meeting"
         else:
             name, first = next(iter(self._ranks.items()))
-            address = wait_for_all({name: first.free_address.remote()}, "starting the trainer", timeout_s)[0]
+            address = wait_for_all({name: first.free_address.remote()}, what, timeout_s, START_KEY)[0]
         builds = {
             name: rank.build.remote(make, Seat(number, size, address))
             for number, (name, rank) in enumerate(self._ranks.items())
         }
-        self._config, *_ = wait_for_all(builds, "starting the trainer", timeout_s)
+        self._config, *_ = wait_for_all(builds, what, timeout_s, START_KEY)
 
     @property
     def device(self) -> torch.device:
@@ -123,10 +123,6 @@ class RemoteTrainer:
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         """See `Trainer.restore`; each rank reads what it needs from the disk."""
         self._call("restore", ray.put(tensors), rest)
-
-    def vitals(self) -> list[Vitals]:
-        """Of every rank, also while it computes."""
-        return wait_for_all(self._ask("ping"), "ping", self._timeout_s)
 
     def close(self) -> None:
         """End all ranks; what they have not told is lost."""
