@@ -47,6 +47,7 @@ from hone.loop.supervisor import run_with_restarts
 from hone.model.load import save_hf
 from hone.observe.observer import Observer
 from hone.restarts import Restarts
+from hone.rollout.router import Router
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.pairs import PairTrainer
@@ -249,6 +250,7 @@ async def optimise_policy(
         eos_ids=frozenset(job.tokenizer.eos_ids),
         weights_are_shared=workers.weights_are_shared,
         takes_turns=workers.takes_turns,
+        replicas=workers.engine.up if isinstance(workers.engine, Router) else None,
         evaluate=evaluation,
         gate_passed=False,
         guard=job.guard,

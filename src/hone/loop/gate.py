@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hone.config.run import RunConfig
 from hone.errors import GateError
 from hone.types import Batch, Group, Sample
 
@@ -35,7 +36,7 @@ def check_first_step(run: PolicyRun, groups: Sequence[Group], batch: Batch) -> d
     """
     if not run.config.gate.enabled:
         return {}
-    bound = run.config.gate.max_logprob_gap or DEFAULT_GAP[run.config.run.precision]
+    bound = logprob_bound(run.config)
     check_weights(run)
     check_final_tokens(run, groups)
     check_mask(groups, batch)
@@ -58,6 +59,11 @@ def check_first_step(run: PolicyRun, groups: Sequence[Group], batch: Batch) -> d
                 "other weights. Nothing was trained."
             )
     return metrics
+
+
+def logprob_bound(config: RunConfig) -> float:
+    """Largest mean difference between the logprobs of trainer and sampler that is no fault, nats."""
+    return config.gate.max_logprob_gap or DEFAULT_GAP[config.run.precision]
 
 
 def check_weights(run: PolicyRun) -> None:

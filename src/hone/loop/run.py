@@ -18,6 +18,7 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
 from hone.data.prompts import PromptStream
 from hone.errors import DataError, HoneError, RewardError
+from hone.loop.canary import check_replicas
 from hone.observe.events import versions_of
 from hone.observe.observer import Observer
 from hone.plan.guard import UNGUARDED, Guard
@@ -128,6 +129,8 @@ class PolicyRun(Stage[Trainer]):
     """False until sampler and trainer were seen to agree in this process."""
     takes_turns: bool = False
     """The engine sleeps while the trainer works: they have the same devices, and each its own memory there."""
+    replicas: Callable[[], Mapping[str, Engine]] | None = None
+    """The engines behind `engine` by name, each of which is sent weights; None where that is one in this process."""
     dropped: list[Group] = field(default_factory=list)
     """Groups of the step in flight that will not be trained on; recorded for people with the others."""
 
@@ -138,6 +141,8 @@ class PolicyRun(Stage[Trainer]):
         if self.takes_turns:
             await self.engine.wake()
         self.observer.event("published", version=self.progress.step)
+        if self.replicas is not None and due(self.progress.step, self.config.cluster.canary_every):
+            await check_replicas(self, self.replicas())
 
     def is_best_so_far(self, metrics: Mapping[str, float]) -> bool:
         """Whether these are the best evaluation metrics by `checkpoint.best`; if so, `progress` remembers the step."""
