@@ -78,6 +78,8 @@ class Site:
         """Set the process up. `processes`: how many of them compute on this machine at a time."""
         loaded = blueprint.loaded
         device = set_up_arithmetic(loaded.config.run, processes)
+        if device.type == "cuda":
+            device = torch.device("cuda", 0)  # Ray shows each process its own alone
         tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent)
         return cls(loaded, RunFolder(blueprint.run_dir), tokenizer, device)
 
