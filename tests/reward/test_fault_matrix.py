@@ -220,6 +220,15 @@ def test_a_fault_that_stays_masks_and_counts(train, name):
     assert_masked(groups, CAUSE[name])
 
 
+def test_an_answer_of_100_mb_that_stays_is_cut_off_and_masked(train):
+    """Of each answer no more is read than may be: the others of its bytes are never sent."""
+    with FaultyServer(FAULTS["100 MB"]) as server:
+        groups = train(server.url, deadline_s=8.0, texts=TEXTS[:1])
+    assert server.faults == len(server.requests) >= 2
+    assert server.cut_off >= 1 and server.bytes_sent < 60e6 * server.faults
+    assert_masked(groups, "answer")
+
+
 @pytest.mark.parametrize(
     "hanging",
     [SILENCE, Answer(body=[b" "] * 1000, pause_s=0.05), Answer(body=b"{", headers={"Content-Length": "9"}, pause_s=60)],

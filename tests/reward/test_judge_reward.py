@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,28 @@ def test_a_judge_that_fails_is_asked_again_and_the_score_is_the_same(make_group,
 
     found, asked = score(failing, make_group("a", "b"))
     assert len(asked) == 3
+    assert found == healthy
+
+
+def test_a_judge_that_has_memory_for_two_scores_the_third_later(make_group):
+    """Out of memory at n + 1: what comes while two are being answered fails, and is asked again."""
+    healthy, _ = score(by_text(a=7, b=4, c=3, d=9), make_group("a", "b", "c", "d"))
+    lock, answering, failed = threading.Lock(), [0], [0]
+
+    def short_of_memory(number: int, body: dict) -> Reply:
+        with lock:
+            answering[0] += 1
+            is_too_much = answering[0] > 2
+            failed[0] += is_too_much
+        time.sleep(0 if is_too_much else 0.1)
+        with lock:
+            answering[0] -= 1
+        if is_too_much:
+            return 500, {}, b'{"error": {"message": "CUDA out of memory"}}'
+        return by_text(a=7, b=4, c=3, d=9)(number, body)
+
+    found, asked = score(short_of_memory, make_group("a", "b", "c", "d"))
+    assert failed[0] >= 1 and len(asked) == 4 + failed[0]
     assert found == healthy
 
 

@@ -4,6 +4,7 @@ The scorer `obey` does what a response says and leaves a line in a file: the wit
 """
 
 import json
+import resource
 import signal
 import statistics
 import threading
@@ -425,6 +426,19 @@ def test_sigterm_drains_and_a_second_signal_cancels(tmp_path):
         assert served.process.wait(10) == 130
         gone, alive = psutil.wait_procs(workers, timeout=5)
         assert len(gone) == 2 and not alive
+
+
+def test_a_full_disk_costs_the_log_and_no_score(tmp_path):
+    """From some moment on no file of the service may grow: what a full disk does to its log. It still ends with 0."""
+    with obeying(tmp_path, timeout_s=60) as served:
+        size = served.log.stat().st_size
+        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (size + 100, size + 100))
+        for number in range(20):  # each has a line of the log, for its name
+            items = {"reward": "place", "items": [{"id": "a", "solution_str": f"fine {number}"}]}
+            answer = served.post("/v1/rewards", items, headers={"X-Request-Id": f"named-{number}"})
+            assert answer.json()["results"][0]["score"] == 0.0
+        assert size < served.log.stat().st_size <= size + 100
+        assert "named-19" not in served.log.read_text()
 
 
 @pytest.mark.parametrize(

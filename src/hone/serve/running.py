@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -50,7 +52,7 @@ async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # a server's log is its stderr
     log.setLevel(logging.INFO)
     listener = _listen(settings)
-    print(f"{name}: listening on {_url(settings.host, listener)}", flush=True)
+    _say(f"{name}: listening on {_url(settings.host, listener)}")
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False)
     config.timeout_graceful_shutdown, config.timeout_keep_alive = _CANCEL_TIMEOUT_S, _KEEP_ALIVE_S
     server = _Server(config)
@@ -71,14 +73,14 @@ async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: 
         await app.state.bodies.close()
     if stop.forced:
         raise Stopped(f"{name}: requests in flight were cancelled")
-    print(f"{name}: drained", flush=True)
+    _say(f"{name}: drained")
 
 
 async def _start(service: Service, lifecycle: Lifecycle, name: str) -> None:
     await service.start()
     if lifecycle.phase == "starting":
         lifecycle.phase = "ready"
-        print(f"{name}: ready", flush=True)
+        _say(f"{name}: ready")
 
 
 class _Server(uvicorn.Server):
@@ -122,6 +124,12 @@ class _Stop:
         except TimeoutError:
             log.warning("%d requests did not finish in time and are cancelled", self._lifecycle.in_flight)
         self._server.should_exit = True
+
+
+def _say(line: str) -> None:
+    """A line on standard output, at once. A disk that is full keeps no server from going on, or from its exit code."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def _listen(settings: HttpSettings) -> socket.socket:
