@@ -64,7 +64,7 @@ class ScalarModel(nn.Module):
         hidden_UH, weight = self.body.hidden(layout), self.score.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         value_U = (hidden_UH.to(dtype) @ weight.to(dtype).T).squeeze(1)
-        return self.body.sequences.whole(value_U, len(layout.target_U))
+        return self.body.sequences.whole(value_U, len(layout.target_U)).clone()  # no view: FSDP2 hangs a hook on it
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, the head last; views, not copies."""
