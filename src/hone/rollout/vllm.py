@@ -54,6 +54,11 @@ class _Group:
     on_token: OnToken | None
     samples: list[Sample] = field(default_factory=list)
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether somebody looks at each token when it comes; vLLM tells of the others at their end, which is less."""
+        return self.on_token is not None or bool(self.request.sampling.stop)
+
 
 @dataclass(eq=False)
 class _Row:
@@ -82,6 +87,7 @@ class VllmEngine:
         timeout_s: float,
     ) -> None:
         self.version = 0
+        llm.set_weight_version("0")
         self._llm, self._executor = llm, executor
         self._place, self._sleep_level = place, settings.sleep_level
         self._frees_memory = on_gpu and place.takes_turns
@@ -255,10 +261,14 @@ class VllmEngine:
                 self._take(output.request_id, row, output.outputs[0], version)
 
     def _take(self, name: str, row: _Row, news: Any, version: int) -> None:
-        """The next tokens of a sample, and its end."""
+        """The next tokens of a sample, or all of them, and its end."""
         row.token_ids += news.token_ids
         row.logprobs += news.logprobs.logprobs
-        row.versions += [version] * len(news.token_ids)
+        if row.group.is_followed:
+            row.versions += [version] * len(news.token_ids)
+        else:
+            for span in news.weight_versions:
+                row.versions += [int(span.version)] * (span.end - span.start)
         if (on_token := row.group.on_token) is not None:
             for position in range(len(row.token_ids) - len(news.token_ids), len(row.token_ids)):
                 on_token(Token(row.index, position, row.token_ids[position], row.logprobs[position], version))
@@ -304,6 +314,7 @@ class VllmEngine:
         self._fingerprint = fingerprint.hexdigest()
         self._weights_awake, self._weights_lost = True, False
         self._loads += 1
+        self._llm.set_weight_version(str(version))
         self.version = version
 
     def _sleep_if_idle(self) -> bool:
@@ -359,7 +370,7 @@ def _vllm_sampling(group: _Group, index: int) -> Any:
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
+        output_kind=RequestOutputKind.DELTA if group.is_followed else RequestOutputKind.FINAL_ONLY,
     )
 
 
