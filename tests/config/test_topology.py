@@ -104,6 +104,7 @@ def test_a_judge_is_a_service_with_a_model_that_rewards_ask():
     topology = topology_of(run({"pools": pools}, **sections))
     assert [(one.name, one.devices) for one in topology.judges] == [("judge-0", (1, 2)), ("judge-1", (3, 4))]
     assert topology_of(run({"pools": pools})).judges == ()
+    assert topology_of(run({"devices_per_node": 2}, **sections)).judges == (), "without a pool it stays a service"
 
 
 def test_a_critic_of_its_own_and_one_on_the_same_ranks():

@@ -178,6 +178,14 @@ def test_engines_of_a_pool_must_divide_it(planned):
     assert any("devices of sample = 6 is no multiple of cluster.engines" in line for line in found.verdict.problems)
 
 
+def test_a_trainer_has_each_key_value_head_once(planned):
+    found = planned(*ON_EIGHT, "cluster.trainer={tensor_parallel: 4, sequence_parallel: 2}")
+    assert found.verdict.problems == (), "8 key-value heads"
+    config = "cluster.trainer={tensor_parallel: 4, sequence_parallel: 4}"
+    (problem,) = planned(*ON_EIGHT[:1], "cluster.devices_per_node=16", ON_EIGHT[2], config).verdict.problems
+    assert "does not divide the key-value heads (8), which a trainer has once. Nearest product: 8." in problem
+
+
 @pytest.mark.parametrize(
     ("name", "hardware", "devices", "level"),
     [

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from hone.config.algorithm_rules import ALGORITHM_RULES
 from hone.config.breach import Breach
-from hone.config.cluster_rules import CLUSTER_RULES, heads_divide
+from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.derived import longest_tokens, run_dir, samples_per_update
+from hone.config.division_rules import heads_divide
 from hone.config.files import FILE_RULES, context_limit, template_columns
 from hone.config.lora_rules import LORA_RULES
 from hone.config.run import RewardComponent, RunConfig

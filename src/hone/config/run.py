@@ -129,7 +129,8 @@ class ServiceSection(Section):
     stop_timeout_s: float = key(15.0, unit="seconds", gt=0)
     """Time between asking it to stop (SIGTERM) and killing it."""
     reuse: bool = key(False)
-    """Take a service of the same settings that `hone up` keeps running instead of starting one, if there is one."""
+    """Take a service of the same settings that runs already instead of starting one: one of `hone up`, or, with
+    `reward` and a `port`, a healthy one there with the same fingerprint."""
 
 
 class EnvironmentSection(Section):

@@ -18,7 +18,7 @@ from hone.config.run import RunConfig
 
 ROLES: tuple[Role, ...] = get_args(Role)
 DEFAULT_POOL = "all"
-"""Name of the one pool of a run file that names none."""
+"""Name of the one pool of a run file that names none. A judge is not in it: it stays a service beside the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
     else:
         cluster, machines = config.cluster, _machines(config, devices_per_node)
     pools = _pools(
-        cluster.pools or {DEFAULT_POOL: PoolSection(devices=max(machines.devices, 1), roles=ROLES)},
+        cluster.pools or {DEFAULT_POOL: _default_pool(machines)},
         machines,
         needed_roles(config) | optional_roles(config),
     )
@@ -221,6 +221,11 @@ def judge_tensor_parallel(config: RunConfig) -> int:
     """Devices of one replica of the judge."""
     sizes = [config.services[name].engine.get("tensor_model_parallel_size", 1) for name in judge_services(config)]
     return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
+
+
+def _default_pool(machines: _Machines) -> PoolSection:
+    roles: tuple[Role, ...] = tuple(role for role in ROLES if role != "judge")
+    return PoolSection(devices=max(machines.devices, 1), roles=roles)
 
 
 def _pools(wanted: dict[str, PoolSection], machines: _Machines, needed: Iterable[Role]) -> tuple[Pool, ...]:

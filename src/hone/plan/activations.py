@@ -4,8 +4,8 @@ Closed forms, counted operation by operation: for Hone's own decoder from `model
 and `logprobs.py`; for Transformers' classes from what autograd saves of their eager code around an attention that
 keeps q, k, v, its output and one normaliser per query. Bytes per number: 2 in bfloat16, 4 in float32.
 
-Not modelled: sequence parallelism (tensor parallelism divides heads and feed-forward widths, not the residual stream),
-fused kernels of other libraries, and attention that materialises its scores.
+Tensor parallelism divides heads and feed-forward widths, not the residual stream; sequence parallelism divides tokens,
+but not attention's masks. Not modelled: fused kernels of other libraries, and attention that materialises its scores.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pass:
     implementation: Implementation
     bytes_each: int
     tokens: int
-    """Tokens computed, each prompt once for its samples."""
+    """Tokens computed on this device, each prompt once for its samples."""
     response_tokens: int
     """Tokens whose logits are wanted."""
     longest: int
@@ -55,6 +55,8 @@ class Pass:
     has_logits: bool = True
     """A critic has none."""
     tensor_parallel: int = 1
+    sequence_parallel: int = 1
+    """Devices that have the microbatch's other tokens."""
     copies_keys: bool = False
     """Attention keeps keys and values once per query head, as Transformers' does where rows are padded."""
 
@@ -89,11 +91,13 @@ def _attention_numbers(arch: Architecture) -> float:
 
 
 def _own(work: Pass) -> float:
-    """Hone's decoder: two norms (normed and scaled), qkv, rotated q and k, attention's output, gate, up, product."""
+    """Hone's decoder: two norms (normed and scaled), qkv, rotated q and k, attention's output, gate, up, product. Where
+    sequences are exchanged for heads, v is no part of qkv any more, and the output is there in both divisions."""
     arch, p, tp = work.architecture, work.bytes_each, work.tensor_parallel
     q, kv = arch.q_size / tp, arch.kv_size / tp
+    attention = (3 if work.sequence_parallel == 1 else 4) * (q + kv)
     heads = (8 * arch.heads + 4 * (arch.heads + arch.kv_heads) * arch.qk_norm) / tp
-    return p * (4 * arch.hidden + 3 * q + 3 * kv + 3 * arch.inner / tp) + heads + 8
+    return p * (4 * arch.hidden + attention + 3 * arch.inner / tp) + heads + 8
 
 
 def _transformers(work: Pass) -> float:
@@ -165,10 +169,11 @@ def mask_bytes(work: Pass, *, backward: bool) -> int:
     """Hone's attention: masks of all blocks in float32, and its workspace of scores, which all layers share."""
     if work.implementation != "hone":
         return 0
+    tokens, heads = work.tokens * work.sequence_parallel, work.architecture.heads / work.tensor_parallel
     mean_keys = min(work.longest, work.longest / 2 + QUERY_ROWS)
-    scores = min(BLOCK_SCORES, work.tokens * mean_keys)
+    scores = min(BLOCK_SCORES, tokens * mean_keys)
     each = SCORE_BYTES[work.bytes_each, backward]
-    return round(4 * work.tokens * mean_keys + each * scores * work.architecture.heads / work.tensor_parallel)
+    return round(4 * tokens * mean_keys + each * scores * heads / work.sequence_parallel)
 
 
 def embedding_gradient_bytes(work: Pass) -> int:

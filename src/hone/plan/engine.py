@@ -36,7 +36,8 @@ class EngineSettings:
     """The section that its settings are in."""
     frac_key: str = "memory_frac"
     split_key: str = "tensor_parallel"
-    """What two of them are called there."""
+    tokens_key: str = "max_batched_tokens"
+    """What three of them are called there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Engine:
                 f"{prefix}workspace",
                 self.workspace_bytes,
                 f"{settings.max_batched_tokens:,} tokens of one layer, logits of {settings.max_samples:,} (estimate)",
-                f"{knob}.max_batched_tokens",
+                f"{knob}.{settings.tokens_key}",
             ),
             *self.asleep_terms(level=2),
         ]

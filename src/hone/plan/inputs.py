@@ -123,5 +123,6 @@ def microbatch(inputs: Inputs, *, ranks: int = 1, bytes_each: int = 2) -> Pass:
         chunk_tokens=train.logprob_chunk_tokens,
         entropy_gradient=workload.has_entropy_gradient,
         tensor_parallel=placement.tensor_parallel,
+        sequence_parallel=placement.context_parallel,
         copies_keys=padded and inputs.architecture.latent is None,
     )

@@ -100,8 +100,6 @@ class Placement(Section):
     judge: JudgePlacement | None = key(None)
 
 
-SIZES = ("mode", "engine_devices", "critic_devices", "judge.devices")
-"""Keys that say how many devices who has; with one of them, the pools of a run file are not looked at."""
 _CLUSTER_KEYS = {
     "placement.checkpointing": "train.activation_checkpointing",
     "placement.shard": "cluster.trainer.shard",
@@ -115,17 +113,17 @@ _CLUSTER_KEYS = {
 }
 
 
-def cluster_key(key: str) -> str:
-    """The key of the run file that says the same as one of the placement; itself where none does."""
-    return _CLUSTER_KEYS.get(key, key)
-
-
 OFFLOADS = {
     "placement.offload_optimizer": "parameters",
     "placement.offload_moments": "optimizer",
     "placement.offload_reference": "reference",
 }
 """What `cluster.trainer.offload` calls what a key of the placement leaves on the host."""
+
+
+def cluster_key(key: str) -> str:
+    """The key of the run file that says the same as one of the placement; itself where none does."""
+    return _CLUSTER_KEYS.get(key, key)
 
 
 def placement_key(key: str) -> str:
@@ -165,9 +163,9 @@ def placement_of(config: RunConfig, topology: Topology, given: Placement) -> Pla
 
 
 def sizes_given(placement: Placement) -> bool:
-    """Whether a placement says itself how many devices who has."""
-    keys = placement.model_fields_set
-    return bool(keys.intersection(SIZES)) or bool(placement.judge and "devices" in placement.judge.model_fields_set)
+    """Whether a placement says itself how many devices who has, so that the pools of a run file are not looked at."""
+    judge = placement.judge.model_fields_set if placement.judge else set()
+    return bool(placement.model_fields_set & {"mode", "engine_devices", "critic_devices"} or judge & {"devices"})
 
 
 def _engine(section: EnginesSection, prefill_tokens: int) -> dict[str, Any]:

@@ -127,6 +127,7 @@ def _engine(inputs: Inputs, devices: int) -> Engine | Embedded:
             graphs=placement.graphs,
             prefix="engine: ",
             knob=key_in(inputs, "placement.engine"),
+            tokens_key="max_batched_tokens" if inputs.topology is None else "args.max_num_batched_tokens",
         ),
         inputs.hardware.memory_bytes,
     )
@@ -151,8 +152,12 @@ def _names(inputs: Inputs) -> dict[str, str]:
     services = judge_services(inputs.config) if inputs.topology is not None else []
     if not services:
         return {"knob": "placement.judge"}
-    names = {"frac_key": "gpu_memory_utilization", "split_key": "tensor_model_parallel_size"}
-    return {"knob": f"services.{services[0]}.engine", **names}
+    return {
+        "knob": f"services.{services[0]}.engine",
+        "frac_key": "gpu_memory_utilization",
+        "split_key": "tensor_model_parallel_size",
+        "tokens_key": "max_num_batched_tokens",
+    }
 
 
 def _scorer(inputs: Inputs, scorer: JudgePlacement) -> Engine | Reader:

@@ -65,7 +65,6 @@ def sequence_fits_the_model(inputs: Inputs) -> Iterator[str]:
 def heads_divide(inputs: Inputs) -> Iterator[str]:
     arch, placement = inputs.architecture, inputs.placement
     tensor, context = placement.tensor_parallel, placement.context_parallel
-    of_context = key_in(inputs, "placement.context_parallel")
     for key, value in (
         ("placement.tensor_parallel", tensor),
         ("placement.engine.tensor_parallel", placement.engine.tensor_parallel),
@@ -73,10 +72,17 @@ def heads_divide(inputs: Inputs) -> Iterator[str]:
         line = does_not_divide(key_in(inputs, key), value, arch.heads, "the query heads")
         if line:
             yield line
-    if context > 1 and arch.heads % (tensor * context):
-        legal = nearest_legal(context, lambda n: arch.heads % (tensor * n) == 0, high=arch.heads)
+    if inputs.topology is not None and arch.kv_heads % (tensor * context):
+        legal = nearest_legal(tensor * context, lambda n: arch.kv_heads % n == 0, high=arch.kv_heads)
         yield (
-            f"{of_context} = {context} times tensor_parallel = {tensor} does not divide the query heads "
+            f"{key_in(inputs, 'placement.tensor_parallel')} = {tensor} x sequence_parallel = {context} does not divide "
+            f"the key-value heads ({arch.kv_heads}), which a trainer has once. Nearest product: {_listed(legal)}."
+        )
+    elif context > 1 and arch.heads % (tensor * context):
+        legal = nearest_legal(context, lambda n: arch.heads % (tensor * n) == 0, high=arch.heads)
+        key = key_in(inputs, "placement.context_parallel")
+        yield (
+            f"{key} = {context} times tensor_parallel = {tensor} does not divide the query heads "
             f"({arch.heads}). Nearest: {_listed(legal)}."
         )
 
