@@ -6,6 +6,9 @@ A checkpoint holds float32 master weights and AdamW's two moments: 12 bytes a pa
 tensors with `torch.save` and with safetensors' `save_file`, without a hash, an fsync or a rename; the third is
 `save_file` with an fsync, which says how much of the price is the disk's. Sides take turns in one process; medians.
 Restoring reads a file that is in the page cache, as after a short interruption.
+
+`held up` is how long a step waits on a cluster, where ranks copy their state and write the copy while training goes on:
+the copy alone, into memory that is kept from one time to the next.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from hone.train.checkpoint import Checkpoints
-from hone.train.shards import LiveSnapshot
+from hone.train.shards import HostCopies, LiveSnapshot
 from hone.types import Progress
 
 SLICES = 24
@@ -50,13 +53,15 @@ def seconds(work: Callable[[], object]) -> float:
 def measure(num_parameters: int, rounds: int, folder: Path) -> dict[str, float]:
     """Median seconds of every side."""
     tensors = state_of(num_parameters)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    checkpoints, copies = Checkpoints(folder / "checkpoints", keep=1), HostCopies()
+    copies.take(tensors)
     sides: dict[str, Callable[[], object]] = {
         "save": lambda: checkpoints.save(Progress(step=1), LiveSnapshot(tensors, {})),
         "torch.save": lambda: torch.save(tensors, folder / "bare.pt"),
         "save_file": lambda: save_file(tensors, folder / "bare.safetensors"),
         "save_file, fsync": lambda: save_synced(tensors, folder / "synced.safetensors"),
-        "newest": checkpoints.newest,
+        "copy": lambda: copies.take(tensors),
+        "newest": lambda: touch(checkpoints.newest().tensors),
         "torch.load": lambda: torch.load(folder / "bare.pt", weights_only=True),
         "load_file": lambda: touch(load_file(folder / "bare.safetensors")),
     }
@@ -68,7 +73,7 @@ def measure(num_parameters: int, rounds: int, folder: Path) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def touch(tensors: dict[str, torch.Tensor]) -> None:
+def touch(tensors: Mapping[str, torch.Tensor]) -> None:
     """Read every page: load_file only maps them."""
     for tensor in tensors.values():
         tensor.sum()
@@ -81,8 +86,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| parameters | MiB | save s | / torch.save | / save_file | / save_file + fsync | restore s | / load_file |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ["parameters", "MiB", "save s", "/ torch.save", "/ save_file", "/ save_file + fsync"]
+    columns += ["held up s", "/ save", "restore s", "/ load_file"]
+    print("|", " | ".join(columns), "|")
+    print("|---" * len(columns) + "|")
     for count in map(int, options.parameters):
         folder = Path(tempfile.mkdtemp(dir=options.folder))
         try:
@@ -91,6 +98,7 @@ def main() -> None:
             shutil.rmtree(folder)
         ratios = [s["save"] / s[other] for other in ("torch.save", "save_file", "save_file, fsync")]
         cells = [f"{count:,}", f"{12 * count / 2**20:,.0f}", f"{s['save']:.3f}", *(f"{ratio:.1f}" for ratio in ratios)]
+        cells += [f"{s['copy']:.4f}", f"{s['copy'] / s['save']:.2f}"]
         print("|", " | ".join([*cells, f"{s['newest']:.3f}", f"{s['newest'] / s['load_file']:.1f}"]), "|", flush=True)
 
 

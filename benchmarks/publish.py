@@ -1,0 +1,179 @@
+"""Seconds to bring a model's weights to an engine in another process, by transport, against a copy and against a file.
+
+    python benchmarks/publish.py --mib 64 256 --bucket-mib 32 --rounds 3
+
+Every transport brings the same tensors to a process that copies each into a model of its own, with both fingerprints,
+as a run does. `copy` is the least possible: one pass over the bytes in one process. `file` is what many tools do: the
+weights are saved as safetensors, and loaded by the other process. Sides take turns; medians; ratios to `copy` and to
+`file` in the same run. The last rows say what the fingerprints alone cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hone.cluster.meeting import Meeting
+from hone.cluster.publish import publish, take
+from hone.cluster.publish_group import GroupInlet, GroupOutlet
+from hone.cluster.publish_ray import Intake, RayOutlet
+from hone.cluster.weights import bucket_bytes
+from hone.model.fingerprint import byte_sum, weights_fingerprint
+
+TENSORS = 24
+"""Tensors that the bytes are divided over, as layers would be."""
+TIMEOUT_S = 120.0
+CPU = torch.device("cpu")
+
+
+class Holder:
+    """What an engine is to a transport: it has weights and loads others."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.own = tensors_of(num_bytes)
+        self.version = 0
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        await asyncio.to_thread(self._copy, weights)
+        self.version = version
+
+    def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, weight in weights:
+            self.own[name].copy_(weight)
+
+    def fingerprint(self) -> str:
+        return weights_fingerprint(self.own.items())
+
+
+@ray.remote(num_cpus=0)
+class Actor:
+    """An engine's actor, as far as weights go."""
+
+    def __init__(self, num_bytes: int) -> None:
+        torch.set_num_threads(1)
+        self.intake = Intake(Holder(num_bytes), timeout_s=TIMEOUT_S)
+
+    async def begin_weights(self, version: int) -> None:
+        await self.intake.begin(version)
+
+    async def take_bucket(self, header: str, data: np.ndarray) -> None:
+        await self.intake.bucket(header, data)
+
+    async def finish_weights(self, manifest: str) -> str:
+        return await self.intake.manifest(manifest)
+
+
+def other_process(channel: Connection, num_bytes: int, address: str) -> None:
+    """Takes weights through gloo, or loads a file, as it is told."""
+    torch.set_num_threads(1)
+    holder = Holder(num_bytes)
+    inlet = GroupInlet(address, "engine", ["engine"], backend="gloo", device=CPU, timeout_s=TIMEOUT_S)
+    while isinstance(told := channel.recv(), str | int):
+        if isinstance(told, int):
+            asyncio.run(take(holder, inlet, told))
+        else:
+            holder._copy(load_file(told).items())
+        channel.send("done")
+
+
+def tensors_of(num_bytes: int) -> dict[str, Tensor]:
+    return {f"layer.{i}": torch.randn(num_bytes // TENSORS // 2).bfloat16() for i in range(TENSORS)}
+
+
+def measure(mib: float, bucket_mib: float, rounds: int, folder: Path) -> dict[str, float]:
+    """Median seconds of every side."""
+    weights, target = tensors_of(int(mib * 2**20)), tensors_of(int(mib * 2**20))
+    num_bytes, size = sum(weight.nbytes for weight in weights.values()), bucket_bytes(bucket_mib)
+    versions = iter(range(1, 10**6))
+    actor = Actor.remote(num_bytes)
+    context, meeting = multiprocessing.get_context("spawn"), Meeting()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=other_process, args=(theirs, num_bytes, meeting.address), daemon=True)
+    process.start()
+    gloo = GroupOutlet(meeting, ["engine"], backend="gloo", device=CPU, timeout_s=TIMEOUT_S)
+    gloo.connect()
+
+    def through_ray() -> None:
+        version = next(versions)
+        outlet = RayOutlet({"engine": actor}, version=version, timeout_s=TIMEOUT_S)
+        found = publish(weights.items(), outlet, version=version, bucket_size=size)
+        assert not found.failed, found.failed
+
+    def through_gloo() -> None:
+        version = next(versions)
+        ours.send(version)
+        found = publish(weights.items(), gloo, version=version, bucket_size=size)
+        assert not found.failed, found.failed
+        ours.recv()
+
+    def through_a_file(sync: bool) -> None:
+        path = folder / "weights.safetensors"
+        save_file(weights, path)
+        if sync:
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+        ours.send(str(path))
+        ours.recv()
+
+    data = torch.cat([weight.view(torch.uint8) for weight in weights.values()])
+    sides: dict[str, Callable[[], object]] = {
+        "copy": lambda: [target[name].copy_(weight) for name, weight in weights.items()],
+        "Ray": through_ray,
+        "gloo": through_gloo,
+        "file": lambda: through_a_file(sync=False),
+        "file, fsync": lambda: through_a_file(sync=True),
+        "one fingerprint": lambda: byte_sum(data),
+        "BLAKE2b": lambda: hashlib.blake2b(data.numpy().data).digest(),
+    }
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, work in sides.items():
+            started = time.perf_counter()
+            work()
+            if number:  # the first round warms up
+                found[name].append(time.perf_counter() - started)
+    ours.send(None)
+    process.join(TIMEOUT_S)
+    ray.kill(actor)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", nargs="+", type=float, default=[16, 128, 512])
+    parser.add_argument("--bucket-mib", type=float, default=64.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        print(f"buckets of {options.bucket_mib:g} MiB\n")
+        print("| MiB | way | s | GB/s | / copy | / file |")
+        print("|---|---|---|---|---|---|")
+        for mib in options.mib:
+            with tempfile.TemporaryDirectory() as folder:
+                seconds = measure(mib, options.bucket_mib, options.rounds, Path(folder))
+            for name, s in seconds.items():
+                ratios = f"{s / seconds['copy']:.1f} | {s / seconds['file']:.2f}"
+                print(f"| {mib:g} | {name} | {s:.3f} | {mib * 2**20 / s / 1e9:.2f} | {ratios} |", flush=True)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
