@@ -117,7 +117,7 @@ def test_without_vllm_hones_own_server_runs_and_says_what_it_does_not_heed(tmp_p
     found = read_metrics([asyncio.run(asyncio.wait_for(main(), 90))])
     assert found["policy_memory_bytes"][0] > 1e7 and found["policy_samples_total"] == [
         2.0
-    ]  # the one that proved it, and ours
+    ]  # its own first one, and ours
     assert watched.launches[0].command[-2:] == ("--max-concurrent", "8")
     note = "service judge: Hone's own engine, 8 sequences; without vLLM these do nothing: enforce_eager"
     assert note in watched.said

@@ -7,6 +7,7 @@ import pytest
 
 from hone.config.load import load_rewards
 from hone.reward.base import Component
+from hone.reward.fingerprint import fingerprint
 from hone.reward.wire import (
     Disagreement,
     Item,
@@ -20,7 +21,6 @@ from hone.reward.wire import (
     plain,
 )
 from hone.serve.batching import MicroBatcher, batched
-from hone.serve.fingerprint import fingerprint
 from hone.serve.lane import Done, Lane, Memory, Pace
 from hone.types import Fault, Group, Prompt, Sample, Score, Turn
 

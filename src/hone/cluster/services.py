@@ -28,9 +28,10 @@ from hone.cluster.log import TAIL_LINES, Excerpt, last_lines
 from hone.cluster.ports import holder, is_free
 from hone.cluster.process import Life
 from hone.cluster.state import ServiceState, kept_up, runtime_folder, supervised_by_me, write_state
-from hone.config.load import Loaded
+from hone.config.load import Loaded, load_rewards
 from hone.errors import ServiceError
 from hone.restarts import Restarts
+from hone.reward.fingerprint import fingerprint
 
 Say = Callable[[str], None]
 Relay = Callable[[str, str], None]
@@ -218,6 +219,9 @@ class Services:
         if not self._launches:
             return
         borrowed = {launch.name: url for launch in self._launches if (url := self._borrow(launch))}
+        for launch in self._launches:
+            if launch.name not in borrowed and await self._serves_the_same(launch):
+                borrowed[launch.name] = launch.url
         own = [launch for launch in self._launches if launch.name not in borrowed]
         for launch in own:
             await self._see_that_port_is_free(launch)
@@ -296,6 +300,21 @@ class Services:
                     return service.url
         return None
 
+    async def _serves_the_same(self, launch: Launch) -> bool:
+        """Whether a healthy service of these rewards is at the port that the file sets, whoever started it."""
+        service = launch.service
+        if not (service.reuse and self._may_reuse and service.reward and service.port):
+            return False
+        with contextlib.suppress(httpx.HTTPError, ValueError):  # nobody, or somebody else, who is in the way then
+            async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
+                answer = await client.get(f"{launch.url}/health")
+            said = answer.json() if answer.status_code == 200 else None
+            loaded = await asyncio.to_thread(load_rewards, launch.folder / Path(service.reward).expanduser())
+            if isinstance(said, dict) and said.get("fingerprint") == await asyncio.to_thread(fingerprint, loaded):
+                self._say(f"service {launch.name}: the one of the same fingerprint that runs at {launch.url} already")
+                return True
+        return False
+
     async def _see_that_port_is_free(self, launch: Launch) -> None:
         deadline = time.monotonic() + PORT_TIMEOUT_S
         try:
@@ -303,7 +322,7 @@ class Services:
                 if time.monotonic() >= deadline:
                     raise ServiceError(
                         f"services.{launch.name}.port = {launch.port} is taken by {holder(launch.port)}. End that, "
-                        "choose another port, or 0 for a free one; reuse: true takes what `hone up` runs."
+                        "choose another port, or 0 for a free one; reuse: true takes a service of the same settings."
                     )
                 await asyncio.sleep(0.1)
         except PermissionError:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from hone.config.load import Loaded
 from hone.errors import RewardError
 from hone.reward.base import Component, InPool, Rewards
+from hone.reward.fingerprint import fingerprint
 from hone.reward.judge.scorer import JudgeReward
 from hone.reward.signature import Range
 from hone.reward.sums import settled, weighted_sums
@@ -35,7 +36,6 @@ from hone.reward.wire import (
     printable,
 )
 from hone.serve.batching import batched
-from hone.serve.fingerprint import fingerprint
 from hone.serve.lane import Done, Joined, Lane, Memory
 from hone.serve.metrics import RewardMetrics
 from hone.serve.problem import Problem
