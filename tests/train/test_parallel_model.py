@@ -3,11 +3,13 @@
 import pytest
 import torch
 from gang import Gang
-from parallel_cases import Case, Found, found, make, refusal, sums_in_layers, vocabulary
+from parallel_cases import SIZES, Case, Found, found, make, refusal, sums_in_layers, vocabulary
 from transformers import LlamaConfig
 
 from hone.errors import DataError
 from hone.model.parallel import divide_layers, divide_tokens, refuse_indivisible
+from hone.plan.activations import Pass, saved_per_token
+from hone.plan.architecture import architecture_from
 
 LONG = ((tuple(range(50)) * 6,), (0, 0), (tuple(range(60)) * 2, tuple(range(20, 60)) * 3))
 
@@ -117,6 +119,18 @@ def test_activations_of_divided_tokens_take_half_the_memory(pair, checkpointing)
     assert sum(one.saved_bytes for one in ranks) < 1.1 * alone.saved_bytes  # q, k, v and output are kept twice
     assert all(one.saved_bytes < 0.6 * alone.saved_bytes for one in ranks)  # all responses stand in the second half
     assert all(one.weight_numbers == alone.weight_numbers for one in ranks)
+
+
+@pytest.mark.parametrize("divided", [{}, {"tensor": 2}, {"sequence": 2}], ids=str)
+def test_plans_know_what_a_layer_keeps(pair, divided):
+    """Two layers more keep so much more; numbers of eight bytes, for the arithmetic here is float64."""
+    few, more = (Case(keys=WIDE | {"num_hidden_layers": layers}, samples=LONG) for layers in (2, 4))
+    ranks = [pair(found, case, divided) if divided else [found(case)] for case in (few, more)]
+    kept = sum(b.saved_bytes - a.saved_bytes for a, b in zip(*ranks, strict=True))
+    tensor, sequence = divided.get("tensor", 1), divided.get("sequence", 1)
+    arch = architecture_from({"model_type": "qwen3", **SIZES, **WIDE})
+    work = Pass(arch, "hone", 8, 576 // sequence, 240, 419, tensor_parallel=tensor, sequence_parallel=sequence)
+    assert kept == pytest.approx(2 * len(ranks[0]) * work.tokens * saved_per_token(work), rel=0.02)
 
 
 def test_transformers_own_class_cannot_divide_tokens():
