@@ -71,7 +71,7 @@ def test_a_killed_engine_comes_back_and_samples_while_training_goes_on(tmp_path)
     kinds = [event["kind"] for event in events_of(tmp_path, "replica_down", "replica_restarting", "replica_up")]
     assert kinds[-3:] == ["replica_down", "replica_restarting", "replica_up"]
     last = [line for line in metrics_of(tmp_path / "run") if "time/step_s" in line][-1]
-    assert last["engine/replicas_up"] == 2
+    assert last["engine/replicas_up"] == 2 and last["engine/published_mib"] > 0
     assert all(last[f"memory/{name}_process_rss_gib"] > 0 for name in ("rank-0", "rank-1", "engine-0", "engine-1"))
     assert audit(read_events(tmp_path / "run" / "events.jsonl")).violations == ()
     assert life.nothing_is_left(within_s=10)
@@ -98,7 +98,7 @@ def test_a_killed_controller_is_resumed_and_leaves_nothing(tmp_path, faultless):
     life = Life(run_file, *APART, f"run.steps={STEPS}")
     life.until(lambda: trained(tmp_path) >= 5)
     assert life.end(signal.SIGKILL) == -signal.SIGKILL
-    assert life.nothing_is_left(within_s=45)
+    assert life.nothing_is_left(within_s=120)
     resumed = Life(run_file, *APART, f"run.steps={STEPS}", "--resume")
     assert resumed.end() == 0, resumed.text()
     found = audit(read_events(tmp_path / "run" / "events.jsonl"))
@@ -119,7 +119,7 @@ def test_three_faults_in_one_asynchronous_run(tmp_path):
     again = trained(tmp_path)
     life.until(lambda: trained(tmp_path) >= again + 3)
     life.end(signal.SIGKILL)
-    assert life.nothing_is_left(within_s=45)
+    assert life.nothing_is_left(within_s=120)
     steps = metrics_of(tmp_path / "run")[-1]["step"] + 5
     resumed = Life(run_file, *ASYNC, f"run.steps={steps}", "--resume")
     assert resumed.end() == 0, resumed.text()

@@ -153,7 +153,8 @@ async def workers_on_ray(job: Job, needs: frozenset[str], saved: Saved | None) -
         trainer, engine = await _unless_stopped(job, crew.assemble(saved))
         try:
             async with VitalsWatch(lambda: crew.processes) as vitals:
-                with job.observer.watching(engine.metrics), job.observer.watching(vitals.metrics):
+                watching = job.observer.watching
+                with watching(engine.metrics), watching(trainer.metrics), watching(vitals.metrics):
                     yield Workers(trainer, engine, weights_are_shared=False, takes_turns=job.topology.colocated)
         finally:
             await engine.close()

@@ -45,6 +45,7 @@ class RemoteTrainer:
         self._is_broken = False
         """A rank died or is stuck, and the others may wait for it."""
         self._asking = threading.Lock()
+        self._published_bytes = 0
 
     def start(self, make: MakeTrainer, *, is_one_machine: bool, timeout_s: float) -> None:
         """Build the trainer on every rank. On one machine they meet in a file, and no port is opened for it."""
@@ -100,7 +101,13 @@ class RemoteTrainer:
         settings = {"version": version, "bucket_size": self._bucket_size, "timeout_s": self._timeout_s}
         calls = self._ask("publish", dict(engines), **settings)
         # Each engine may use up its time; only then is it the rank that is stuck.
-        return self._answer(calls, f"publishing version {version}", 2 * self._timeout_s)
+        published: Published = self._answer(calls, f"publishing version {version}", 2 * self._timeout_s)
+        self._published_bytes = published.manifest.num_bytes
+        return published
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last publish; see `observe/metrics.py`."""
+        return {"engine/published_mib": self._published_bytes / 2**20}
 
     def fingerprint(self) -> str:
         """See `Trainer.fingerprint`; no weight moves."""

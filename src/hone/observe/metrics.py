@@ -56,6 +56,7 @@ METRICS: dict[str, Metric] = {
     "rollout/samples_per_s": Metric("samples/s", "Samples per second of the whole step."),
     "engine/replicas_up": Metric("engines", "Replicas that are up; below cluster's number one is being started again."),
     "engine/requeued": Metric("requests", "Drawn by another replica because theirs was lost, since the previous line."),
+    "engine/published_mib": Metric("MiB", "Weights of the last publish, as each engine got them."),
     "engine/<replica>_samples": Metric("samples", "That this replica has drawn since the previous line."),
     "engine/<replica>_queue_peak": Metric(
         "samples", "Most that were being drawn by this replica, or waited there, at one time since the previous line."
