@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    if find_spec("vllm") is None:
+    if Path(sys.prefix) != VENV:
         make_environment()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         sys.exit(subprocess.run([VENV / "bin" / "python", __file__, *sys.argv[1:]], env=environment).returncode)
