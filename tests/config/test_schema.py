@@ -59,12 +59,8 @@ def test_names_from_elsewhere_and_derived_quantities_name_real_keys():
 
 def test_every_key_is_read_by_something():
     """An attribute of the section's name, or of something annotated with or assigned from it."""
-    unread = set(_read_as()) - set().union(*(_reads(path) for path in _reader_files())) - _AWAITED
+    unread = set(_read_as()) - set().union(*(_reads(path) for path in _reader_files()))
     assert not unread, f"keys that nothing outside config/ and cli/ reads: {sorted(unread)}"
-
-
-_AWAITED = {("ClusterSection", "canary_every"), ("ShardingSection", "compile")}
-"""Keys of the cluster section whose readers are still being written."""
 
 
 def _reader_files() -> Iterator[Path]:
