@@ -1,6 +1,8 @@
 """`python -m hone`, for where the `hone` command is not on the path."""
 
+import sys
+
 from hone.cli.main import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
