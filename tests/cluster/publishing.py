@@ -55,6 +55,14 @@ class HangingEngine(LocalEngine):
         await asyncio.to_thread(lambda: [next(stream), next(stream), time.sleep(30)])
 
 
+class LateEngine(LocalEngine):
+    """Takes all weights and does not come back."""
+
+    async def load(self, weights, version):
+        await super().load(weights, version)
+        await asyncio.sleep(30)
+
+
 class ForgetfulEngine(LocalEngine):
     """Takes all weights, and changes one afterwards."""
 
@@ -71,7 +79,13 @@ class PickyEngine(LocalEngine):
         raise DataError("not these weights")
 
 
-KINDS = {"good": LocalEngine, "hanging": HangingEngine, "forgetful": ForgetfulEngine, "picky": PickyEngine}
+KINDS = {
+    "good": LocalEngine,
+    "hanging": HangingEngine,
+    "late": LateEngine,
+    "forgetful": ForgetfulEngine,
+    "picky": PickyEngine,
+}
 
 
 def make_engine(kind: str, dtype: torch.dtype = torch.float32) -> LocalEngine:

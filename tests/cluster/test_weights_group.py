@@ -103,6 +103,16 @@ def test_a_stuck_engine_is_named_at_the_deadline():
         assert engines["engine-0"].process.is_alive(), "it hangs"
 
 
+def test_one_that_never_finishes_loading_is_told_from_the_one_beside_it():
+    meeting = Meeting()
+    with members(meeting, TOGETHER, {"engine-0": "late"}), outlets(meeting, TOGETHER) as outlet:
+        for one in outlet.outlets:
+            one.timeout_s = 2.0
+        found = send(outlet, 1)
+        assert found.failed["engine-0"] == ("engine-0 is stuck or dead: it did not finish loading version 1 within 2 s")
+        assert "engine-1 is stuck" not in found.failed["engine-1"]
+
+
 def test_an_engine_that_never_joins_is_named():
     meeting = Meeting()
     with (

@@ -89,7 +89,8 @@ class MeetingOutlet(ABC):
         arrived = self._send_data(self._number + 1, bucket)
         number = self._say("bucket", bucket.header())
         deadline = time.monotonic() + self.timeout_s
-        return lambda: self._wait_until(arrived, deadline, number, f"did not take bucket {bucket.index}")
+        what_not = f"did not take bucket {bucket.index}"
+        return lambda: self._wait_until(arrived, deadline, lambda engine: self.last_taken(engine) >= number, what_not)
 
     def finish(self, manifest: Manifest) -> dict[str, str]:
         if self.failed:
@@ -98,7 +99,12 @@ class MeetingOutlet(ABC):
         keys = [f"{engine}/held/{number}" for engine in self.engines]
         deadline = time.monotonic() + self.timeout_s
         what_not = f"did not finish loading version {manifest.version}"
-        self._wait_until(lambda: self.store.check(keys), deadline, number, what_not)
+        self._wait_until(
+            lambda: self.store.check(keys),
+            deadline,
+            lambda engine: self.store.check([f"{engine}/held/{number}"]),
+            what_not,
+        )
         if self.failed:
             return {}
         held = {engine: self.store.get(key).decode() for engine, key in zip(self.engines, keys, strict=True)}
@@ -121,8 +127,19 @@ class MeetingOutlet(ABC):
         self.store.set(f"message/{self._number}", json.dumps({kind: text}))
         return self._number
 
-    def _wait_until(self, done: Callable[[], bool], deadline: float, number: int, what_not: str) -> None:
-        """Until it is done; else, with an engine that failed or at the deadline, it is over for all of them."""
+    def last_taken(self, engine: str) -> int:
+        """Number of the last message that an engine took; -1 before the first."""
+        return int(self.store.get(f"{engine}/at"))
+
+    def _wait_until(
+        self, done: Callable[[], bool], deadline: float, done_by: Callable[[str], bool], what_not: str
+    ) -> None:
+        """Until it is done; else, with an engine that failed or at the deadline, it is over for all of them.
+
+        Args:
+            done_by: whether an engine did its part.
+            what_not: of one that did not.
+        """
         if self.failed:
             return
 
@@ -135,16 +152,16 @@ class MeetingOutlet(ABC):
                 return
         except RuntimeError as error:  # what torch.distributed raises for a connection that was lost
             what_happened = f"{what_not}: {first_line(error)}"
-        self._give_up(number, what_happened)
+        self._give_up(done_by, what_happened)
 
-    def _give_up(self, number: int, what_happened: str) -> None:
-        """Find out whose fault it was: an engine that neither took the message nor says why not."""
+    def _give_up(self, done_by: Callable[[str], bool], what_happened: str) -> None:
+        """Find out whose fault it was: an engine that neither did its part nor says why not."""
         self.store.set("over", what_happened)
         self._say("over", what_happened)
         silent = list(self.engines)
 
         def all_told() -> bool:
-            silent[:] = [engine for engine in silent if self._told(engine, number) is None]
+            silent[:] = [engine for engine in silent if not (self._complaint(engine) or done_by(engine))]
             return not silent
 
         wait_until(all_told, time.monotonic() + GRACE_S)
@@ -152,15 +169,14 @@ class MeetingOutlet(ABC):
             self.failed[engine] = (
                 f"{engine} is stuck or dead: it {what_happened}"
                 if engine in silent
-                else self._told(engine, number) or f"{engine} lost the others of its group"
+                else self._complaint(engine) or f"{engine} lost the others of its group"
             )
         self._end()
 
-    def _told(self, engine: str, number: int) -> str | None:
-        """Why an engine failed; "" when it took the message; None when it says nothing."""
-        if self.store.check([f"{engine}/failed"]):
-            return f"{engine}: {self.store.get(f'{engine}/failed').decode()}"
-        return "" if int(self.store.get(f"{engine}/at")) >= number else None
+    def _complaint(self, engine: str) -> str | None:
+        """Why an engine says that it failed."""
+        key = f"{engine}/failed"
+        return f"{engine}: {self.store.get(key).decode()}" if self.store.check([key]) else None
 
 
 class MeetingInlet(ABC):

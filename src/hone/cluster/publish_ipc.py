@@ -33,7 +33,7 @@ class IpcOutlet(MeetingOutlet):
             self.store.set(key, _handle_of(bucket.data))
 
         def taken() -> bool:
-            if any(int(self.store.get(f"{engine}/at")) < number for engine in self.engines):
+            if any(self.last_taken(engine) < number for engine in self.engines):
                 return False
             for key in keys.values():
                 self.store.delete_key(key)
