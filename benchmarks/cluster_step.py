@@ -6,9 +6,12 @@
 One run file, whose `cluster` section alone differs, at two sizes of model and 32 x 8 samples of about 60 tokens. In a
 synchronous run trainer and engines take turns, so each layout has all threads in each half of a step: one rank and one
 engine have all of them each, two and two have half. A step is the median without the first ones; the ratio is to the
-one process of the same run. Start is from the command to the first step, imports included. Sent is what went over the
-loopback in a step, which is all that Ray and gloo send but for weights, which engines read from shared memory; the
-least possible is the samples' tokens and logprobs from the engine and the batch to each rank, and no more for one rank.
+one process of the same run. Start is from the command to the first step, imports included.
+
+Moved is what crosses between processes in a step: what was counted on the loopback (calls, samples, gloo), and what lies
+in shared memory, weights and batch. The least possible is the weights once, and each token's number and logprob to the
+run and with its advantage and mask to a rank: the batch of one rank, no gradients. What several ranks exchange of
+weights and gradients is in the first figure alone.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "2 ranks, 2 engines": {"all": {"devices": 2, "roles": ALL}},
 }
-BYTES_PER_TOKEN = {"sample": 12, "batch": 20}
-"""Token, logprob and version; token, mask, logprob, advantage and old logprob, of four bytes each."""
+SHARED_PER_TOKEN, LEAST_PER_TOKEN = 20, 24
+"""Bytes. The batch: token (8), mask, logprob, advantage. At least: token and logprob; those, mask and advantage."""
 REWARD = """
 from hone.reward import reward
 
@@ -61,7 +64,7 @@ class Measured:
 
     step_s: float
     start_s: float
-    sent_mib: float
+    moved_mib: float
     least_mib: float
     parts: dict[str, float]
 
@@ -110,11 +113,14 @@ def measure(size: str, layout: str, number: int, options: argparse.Namespace) ->
     later = lines[FIRST_STEPS:]
     (_, before), (_, after) = arrived[FIRST_STEPS - 1], arrived[-1]
     tokens = PROMPTS * GROUP * statistics.mean(line["rollout/response_tokens_mean"] for line in later)
+    weights = (folder / "run" / "hf" / "model.safetensors").stat().st_size // 2  # exported in float32
+    apart = layout != "local"
+    shared, least = apart * (weights + tokens * SHARED_PER_TOKEN), apart * (weights + tokens * LEAST_PER_TOKEN)
     return Measured(
         step_s=statistics.median(line["time/step_s"] for line in later),
         start_s=arrived[0][0] - started - lines[0]["time/step_s"],
-        sent_mib=(after - before) / (len(arrived) - FIRST_STEPS) / 2**20,
-        least_mib=0.0 if layout == "local" else tokens * sum(BYTES_PER_TOKEN.values()) / 2**20,
+        moved_mib=((after - before) / (len(arrived) - FIRST_STEPS) + shared) / 2**20,
+        least_mib=least / 2**20,
         parts={
             part: statistics.median(line.get(f"time/{part}_s", 0.0) for line in later)
             for part in ("generate", "train", "publish")
@@ -161,15 +167,17 @@ def print_table(size: str, found: dict[str, list[Measured]]) -> None:
 
     base = median(next(iter(found.values())), "step_s")
     print(f"\n{size}, {PROMPTS} x {GROUP} samples; ratio to {next(iter(found))}, target at 5M with one engine: 1.1")
-    print("| | step s | ratio | generate s | train s | publish s | start s | sent MiB/step | least MiB |")
+    print("| | step s | ratio | generate s | train s | publish s | start s | moved MiB/step | least MiB |")
     print("|---|---|---|---|---|---|---|---|---|")
     for layout, runs in found.items():
-        step_s, sent, least = (median(runs, value) for value in ("step_s", "sent_mib", "least_mib"))
+        step_s, moved, least = (median(runs, value) for value in ("step_s", "moved_mib", "least_mib"))
         parts = " | ".join(
             f"{statistics.median(run.parts[part] for run in runs):.3f}" for part in ("generate", "train", "publish")
         )
         start_s = median(runs, "start_s")
-        print(f"| {layout} | {step_s:.3f} | {step_s / base:.2f} | {parts} | {start_s:.1f} | {sent:.2f} | {least:.2f} |")
+        print(
+            f"| {layout} | {step_s:.3f} | {step_s / base:.2f} | {parts} | {start_s:.1f} | {moved:.2f} | {least:.2f} |"
+        )
     print()
 
 
