@@ -134,7 +134,7 @@ class LiveMemory(TorchDispatchMode):
 
 class _Values(TorchFunctionMode):
     """Real tensors keep their values: indices are made of them. Fake ones have none: a list of them is of ones, and
-    their bytes, which only a fingerprint reads, are none."""
+    their bytes, which only a fingerprint reads, are zeros."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.data_ptr):
@@ -146,8 +146,8 @@ class _Values(TorchFunctionMode):
             if func is Tensor.data_ptr:
                 return 0
             if func is Tensor.numpy:
-                if args[0].dtype == torch.uint8:
-                    return np.empty(0, np.uint8)
+                if args[0].dtype == torch.int32:
+                    return np.zeros(args[0].shape, np.int32)
                 raise TypeError("a trace cannot go on: the code reads values of a tensor that has none")
         return func(*args, **(kwargs or {}))
 
