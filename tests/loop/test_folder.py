@@ -97,6 +97,14 @@ def test_resume_with_other_numbers_is_refused_and_names_every_changed_key(tmp_pa
     assert RunFolder.read(tmp_path).identity()["seed"] == 0, "a refused resume changes nothing"
 
 
+def test_a_run_may_go_on_elsewhere_but_with_the_same_engine(tmp_path):
+    start(tmp_path).close()
+    pools = {"all": {"devices": 4, "roles": ["policy", "rollout"]}}
+    start(tmp_path, changed(cluster={"backend": "ray", "pools": pools, "trainer": {"shard": 2}}), resume=True).close()
+    with pytest.raises(RunFolderError, match=r"cluster.engines.use: \"embedded\" -> \"vllm\""):
+        start(tmp_path, changed(cluster={"engines": {"use": "vllm"}}), resume=True)
+
+
 def test_resume_may_go_on_longer_and_show_more(tmp_path):
     start(tmp_path).close()
     other = changed(run={"steps": 200, "threads": 1}, eval={"every": 5}, train={"tokens_per_microbatch": 1024})

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hone.config import schema
+from hone.config.cluster import ClusterSection
 from hone.config.run import ServiceSection
 from hone.errors import RunFolderError
 from hone.observe.whole import ASIDE, write_whole
@@ -37,12 +38,9 @@ SAME_NUMBERS = (
     "train.activation_checkpointing",
     "reward.workers",
     *(f"services.*.{key}" for key in ServiceSection.model_fields if key not in ("reward", "policy", "command")),
-    "cluster.address",
-    "cluster.start_timeout_s",
-    "cluster.call_timeout_s",
-    "cluster.restarts",
-    "cluster.bucket_mib",
-    "cluster.canary_every",
+    *(f"cluster.{key}" for key in ClusterSection.model_fields if key != "engines"),
+    "cluster.engines.tensor_parallel",
+    "cluster.engines.memory_frac",
     "checkpoint",
     "eval",
     "gate",
