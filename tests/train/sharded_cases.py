@@ -23,6 +23,8 @@ from hone.train.policy import PolicyTrainer
 from hone.train.sharded import Sharded, ShardedTrainer
 from hone.train.sharded_weights import ShardedWeights
 
+CONSTANT = "constant"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -99,6 +101,8 @@ def alone_or_sharded(case: Case, needs: frozenset[str], *, alone: bool) -> Polic
     dtype = torch.promote_types(getattr(torch, case.precision), torch.float32)
     model = make_model(dtype=dtype, implementation=case.implementation, vocab_size=case.vocab_size)
     model.checkpointing = "none" if alone else case.checkpointing
+    if case.implementation == "transformers":  # weights that are no parameters, as some classes' routers have them
+        model.hf.register_buffer(CONSTANT, torch.ones(3, dtype=dtype))
     common: dict[str, Any] = {
         "total_optimizer_steps": 10,
         "precision": case.precision,
@@ -160,7 +164,7 @@ def whole_gradients(learner: Learner):
     model, flat = learner.model, learner.held
     if getattr(model, "adapter", None) is None:
         flat._point_at(flat.grad)
-        yield from ((name, weight.clone()) for name, weight in model.named_weights())
+        yield from ((name, weight.clone()) for name, weight in model.named_weights() if name != CONSTANT)
         flat._point_at(flat.compute)
     else:
         yield from ((name, p.grad.clone()) for name, p in model.named_parameters() if p.requires_grad)

@@ -69,7 +69,8 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # a sum over ranks ...
         module.set_force_sum_reduction_for_comms(True)  # ... and none that gloo does not know
-        module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank was sent to
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # not in PyTorch 2.11
+            module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank was sent to
     if isinstance(model, TransformersModel):
         register_fsdp_forward_method(model, "hidden")  # it has no forward
 
@@ -113,9 +114,11 @@ class Places:
 
     def __init__(self, model: CausalModel | ScalarModel) -> None:
         self._owners = {_storage(p): (name, _local(p)) for name, p in model.named_parameters()}
-        own = model.named_weights() if isinstance(model, ScalarModel) else model.own_weights()
-        self.weights = {name: self.of(weight) for name, weight in own}
+        own = dict(model.named_weights() if isinstance(model, ScalarModel) else model.own_weights())
+        self.weights = {name: self.of(weight) for name, weight in own.items() if _storage(weight) in self._owners}
         """Of each weight beneath an adapter, by its Hugging Face name."""
+        self.buffers = {name: weight for name, weight in own.items() if _storage(weight) not in self._owners}
+        """What Transformers' classes call weights and no rank divides, such as the bias of a router."""
 
     def of(self, view: Tensor) -> Place:
         """The place of a view of a parameter."""
@@ -184,13 +187,15 @@ class ShardedWeights:
         places = Places(model)
         self.places = places.weights
         """Of each weight, by its Hugging Face name."""
+        self._buffers = places.buffers
         self._adapter = None if isinstance(model, ScalarModel) else model.adapter
         self._factors: dict[str, list[Place]] = {}
         """Of the two factors of an adapter beside a weight."""
         if self._adapter is not None:
             for name in self._adapter.names:
                 self._factors[f"{name}.weight"] = [places.of(factor) for factor in self._adapter.factors(name)]
-        self.trained_places = {name: places.of(weight) for name, weight in trained_weights(model)}
+        own = ((name, weight) for name, weight in trained_weights(model) if name not in places.buffers)
+        self.trained_places = {name: places.of(weight) for name, weight in own}
         """Of what a checkpoint has, by the name that it has there."""
         trained = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
         self.num_trained = sum(size for _, size in trained)
@@ -230,6 +235,7 @@ class ShardedWeights:
                 factors = [self._part(factor, dtype, whole) for factor in self._factors[name]]
                 weight = self._adapter.merge(weight, *factors)
             yield name, weight
+        yield from self._buffers.items()
 
     def _part(self, place: Place, dtype: torch.dtype, whole: dict[str, Tensor]) -> Tensor:
         """A matrix or vector out of the whole parameters, to which its own is added if it is missing."""
