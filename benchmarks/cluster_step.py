@@ -8,10 +8,10 @@ synchronous run trainer and engines take turns, so each layout has all threads i
 engine have all of them each, two and two have half. A step is the median without the first ones; the ratio is to the
 one process of the same run. Start is from the command to the first step, imports included.
 
-Moved is what crosses between processes in a step: what was counted on the loopback (calls, samples, gloo), and what lies
-in shared memory, weights and batch. The least possible is the weights once, and each token's number and logprob to the
-run and with its advantage and mask to a rank: the batch of one rank, no gradients. What several ranks exchange of
-weights and gradients is in the first figure alone.
+Moved is what crosses between processes in a step: what was counted on the loopback (calls, samples, gloo), and what
+lies in shared memory, weights and batch. The least possible is the weights once, and each token's number and logprob to
+the run and with its advantage and mask to a rank. What several ranks exchange of weights and gradients is in the first
+figure alone, and so is whatever else talks on this machine.
 """
 
 from __future__ import annotations
