@@ -19,6 +19,7 @@ CONFIG = {
     "train": {"optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "tokens_per_microbatch": 4096},
     "reward": {"components": [{"use": "exact", "args": {}}]},
     "eval": {"every": 10},
+    "cluster": {"backend": "local", "engines": {"use": "embedded"}},
 }
 
 
