@@ -101,7 +101,7 @@ class Router:
         draft = Draft(request, on_sample)
         while draft.num_missing:
             replica, life = await self._least_loaded(f"prompt {request.prompt.id}")
-            if not await self._draw(replica, life, draft) and draft.num_missing:
+            if not await self._draw(replica, life, draft) and draft.num_missing and not self._closed:
                 self._num_requeued += 1
                 prompt, stream = request.prompt.index, request.stream
                 self._witness.event("requeued", prompt=prompt, stream=stream, replica=replica.name, why=replica.why)
@@ -279,9 +279,7 @@ class Router:
         """What comes of some work of a replica. Raises EngineError when it is given up, or when its time is over, which
         runs anew from each sign of life."""
         working = asyncio.ensure_future(work)
-        working.add_done_callback(
-            lambda ended: ended.cancelled() or ended.exception()
-        )  # nobody may wait for it any more
+        working.add_done_callback(_heard)
         try:
             while True:
                 left_s = since() + timeout_s - self._now()
@@ -396,6 +394,12 @@ class Router:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _heard(ended: asyncio.Future[Any]) -> None:
+    """However it ended: who waited may have given it up, and asyncio warns of failures that nobody asks for."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _kept(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
