@@ -12,7 +12,7 @@ import hone
 
 SOURCES = Path(hone.__file__).parent
 LAYERS = (
-    ("types", "errors", "process", "restarts"),
+    ("types", "errors", "process", "restarts", "user_code"),
     ("config", "observe"),
     ("algo", "data", "model", "plan", "dialects"),
     ("rollout", "reward", "train"),

@@ -151,7 +151,7 @@ def test_nobody_there():
         ({"endpoint": "file:///etc/passwd"}, "no http URL"),
         ({"votes": 0}, "must be positive"),
         ({"timeout_s": 0}, "must be positive"),
-        ({"api_key_env": "NO_SUCH_VARIABLE"}, "the environment has no"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
     ],
 )
 def test_arguments_are_checked(keys, why):

@@ -13,7 +13,6 @@ infrastructure, never a number. How requests travel is `transport.py`'s business
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +25,11 @@ from hone.config.run import Section, key
 from hone.errors import RewardError
 from hone.reward.gathering import Gathering
 from hone.reward.resolve import Unusable, nearest
-from hone.reward.signature import DETAIL_CHARACTERS, ScoreSample, all_faulty
-from hone.reward.transport import Call, Counts, Endpoints, Refused, Unavailable
+from hone.reward.signature import ScoreSample, all_faulty
+from hone.reward.transport import Call, Counts, Endpoints, Refused, Unavailable, token_from
 from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, score_of
 from hone.types import Fault, Group, Prompt, Sample, Score
+from hone.user_code import DETAIL_CHARACTERS
 
 PATH, READY_PATH = "/v1/rewards", "/readyz"
 SERVER_SHARE = 0.9
@@ -92,12 +92,11 @@ class ServiceReward:
         except ValidationError as error:
             problems = [f"args.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
             raise Unusable("; ".join(problems)) from None
-        token = token_of(settings.token_env)
         ca_file = None if settings.ca_file is None else str(folder / Path(settings.ca_file).expanduser())
         try:
             endpoints = Endpoints(
                 urls_of(settings.url, settings.service, services),
-                token=token,
+                token=token_from(settings.token_env, "token_env"),
                 max_in_flight=settings.max_in_flight,
                 ready_path=READY_PATH,
                 ca_file=ca_file,
@@ -210,13 +209,6 @@ def urls_of(url: str | Sequence[str] | None, service: str | None, services: Mapp
         named = f" The run file's: {', '.join(services)}." if services else " The run file has no `services`."
         raise ValueError(f"no service {service!r}.{nearest(service, services)}{named}")
     return [services[service]]
-
-
-def token_of(variable: str | None) -> str | None:
-    """The value of an environment variable; None without a name. Raises Unusable when it is not set."""
-    if variable is not None and not os.environ.get(variable):
-        raise Unusable(f"args.token_env: the environment variable {variable} is not set")
-    return None if variable is None else os.environ[variable]
 
 
 def _unsendable(group: Group, error: ValueError) -> tuple[Score, ...]:

@@ -28,10 +28,12 @@ from hone.reward.sandbox.bare import BareProcess
 from hone.reward.sandbox.base import Ending, Limits, Run, Sandbox, SandboxFault, SandboxLost, SandboxUnavailable
 from hone.reward.sandbox.bubblewrap import Bubblewrap
 from hone.reward.sandbox.cases import BadTests, UnitTest, read_tests
-from hone.reward.sandbox.remote import Remote, token_from
-from hone.reward.signature import DETAIL_CHARACTERS, Range, ScoreSample
+from hone.reward.sandbox.remote import Remote
+from hone.reward.signature import Range, ScoreSample
 from hone.reward.snippet import NoProgram, last_program
+from hone.reward.transport import token_from
 from hone.types import Fault, Group, Prompt, Sample, Score
+from hone.user_code import DETAIL_CHARACTERS
 
 START_AGAIN_S = 30.0
 """A sandbox that could not be had is tried again after this long: a service may come back."""
@@ -252,8 +254,8 @@ def _candidates(settings: CodeSettings, reasons: list[str]) -> list[Sandbox]:
     limits = settings.limits()
     if settings.remote_url is not None:
         try:
-            token = token_from(settings.remote_token_env)
-        except SandboxUnavailable as error:
+            token = token_from(settings.remote_token_env, "remote_token_env")
+        except ValueError as error:
             reasons.append(f"remote: {error}")
             return []
         return [Remote(settings.remote_url, limits, num_places=settings.parallel or _REMOTE_PLACES, token=token)]

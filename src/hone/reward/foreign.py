@@ -26,8 +26,9 @@ from inspect import Parameter
 from numbers import Real
 from typing import Any
 
-from hone.reward.signature import RewardFunction, all_faulty, describe
+from hone.reward.signature import RewardFunction, all_faulty
 from hone.types import Fault, Group, Sample, Score
+from hone.user_code import describe
 
 FORMS = (
     "A reward is one of: f(group, **args), ours; f(prompts, completions, **columns), TRL's; "

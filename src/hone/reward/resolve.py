@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,8 @@ from typing import Any
 
 from hone.reward.builtin import BUILTIN, HELD, POOLED
 from hone.reward.foreign import Unfit, adapted
-from hone.reward.signature import RewardFunction, describe
+from hone.reward.signature import RewardFunction
+from hone.user_code import describe, import_module
 
 _PATH = re.compile(r"(?P<place>.+):(?P<function>[A-Za-z_]\w*)")
 
@@ -130,15 +129,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 def _import(place: str) -> ModuleType:
     try:
-        if not place.endswith(".py"):
-            return importlib.import_module(place)
-        name = f"hone_reward_{Path(place).stem}"
-        spec = importlib.util.spec_from_file_location(name, place)
-        assert spec is not None and spec.loader is not None  # always so for an existing .py file
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and pickle look a class's module up
-        spec.loader.exec_module(module)
-        return module
+        return import_module(place, "reward")
     except Exception as error:  # boundary: the user's module may raise anything while it is imported
         raise Unusable(f"{place} cannot be imported: {describe(error)}") from error
 

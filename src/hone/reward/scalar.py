@@ -36,8 +36,9 @@ from hone.model.decoder import unsupported
 from hone.model.heads import FORM, MEAN, STD, ScalarModel, Sequences, last_token_scores, load_scalar_model
 from hone.model.load import model_folder, read_config
 from hone.reward.resolve import Unusable
-from hone.reward.signature import DETAIL_CHARACTERS, all_faulty, describe
+from hone.reward.signature import all_faulty
 from hone.types import Fault, Group, Prompt, Score
+from hone.user_code import DETAIL_CHARACTERS, describe
 
 
 class RewardModelSettings(Section):

@@ -18,6 +18,7 @@ from numbers import Real
 from typing import Any
 
 from hone.types import Fault, Group, Sample, Score
+from hone.user_code import DETAIL_CHARACTERS
 
 Scores = Sequence[float | Score | None]
 RewardFunction = Callable[..., Scores | Awaitable[Scores]]
@@ -25,9 +26,6 @@ ScoreSample = Callable[[Sample], Awaitable[Score]]
 """Scores one sample of a prompt that was given before, without its siblings."""
 MayScoreSample = Callable[[Sample], Awaitable[Score | None]]
 """The same; None for a sample whose siblings matter after all."""
-
-DETAIL_CHARACTERS = 200
-"""Longest cause that a fault carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +92,6 @@ def check_scores(returned: Any, group: Group, declared: Range) -> tuple[Score, .
 def all_faulty(num_samples: int, detail: str, fault: Fault = Fault.INFRA) -> tuple[Score, ...]:
     """The same fault for every sample of a group."""
     return (Score(None, fault, detail[:DETAIL_CHARACTERS]),) * num_samples
-
-
-def describe(error: BaseException) -> str:
-    """`ValueError: message`, on one line, bounded."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:DETAIL_CHARACTERS]
 
 
 def _check_score(value: Any, declared: Range) -> Score:

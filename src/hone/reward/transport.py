@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import random
 import ssl
 import time
@@ -26,6 +27,7 @@ from typing import Any, NoReturn, TypeVar
 import httpx
 
 from hone.reward.wire import decode_json, encode_json
+from hone.user_code import DETAIL_CHARACTERS
 
 T = TypeVar("T")
 
@@ -42,7 +44,6 @@ RETRIES_PER_REQUEST, RETRIES_PER_S, MAX_SAVED_RETRIES = 0.1, 10.0, 100.0
 """The retry budget: what each request and each second add, and how much can be saved up."""
 KEEPALIVE_S = 3.0
 """An idle connection is closed before usual servers close it (5 s), which would fail the request that reuses it."""
-DETAIL_CHARACTERS = 200
 _TRIED_AGAIN = frozenset({408, 425, 429})
 _REASON_BYTES = 64 << 10
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
@@ -429,6 +430,13 @@ def backoff_s(failures: int) -> float:
 def _tls(ca_file: str | None) -> ssl.SSLContext:
     """Made once, because reading the public authorities takes longer than many requests."""
     return ssl.create_default_context(cafile=ca_file) if ca_file else httpx.create_ssl_context(trust_env=False)
+
+
+def token_from(variable: str | None, key: str) -> str | None:
+    """The value of the environment variable that `key` names; None without a name. Raises ValueError without one."""
+    if variable is not None and not os.environ.get(variable):
+        raise ValueError(f"{key}: the environment variable {variable} is not set")
+    return None if variable is None else os.environ[variable]
 
 
 def _base_url(url: str) -> str:

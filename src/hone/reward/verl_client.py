@@ -11,13 +11,12 @@ spread over several URLs as in `transport.py`. Needs neither torch nor verl.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from hone.errors import RewardError
-from hone.reward.transport import Endpoints, Refused, Unavailable
+from hone.reward.transport import Endpoints, Refused, Unavailable, token_from
 from hone.reward.wire import Item, ItemResult, RewardReply, RewardRequest, plain
 
 _SERVER_SHARE = 0.9
@@ -97,9 +96,10 @@ async def _result(item: Item, endpoints: Endpoints, reward: str | None, deadline
 
 
 def _endpoints_for(url: str | Sequence[str], token_env: str | None) -> Endpoints:
-    token = None if token_env is None else os.environ.get(token_env)
-    if token_env is not None and not token:
-        raise RewardError(f"token_env: the environment variable {token_env} is not set")
+    try:
+        token = token_from(token_env, "token_env")
+    except ValueError as error:
+        raise RewardError(str(error)) from None
     place = ((url,) if isinstance(url, str) else tuple(url), token)
     known = _endpoints.setdefault(asyncio.get_running_loop(), {})
     if place not in known:

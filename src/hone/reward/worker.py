@@ -16,17 +16,10 @@ from typing import Any
 
 from hone.process import begin, framed, receive
 from hone.reward.resolve import Target, Unusable, load
-from hone.reward.signature import (
-    Range,
-    RewardFunction,
-    all_faulty,
-    check_scores,
-    declared_range,
-    describe,
-    overrun_score,
-)
+from hone.reward.signature import Range, RewardFunction, all_faulty, check_scores, declared_range, overrun_score
 from hone.reward.wire import encode_json
 from hone.types import Group, Score
+from hone.user_code import describe
 
 
 @dataclass(frozen=True, slots=True)

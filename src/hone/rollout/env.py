@@ -21,8 +21,6 @@ from hone.types import Prompt, Sample
 
 MAX_OBSERVATION_CHARACTERS = 1 << 20
 """Nothing that long fits a context; tokenising it would only stop the run for a while."""
-DETAIL_CHARACTERS = 200
-"""Longest cause that a fault carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +89,6 @@ def episode_seed(seed: int, stream: str, prompt_index: int, sample_index: int) -
     """The 64-bit seed of an episode's own chance, the same on every machine and in every process."""
     words = f"environment/{seed}/{stream}/{prompt_index}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
-
-
-def describe(error: BaseException) -> str:
-    """`ValueError: message`, on one line, bounded."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:DETAIL_CHARACTERS]
 
 
 def episode_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:

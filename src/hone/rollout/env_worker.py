@@ -7,8 +7,6 @@ others, and the whole process is killed when that lasts too long. Imports nothin
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import socket
 import sys
@@ -18,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hone.process import begin, framed, receive_async
-from hone.rollout.env import Environment, Episode, Observation, Unusable, check_observation, describe
+from hone.rollout.env import Environment, Episode, Observation, Unusable, check_observation
+from hone.user_code import describe, import_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,8 @@ def _load(hello: Hello) -> Any:
     """Import what the run file names. Raises Unusable."""
     place, _, name = hello.use.rpartition(":")
     try:
-        found = getattr(_import(place, Path(hello.folder)), name, None)
+        file = str((Path(hello.folder) / Path(place).expanduser()).resolve()) if place.endswith(".py") else place
+        found = getattr(import_module(file, "environment"), name, None)
     except BaseException as error:  # boundary: the user's module may raise anything while it is imported
         raise Unusable(f"{place} cannot be imported: {describe(error)}") from error
     if not callable(found):
@@ -148,19 +148,6 @@ def _load(hello: Hello) -> Any:
     if inspect.isclass(found) and not callable(getattr(found, "step", None)):
         raise Unusable(f"{name} has no method `step(self, turn)`")
     return found
-
-
-def _import(place: str, folder: Path) -> Any:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = (folder / Path(place).expanduser()).resolve()
-    name = f"hone_environment_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # always so for a .py file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def send(writer: asyncio.StreamWriter, message: Any) -> None:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from hone.reward.base import Component
-from hone.reward.signature import all_faulty, describe
+from hone.reward.signature import all_faulty
 from hone.types import Fault, Group, Score
+from hone.user_code import describe
 
 log = logging.getLogger("hone.serve.reward")
 _FADE_S = 10.0

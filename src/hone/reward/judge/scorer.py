@@ -19,7 +19,7 @@ from statistics import fmean, pstdev
 from types import MappingProxyType
 from typing import Any, Self
 
-from hone.reward.client import token_of, urls_of
+from hone.reward.client import urls_of
 from hone.reward.judge.asking import REFUSED, Asker, Traffic, Vote
 from hone.reward.judge.figures import EngineFigures
 from hone.reward.judge.guard import FLAGS, Canaries, Flag, flags_of
@@ -31,9 +31,10 @@ from hone.reward.judge.user import UserFunctions
 from hone.reward.openai import Answer, ChatClient
 from hone.reward.pool import CallFailed
 from hone.reward.resolve import Unusable
-from hone.reward.signature import DETAIL_CHARACTERS, MayScoreSample, Range, all_faulty
-from hone.reward.transport import Counts
+from hone.reward.signature import MayScoreSample, Range, all_faulty
+from hone.reward.transport import Counts, token_from
 from hone.types import Fault, Group, Prompt, Sample, Score
+from hone.user_code import DETAIL_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class JudgeReward:
         functions = UserFunctions(processor, folder, timeout_s=timeout_s) if processor else None
         try:
             urls = urls_of(settings.url, settings.service, services)
-            token = token_of(settings.token_env)
+            token = token_from(settings.token_env, "token_env")
             client = ChatClient(urls, model=settings.model, token=token, max_in_flight=settings.max_in_flight)
         except ValueError as error:
             raise Unusable(f"args of `judge`: {error}") from None

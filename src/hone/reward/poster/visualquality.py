@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from hone.reward.openai import Answer, ChatClient
-from hone.reward.transport import Refused, Unavailable
+from hone.reward.transport import Refused, Unavailable, token_from
 
 PROMPT = (
     "You are doing the image quality assessment task. Here is the question: "
@@ -63,11 +62,9 @@ class VisualQuality:
             raise ValueError(f"endpoint {endpoint!r} is no http URL")
         if votes < 1 or timeout_s <= 0 or max_concurrent < 1:
             raise ValueError("votes, timeout_s and max_concurrent must be positive")
-        if api_key_env is not None and api_key_env not in os.environ:
-            raise ValueError(f"api_key_env: the environment has no {api_key_env}")
         self.url, self.model, self.votes, self.timeout_s, self.seed = endpoint, model, votes, timeout_s, seed
         self.max_concurrent = max_concurrent
-        self._token = os.environ[api_key_env] if api_key_env is not None else None
+        self._token = token_from(api_key_env, "api_key_env")
 
     async def rate(self, pictures_png: Sequence[bytes]) -> list[float | str]:
         """For each picture its rating from 1 to 5, or why it has none."""

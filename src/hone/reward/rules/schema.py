@@ -20,8 +20,9 @@ from referencing.exceptions import Unresolvable
 from hone.config.run import Section, key
 from hone.reward.rules.answer import after_reasoning
 from hone.reward.rules.settings import takes
-from hone.reward.signature import DETAIL_CHARACTERS, all_faulty, reward
+from hone.reward.signature import all_faulty, reward
 from hone.types import Fault, Group, Score
+from hone.user_code import DETAIL_CHARACTERS
 
 _FENCED = re.compile(
     r"\s*(?P<fence>```|~~~)[ \t]*(?:json)?[ \t]*\n(?P<inside>.*?)\n?(?P=fence)\s*", re.DOTALL | re.IGNORECASE

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import os
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
@@ -216,12 +215,3 @@ class _Broken(Exception):
 def _last_line(stderr: Any) -> str:
     lines = stderr.split("\n") if isinstance(stderr, str) else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[-200:]
-
-
-def token_from(variable: str | None) -> str | None:
-    """The value of an environment variable; None without a name. Raises SandboxUnavailable when it is not set."""
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise SandboxUnavailable(f"the environment variable {variable} with the sandbox's token is not set")
-    return os.environ[variable]
