@@ -36,8 +36,8 @@ def weights_of(run):
     return load_file(run / "hf" / "model.safetensors")
 
 
-def has_trained(folder):
-    return any(event["kind"] == "trained" for event in read_events(folder / "run" / "events.jsonl"))
+def has_trained(folder, run="run"):
+    return any(event["kind"] == "trained" for event in read_events(folder / run / "events.jsonl"))
 
 
 def assert_same_learning(run, other):
@@ -149,14 +149,14 @@ def test_a_run_joins_a_cluster_of_two_machines_and_leaves_it_as_it_was(tmp_path,
         life = Life(run_file, *COLOCATED, *there)
         assert life.end() == 0, life.text()
         assert_same_learning(tmp_path / "run", tmp_path / "local")
-        again = Life(run_file, *COLOCATED, *there, "--fresh", "run.steps=100000")
-        again.until(lambda: has_trained(tmp_path))
+        again = Life(run_file, *COLOCATED, *there, "run.dir=again", "run.steps=100000")
+        again.until(lambda: has_trained(tmp_path, "again"))
         workers = [process for node in cluster.list_all_nodes() for process in running(node)]
         assert len(workers) == 4
         assert again.end(signal.SIGKILL) == -signal.SIGKILL
         assert not psutil.wait_procs(workers, timeout=30)[1], "Ray ends the actors of a driver that is gone"
-        last = Life(run_file, *COLOCATED, *there, "--resume", "run.steps=3")
-        assert last.end() == 0, "the devices are free again"
+        last = Life(run_file, *COLOCATED, *there, "run.dir=last")
+        assert last.end() == 0, f"the devices are free again: {last.text()}"
     finally:
         cluster.shutdown()
 

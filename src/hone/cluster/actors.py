@@ -203,7 +203,8 @@ class EngineActor:
     async def submit(self, requests: Sequence[tuple[int, Request]]) -> None:
         """Begin with these, together and in order."""
         for number, request in requests:
-            self._running[number] = asyncio.create_task(self._generate(number, request))
+            task = self._running[number] = asyncio.create_task(self._generate(number, request))
+            task.add_done_callback(lambda _, number=number: self._running.pop(number))
 
     async def take(self) -> Sequence[News]:
         """What has happened since the last time; waits for something to happen, but not long."""
@@ -259,8 +260,6 @@ class EngineActor:
             self._tell(number, error)
         except Exception as error:  # boundary: whatever it is, the one who waits must hear of it
             self._tell(number, EngineError(f"prompt {request.prompt.id}: {type(error).__name__}: {error}"))
-        finally:
-            del self._running[number]
 
     def _tell(self, number: int, what: Sample | HoneError | None) -> None:
         self._news.append((number, what))
