@@ -159,7 +159,8 @@ class FaultyServer:
             self.port = server.sockets[0].getsockname()[1]
             started()
             await self._stop.wait()
-            server.close()
+            for listening in server.sockets:  # not closed yet: asyncio drops the sockets that a closed server accepts
+                asyncio.get_running_loop().remove_reader(listening.fileno())
             for task, writer in connections.items():
                 task.cancel()
                 writer.transport.abort()
