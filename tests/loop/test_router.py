@@ -4,6 +4,7 @@ that are current, and is the one that a run without faults would have drawn."""
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from fakes import fake_run, run_virtually
@@ -58,28 +59,16 @@ def test_samples_that_were_finished_are_kept_and_the_others_drawn_elsewhere():
 
 def test_gaps_between_finished_samples_are_drawn_and_nothing_else():
     async def test(fleet):
-        replica = fleet.now("a")
-        generate = replica.generate
+        generate = fleet.now("a").generate
 
         async def out_of_order(request, on_sample):
             for index in (0, 2, 4):
-                on_sample((await generate(one(request, index)))[0])
-            replica.die()
-            await asyncio.sleep(1e6)
+                on_sample((await generate(replace(request, first_sample=index, num_samples=1)))[0])
+            raise EngineError("a died")
 
-        replica.generate = out_of_order
-        asyncio.get_running_loop().call_later(10, fleet.router._lose, *lost(fleet, "a"), "killed")
-        samples = await fleet.router.generate(request(1, samples=6))
-        assert right(samples, 1, 6)
+        fleet.now("a").generate = out_of_order
+        assert right(await fleet.router.generate(request(1, samples=6)), 1, 6)
         return [(r.first_sample, r.num_samples) for r in fleet.now("b").requests]
-
-    def one(request, index):
-        from dataclasses import replace
-
-        return replace(request, first_sample=index, num_samples=1)
-
-    def lost(fleet, name):
-        return next((r, r.life) for r in fleet.router._replicas if r.name == name)
 
     assert virtually(test) == [(1, 1), (3, 1), (5, 1)]
 
@@ -212,6 +201,47 @@ def test_whoever_waits_for_a_replica_hears_that_there_are_no_weights_for_it():
             await fleet.router.generate(request(0))
 
     virtually(test, "a")
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_tokens_of_weights_that_are_not_known_to_be_whole_are_held_back(torn):
+    """An engine goes on with new weights before anybody has compared them; if they are torn, it drew for nothing."""
+
+    async def test(fleet):
+        replica = fleet.now("b")
+        load = replica.load
+
+        async def slow(weights, version):
+            await load(weights, version)
+            replica.bytes = "torn in half" if torn else replica.bytes
+            await asyncio.sleep(20)
+
+        replica.load = slow
+        handed = []
+        await asyncio.gather(
+            fleet.router.generate(request(0)), fleet.router.generate(request(1), handed.append), publish(fleet, handed)
+        )
+        assert sorted(s.index for s in handed) == [0, 1, 2, 3]
+        return audit_of(fleet), [s.versions for s in handed]
+
+    async def publish(fleet, handed):
+        await asyncio.sleep(1.2)
+        publishing = asyncio.ensure_future(fleet.router.load([], 1))
+        await asyncio.sleep(15)
+        assert [s.versions for s in handed] == [(0,)], "one was finished before; the others wait"
+        await publishing
+
+    def audit_of(fleet):
+        drawn = [(e["replica"], e["versions"]) for e in fleet.events("sampled") if e["prompt"] == 1]
+        order = [e["kind"] for e in fleet.events("sampled", "published") if e.get("replica") == "b"]
+        return drawn, order
+
+    (drawn, order), versions = virtually(test)
+    if torn:
+        assert drawn == [("b", (0, 0)), ("a", (1, 1))] and order == ["published", "sampled"]
+    else:
+        assert drawn == [("b", (0, 1))] and order == ["published", "published", "sampled"]
+    assert versions == [(0,), (1,), (1,), (1,)]
 
 
 def test_with_nobody_left_the_message_says_what_each_died_of():

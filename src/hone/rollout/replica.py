@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -57,6 +58,8 @@ class Life:
         """Drafts it is at, with the samples that it finished of each."""
         self.seen_at = asyncio.get_running_loop().time()
         """Its last sign of life."""
+        self.held: list[Callable[[], None]] = []
+        """Hands on samples with tokens of the version that is being published: not before it is known to be whole."""
         self.turn = asyncio.Lock()
         """Held while weights are published to it, or while it is put to sleep or woken: one after the other."""
         self.rest = ExitStack()
@@ -71,6 +74,13 @@ class Life:
 
     def see(self) -> None:
         self.seen_at = asyncio.get_running_loop().time()
+
+    def has(self, version: int) -> None:
+        """A version was published to it; what waited for that is handed on."""
+        self.version = version
+        held, self.held = self.held, []
+        for hand_on in held:
+            hand_on()
 
 
 @dataclass

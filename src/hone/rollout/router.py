@@ -5,7 +5,8 @@
 - A replica draws samples only while it holds the version that was published last, or the one being published.
 - A sample is handed on once. Samples of a group that were finished when their replica died are kept; the others are
   drawn elsewhere with the same randomness. What a replica says after it was given up is not listened to.
-- Replicas that hold a version hold the same bytes: their fingerprints are compared at every publish.
+- Replicas that hold a version hold the same bytes: their fingerprints are compared at every publish, and samples with
+  tokens of the new version are handed on only when that is done.
 - Every wait has a deadline; a run that ends because no engine is left says what each one died of.
 - EngineError is a replica's end. Other errors are of the request, the trainer or Hone; whoever waits gets them.
 
@@ -20,6 +21,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.errors import ClusterError, EngineError
@@ -197,20 +199,34 @@ class Router:
         finished = life.drawing[draft] = []
         replica.most_missing = max(replica.most_missing, life.num_missing)
 
-        def keep(sample: Sample) -> None:
-            if not life.end.done() and draft.keep(sample):
-                life.see()
+        def accept(sample: Sample) -> None:
+            if draft.keep(sample):
                 replica.num_drawn += 1
                 finished.append(sample)
 
+        def hear(sample: Sample) -> None:
+            if life.end.done():
+                return
+            life.see()
+            if max(sample.versions, default=-1) > (life.version or 0):
+                life.held.append(partial(accept, sample))
+            else:
+                accept(sample)
+
         async def draw() -> None:
-            for samples in await asyncio.gather(*(life.engine.generate(part, keep) for part in draft.missing())):
+            for samples in await asyncio.gather(*(life.engine.generate(part, hear) for part in draft.missing())):
                 for sample in samples:
-                    keep(sample)
+                    hear(sample)
+            if life.held:
+                async with life.turn:  # the publish is over then
+                    pass
+
+        def alive_at() -> float:
+            return self._now() if life.held else life.seen_at
 
         try:
             with self._witness.during(replica.name, "generate"):
-                await self._alive(replica, life, draw(), "sampling", self._silence_s, since=lambda: life.seen_at)
+                await self._alive(replica, life, draw(), "sampling", self._silence_s, since=alive_at)
         except EngineError as error:
             self._lose(replica, life, str(error))
             return False
@@ -240,8 +256,8 @@ class Router:
                 return
             offer.fingerprint = offer.fingerprint or fingerprint
             if fingerprint == offer.fingerprint:
-                life.version = offer.version
                 self._witness.event("published", version=offer.version, replica=replica.name, fingerprint=fingerprint)
+                life.has(offer.version)
                 self._changed()
             elif not is_late:
                 ours, theirs = offer.fingerprint[:12], fingerprint[:12]
