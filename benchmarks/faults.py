@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short runs of a tiny model")
     options = parser.parse_args()
     if options.quick:
-        options.steps, options.tokens, options.hidden, options.chances = 12, 8, 32, [0.0, 0.25]
+        options.steps, options.tokens, options.hidden, options.chances = 40, 8, 32, [0.0, 0.1]
     outcomes = []
     for chance in options.chances:
         outcomes.append(run(chance, options))
