@@ -14,6 +14,7 @@ from hone.cli.main import main
 from hone.errors import DataError
 from hone.loop.policy import train_policy
 from hone.train.checkpoint import Checkpoints
+from hone.train.shards import LiveSnapshot
 from hone.types import Progress
 
 SPOILED = ("sft.epochs=10", "sft.optimizer.lr=1e-2", "train.optimizer.lr=3e-2", "checkpoint.keep=1", "eval.every=2")
@@ -66,7 +67,7 @@ def test_a_metric_that_evaluation_does_not_measure_ends_the_run_before_it_trains
 def test_the_best_checkpoint_outlives_the_newest_ones(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5)):
-        checkpoints.save(Progress(step=step, best_step=best), {"w": torch.tensor([float(step)])}, {})
+        checkpoints.save(Progress(step=step, best_step=best), LiveSnapshot({"w": torch.tensor([float(step)])}, {}))
         assert f"step-{best:06d}" in [path.name for path in checkpoints.paths()]
     assert [path.name for path in checkpoints.paths()] == ["step-000005", "step-000006"]
     assert checkpoints.at("rl", 5).progress.best_step == 5

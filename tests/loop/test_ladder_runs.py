@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from tiny import RUN, metrics_of, write_run
 
+import hone.build.models
 import hone.build.stages
-import hone.train.local
+import hone.train.policy
 from hone import build
 from hone.config.load import load_config
 from hone.errors import MemoryExhausted
@@ -37,8 +38,8 @@ REWARDED = "algorithm.overlong_buffer_tokens=3"
 SITES = {
     "prefill": (DecoderStepper, "_prefill", "rollout", "rl"),
     "decode": (DecoderStepper, "advance", "rollout", "rl"),
-    "logprobs": (hone.train.local, "forward_samples", "logprobs", "rl"),
-    "forward and backward": (hone.train.local, "train_microbatch", "update", "sft"),
+    "logprobs": (hone.train.policy, "forward_samples", "logprobs", "rl"),
+    "forward and backward": (hone.train.policy, "train_microbatch", "update", "sft"),
     "optimizer step": (FlatAdamW, "step", "optimizer", "sft"),
     "checkpoint": (Checkpoints, "save", "checkpoint", "sft"),
     "export": (hone.build.stages, "save_hf", "checkpoint", "sft"),
@@ -120,7 +121,7 @@ def test_evaluation_before_the_first_step(tmp_path, monkeypatch, unfailed):
 
 
 def test_the_record_is_complete_and_a_resumed_run_keeps_the_rungs(tmp_path, monkeypatch):
-    calls = fails(monkeypatch, hone.train.local, "train_microbatch", 8)  # the first of RL
+    calls = fails(monkeypatch, hone.train.policy, "train_microbatch", 8)  # the first of RL
     said = []
     monkeypatch.setattr("hone.observe.observer.Observer.say", lambda self, message: said.append(message))
     folder = run(tmp_path, "run.steps=2")
@@ -160,7 +161,8 @@ def test_exit_code_4_and_no_loop_when_nothing_helps(tmp_path, monkeypatch):
 
 
 def test_out_of_memory_before_anything_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(hone.build.stages, "make_trainer", lambda *a, **k: (_ for _ in ()).throw(OUT_OF_MEMORY))
+    for module in (hone.build.models, hone.build.stages):  # of the policy, and of imitation
+        monkeypatch.setattr(module, "make_trainer", lambda *a, **k: (_ for _ in ()).throw(OUT_OF_MEMORY))
     with pytest.raises(MemoryExhausted, match="out of memory in start"):
         run(tmp_path, "stages=[rl]")
     with pytest.raises(MemoryExhausted, match="outside of any phase"):
@@ -174,7 +176,7 @@ def test_a_critic_is_not_trained_twice(tmp_path, monkeypatch, site):
     if site == "_forward":
         calls = fails(monkeypatch, Critic, "_forward", 2)
     else:  # the policy's part, when the critic has learnt already
-        calls = fails(monkeypatch, hone.train.local, "train_microbatch", 1)
+        calls = fails(monkeypatch, hone.train.policy, "train_microbatch", 1)
     folder = run(tmp_path / "b", *ppo)
     assert len(calls) > 2
     assert len(Record.read(folder).changes) == 1

@@ -21,7 +21,7 @@ from hone.rollout.engine import Request
 from hone.rollout.env import Observation
 from hone.rollout.episodes import EpisodeEngine
 from hone.rollout.local import LocalEngine
-from hone.train.local import LocalTrainer
+from hone.train.policy import PolicyTrainer
 from hone.types import Group, Prompt, Score
 
 ENVIRONMENT = '''
@@ -117,8 +117,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(finished, tm
 def test_a_critic_learns_from_each_turn_where_it_was_rewarded(tmp_path, monkeypatch):
     """The first token's return is the sample's reward; a later turn's lacks what was given before it."""
     learnt = []
-    update = LocalTrainer.update
-    monkeypatch.setattr(LocalTrainer, "update", lambda *args: (learnt.append(args[1]), update(*args))[1])
+    update = PolicyTrainer.update
+    monkeypatch.setattr(PolicyTrainer, "update", lambda *args: (learnt.append(args[1]), update(*args))[1])
     settings = ["algorithm.credit=gae", "algorithm.gae_lambda=1", "algorithm.kl_loss_coef=0", "run.steps=1"]
     assert main(["train", str(write_run(tmp_path)), *settings]) == 0
     return_T, start, partly = learnt[0].columns["return_T"], 0, 0

@@ -151,6 +151,7 @@ def test_a_reader_that_is_killed_costs_a_retry(served):
 
 
 def test_a_scorer_that_fails_is_an_error_of_its_items_alone(served):
+    restarts = served.metric("reward_worker_restarts_total")
     results = served.score(
         *({"solution_str": text} for text in ("fine", "die", "none", "sleep 99 again")), reward="obey"
     )
@@ -159,7 +160,6 @@ def test_a_scorer_that_fails_is_an_error_of_its_items_alone(served):
     assert "exit code 3" in details[0] and "returned None" in details[1] and "took longer" in details[2]
     assert all(result["error"]["fault"] == "infra" and result["error"]["retryable"] for result in results[1:])
     assert served.client.get("/health").json()["status"] == "degraded"
-    restarts = served.metric("reward_worker_restarts_total")
     assert [r["score"] for r in served.score({"solution_str": "well"}, reward="obey")] == [4.0]
     assert served.metric("reward_worker_restarts_total") > restarts  # a dead process is replaced when it is needed
     assert served.client.get("/health").json()["status"] == "healthy"
@@ -208,14 +208,14 @@ def test_a_wait_beyond_the_deadline_is_refused_at_once(served, witnessed):
 
 
 def test_work_whose_client_is_gone_is_not_scored(served, witnessed):
-    busy = in_background(served.post, "/v1/rewards", texts("sleep 0.8 c", "sleep 0.8 d"))
+    busy = in_background(served.post, "/v1/rewards", texts("sleep 2 c", "sleep 2 d"))
     until(lambda: len(witnessed()) == 2)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{served.url}/v1/rewards", json=texts("nobody waits"), timeout=0.2)
     until(lambda: served.client.get("/health").json()["queue_depth"] == 2)
     busy.join(20)
     served.score({"solution_str": "later"}, reward="obey")
-    assert sorted(witnessed()) == ["later", "sleep 0.8 c", "sleep 0.8 d"]
+    assert sorted(witnessed()) == ["later", "sleep 2 c", "sleep 2 d"]
     assert served.client.get("/health").json()["queue_depth"] == 0
     assert " 499 " in served.log.read_text()
 
