@@ -158,8 +158,8 @@ def test_a_run_is_the_same_with_and_without_overlap_and_with_and_without_faults(
         lambda request: Answer(reset=True),
     ]
 
-    def every_fourth(request):
-        return kinds[request.number // 4 % 3](request) if request.number % 4 == 0 else None
+    def every_second(request):
+        return kinds[request.number // 2 % 3](request) if request.number % 2 == 0 else None
 
     with FaultyServer() as server:
         whole = train(tmp_path / "whole", server.url, "groupwise")
@@ -168,7 +168,7 @@ def test_a_run_is_the_same_with_and_without_overlap_and_with_and_without_faults(
         early = train(tmp_path / "early", server.url)
         assert sum(len(request.ids) for request in server.requests) == 3 * 6 * 4
         assert {len(request.ids) for request in server.requests} != {4}
-    with FaultyServer(every_fourth) as server:
+    with FaultyServer(every_second) as server:
         faulty = train(tmp_path / "faulty", server.url)
         assert server.faults >= 3  # each kind
     assert whole == early == faulty
