@@ -37,10 +37,10 @@ quickstart: $(STAMP)  ## train, evaluate and report: GRPO on GSM8K's arithmetic,
 	$(VENV)/bin/hone train examples/gsm8k-arithmetic/run.yaml --fresh
 
 test: $(STAMP)  ## the tests a newcomer runs, under 5 minutes
-	$(RUN) pytest -q -m "not slow and not gpu and not vllm" -n logical --maxprocesses 4 --dist loadgroup
+	$(RUN) pytest -q -m "not slow and not gpu and not vllm" -n logical --maxprocesses 4 --dist loadfile
 
 test-slow: $(STAMP)  ## the tests that take longer than 20 s each
-	$(RUN) pytest -q -m "slow and not gpu and not vllm" --timeout 900 -n logical --maxprocesses 4 --dist loadgroup
+	$(RUN) pytest -q -m "slow and not gpu and not vllm" --timeout 900 -n logical --maxprocesses 4 --dist loadfile
 
 test-vllm: $(VLLM_STAMP)  ## the tests with vLLM, in an environment of its own, about 4 minutes
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_*.py)

@@ -8,16 +8,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-SANDBOXES = ("test_sandbox_", "test_code_", "test_fault_matrix_hostile")
-"""Files whose tests look for what programs have left on this machine: one process runs all of them, in turn."""
-
-
-def pytest_collection_modifyitems(items):
-    """With pytest-xdist, a file stays in one process: its tests share what they have set up."""
-    for item in items:
-        group = "sandboxes" if item.path.name.startswith(SANDBOXES) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
 
 @pytest.fixture(autouse=True, scope="session")
 def state_of_its_own(tmp_path_factory):

@@ -12,7 +12,7 @@ from hone.config.load import load_config
 from hone.loop.audit import audit
 from hone.observe.events import read_events
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 40
 

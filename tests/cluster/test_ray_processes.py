@@ -18,7 +18,7 @@ from hone.model.fingerprint import weights_fingerprint
 from hone.rollout.engine import Request, Sampling
 from hone.types import Prompt
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 SAMPLING = Sampling(4, 1.0, 0, 1.0, 0.0, (), ())
 

@@ -16,7 +16,7 @@ from hone.config.load import load_config
 from hone.loop.audit import audit_file
 from hone.observe.events import read_events
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 RAY = ["cluster.backend=ray"]
 COLOCATED = [*RAY, "cluster.pools={all: {devices: 2, roles: [policy, rollout, reference]}}"]

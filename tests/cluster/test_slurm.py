@@ -53,7 +53,6 @@ cluster:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.xdist_group("ray")
 def test_two_raylets_train_and_nothing_is_left(tmp_path_factory):
     folder, short = tmp_path_factory.mktemp("slurm"), Path(f"/tmp/hone-slurm-{os.getpid()}")  # Ray's sockets need it
     short.mkdir()

@@ -18,8 +18,6 @@ from hone.cluster.weights import Manifest
 from hone.errors import EngineError
 from hone.model.fingerprint import weights_fingerprint
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 @ray.remote(num_cpus=0)
 class EngineActor:
