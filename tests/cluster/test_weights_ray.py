@@ -44,7 +44,14 @@ class EngineActor:
 def cluster():
     here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # for the actors to import `publishing`
     store = 80 << 20  # the least that Ray takes
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=store, runtime_env=here)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=store,
+        runtime_env=here,
+    )
     yield
     ray.shutdown()
 
