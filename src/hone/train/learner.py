@@ -1,7 +1,7 @@
 """A model in training: its weights, their optimizer, and what a checkpoint needs of both.
 
 What every kind of trainer shares. Not here: what is learnt (`policy.py` a policy, `critic.py` values, `pairs.py` a
-reward model), or who else trains it (`ranks.py`).
+reward model), what only stands still (`reference.py`), or who else trains it (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.config.run import OptimizerSection
+from hone.data.pack import Indices
 from hone.model.base import CausalModel
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.heads import ScalarModel
@@ -21,6 +22,8 @@ from hone.plan.guard import UNGUARDED, Guard
 from hone.train.optim import StepResult, Weights
 from hone.train.ranks import ALONE, Ranks
 from hone.train.shards import LiveSnapshot, Share
+from hone.train.trainer import PreparedBatch, forward_samples
+from hone.types import Batch
 
 M = TypeVar("M", bound=CausalModel | ScalarModel)
 T = TypeVar("T")
@@ -36,7 +39,60 @@ class WeightsOf:
         return self._held.named()
 
 
-class Learner(Generic[M]):
+class Passes:
+    """Passes of models without gradients, on some ranks and watched over.
+
+    Args:
+        guard: watches over memory; not where there are other ranks, which would not know of a second attempt.
+        ranks: who computes together.
+    """
+
+    def __init__(self, guard: Guard, ranks: Ranks) -> None:
+        self.guard = guard
+        self.ranks = ranks
+
+    def without_gradient(self, model: CausalModel | ScalarModel, work: Callable[[], T]) -> T:
+        """What passes of `model` without gradients compute; done again if they run out of memory."""
+
+        def guarded() -> T:
+            with self.guard.phase("logprobs"), torch.no_grad(), self.ranks.computing(model):
+                return work()
+
+        return self.guard.attempt(guarded)
+
+    def logprobs_of(
+        self,
+        model: CausalModel,
+        batch: Batch,
+        plan: Callable[[PreparedBatch], Iterable[Indices]],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> Tensor:
+        """(T,) float32 logprobs of the batch's tokens under `model`; see `Trainer.logprobs`.
+
+        Args:
+            plan: this rank's microbatches.
+            device, dtype: of the columns that are computed.
+        """
+
+        def measure() -> Tensor:
+            prepared = PreparedBatch.of(batch, (), dtype, device)
+            logprobs_T = torch.zeros(len(batch.token_ids_T), dtype=dtype, device=device)
+            for samples in plan(prepared):
+                values, _, index = forward_samples(
+                    model, prepared, samples, temperature=temperature, chunk_tokens=chunk_tokens
+                )
+                logprobs_T[index] = values
+                self.guard.check()
+            return self.ranks.column(logprobs_T).to(batch.loss_mask_T.device)
+
+        return self.without_gradient(model, measure)
+
+
+class Learner(Passes, Generic[M]):
     """Owns `model` and trains it in place.
 
     Args:
@@ -44,8 +100,7 @@ class Learner(Generic[M]):
         optimizer: learning rate, schedule, clipping.
         total_optimizer_steps: of the whole stage; where the schedule ends.
         precision: arithmetic of forward and backward; the rest is float32.
-        guard: watches over memory; not where there are other ranks, which would not know of a second attempt.
-        ranks: who trains it together.
+        guard, ranks: see `Passes`.
     """
 
     def __init__(
@@ -58,9 +113,8 @@ class Learner(Generic[M]):
         guard: Guard = UNGUARDED,
         ranks: Ranks = ALONE,
     ) -> None:
+        super().__init__(guard, ranks)
         self.model = model
-        self.guard = guard
-        self.ranks = ranks
         self.optimizer = ranks.optimizer(
             model, getattr(torch, precision), settings=optimizer, total_steps=total_optimizer_steps
         )
@@ -78,15 +132,6 @@ class Learner(Generic[M]):
                 return measured, self.optimizer.step()
 
         return self.guard.attempt(work, self.optimizer.begin_again)
-
-    def without_gradient(self, model: CausalModel | ScalarModel, work: Callable[[], T]) -> T:
-        """What passes of `model` without gradients compute; done again if they run out of memory."""
-
-        def guarded() -> T:
-            with self.guard.phase("logprobs"), torch.no_grad(), self.ranks.computing(model):
-                return work()
-
-        return self.guard.attempt(guarded)
 
     @property
     def held(self) -> Weights:

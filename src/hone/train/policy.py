@@ -25,7 +25,7 @@ from hone.train.learner import Learner
 from hone.train.optim import StepResult
 from hone.train.ranks import ALONE, Ranks
 from hone.train.shards import Share, under
-from hone.train.trainer import PreparedBatch, forward_samples, train_microbatch
+from hone.train.trainer import PreparedBatch, train_microbatch
 from hone.types import Batch
 
 CRITIC, REFERENCE = "critic/", "reference/"
@@ -48,7 +48,7 @@ class PolicyTrainer(Learner[CausalModel]):
         passes_per_batch: times that an update goes over its batch.
         seed: of the shuffling of samples over optimizer steps.
         critic: learns in every update, where the algorithm needs values.
-        critic_warmup_updates: first updates in which only the critic learns.
+        critic_warmup_updates: first updates in which only the critic learns, here or elsewhere.
         reference_refresh_every: updates after which the policy becomes the reference, again and again; 0: never.
         guard, ranks: as `Learner`; a critic has the same.
     """
@@ -103,19 +103,16 @@ class PolicyTrainer(Learner[CausalModel]):
         model = self.reference if reference else self.model
         if model is None:
             raise ValueError("this trainer was made without a reference: the algorithm did not say that it needs one")
-        return self.without_gradient(model, lambda: self._logprobs(model, batch, temperature or self.temperature))
-
-    def _logprobs(self, model: CausalModel, batch: Batch, temperature: float) -> Tensor:
-        prepared = PreparedBatch.of(batch, (), self.held.dtype, self.device)
         every = np.arange(len(batch.length_S))
-        logprobs_T = torch.zeros(len(batch.token_ids_T), dtype=self.held.dtype, device=self.device)
-        for samples in self._microbatches(prepared, every):
-            values, _, index = forward_samples(
-                model, prepared, samples, temperature=temperature, chunk_tokens=self.logprob_chunk_tokens
-            )
-            logprobs_T[index] = values
-            self.guard.check()
-        return self.ranks.column(logprobs_T).to(batch.loss_mask_T.device)
+        return self.logprobs_of(
+            model,
+            batch,
+            lambda prepared: self._microbatches(prepared, every),
+            device=self.device,
+            dtype=self.held.dtype,
+            temperature=temperature or self.temperature,
+            chunk_tokens=self.logprob_chunk_tokens,
+        )
 
     def values(self, batch: Batch) -> Tensor:
         """(T,) float32; see `Trainer.values`."""

@@ -8,7 +8,7 @@ samples are theirs, and how what each rank found becomes what all found. `Alone`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -51,6 +51,14 @@ class Ranks(ABC):
         """Give a model the weights of `tensors`, of another one of the same architecture, or whole ones."""
 
     @abstractmethod
+    def take(self, model: CausalModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Give a model all of its weights, which come whole and one by one under their Hugging Face names."""
+
+    @abstractmethod
+    def device(self, model: CausalModel) -> torch.device:
+        """Where a model that `freeze` has taken over computes."""
+
+    @abstractmethod
     def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
         """This rank's share of `samples` (ascending), in microbatches: as many on each rank, so that some may be empty.
 
@@ -87,7 +95,13 @@ class Alone(Ranks):
         return dict(model.named_weights())
 
     def load(self, model: CausalModel, tensors: Mapping[str, Tensor | Share]) -> None:
-        model.load_weights((name, Share.of(tensor).tensor) for name, tensor in tensors.items())
+        self.take(model, ((name, Share.of(tensor).tensor) for name, tensor in tensors.items()))
+
+    def take(self, model: CausalModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+        model.load_weights(weights)
+
+    def device(self, model: CausalModel) -> torch.device:
+        return model.output_weight.device
 
     def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
         return plan_microbatches(shape, samples, tokens_per_microbatch)

@@ -7,7 +7,7 @@ exchanged, so that each rank returns what a single process would: whole columns,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -89,6 +89,17 @@ class Sharded(Ranks):
     def load(self, model: CausalModel, tensors: Mapping[str, Tensor | Share]) -> None:
         for name, share in shares_of(model, self._places[model], self.mesh):
             share.tensor.copy_(box_of(tensors, name, share.offset, share.tensor.shape))
+
+    @torch.no_grad()
+    def take(self, model: CausalModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+        shares = dict(shares_of(model, self._places[model], self.mesh))
+        for name, whole in weights:
+            if name in shares:  # not a buffer, which no rank divides and no training changes
+                share = shares[name]
+                share.tensor.copy_(box_of({name: whole}, name, share.offset, share.tensor.shape))
+
+    def device(self, model: CausalModel) -> torch.device:
+        return self.mesh.device
 
     def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
         return divide_over_ranks(shape, samples, self.mesh.data_parallel, tokens_per_microbatch)[self.mesh.data_index]
