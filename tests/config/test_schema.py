@@ -69,6 +69,7 @@ def _reader_files() -> Iterator[Path]:
             yield path
     yield SOURCES / "config" / "derived.py"  # its functions are called by build and stand for the keys they read
     yield SOURCES / "config" / "topology.py"  # so does the placement that it derives
+    yield SOURCES / "config" / "transport.py"  # and what its weights go through
     yield SOURCES / "config" / "service_engine.py"  # and the engine of a service
     yield SOURCES / "config" / "load.py"  # run_dir
 

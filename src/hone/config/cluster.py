@@ -64,6 +64,9 @@ class ClusterSection(Section):
     """A rank or an engine without an answer for so long is stuck, and named."""
     restarts: int = key(3, unit="restarts per hour", ge=0)
     """Engines and trainers that die are started again so often; then the run ends."""
+    transport: Literal["auto", "ray", "group", "ipc"] = key("auto")
+    """How new weights reach the engines: Ray's object store; a broadcast (NCCL on GPUs, gloo on CPUs); the memory of a
+    GPU that both are on; auto: the fastest where they are."""
     bucket_mib: float = key(256.0, unit="MiB", gt=0)
     """Weights are published in pieces of this size."""
     canary_every: int = key(10, unit="policy updates", ge=0)

@@ -217,6 +217,31 @@ def engines_can_do_it(config: RunConfig) -> Iterator[Breach]:
         )
 
 
+def weights_can_go_that_way(config: RunConfig) -> Iterator[Breach]:
+    """What `cluster.transport` asks for, as far as a run file tells; whether there are GPUs is seen at the start."""
+    cluster, device = config.cluster, config.run.device
+    if cluster.backend != "ray" or "rl" not in config.stages or cluster.transport in ("auto", "ray"):
+        return
+    colocated = topology_of(config).colocated
+    if cluster.transport == "ipc" and not colocated:
+        yield Breach(
+            ("cluster.transport", "cluster.pools"),
+            "= ipc is for a trainer and engines on the same GPUs, and policy and rollout are in pools of their own. "
+            "Nearest: group, a broadcast between GPUs; or one pool for both",
+        )
+    elif cluster.transport == "ipc" and device == "cpu":
+        yield Breach(
+            ("cluster.transport", "run.device"),
+            "= ipc shares a GPU's memory, and run.device = cpu. Nearest: auto, which takes Ray's object store",
+        )
+    elif cluster.transport == "group" and colocated and device != "cpu":
+        yield Breach(
+            ("cluster.transport", "cluster.pools", "run.device"),
+            "= group cannot broadcast from a GPU to itself (NCCL), and policy and rollout share their devices. "
+            "Nearest: ipc or auto; or a pool of its own for rollout; or run.device = cpu",
+        )
+
+
 def judges_are_services(config: RunConfig) -> Iterator[Breach]:
     """The judge's model is a service's: on its own devices without a cluster, in a pool with one."""
     places = [f"cluster.pools.{name}.roles" for name, pool in config.cluster.pools.items() if "judge" in pool.roles]
@@ -249,6 +274,7 @@ CLUSTER_RULES = (
     trainers_can_do_it,
     sleeping_engines_do_not_run_ahead,
     engines_can_do_it,
+    weights_can_go_that_way,
     judges_are_services,
     *DIVISION_RULES,
 )

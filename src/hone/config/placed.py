@@ -8,6 +8,7 @@ from hone.config.derived import Derived
 from hone.config.run import RunConfig
 from hone.config.schema import generic
 from hone.config.topology import Topology, topology_of
+from hone.config.transport import likely_transport
 
 Value = int | bool | str | None
 
@@ -21,6 +22,10 @@ def _of(compute: Callable[[Topology], Value]) -> Callable[[RunConfig], Value]:
         return compute(topology_of(config)) if is_known else None
 
     return value
+
+
+def _transport(config: RunConfig) -> Value:
+    return likely_transport(config, topology_of(config)) if config.cluster.backend != "local" else None
 
 
 _POOLS = ("cluster.nodes", "cluster.devices_per_node", "cluster.pools.*.devices", "cluster.pools.*.roles")
@@ -63,6 +68,13 @@ PLACED: tuple[Derived, ...] = (
         "policy and rollout are in one pool",
         ("cluster.pools.*.roles", "rollout.max_staleness"),
         _of(lambda t: t.colocated),
+    ),
+    Derived(
+        "new weights go through",
+        "",
+        "the fastest way where trainer and engines are, or what cluster.transport says",
+        ("cluster.transport", "cluster.pools.*.roles", "run.device"),
+        _transport,
     ),
 )
 
