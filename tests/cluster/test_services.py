@@ -9,6 +9,7 @@ import pytest
 from watching import gone, listens, processes_of, toy
 
 from hone import restarts
+from hone.cluster import service as one
 from hone.cluster import services as module
 from hone.cluster.devices import Split
 from hone.cluster.launch import plan_launches
@@ -48,7 +49,7 @@ class Watched:
 @pytest.fixture
 def quick(monkeypatch):
     """Looks often, and starts again at once."""
-    monkeypatch.setattr(module, "HEALTH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(one, "HEALTH_INTERVAL_S", 0.05)
     monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 0.3)
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(module, "PORT_TIMEOUT_S", 0.2)

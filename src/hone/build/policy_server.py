@@ -45,6 +45,8 @@ class PolicySettings(BaseModel):
     """For arithmetic; 0 takes every core that this process may use."""
     max_concurrent: int = Field(64, ge=1)
     """Samples decoded together; bounds the KV cache."""
+    enable_sleep_mode: bool = False
+    """Answer /sleep and /wake_up, as vLLM does: whoever may ask it anything may then stop it for the others."""
 
 
 def serve_policy(model_or_run: str, http: HttpSettings, settings: PolicySettings) -> None:
@@ -65,7 +67,8 @@ def serve_policy(model_or_run: str, http: HttpSettings, settings: PolicySettings
     async def run() -> None:
         lifecycle = Lifecycle()
         service = PolicyService(loader(model, version, name, settings))
-        await serve(policy_app(service, lifecycle, http, tokens), service, lifecycle, http, name="policy")
+        app = policy_app(service, lifecycle, http, tokens, may_sleep=settings.enable_sleep_mode)
+        await serve(app, service, lifecycle, http, name="policy")
 
     asyncio.run(run())
 
@@ -109,7 +112,13 @@ def loader(model: str, version: int, name: str, settings: PolicySettings) -> Cal
             version=version,
         )
         held = partial(torch.cuda.memory_allocated, device) if device.type == "cuda" else _process_bytes
-        return Policy(name, engine, tokenizer, weights.max_positions, weights.vocab_size, held)
+
+        def move(awake: bool) -> None:
+            weights.to(device if awake else "cpu")
+            if device.type == "cuda":  # what torch keeps for itself is somebody else's now
+                torch.cuda.empty_cache()
+
+        return Policy(name, engine, tokenizer, weights.max_positions, weights.vocab_size, held, move)
 
     return load
 

@@ -129,6 +129,9 @@ def policy(
     precision: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     threads: Annotated[int | None, typer.Option(help="For arithmetic; 0: every core that it may use.")] = None,
     max_concurrent: Annotated[int | None, typer.Option(help="Samples decoded together.")] = None,
+    enable_sleep_mode: Annotated[
+        bool | None, typer.Option("--enable-sleep-mode", help="Answer /sleep and /wake_up, as vLLM does.")
+    ] = None,
 ) -> None:
     """Serve a model through OpenAI's completions and chat completions."""
     from hone.build.policy_server import PolicySettings, serve_policy
@@ -151,6 +154,7 @@ def policy(
         precision=precision,
         threads=threads,
         max_concurrent=max_concurrent,
+        enable_sleep_mode=enable_sleep_mode,
     )
     serve_policy(model, http, settings)
 

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hone.cluster.devices import VARIABLE, Split
@@ -17,12 +17,18 @@ from hone.config.run import RunConfig, ServiceSection
 from hone.config.service_engine import engine_of
 from hone.config.service_rules import PORT_WORD
 
+TOKEN_VARIABLE = "HONE_SERVICE_TOKEN"
+"""Has the token of a replica that other machines can reach."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A service that is ready to be started."""
 
     name: str
+    """Its own: of its log and of its state."""
+    section: str
+    """What the run file calls it; a replica has a name of its own."""
     service: ServiceSection
     command: tuple[str, ...]
     folder: Path
@@ -34,34 +40,43 @@ class Launch:
     """Hash of what makes two services the same: command, folder and devices; not the port."""
     note: str = ""
     """On the engine in it, for people."""
+    host: str = HOST
+    token: str | None = field(default=None, repr=False)
+    """What requests to it must carry; None: nobody else can reach it."""
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def health_url(self) -> str:
         return self.url + self.service.health
 
 
-def plan_launches(config: RunConfig, folder: Path, logs: Path, split: Split) -> list[Launch]:
+def plan_launches(
+    config: RunConfig, folder: Path, logs: Path, split: Split, without: Collection[str] = ()
+) -> list[Launch]:
     """One launch for each service, in the order of the run file.
 
     Args:
         folder: the run file's.
         logs: where each service's `<name>.log` goes.
+        without: services that are started elsewhere.
     """
     launches = []
     for name, service in config.services.items():
+        if name in without:
+            continue
         command, devices = _command(service, folder), split.services[name]
         port = service.port or free_port()
         launches.append(
             Launch(
                 name,
+                name,
                 service,
                 tuple(word.replace(PORT_WORD, str(port)) for word in command),
                 folder.absolute(),
-                _environment(devices),
+                environment_with(devices),
                 port,
                 logs.absolute() / f"{name}.log",
                 _fingerprint(command, folder, devices),
@@ -71,7 +86,54 @@ def plan_launches(config: RunConfig, folder: Path, logs: Path, split: Split) -> 
     return launches
 
 
-def _command(service: ServiceSection, folder: Path) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """Where one of the equal servers of a model runs, on devices of a cluster."""
+
+    name: str
+    """`judge-0`."""
+    section: str
+    """The service in the run file."""
+    host: str
+    sleeps: bool
+    """Others work on its devices in turn, and it gives them its memory."""
+    threads: int
+    """For Hone's own engine on a machine without GPUs, whose cores it shares with others."""
+    token: str | None
+
+
+def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, logs: Path) -> Launch:
+    """One replica of a service with `policy`. To be called on the machine where it is to run: its port is free there.
+
+    Its environment is only what it has besides that of the process which starts it.
+    """
+    port, command = free_port(place.host), _command(service, folder, place.host)
+    words = ["--enable-sleep-mode"] if place.sleeps else []
+    environment: dict[str, str] = {}
+    if _is_vllm(service, folder):
+        environment |= {"VLLM_SERVER_DEV_MODE": "1"} if place.sleeps else {}
+        environment |= {"VLLM_API_KEY": place.token} if place.token else {}
+    else:
+        words += ["--host", place.host, "--threads", str(place.threads)]
+        words += ["--token-env", TOKEN_VARIABLE] if place.token else []
+        environment |= {TOKEN_VARIABLE: place.token} if place.token else {}
+    return Launch(
+        place.name,
+        place.section,
+        service,
+        tuple(word.replace(PORT_WORD, str(port)) for word in [*command, *words]),
+        folder.absolute(),
+        environment,
+        port,
+        logs.absolute() / f"{place.name}.log",
+        _fingerprint(command, folder, ""),
+        engine_note(service, folder),
+        place.host,
+        place.token,
+    )
+
+
+def _command(service: ServiceSection, folder: Path, host: str = HOST) -> list[str]:
     if service.command is not None:
         program, *words = service.command
         return [find_program(program, folder) or program, *words]
@@ -83,10 +145,15 @@ def _command(service: ServiceSection, folder: Path) -> list[str]:
     engine = engine_of(service)
     if engine is None:
         return [*hone, "policy", model, "--port", PORT_WORD]
-    if served_by(engine, folder) == "hone":
+    if not _is_vllm(service, folder):
         return [*hone, "policy", model, "--port", PORT_WORD, "--max-concurrent", str(engine.sequences)]
-    vllm = [str(find_program("vllm", folder)), "serve", model, "--host", HOST, "--port", PORT_WORD]
+    vllm = [str(find_program("vllm", folder)), "serve", model, "--host", host, "--port", PORT_WORD]
     return [*vllm, *engine.vllm_words(service)]
+
+
+def _is_vllm(service: ServiceSection, folder: Path) -> bool:
+    engine = engine_of(service)
+    return engine is not None and served_by(engine, folder) == "vllm"
 
 
 def engine_note(service: ServiceSection, folder: Path) -> str:
@@ -94,7 +161,7 @@ def engine_note(service: ServiceSection, folder: Path) -> str:
     engine = engine_of(service)
     if engine is None:
         return ""
-    if served_by(engine, folder) == "vllm":
+    if _is_vllm(service, folder):
         size, gpus, replicas = engine.tensor_model_parallel_size, len(service.devices), engine.replicas(service)
         arithmetic = f"{gpus} GPUs // tensor_model_parallel_size {size} = {replicas} replicas" if gpus else "1 replica"
         return f"vLLM, {arithmetic}, of {engine.sequences} sequences each"
@@ -103,7 +170,7 @@ def engine_note(service: ServiceSection, folder: Path) -> str:
     return f"{said}; without vLLM these do nothing: {unused}" if unused else said
 
 
-def _environment(devices: str) -> dict[str, str]:
+def environment_with(devices: str) -> dict[str, str]:
     """This process's, with the service's GPUs, and this Python's programs first on the PATH."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     # Without a terminal Python keeps its output back, and with it the last lines before a crash.

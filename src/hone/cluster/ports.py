@@ -1,4 +1,4 @@
-"""Ports of this machine's loopback: a free one, and who sits on one."""
+"""Ports of this machine: a free one, and who sits on one of its loopback."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import psutil
 HOST = "127.0.0.1"
 
 
-def free_port() -> int:
+def free_port(host: str = HOST) -> int:
     """A port that nobody listens on now. The kernel hands them out in an order that makes a clash unlikely."""
     with socket.socket() as probe:
-        probe.bind((HOST, 0))
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 

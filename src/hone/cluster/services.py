@@ -7,7 +7,8 @@
                                      # leaving asks them to stop, then kills; nothing of them is left
 
 A service that cannot be had any more sets `stop`, so that training ends with a checkpoint, and is told by `check`.
-How one process is started and ended is in `process.py`.
+How one of them is kept is in `service.py`. Those that a cluster has the devices for join later (`add`) and leave
+earlier (`drop`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,148 +25,22 @@ import httpx
 
 from hone.cluster.devices import Split
 from hone.cluster.launch import Launch, plan_launches
-from hone.cluster.log import TAIL_LINES, Excerpt, last_lines
+from hone.cluster.log import Excerpt
 from hone.cluster.ports import holder, is_free
 from hone.cluster.process import Life
-from hone.cluster.state import ServiceState, kept_up, runtime_folder, supervised_by_me, write_state
+from hone.cluster.service import Begin, Say, Service
+from hone.cluster.state import kept_up, runtime_folder, supervised_by_me, write_state
 from hone.config.load import Loaded, load_rewards
 from hone.errors import ServiceError
-from hone.restarts import Restarts
 from hone.reward.fingerprint import fingerprint
 
-Say = Callable[[str], None]
 Relay = Callable[[str, str], None]
 """Shows one line of a service's log: its name, the line."""
 
 HEALTH_TIMEOUT_S = 5.0
-HEALTH_INTERVAL_S = 2.0
-"""Between two looks at a service that is ready."""
-PROGRESS_INTERVAL_S = 10.0
-"""Between two words about a service that is not."""
 PORT_TIMEOUT_S = 3.0
 """For a port that a run which was killed a moment ago is giving back."""
 FOLLOW_INTERVAL_S = 0.25
-
-
-class Service:
-    """One service through all its lives."""
-
-    def __init__(self, launch: Launch, *, client: httpx.AsyncClient, say: Say, changed: Callable[[], None]) -> None:
-        self.launch = launch
-        self.ready = asyncio.Event()
-        """Set when it was ready for the first time."""
-        self.restarts = 0
-        self._client, self._changed = client, changed
-        self._say = lambda message: say(f"service {launch.name}: {message}")
-        self._state = "starting"
-        self._life: Life | None = None
-        self._log_began_at = 0
-        self._restarts = Restarts(launch.service.restarts)
-
-    @property
-    def state(self) -> ServiceState:
-        launch, pid = self.launch, self._life.pid if self._life else None
-        return ServiceState(
-            launch.name, launch.url, self._state, pid, self.restarts, launch.fingerprint, str(launch.log)
-        )
-
-    async def keep(self) -> None:
-        """Start it, and again when it ends, until cancelled.
-
-        Raises:
-            ServiceError: it does not become ready the first time, or ended more often than it may.
-        """
-        while True:
-            life = await self._begin()
-            cause = await self._until_ready(life)
-            if cause is None:
-                self.ready.set()
-                cause = await self._until_lost(life)
-            elif not self.ready.is_set():
-                raise self._failed(cause)
-            await life.kill()
-            wait_s = self._count_restart(cause)
-            self._enter("restarting")
-            bound = self._restarts.bound
-            self._say(f"{cause}; started again in {wait_s:g} s ({self._restarts.count} of {bound} an hour)")
-            await asyncio.sleep(wait_s)
-
-    async def stop(self) -> None:
-        """Ask it to end and see that it does."""
-        if self._life is not None:
-            await self._life.stop()
-        if self._state != "failed":
-            self._enter("stopped")
-
-    async def _begin(self) -> Life:
-        launch = self.launch
-        self._log_began_at = launch.log.stat().st_size if launch.log.exists() else 0
-        self._life = await Life.begin(
-            launch.command,
-            log=launch.log,
-            folder=launch.folder,
-            environment=launch.environment,
-            stop_timeout_s=launch.service.stop_timeout_s,
-        )
-        self._changed()
-        return self._life
-
-    async def _until_ready(self, life: Life) -> str | None:
-        """Wait until it is ready. Returns why it is not: it ended, or its time is over."""
-        began, timeout_s = time.monotonic(), self.launch.service.start_timeout_s
-        told = began
-        while True:
-            status = await self._ask()
-            now = time.monotonic()
-            if life.has_ended:
-                return f"{await life.ended()} before it was ready"
-            if status is not None and 200 <= status < 300:
-                self._enter("ready")
-                self._say(f"ready after {now - began:.1f} s at {self.launch.url} (process {life.pid})")
-                return None
-            said = f"{self.launch.health_url} says {status or 'nothing'}"
-            if now - began >= timeout_s:
-                return f"was not ready within start_timeout_s = {timeout_s:g} s; {said}"
-            if now - told >= PROGRESS_INTERVAL_S:
-                told = now
-                self._say(f"not ready after {now - began:.0f} s; {said}")
-            await life.ended_within(0.1 if now - began < PROGRESS_INTERVAL_S else 0.5)
-
-    async def _until_lost(self, life: Life) -> str:
-        """Wait until it ends or falls silent; returns which."""
-        heard, timeout_s = time.monotonic(), self.launch.service.silence_timeout_s
-        while not await life.ended_within(HEALTH_INTERVAL_S):
-            if await self._ask() is not None:
-                heard = time.monotonic()
-            elif time.monotonic() - heard >= timeout_s and not life.has_ended:
-                return f"did not answer {self.launch.service.health} for {timeout_s:g} s"
-        return await life.ended()
-
-    async def _ask(self) -> int | None:
-        """The HTTP status of its health path; None when it gives no answer."""
-        with contextlib.suppress(httpx.HTTPError):
-            return (await self._client.get(self.launch.health_url)).status_code
-        return None
-
-    def _count_restart(self, cause: str) -> float:
-        """Returns how long to wait before it is started again. Raises ServiceError when it may not be."""
-        wait_s = self._restarts.next_wait_s()
-        if wait_s is None:
-            times, key = self._restarts.count, f"services.{self.launch.name}.restarts = {self._restarts.bound}"
-            raise self._failed(f"{cause}, and was started again {times} times within an hour already ({key})")
-        self.restarts += 1
-        return wait_s
-
-    def _failed(self, cause: str) -> ServiceError:
-        self._enter("failed")
-        log = self.launch.log
-        lines = last_lines(log, since=self._log_began_at)
-        shown = "\n".join([f"The last lines of {log}, at most {TAIL_LINES}:", *(f"  {line}" for line in lines)])
-        return ServiceError(f"service {self.launch.name} {cause}.\n{shown if lines else f'{log} says nothing.'}")
-
-    def _enter(self, state: str) -> None:
-        self._state = state
-        self._changed()
 
 
 class Services:
@@ -193,8 +68,9 @@ class Services:
         self._say, self._relay = say, relay
         self._launches = tuple(launches)
         self._client: httpx.AsyncClient | None = None
-        self._services: list[Service] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._services: dict[str, Service] = {}
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._following: asyncio.Task[None] | None = None
         self._logs: dict[str, Excerpt] = {}
         self.failure: Exception | None = None
         """Why a service is lost for good."""
@@ -202,12 +78,23 @@ class Services:
         """Base URLs by name; they stay what they are when a service is started again."""
 
     @classmethod
-    def from_config(cls, loaded: Loaded, split: Split, *, folder: Path, logs: Path, **options: Any) -> Self:
+    def from_config(
+        cls,
+        loaded: Loaded,
+        split: Split,
+        *,
+        folder: Path,
+        logs: Path,
+        without: Collection[str] = (),
+        **options: Any,
+    ) -> Self:
         """The services of a run file, with the GPUs that `split` gives them; each log goes into `logs`.
 
-        `options` are those of the class.
+        Args:
+            without: services that are started elsewhere.
+            options: those of the class.
         """
-        launches = plan_launches(loaded.config, loaded.run_file.parent, logs, split)
+        launches = plan_launches(loaded.config, loaded.run_file.parent, logs, split, without)
         return cls(launches, folder=folder, run_file=loaded.run_file, **options)
 
     async def start(self) -> None:
@@ -226,18 +113,35 @@ class Services:
         for launch in own:
             await self._see_that_port_is_free(launch)
         self.urls = {launch.name: borrowed.get(launch.name, launch.url) for launch in self._launches}
-        # Ours are on the loopback: what the environment says of proxies is not for them.
-        self._client = httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False)
         for launch in own:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
-            self._logs[launch.name] = Excerpt(launch.log)
-            service = Service(launch, client=self._client, say=self._say, changed=self._write)
-            self._services.append(service)
-            if launch.note:
-                self._say(f"service {launch.name}: {launch.note}")
-            self._say(f"service {launch.name}: starting; waiting for {launch.health_url}, log in {launch.log}")
-            self._tasks.append(asyncio.create_task(self._keep(service), name=f"service {launch.name}"))
-        self._tasks.append(asyncio.create_task(self._follow(), name="logs of services"))
+            self.add(launch, begin_here)
+
+    def add(self, launch: Launch, begin: Begin) -> Service:
+        """Keep one more from now on, which `begin` starts."""
+        if self._client is None:
+            # Ours are where we put them: what the environment says of proxies is not for them.
+            self._client = httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False)
+            self._following = asyncio.create_task(self._follow(), name="logs of services")
+        service = Service(launch, begin, client=self._client, say=self._say, changed=self._write)
+        if (before := self._services.get(launch.name)) is not None:  # of an earlier attempt at the stage
+            service.restarts = before.restarts
+        self._services[launch.name] = service
+        self._logs.setdefault(launch.name, Excerpt(launch.log))
+        if launch.note:
+            self._say(f"service {launch.name}: {launch.note}")
+        self._say(f"service {launch.name}: starting; waiting for {launch.health_url}, log in {launch.log}")
+        self._keeping[launch.name] = asyncio.create_task(self._keep(service), name=f"service {launch.name}")
+        return service
+
+    async def drop(self, services: Iterable[Service]) -> None:
+        """Keep these no longer: ask them to end, and kill what does not in time. What they were is still told."""
+        leaving = list(services)
+        tasks = [self._keeping.pop(service.launch.name) for service in leaving]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(service.stop() for service in leaving))
 
     async def ready(self) -> None:
         """Wait until all are ready for the first time, or a stop is asked for.
@@ -247,8 +151,8 @@ class Services:
         """
 
         async def all_ready() -> None:
-            for service in self._services:
-                await service.ready.wait()
+            for name in [*self._keeping]:
+                await self._services[name].ready.wait()
 
         ready, stopping = asyncio.ensure_future(all_ready()), asyncio.ensure_future(self._stop.wait())
         try:
@@ -265,10 +169,10 @@ class Services:
 
     async def stop(self) -> None:
         """Ask all to end, kill what does not in time, and say the last lines of their logs."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(service.stop() for service in self._services))
+        await self.drop([self._services[name] for name in self._keeping])
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         self._show_new_lines()
         for name, log in self._logs.items():
             for line in log.left_out():
@@ -278,7 +182,7 @@ class Services:
 
     def summary(self) -> str:
         """How often which was started again, on one line; empty without services."""
-        return ", ".join(f"{service.launch.name} {_times(service.restarts, 'restart')}" for service in self._services)
+        return ", ".join(f"{name} {_times(one.restarts, 'restart')}" for name, one in self._services.items())
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -349,9 +253,20 @@ class Services:
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the services run all the same
-            states = tuple(service.state for service in self._services)
-            longest_s = max(launch.service.stop_timeout_s for launch in self._launches)
+            states = tuple(service.state for service in self._services.values())
+            longest_s = max(service.launch.service.stop_timeout_s for service in self._services.values())
             write_state(self._folder, supervised_by_me(self._run_file, states, longest_s))
+
+
+async def begin_here(launch: Launch) -> Life:
+    """A life of a service on this machine, beside the run."""
+    return await Life.begin(
+        launch.command,
+        log=launch.log,
+        folder=launch.folder,
+        environment=launch.environment,
+        stop_timeout_s=launch.service.stop_timeout_s,
+    )
 
 
 def _times(count: int, what: str) -> str:

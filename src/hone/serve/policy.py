@@ -56,6 +56,7 @@ from hone.serve.streaming import Choice, GrowingText, News, Tell, as_drawn
 from hone.types import Prompt, Sample
 
 RETRY_AFTER_S = 1.0
+SLEEP_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Policy:
     vocab_size: int
     memory_bytes: Callable[[], float]
     """Memory that it holds now, on its device."""
+    move: Callable[[bool], None]
+    """Put the weights on its device (True) or on the host; in a thread, while nothing is drawn."""
 
 
 class PolicyService:
@@ -85,6 +88,8 @@ class PolicyService:
         self._load, self._max_waiting = load, max_waiting_samples
         self._policy: Policy | None = None
         self._waiting = 0
+        self._is_asleep = False
+        self._moving = asyncio.Lock()
         self._created = int(time.time())
         self.metrics = PolicyMetrics(
             memory_bytes=lambda: self.policy.memory_bytes() if self.is_loaded else 0.0, waiting=lambda: self._waiting
@@ -99,6 +104,27 @@ class PolicyService:
     async def close(self) -> None:
         if self._policy is not None:
             await self._policy.engine.close()
+
+    async def sleep(self) -> None:
+        """Give the device's memory back once everything that is being drawn is: what is asked from now on is refused
+        (503). Weights wait on the host."""
+        async with self._moving:
+            self._is_asleep = True
+            while self._waiting:
+                await asyncio.sleep(SLEEP_POLL_S)
+            await self.policy.engine.sleep()
+            await asyncio.to_thread(self.policy.move, False)
+
+    async def wake(self) -> None:
+        """Be ready to draw again."""
+        async with self._moving:
+            await asyncio.to_thread(self.policy.move, True)
+            await self.policy.engine.wake()
+            self._is_asleep = False
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._is_asleep
 
     @property
     def policy(self) -> Policy:
@@ -291,6 +317,9 @@ class PolicyService:
         All prompts are one engine's batch; cancelling frees its rows.
         """
         count = len(prompts) * num_samples
+        if self._is_asleep:
+            detail = "the model's memory is somebody else's until /wake_up"
+            raise OpenAIProblem(503, "asleep", detail, retryable=True, retry_after_s=RETRY_AFTER_S)
         if self._waiting and self._waiting + count > self._max_waiting:
             detail = f"{self._waiting} samples are waiting; {self._max_waiting} may"
             raise OpenAIProblem(503, "queue-full", detail, retryable=True, retry_after_s=RETRY_AFTER_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -29,8 +29,14 @@ _UNIONS = {
 }
 
 
-def policy_app(service: PolicyService, lifecycle: Lifecycle, settings: HttpSettings, tokens: Tokens) -> FastAPI:
-    """The routes of a policy server."""
+def policy_app(
+    service: PolicyService, lifecycle: Lifecycle, settings: HttpSettings, tokens: Tokens, *, may_sleep: bool = False
+) -> FastAPI:
+    """The routes of a policy server.
+
+    Args:
+        may_sleep: have those that put the model to sleep and wake it, as vLLM's server with --enable-sleep-mode.
+    """
     app, router = guarded_app("hone-policy", lifecycle, settings, tokens), strict_router()
     app.add_exception_handler(RequestValidationError, _refused_body)
 
@@ -79,7 +85,28 @@ def policy_app(service: PolicyService, lifecycle: Lifecycle, settings: HttpSetti
         return JSONResponse(body, 200 if ready else 503)
 
     app.include_router(router)
+    if may_sleep:
+        _add_sleep(app, service)
     return app
+
+
+def _add_sleep(app: FastAPI, service: PolicyService) -> None:
+    @app.post("/sleep")
+    async def sleep(level: Literal[1] = 1) -> dict[str, bool]:
+        """Give the device's memory back when nothing is being drawn; weights wait on the host."""
+        await service.sleep()
+        return {"is_sleeping": service.is_asleep}
+
+    @app.post("/wake_up")
+    async def wake_up() -> dict[str, bool]:
+        """Take the memory again."""
+        await service.wake()
+        return {"is_sleeping": service.is_asleep}
+
+    @app.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        """Whether it sleeps."""
+        return {"is_sleeping": service.is_asleep}
 
 
 async def _streamed(request: Request, chunks: AsyncGenerator[BaseModel, None]) -> Response:
