@@ -18,27 +18,32 @@ from typing import Any, TypeVar
 import torch
 
 from hone.build.job import Job, set_up_arithmetic
-from hone.build.models import policy_trainer, restored, starting_model
+from hone.build.models import apart, policy_trainer, restored, starting_model
 from hone.build.sampling import embedded_engine
 from hone.build.vllm import start_vllm, starting_folder
 from hone.build.workers import Workers
 from hone.cluster.actors import EngineActor, MakeEngine, Seat, TrainerRank
+from hone.cluster.apart import CriticRank, ReferenceRank
 from hone.cluster.engine import RemoteEngine
+from hone.cluster.gang import Gang
 from hone.cluster.ray import RayCluster, take_sigterm_back
 from hone.cluster.trainer import RemoteTrainer
 from hone.cluster.vitals import VitalsWatch
 from hone.cluster.weights import bucket_bytes
 from hone.config.cluster import Role
 from hone.config.load import Loaded
+from hone.config.topology import TRAINED
 from hone.data.chat import Tokenizer, load_tokenizer
 from hone.errors import Stopped
 from hone.loop.folder import RunFolder
 from hone.plan.guard import UNGUARDED, Guard
 from hone.rollout.engine import Engine
 from hone.rollout.router import Router
+from hone.train.apart import Apart
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.mesh import make_mesh, process_group
 from hone.train.policy import PolicyTrainer
+from hone.train.ranks import ALONE, Ranks
 from hone.train.sharded import Sharded
 
 T = TypeVar("T")
@@ -85,12 +90,28 @@ class Site:
 
 
 @contextmanager
-def trainer_rank(blueprint: Blueprint, processes: int, seat: Seat) -> Iterator[PolicyTrainer]:
-    """One rank of the trainer, among the others if there are any."""
+def trainer_rank(
+    blueprint: Blueprint, processes: int, elsewhere: Sequence[Role], seat: Seat
+) -> Iterator[PolicyTrainer]:
+    """One rank of the trainer, among the others if there are any. `elsewhere`: see `policy_trainer`."""
+    with rank_among_others(blueprint, processes, seat) as (site, ranks):
+        yield policy_trainer(site, blueprint.needs, ranks, elsewhere)
+
+
+@contextmanager
+def apart_rank(blueprint: Blueprint, processes: int, roles: Sequence[Role], seat: Seat) -> Iterator[Apart]:
+    """One rank of those that have `roles`, and not the policy."""
+    with rank_among_others(blueprint, processes, seat) as (site, ranks):
+        yield apart(site, roles, ranks)
+
+
+@contextmanager
+def rank_among_others(blueprint: Blueprint, processes: int, seat: Seat) -> Iterator[tuple[Site, Ranks]]:
+    """Where a rank makes what it holds, and who computes with it."""
     site = Site.of(blueprint, processes)
     cluster, layout = blueprint.loaded.config.cluster, blueprint.loaded.config.cluster.trainer
     if seat.world_size == 1 and not (layout.offload or layout.compile):
-        yield policy_trainer(site, blueprint.needs)
+        yield site, ALONE
         return
     with process_group(
         site.device,
@@ -107,7 +128,7 @@ def trainer_rank(blueprint: Blueprint, processes: int, seat: Seat) -> Iterator[P
         )
         ranks = Sharded(mesh, offload=layout.offload, compile=layout.compile)
         # Whole models are made on the host: only shares of them are to be on the device, and a layer at a time.
-        yield policy_trainer(replace(site, device=torch.device("cpu")), blueprint.needs, ranks)
+        yield replace(site, device=torch.device("cpu")), ranks
 
 
 async def embedded(blueprint: Blueprint, processes: int) -> Engine:
@@ -155,7 +176,8 @@ async def workers_on_ray(job: Job, needs: frozenset[str], saved: Saved | None) -
             async with VitalsWatch(lambda: crew.processes) as vitals:
                 watching = job.observer.watching
                 with watching(engine.metrics), watching(trainer.metrics), watching(vitals.metrics):
-                    yield Workers(trainer, engine, weights_are_shared=False, takes_turns=job.topology.colocated)
+                    takes_turns = job.topology.engines_take_turns
+                    yield Workers(trainer, engine, weights_are_shared=False, takes_turns=takes_turns)
         finally:
             await engine.close()
     finally:
@@ -186,9 +208,11 @@ class Crew:
             tasks.create_task(asyncio.to_thread(self._start_trainer, trainer, saved))
             for name in self._replicas:
                 tasks.create_task(self.start_engine(name))
-        observer, num_ranks, settings = self._job.observer, len(self._job.topology.trainer.devices), self._settings
+        observer, topology, settings = self._job.observer, self._job.topology, self._settings
+        num_ranks = len(topology.trainer.devices)
         seconds = time.monotonic() - started
-        observer.say(f"trainer ranks: {num_ranks}, engines: {len(self._engines)}; ready after {seconds:.1f} s")
+        others = "".join(f", of {' and '.join(roles)}: {len(devices)}" for roles, devices in self._apart())
+        observer.say(f"trainer ranks: {num_ranks}{others}, engines: {len(self._engines)}; ready after {seconds:.1f} s")
         observer.event("trainer_up", ranks=num_ranks)
         router = Router(
             self._engines,
@@ -210,15 +234,36 @@ class Crew:
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     def _new_trainer(self) -> RemoteTrainer:
-        group = self._job.topology.trainer
-        ranks = [self._spawn(f"rank-{n}", TrainerRank, (device,)) for n, device in enumerate(group.devices)]
-        timeout_s, bucket_size = self._settings.call_timeout_s, bucket_bytes(self._settings.bucket_mib)
-        return RemoteTrainer(ranks, timeout_s=timeout_s, bucket_size=bucket_size)
+        devices, timeout_s = self._job.topology.trainer.devices, self._settings.call_timeout_s
+        elsewhere: list[Role] = [role for roles, _ in self._apart() for role in roles]
+        make = partial(trainer_rank, self._blueprint, self._processes("policy", devices), elsewhere)
+        ranks = [self._spawn(f"rank-{n}", TrainerRank, (device,)) for n, device in enumerate(devices)]
+        gangs: dict[Role, Gang] = {}
+        for roles, others in self._apart():
+            gangs |= dict.fromkeys(roles, self._new_gang_apart(roles, others))
+        return RemoteTrainer(
+            Gang("trainer", ranks, make),
+            critic=gangs.get("critic"),
+            reference=gangs.get("reference"),
+            reference_refresh_every=self._job.config.algorithm.reference_refresh_every,
+            timeout_s=timeout_s,
+            bucket_size=bucket_bytes(self._settings.bucket_mib),
+        )
+
+    def _new_gang_apart(self, roles: Sequence[Role], devices: Sequence[int]) -> Gang:
+        make = partial(apart_rank, self._blueprint, self._processes(roles[0], devices), roles)
+        actor = CriticRank if "critic" in roles else ReferenceRank
+        timeout_s = self._settings.call_timeout_s
+        ranks = [self._spawn(f"{roles[0]}-{n}", actor, (device,), timeout_s) for n, device in enumerate(devices)]
+        return Gang(" and ".join(roles), ranks, make)
+
+    def _apart(self) -> list[tuple[tuple[Role, ...], tuple[int, ...]]]:
+        """Roles that other ranks have than the policy's, and on which devices."""
+        topology = self._job.topology
+        return [(roles, pool.devices) for pool in topology.pools if (roles := topology.apart.get(pool.name))]
 
     def _start_trainer(self, trainer: RemoteTrainer, saved: Saved | None) -> None:
-        processes = self._processes("policy", self._job.topology.trainer.devices)
-        make = partial(trainer_rank, self._blueprint, processes)
-        trainer.start(make, is_one_machine=self._cluster.is_own, timeout_s=self._settings.start_timeout_s)
+        trainer.start(is_one_machine=self._cluster.is_own, timeout_s=self._settings.start_timeout_s)
         restored(trainer, saved)
 
     async def start_engine(self, name: str) -> RemoteEngine:
@@ -237,15 +282,17 @@ class Crew:
         processes = self._processes("rollout", devices)
         if self._vllm_folder is None:
             return partial(embedded, self._blueprint, processes)
-        takes_turns = self._job.topology.colocated
+        takes_turns = self._job.topology.engines_take_turns
         return partial(vllm, self._blueprint, processes, self._vllm_folder, takes_turns=takes_turns)
 
-    def _spawn(self, name: str, actor: type, devices: Sequence[int]) -> Any:
+    def _spawn(self, name: str, actor: type, devices: Sequence[int], *args: Any) -> Any:
         """A process on devices that it shares with those who take turns with it."""
         topology = self._job.topology
         numbers = sorted(device for pool in topology.pools for device in pool.devices)
+        roles = next(pool.roles for pool in topology.pools if devices[0] in pool.devices)
+        shared_by = 2 if "rollout" in roles and set(TRAINED) & set(roles) else 1
         process = self._cluster.spawn(
-            actor, devices=[numbers.index(device) for device in devices], shared_by=2 if topology.colocated else 1
+            actor, *args, devices=[numbers.index(device) for device in devices], shared_by=shared_by
         )
         self.processes[name] = process
         return process
@@ -254,9 +301,13 @@ class Crew:
         """How many processes compute on the same machine at the same time, if its cores are what they compute with."""
         topology = self._job.topology
         machine = devices[0] // topology.devices_per_node
-        beside = [topology.trainer.devices] if role == "policy" else [engine.devices for engine in topology.engines]
+        pools = {pool.name: pool for pool in topology.pools}
+        learning = [topology.trainer.devices]
+        learning += [pools[name].devices for name, roles in topology.apart.items() if "critic" in roles]
+        sampling = [engine.devices for engine in topology.engines]
+        beside = {"rollout": sampling, "reference": [devices]}.get(role, learning)
         if self._job.config.rollout.max_staleness:  # nobody waits for anybody
-            beside = [topology.trainer.devices, *(engine.devices for engine in topology.engines)]
+            beside = [*learning, *sampling]
         return sum(device // topology.devices_per_node == machine for devices in beside for device in devices)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from hone.build.job import Job
-from hone.config.derived import critic_steps_total, optimizer_steps_total, trains_adapter
+from hone.config.cluster import Role
+from hone.config.derived import critic_steps_total, needs_critic, optimizer_steps_total, trains_adapter
 from hone.config.load import Loaded
 from hone.config.run import OptimizerSection, RunConfig, Stage
 from hone.data.chat import Tokenizer, resolve_model
@@ -20,11 +22,13 @@ from hone.model.heads import ScalarModel, load_scalar_model, reward_config
 from hone.model.load import init_model, load_model, read_config
 from hone.model.lora import AdapterOff, add_adapter
 from hone.plan.guard import Guard
+from hone.train.apart import Apart
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.critic import Critic
 from hone.train.pairs import PairTrainer
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import ALONE, Ranks
+from hone.train.reference import Reference
 from hone.train.trainer import Trainer
 from hone.types import Progress
 
@@ -114,20 +118,47 @@ def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> 
     return model
 
 
-def policy_trainer(source: Source, needs: frozenset[str], ranks: Ranks = ALONE) -> PolicyTrainer:
+def policy_trainer(
+    source: Source, needs: frozenset[str], ranks: Ranks = ALONE, elsewhere: Sequence[Role] = ()
+) -> PolicyTrainer:
     """The trainer of an RL stage, at its beginning.
 
     Args:
         needs: of the algorithm; see `Algorithm.needs`.
         ranks: who trains it together.
+        elsewhere: what it has not beside the policy, though it is needed; see `apart`.
     """
     config = source.loaded.config
     model = starting_model(source, "rl")
-    critic = make_critic(source, model, ranks) if "values" in needs else None
+    critic = make_critic(source, model, ranks) if "values" in needs and "critic" not in elsewhere else None
     model = with_adapter(config, model, "rl")
-    reference = make_reference(model) if "ref_logprobs" in needs else None
+    reference = make_reference(model) if "ref_logprobs" in needs and "reference" not in elsewhere else None
     steps = optimizer_steps_total(config)
     return make_trainer(source, "rl", model, config.train.optimizer, steps, reference, critic, ranks)
+
+
+def apart(source: Source, roles: Sequence[Role], ranks: Ranks = ALONE) -> Apart:
+    """What ranks hold that have critic, reference or both, and not the policy."""
+    config, train = source.loaded.config, source.loaded.config.train
+    reference = None
+    if "reference" in roles:
+        reference = Reference(
+            starting_model(source, "rl"),
+            temperature=config.rollout.temperature,
+            tokens_per_microbatch=train.tokens_per_microbatch,
+            logprob_chunk_tokens=train.logprob_chunk_tokens,
+            precision=config.run.precision,
+            guard=source.guard,
+            ranks=ranks,
+        )
+    return Apart(
+        critic=make_critic(source, starting_model(source, "rl"), ranks) if "critic" in roles else None,
+        reference=reference,
+        samples_per_optimizer_step=train.samples_per_optimizer_step,
+        passes_per_batch=train.passes_per_batch,
+        seed=config.seed,
+        keeps_reference=config.algorithm.reference_refresh_every > 0,
+    )
 
 
 def make_trainer(
@@ -157,7 +188,7 @@ def make_trainer(
         passes_per_batch=train.passes_per_batch if divided else 1,
         seed=config.seed,
         critic=critic,
-        critic_warmup_updates=config.critic.warmup_updates if critic else 0,
+        critic_warmup_updates=config.critic.warmup_updates if divided and needs_critic(config) else 0,
         reference_refresh_every=config.algorithm.reference_refresh_every if reference else 0,
         guard=source.guard,
         ranks=ranks,

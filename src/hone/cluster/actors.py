@@ -27,6 +27,7 @@ from hone.cluster.publish import Published, publish
 from hone.cluster.publish_ray import Intake, RayOutlet
 from hone.errors import CheckpointError, EngineError, HoneError
 from hone.rollout.engine import Engine, Request
+from hone.train.apart import Apart
 from hone.train.policy import PolicyTrainer
 from hone.train.shards import FileFacts, HostCopies
 from hone.types import Sample
@@ -65,19 +66,22 @@ class Seat:
     world_size: int
     address: str
     """Where they meet; see `train.mesh.process_group`."""
+    gang: str = "trainer"
+    """Who they are: `trainer`, or of which roles apart from it."""
 
 
-MakeTrainer = Callable[[Seat], AbstractContextManager[PolicyTrainer]]
+MakeTrainer = Callable[[Seat], AbstractContextManager[PolicyTrainer | Apart]]
 MakeEngine = Callable[[], Awaitable[Engine]]
 
 
 class TrainerRank:
-    """One rank of a trainer. Every rank is asked for the same, and only rank 0 answers with what came of it."""
+    """One rank of a trainer, or of what it has apart. Every rank is asked for the same, and only rank 0 answers with
+    what came of it."""
 
     def __init__(self) -> None:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._open = ExitStack()
-        self._trainer: PolicyTrainer | None = None
+        self._trainer: PolicyTrainer | Apart | None = None
         self._copies = HostCopies()
         self._seat: Seat | None = None
 
@@ -97,21 +101,24 @@ class TrainerRank:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    async def build(self, make: MakeTrainer, seat: Seat) -> Any:
-        """Make the trainer; returns what describes its model."""
+    async def build(self, make: MakeTrainer, seat: Seat) -> None:
+        """Make what this rank holds."""
 
-        def build() -> Any:
+        def build() -> None:
             self._trainer = self._open.enter_context(make(seat))
-            return self._trainer.hf_config if self._is_first else None
 
         self._seat = seat
-        return await self._computed(build)
+        await self._computed(build)
+
+    async def hf_config(self) -> Any:
+        """What describes the policy."""
+        return self.policy.hf_config
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         """What a method of `Trainer` returns."""
 
         def call() -> Any:
-            result = getattr(self.trainer, method)(*args, **named)
+            result = getattr(self._held, method)(*args, **named)
             return result if self._is_first else None
 
         return await self._computed(call)
@@ -120,7 +127,7 @@ class TrainerRank:
         """All of the policy's weights at once, as they compute or at full precision."""
 
         def gather() -> list[tuple[str, Tensor]] | None:
-            weights = self.trainer.master_weights() if master else self.trainer.weights()
+            weights = self.policy.master_weights() if master else self.policy.weights()
             return list(weights) if self._is_first else _drained(weights)
 
         return await self._computed(gather)
@@ -129,19 +136,21 @@ class TrainerRank:
         """Copy what a checkpoint has of this rank, for `write_copy`. Returns its bytes, and what ranks have alike."""
 
         def copy() -> tuple[int, dict[str, Any]]:
-            tensors, rest = self.trainer.state()
+            tensors, rest = self._held.state()
             return self._copies.take(tensors), rest
 
         return await self._computed(copy)
 
     async def write_copy(self, folder: Path) -> dict[str, FileFacts]:
         """Write it into a folder, to the disk itself, while the rank computes. Raises CheckpointError."""
-        assert self._seat is not None, "build comes first"
+        seat = self._seat
+        assert seat is not None, "build comes first"
+        stem = "tensors" if seat.gang == "trainer" else seat.gang.replace(" ", "-")
         try:
-            return await asyncio.to_thread(self._copies.write, folder, self._seat.rank, self._seat.world_size)
+            return await asyncio.to_thread(self._copies.write, folder, seat.rank, seat.world_size, stem)
         except OSError as error:
             raise CheckpointError(
-                f"{folder}: trainer rank {self._seat.rank} on {socket.gethostname()} cannot write there: "
+                f"{folder}: {seat.gang} rank {seat.rank} on {socket.gethostname()} cannot write there: "
                 f"{error.strerror or error}. The run's folder must be on a disk that all machines see, with room."
             ) from error
 
@@ -151,7 +160,7 @@ class TrainerRank:
         """Send the policy's weights to these actors of engines, by name."""
 
         def send() -> Published | None:
-            weights = self.trainer.weights()
+            weights = self.policy.weights()
             if not self._is_first:
                 return _drained(weights)
             outlet = RayOutlet(engines, version=version, timeout_s=timeout_s)
@@ -164,7 +173,12 @@ class TrainerRank:
         await self._computed(self._open.close)
 
     @property
-    def trainer(self) -> PolicyTrainer:
+    def policy(self) -> PolicyTrainer:
+        assert not isinstance(self._held, Apart), "the policy is elsewhere"
+        return self._held
+
+    @property
+    def _held(self) -> PolicyTrainer | Apart:
         assert self._trainer is not None, "build comes first"
         return self._trainer
 

@@ -43,7 +43,7 @@ def topology_here(config: RunConfig, gpus: Sequence[str]) -> Topology:
 def not_run_yet(topology: Topology) -> list[str]:
     """What can be planned and checked, and is not run where the topology has it."""
     home = topology.trainer.pool
-    roles: tuple[Role, ...] = ("critic", "reference", "reward_model")
+    roles: tuple[Role, ...] = ("reward_model",)
     apart = [role for role in roles if (pool := topology.pool_of(role)) is not None and pool.name != home]
     found = [f"{role} is only run where the policy is: put it into the roles of {home}" for role in apart]
     if topology.judges:

@@ -1,13 +1,13 @@
-"""The trainer as the loop sees it when its ranks are processes of Ray's: `train.trainer.Trainer` from a distance."""
+"""The trainer as the loop sees it when its ranks are processes of Ray's: `train.trainer.Trainer` from a distance.
+
+It is one, wherever critic and reference are: on the policy's ranks, or on devices of their own, where a critic learns
+while the policy does.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,50 +18,48 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.algo.algorithm import Algorithm
-from hone.cluster.actors import MakeTrainer, Seat
-from hone.cluster.calls import START_KEY, wait_for_all
+from hone.cluster.calls import START_KEY
+from hone.cluster.gang import Asked, Gang, answers, close
 from hone.cluster.publish import Published
 from hone.errors import ClusterError, EngineError
 from hone.train.shards import FileFacts
 from hone.types import Batch
-
-CLOSE_S = 10.0
 
 
 class RemoteTrainer:
     """`Trainer` over the ranks of a cluster. Made with `start`.
 
     Args:
-        ranks: handles of `TrainerRank`.
+        policy: who trains the policy, and has beside it what is not apart.
+        critic, reference: who has these instead, on devices of their own; may be the same gang.
+        reference_refresh_every: see `PolicyTrainer`; only of a reference apart.
         timeout_s: a rank without an answer for so long is stuck.
         bucket_size: bytes of weights that are sent at once.
     """
 
-    def __init__(self, ranks: Sequence[Any], *, timeout_s: float, bucket_size: int) -> None:
-        self._ranks = {f"trainer rank {number}": rank for number, rank in enumerate(ranks)}
+    def __init__(
+        self,
+        policy: Gang,
+        *,
+        critic: Gang | None = None,
+        reference: Gang | None = None,
+        reference_refresh_every: int = 0,
+        timeout_s: float,
+        bucket_size: int,
+    ) -> None:
+        self._policy, self._critic, self._reference = policy, critic or policy, reference or policy
+        self._gangs = list(dict.fromkeys((policy, self._critic, self._reference)))
+        self._refresh_every = reference_refresh_every if self._reference is not policy else 0
+        self._update_count = 0
         self._timeout_s, self._bucket_size = timeout_s, bucket_size
         self._config: PreTrainedConfig | None = None
-        self._open = ExitStack()
-        self._is_broken = False
-        """A rank died or is stuck, and the others may wait for it."""
-        self._asking = threading.Lock()
         self._published_bytes = 0
 
-    def start(self, make: MakeTrainer, *, is_one_machine: bool, timeout_s: float) -> None:
-        """Build the trainer on every rank. On one machine they meet in a file, and no port is opened for it."""
-        size, what = len(self._ranks), "starting the trainer"
-        if is_one_machine:
-            folder = tempfile.mkdtemp(prefix="hone-ranks-")
-            self._open.callback(shutil.rmtree, folder, ignore_errors=True)
-            address = f"file://{folder}/meeting"
-        else:
-            name, first = next(iter(self._ranks.items()))
-            address = wait_for_all({name: first.free_address.remote()}, what, timeout_s, START_KEY)[0]
-        builds = {
-            name: rank.build.remote(make, Seat(number, size, address))
-            for number, (name, rank) in enumerate(self._ranks.items())
-        }
-        self._config, *_ = wait_for_all(builds, what, timeout_s, START_KEY)
+    def start(self, *, is_one_machine: bool, timeout_s: float) -> None:
+        """Have all ranks make what they hold; raises what `answers` does."""
+        begun = [gang.begin(is_one_machine=is_one_machine, timeout_s=timeout_s) for gang in self._gangs]
+        answers(begun, "starting the trainer", timeout_s, START_KEY)
+        self._config = self._answer(self._policy.ask("hf_config"), "starting the trainer", self._timeout_s)
 
     @property
     def device(self) -> torch.device:
@@ -76,15 +74,25 @@ class RemoteTrainer:
 
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
         """See `Trainer.logprobs`."""
-        return self._call("logprobs", ray.put(batch), reference=reference, temperature=temperature)
+        gang = self._reference if reference else self._policy
+        return self._call(gang, "logprobs", ray.put(batch), reference=reference, temperature=temperature)
 
     def values(self, batch: Batch) -> Tensor:
         """See `Trainer.values`."""
-        return self._call("values", ray.put(batch))
+        return self._call(self._critic, "values", ray.put(batch))
 
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
-        """See `Trainer.update`."""
-        return self._call("update", ray.put(batch), algorithm)
+        """See `Trainer.update`. A critic apart learns at the same time: they share nothing but the batch."""
+        sent = ray.put(batch)
+        learning = dict.fromkeys((self._critic, self._policy))
+        asked = [gang.ask("call", "update", sent, algorithm) for gang in learning]
+        metrics: dict[str, float] = {}
+        for of_ranks in answers(asked, "update", self._timeout_s):
+            metrics |= of_ranks[0]
+        self._update_count += 1
+        if self._refresh_every and self._update_count % self._refresh_every == 0:
+            self._refresh_reference()
+        return metrics
 
     def weights(self) -> RemoteWeights:
         """See `Trainer.weights`. An engine in another process takes them without their coming here."""
@@ -98,10 +106,7 @@ class RemoteTrainer:
         Raises:
             ClusterError: a rank has failed. An engine that did is in `Published.failed`.
         """
-        settings = {"version": version, "bucket_size": self._bucket_size, "timeout_s": self._timeout_s}
-        calls = self._ask("publish", dict(engines), **settings)
-        # Each engine may use up its time; only then is it the rank that is stuck.
-        published: Published = self._answer(calls, f"publishing version {version}", 2 * self._timeout_s)
+        published = self._publish(engines, version, f"publishing version {version}")
         self._published_bytes = published.manifest.num_bytes
         return published
 
@@ -111,7 +116,7 @@ class RemoteTrainer:
 
     def fingerprint(self) -> str:
         """See `Trainer.fingerprint`; no weight moves."""
-        return self._call("fingerprint")
+        return self._call(self._policy, "fingerprint")
 
     def master_weights(self) -> list[tuple[str, Tensor]]:
         """See `Trainer.master_weights`."""
@@ -119,65 +124,68 @@ class RemoteTrainer:
 
     def snapshot(self) -> RemoteSnapshot:
         """See `Trainer.snapshot`; copied on each rank. The one before must have been written."""
-        copied = self._answers(self._ask("copy_state"), "copying the trainer's state", self._timeout_s)
-        return RemoteSnapshot(self, num_bytes=sum(size for size, _ in copied), rest=copied[0][1])
-
-    def write_copies(self, folder: Path) -> dict[str, FileFacts]:
-        """Have each rank write what it copied, while it computes. Raises CheckpointError."""
-        written = self._answers(self._ask("write_copy", folder.absolute()), f"writing {folder}", self._timeout_s)
-        return {name: facts for files in written for name, facts in files.items()}
+        asked = [gang.ask("copy_state") for gang in self._gangs]
+        copied = answers(asked, "copying the trainer's state", self._timeout_s)
+        num_bytes = [sum(size for size, _ in found) for found in copied]
+        rest = {key: value for found in copied for key, value in found[0][1].items()}
+        writing = [gang for gang, size in zip(self._gangs, num_bytes, strict=True) if size]
+        return RemoteSnapshot(writing, sum(num_bytes), rest, self._timeout_s)
 
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         """See `Trainer.restore`; each rank reads what it needs from the disk."""
-        self._call("restore", ray.put(tensors), rest)
+        saved = ray.put(tensors)
+        asked = [gang.ask("call", "restore", saved, rest) for gang in self._gangs]
+        answers(asked, "restore", self._timeout_s)
+        self._update_count = int(rest["updates"])
 
     def close(self) -> None:
         """End all ranks; what they have not told is lost."""
-        if not self._is_broken:
-            ray.wait(list(self._ask("close").values()), num_returns=len(self._ranks), timeout=CLOSE_S)
-        for rank in self._ranks.values():
-            ray.kill(rank)
-        self._open.close()
+        close(self._gangs)
 
     def fetch_weights(self) -> list[tuple[str, Tensor]]:
         """All weights, here. For what is no process of the cluster."""
         return self._gather(master=False)
 
+    def _refresh_reference(self) -> None:
+        """Let the reference become the policy."""
+        published = self._publish(self._reference.ranks, self._update_count, "refreshing the reference")
+        if published.failed:
+            self._reference.is_broken = True
+            raise ClusterError(f"refreshing the reference: {'; '.join(published.failed.values())}")
+
+    def _publish(self, takers: Mapping[str, Any], version: int, what: str) -> Published:
+        settings = {"version": version, "bucket_size": self._bucket_size, "timeout_s": self._timeout_s}
+        asked = self._policy.ask("publish", dict(takers), **settings)
+        # Each of them may use up its time; only then is it the rank that is stuck.
+        return self._answer(asked, what, 2 * self._timeout_s)
+
     def _gather(self, *, master: bool) -> list[tuple[str, Tensor]]:
-        return self._answer(self._ask("weights", master=master), "gathering weights", self._timeout_s)
+        return self._answer(self._policy.ask("weights", master=master), "gathering weights", self._timeout_s)
 
-    def _call(self, method: str, *args: Any, **named: Any) -> Any:
-        return self._answer(self._ask("call", method, *args, **named), method, self._timeout_s)
+    def _call(self, gang: Gang, method: str, *args: Any, **named: Any) -> Any:
+        return self._answer(gang.ask("call", method, *args, **named), method, self._timeout_s)
 
-    def _answer(self, calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float) -> Any:
+    def _answer(self, asked: Asked, what: str, timeout_s: float) -> Any:
         """What rank 0 says, once all ranks are done."""
-        return self._answers(calls, what, timeout_s)[0]
-
-    def _answers(self, calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
-        try:
-            return wait_for_all(calls, what, timeout_s)
-        except ClusterError:
-            self._is_broken = True
-            raise
-
-    def _ask(self, method: str, *args: Any, **named: Any) -> dict[str, Any]:
-        """Call every rank. Calls of several threads reach all in one order; else ranks that work together would wait
-        for each other for ever."""
-        with self._asking:
-            return {name: getattr(rank, method).remote(*args, **named) for name, rank in self._ranks.items()}
+        return answers([asked], what, timeout_s)[0][0]
 
 
 @dataclass(frozen=True)
 class RemoteSnapshot:
     """A `Snapshot` whose tensors are copies in the ranks' memory."""
 
-    trainer: RemoteTrainer
+    gangs: Sequence[Gang]
+    """Those that have something to write."""
     num_bytes: int
     rest: Mapping[str, Any]
+    timeout_s: float
     is_live = False
 
     def write(self, folder: Path) -> dict[str, FileFacts]:
-        return self.trainer.write_copies(folder)
+        """Have each rank write what it copied, while it computes. Raises CheckpointError."""
+        asked = [gang.ask("write_copy", folder.absolute()) for gang in self.gangs]
+        written = answers(asked, f"writing {folder}", self.timeout_s)
+        return {name: facts for ranks in written for files in ranks for name, facts in files.items()}
 
 
 class RemoteWeights:

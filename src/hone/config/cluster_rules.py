@@ -14,6 +14,7 @@ from hone.config.division_rules import DIVISION_RULES
 from hone.config.run import RunConfig
 from hone.config.topology import (
     ROLES,
+    TRAINED,
     devices_asked_for,
     judge_services,
     needed_roles,
@@ -189,11 +190,14 @@ def trainers_can_do_it(config: RunConfig) -> Iterator[Breach]:
 
 def sleeping_engines_do_not_run_ahead(config: RunConfig) -> Iterator[Breach]:
     staleness = config.rollout.max_staleness
-    if config.cluster.backend == "ray" and staleness and "rl" in config.stages and topology_of(config).colocated:
+    if config.cluster.backend != "ray" or not staleness or "rl" not in config.stages:
+        return
+    topology = topology_of(config)
+    if shared := [role for role in TRAINED if topology.shares_devices(role, "rollout")]:
         yield Breach(
             ("rollout.max_staleness", "cluster.pools"),
-            f"= {staleness} lets sampling run ahead, but policy and rollout share their devices and take turns. "
-            "Nearest: 0; or a pool of its own for rollout",
+            f"= {staleness} lets sampling run ahead, but {', '.join(shared)} and rollout share their devices and take "
+            "turns. Nearest: 0; or a pool of its own for rollout",
         )
 
 

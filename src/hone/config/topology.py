@@ -17,6 +17,10 @@ from hone.config.derived import needs_critic, needs_reference
 from hone.config.run import RunConfig
 
 ROLES: tuple[Role, ...] = get_args(Role)
+TRAINED: tuple[Role, ...] = ("policy", "critic", "reference")
+"""Roles that ranks have, and no replicas."""
+LEARNERS: tuple[Role, ...] = ("policy", "critic", "reference")
+"""Who works while the policy learns."""
 DEFAULT_POOL = "all"
 """Name of the one pool of a run file that names none. A judge is not in it: it stays a service beside the run."""
 
@@ -91,6 +95,19 @@ class Topology:
         return self.shares_devices("policy", "rollout")
 
     @property
+    def engines_take_turns(self) -> bool:
+        """Engines have devices on which something learns or is measured, and sleep meanwhile."""
+        return any(self.shares_devices(role, "rollout") for role in TRAINED)
+
+    @property
+    def apart(self) -> dict[str, tuple[Role, ...]]:
+        """Critic and reference where they are not on the policy's ranks: by pool, those that its ranks hold."""
+        placed: dict[str, tuple[Role, ...]] = {
+            pool.name: tuple(role for role in TRAINED if role in pool.roles) for pool in self.pools
+        }
+        return {name: roles for name, roles in placed.items() if roles and "policy" not in roles}
+
+    @property
     def num_devices(self) -> int:
         """Devices of all pools."""
         return sum(len(pool.devices) for pool in self.pools)
@@ -103,6 +120,16 @@ class Topology:
         """Whether two roles take turns."""
         pool = self.pool_of(one)
         return pool is not None and pool is self.pool_of(other)
+
+    def processes_on(self, device: int) -> int:
+        """How many processes take turns on a device: of those that train, of an engine, of those that score."""
+        gangs = {group.pool: group for group in (self.trainer, self.critic, self.reference) if group is not None}
+        held = [*gangs.values(), *self.engines, *self.reward_models, *self.judges]
+        return sum(device in one.devices for one in held)
+
+    def sleeps(self, role: Role) -> bool:
+        """Whether a role that samples or scores sleeps while the trainer works, because that is on its devices."""
+        return any(self.shares_devices(role, learner) for learner in LEARNERS)
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -130,7 +157,7 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
     trained = {
         role: _trainer(pool, settings.shard, settings.tensor_parallel, settings.sequence_parallel)
         for role, pool in place.items()
-        if role in ("policy", "critic", "reference")
+        if role in TRAINED
     }
     return Topology(
         backend=cluster.backend,

@@ -3,7 +3,8 @@
 A checkpoint is a folder, `step-000100` in stage rl and `sft-step-000100` in stage sft, with these files:
 
     tensors.safetensors   the tensors of a `Trainer.snapshot()`, in their own dtypes; of several ranks one file each,
-                          tensors-00000-of-00004.safetensors and so on
+                          tensors-00000-of-00004.safetensors and so on; of a critic or a reference on devices of
+                          its own critic.safetensors and so on
     state.json            the run's `Progress`, and what the snapshot had as plain values
     manifest.json         format, stage and step; size and BLAKE2b hash of the other files, and a hash of itself
 

@@ -188,15 +188,15 @@ class HostCopies:
             torch.cuda.synchronize()
         return sum(share.tensor.nbytes for share in self._shares.values())
 
-    def write(self, folder: Path, rank: int, world_size: int) -> dict[str, FileFacts]:
+    def write(self, folder: Path, rank: int, world_size: int, stem: str = "tensors") -> dict[str, FileFacts]:
         """See `Snapshot.write`; one file."""
-        name = file_name(rank, world_size)
+        name = file_name(rank, world_size, stem)
         return {name: write_tensors(folder / name, self._shares)}
 
 
-def file_name(rank: int, world_size: int) -> str:
+def file_name(rank: int, world_size: int, stem: str = "tensors") -> str:
     """Of the tensors that a rank writes."""
-    return "tensors.safetensors" if world_size == 1 else f"tensors-{rank:05d}-of-{world_size:05d}.safetensors"
+    return f"{stem}.safetensors" if world_size == 1 else f"{stem}-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 @dataclass(frozen=True)
