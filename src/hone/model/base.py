@@ -7,13 +7,15 @@ for everything else. Logits are not here: `logprobs.py` makes them from `hidden`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from hone.model.contents import Contents
 from hone.model.recompute import Checkpointing
 from hone.model.sequence import UNDIVIDED, Sequences
+from hone.model.weights import copy_by_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,6 +37,8 @@ class CausalModel(nn.Module, ABC):
     """Which activations are made again in the backward pass instead of stored."""
     sequences: Sequences = UNDIVIDED
     """Who computes other tokens of the same microbatches."""
+    contents: Contents | None = None
+    """What is to be in it, while it has no memory (device `meta`)."""
     adapter: Adapter | None = None
     """What is trained instead of the weights, once `lora.add_adapter` has put it into the model."""
 
@@ -59,7 +63,11 @@ class CausalModel(nn.Module, ABC):
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `named_weights`, without the adapter: always views."""
 
-    @abstractmethod
+    @property
+    def aliases(self) -> Collection[str]:
+        """Names under which a directory may have a weight once more, or one that this model does without."""
+        return ()
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies weights in place, converting the dtype. Every name must come, once, in its own shape.
 
@@ -68,3 +76,4 @@ class CausalModel(nn.Module, ABC):
         Raises:
             DataError: a name is missing, unknown or repeated, or a shape differs.
         """
+        copy_by_name(dict(self.own_weights()), weights, ignored=self.aliases)

@@ -11,7 +11,7 @@ Not here: sliding windows, mixtures of experts, long-context rope variants whose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,6 @@ from hone.model.base import CausalModel
 from hone.model.collectives import with_summed_gradient
 from hone.model.fused import rms_norm, rotation, split_and_rotate, swiglu
 from hone.model.recompute import again
-from hone.model.weights import copy_by_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -145,7 +144,10 @@ class Layer(nn.Module):
 
 
 class Decoder(CausalModel):
-    """The Llama family. Memory is allocated but not set: `load_weights` must follow."""
+    """The Llama family. Memory is allocated but not set: `load_weights` must follow.
+
+    On device `meta` no weight has memory, and what is computed from the config is on the CPU.
+    """
 
     def __init__(
         self,
@@ -177,7 +179,8 @@ class Decoder(CausalModel):
         self._compiled: Halves | None = None
         self._compiles_training = False
         self.rope_table: Tensor
-        self.register_buffer("rope_table", rope_table(config, self.head_dim).to(device, dtype), persistent=False)
+        table = rope_table(config, self.head_dim).to(dtype)
+        self.register_buffer("rope_table", table if self.embed.weight.is_meta else table.to(device), persistent=False)
 
     @property
     def output_weight(self) -> Tensor:
@@ -236,9 +239,9 @@ class Decoder(CausalModel):
         for name, weight in self._weights():
             yield name, weight.detach()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = dict(self.own_weights())
-        copy_by_name(own, weights, ignored=("lm_head.weight",) if self.tied else ())
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return ("lm_head.weight",) if self.tied else ()
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "model.embed_tokens.weight", self.embed.weight

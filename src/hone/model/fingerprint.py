@@ -89,6 +89,11 @@ class Fingerprint:
         key = f"{name} {tuple(shape)} {dtype}"
         self._sums[key] = (self._sums.get(key, 0) + byte_sum(data, first_byte)) & _MASK
 
+    def merge(self, other: Fingerprint) -> None:
+        """Add what another one has gathered."""
+        for key, total in other._sums.items():
+            self._sums[key] = (self._sums.get(key, 0) + total) & _MASK
+
     def hexdigest(self) -> str:
         """32 hexadecimal digits."""
         lines = "\n".join(f"{key} {total}" for key, total in sorted(self._sums.items()))

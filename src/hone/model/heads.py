@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from hone.errors import DataError
 from hone.model.base import CausalModel
+from hone.model.contents import Contents
 from hone.model.decoder import Decoder, unsupported
 from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
@@ -54,6 +56,8 @@ class ScalarModel(nn.Module):
         like = next(body.parameters())
         self.score = nn.Linear(body.hidden_size, 1, bias=False, dtype=like.dtype, device=like.device)
         nn.init.zeros_(self.score.weight)
+        self.contents = body.contents and body.contents.with_more(partial(_zero_head, body.hidden_size))
+        """As the body's."""
 
     @property
     def device(self) -> torch.device:
@@ -174,5 +178,12 @@ def load_scalar_model(
         DataError: another architecture, no safetensors, or names and shapes that do not fit; see `load_model`.
     """
     model = ScalarModel(Decoder(config or read_config(folder), dtype=dtype, device=device))
-    model.load_weights(read_weights(folder))
+    if model.device.type == "meta":
+        model.contents = Contents(partial(read_weights, folder))
+    else:
+        model.load_weights(read_weights(folder))
     return model
+
+
+def _zero_head(hidden_size: int) -> Iterator[tuple[str, Tensor]]:
+    yield HEAD, torch.zeros(1, hidden_size)

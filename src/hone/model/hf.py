@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.recompute import Checkpointing, contexts
-from hone.model.weights import copy_by_name
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config keys of architectures whose logits are more than hidden @ weight.T."""
@@ -36,7 +35,8 @@ class TransformersModel(CausalModel):
         self.max_positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
         self._enabled: Checkpointing = "none"
         """What the module was last told to make again."""
-        self._check_logits()
+        if not self.output_weight.is_meta:
+            self._check_logits()
 
     @property
     def output_weight(self) -> Tensor:
@@ -64,10 +64,9 @@ class TransformersModel(CausalModel):
                 seen.add(id(weight))
                 yield name, weight.detach()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = dict(self.own_weights())
-        aliases = tuple(name for name in self._state() if name not in own)
-        copy_by_name(own, weights, ignored=aliases)
+    @property
+    def aliases(self) -> set[str]:
+        return self._state().keys() - dict(self.own_weights()).keys()
 
     def _state(self) -> dict[str, Tensor]:
         """The module's own weights and their aliases, under the names that they had before peft wrapped layers."""

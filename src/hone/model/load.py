@@ -11,8 +11,9 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,11 +23,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hone.errors import DataError
 from hone.model.base import CausalModel
+from hone.model.contents import Contents
 from hone.model.decoder import Decoder, unsupported
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel, without_dropout
@@ -51,6 +53,9 @@ def load_model(
 ) -> CausalModel:
     """The model in a local directory, or under a hub name.
 
+    On device `meta` nothing is read: the model's `contents` tell what is to be in it, and raise what would be raised
+    here.
+
     Raises:
         DataError: no such model, no safetensors, a shard is missing or corrupt, or names and shapes do not fit.
     """
@@ -59,9 +64,9 @@ def load_model(
     _shards(folder)  # so that a missing one is told in our words, whoever reads them
     if is_ours(config, implementation):
         model = Decoder(config, dtype=dtype, device=device)
-        model.load_weights(read_weights(folder))
-        return model
-    return _load_transformers(folder, config, dtype, device, trust_remote_code)
+        return _filled(model, Contents(partial(read_weights, folder)))
+    make = partial(_load_transformers, folder, config, dtype, trust_remote_code)
+    return _transformers_model(make, config, dtype, device, trust_remote_code)
 
 
 def init_model(
@@ -82,12 +87,9 @@ def init_model(
     config = init_config(architecture, vocab_size=vocab_size)
     if is_ours(config, implementation):
         model = Decoder(config, dtype=dtype, device=device)
-        model.load_weights(_random_weights(model, seed, config.initializer_range))
-        return model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        hf = AutoModelForCausalLM.from_config(without_dropout(config), dtype=dtype)
-    return TransformersModel(hf.to(device), config)
+        shapes = {name: weight.shape for name, weight in model.own_weights()}
+        return _filled(model, Contents(partial(_random_weights, shapes, seed, config.initializer_range)))
+    return _transformers_model(partial(_init_transformers, config, dtype, seed), config, dtype, device)
 
 
 def init_config(architecture: Mapping[str, Any], *, vocab_size: int | None) -> PreTrainedConfig:
@@ -186,9 +188,48 @@ def is_ours(config: PreTrainedConfig, implementation: Implementation) -> bool:
     return implementation == "hone" or (implementation == "auto" and unsupported(config) is None)
 
 
-def _load_transformers(
-    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool
+def _filled(model: CausalModel, contents: Contents) -> CausalModel:
+    """The model with what is to be in it, or, where it has no memory, with what tells that."""
+    if model.output_weight.is_meta:
+        model.contents = contents
+    else:
+        model.load_weights(contents.read())
+    return model
+
+
+def _transformers_model(
+    make: Callable[[], PreTrainedModel],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
 ) -> TransformersModel:
+    """What `make` makes on the CPU, on some device. Its class alone knows how to read its files: it is made whole."""
+    if torch.device(device).type != "meta":
+        hf: Any = make()
+        return TransformersModel(hf.to(device), config)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(without_dropout(config), dtype=dtype, trust_remote_code=trust_remote_code)
+    model = TransformersModel(hf, config)
+    model.contents = Contents(partial(_made_whole, make, config), is_made_whole=True)
+    return model
+
+
+def _made_whole(make: Callable[[], PreTrainedModel], config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """Weights and buffers of a Transformers model."""
+    model = TransformersModel(make(), config)
+    yield from ({**dict(model.hf.named_buffers()), **dict(model.own_weights())}).items()
+
+
+def _init_transformers(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(without_dropout(config), dtype=dtype)
+
+
+def _load_transformers(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         config=without_dropout(config),
@@ -204,19 +245,19 @@ def _load_transformers(
         raise DataError(
             f"{folder}: {len(missing)} weights are missing, {missing[0]} among them. Fetch the model again."
         )
-    return TransformersModel(hf.to(device), config)
+    return hf
 
 
-def _random_weights(model: Decoder, seed: int, std: float) -> Iterator[tuple[str, Tensor]]:
+def _random_weights(shapes: Mapping[str, torch.Size], seed: int, std: float) -> Iterator[tuple[str, Tensor]]:
     """Normal matrices, zero biases, unit norms; drawn in float32 on the CPU, so every dtype and device starts alike."""
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_weights():
+    for name, shape in shapes.items():
         if name.endswith("bias"):
-            yield name, torch.zeros(weight.shape)
-        elif weight.ndim == 1:
-            yield name, torch.ones(weight.shape)
+            yield name, torch.zeros(shape)
+        elif len(shape) == 1:
+            yield name, torch.ones(shape)
         else:
-            yield name, torch.empty(weight.shape).normal_(0.0, std, generator=generator)
+            yield name, torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -15,8 +15,9 @@ import copy
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from hone.model.layout import Layout
 from hone.model.load import Implementation, is_ours, replaced_when_whole
 from hone.model.recompute import made_again
 from hone.model.sequence import Sequences
+from hone.model.weights import copy_by_name
 
 FUSED = {
     "qkv_proj": ("self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -62,7 +64,7 @@ class Adapter(ABC):
     def __init__(self, settings: LoraSection, base: str, names: Sequence[str]) -> None:
         self.settings = settings
         self.base = base
-        """Fingerprint of the weights beneath, before they were turned into another dtype."""
+        """Fingerprint of the weights beneath, before they were turned into another dtype; "" before there are any."""
         self.names = tuple(names)
         """Hugging Face names of the layers with an adapter, such as model.layers.0.mlp.up_proj."""
         self.scale = settings.alpha / settings.rank
@@ -192,7 +194,7 @@ class DecoderAdapter(Adapter):
     def __init__(self, model: Decoder, settings: LoraSection) -> None:
         wanted = wanted_layers(settings, DECODER_LAYERS)
         self._places: dict[str, tuple[FusedLinear, int]] = {}
-        base = weights_fingerprint(model.own_weights())
+        base = _fingerprint(model)
         for number, layer in enumerate(model.layers):
             for fused, (block, parts) in FUSED.items():
                 adapted = [part in wanted for part in parts]
@@ -231,7 +233,7 @@ class PeftAdapter(Adapter):
         except ImportError as error:
             raise DataError(NO_PEFT) from error
         wanted = wanted_layers(settings, linear_layers(model.hf))
-        base = weights_fingerprint(model.own_weights())
+        base = _fingerprint(model)
         config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=wanted, lora_dropout=0.0)  # type: ignore[arg-type]
         config.fan_in_fan_out = _is_transposed(model.hf)
         with torch.random.fork_rng(devices=[]):
@@ -249,6 +251,10 @@ class PeftAdapter(Adapter):
     def switch(self, on: bool) -> None:
         for layer in self._layers.values():
             layer.enable_adapters(on)
+
+
+def _fingerprint(model: CausalModel) -> str:
+    return weights_fingerprint(model.own_weights()) if model.contents is None else ""
 
 
 DECODER_LAYERS = tuple(part for _, parts in FUSED.values() for part in parts)
@@ -315,13 +321,22 @@ def add_adapter(model: CausalModel, settings: LoraSection, *, seed: int, dtype: 
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    generator = torch.Generator().manual_seed(seed)
-    for name in adapter.names:
-        a, b = adapter.factors(name)
-        bound = 1 / math.sqrt(a.shape[1])
-        a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
-        b.zero_()
+    first = partial(_first_factors, {name: factor.shape for name, factor in adapter.weights()}, seed)
+    if model.contents is None:
+        copy_by_name(dict(adapter.weights()), first())
+    else:
+        model.contents = model.contents.with_more(first)
     model.adapter = adapter
+
+
+def _first_factors(shapes: Mapping[str, torch.Size], seed: int) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in shapes.items():
+        if name.endswith(".lora_A.weight"):
+            bound = 1 / math.sqrt(shape[1])
+            yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        else:
+            yield name, torch.zeros(shape)
 
 
 def merged_copy(model: CausalModel) -> CausalModel:

@@ -21,19 +21,12 @@ from hone.data.pack import Indices, Shape, divide_over_ranks
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff
+from hone.train.filling import fill
 from hone.train.mesh import DATA, Mesh
+from hone.train.places import Place, Places, shares_of
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import Ranks
-from hone.train.sharded_weights import (
-    Place,
-    Places,
-    ShardedAdamW,
-    ShardedWeights,
-    compile_layers,
-    divide,
-    shard,
-    shares_of,
-)
+from hone.train.sharded_weights import ShardedAdamW, ShardedWeights, compile_layers, divide, shard
 from hone.train.shards import Share, box_of
 
 
@@ -75,7 +68,9 @@ class Sharded(Ranks):
             compile_layers(model)
         divide(model, self.mesh)
         self._places[model] = Places(model).weights
-        shard(model, self.mesh, dtype, on_host="reference" in self._offload)
+        on_host = "reference" in self._offload
+        shard(model, self.mesh, dtype, on_host=on_host)
+        fill(model, self._places[model], self.mesh, on_host=on_host)
 
     @contextmanager
     def computing(self, model: CausalModel | ScalarModel) -> Iterator[None]:
