@@ -2,9 +2,8 @@
 
 import pytest
 
-from hone.build.services import placed
-from hone.cluster.placement import not_run_yet, topology_here
-from hone.config.run import AlgorithmSection, RunConfig
+from hone.cluster.placement import topology_here
+from hone.config.run import RunConfig
 from hone.errors import PlacementError
 
 
@@ -50,15 +49,3 @@ def test_what_the_machine_does_not_have_is_told_before_anything_starts():
 def test_a_cluster_elsewhere_is_taken_at_its_word():
     topology = topology_here(run(nodes=2, devices_per_node=8, address="auto"), [])
     assert (topology.num_devices, topology.trainer.nodes[-1]) == (16, 1)
-
-
-def test_what_is_planned_and_not_run_is_told_and_not_run_elsewhere():
-    roles = {"train": ["policy", "rollout"], "critic": ["critic"]}
-    pools = {name: {"devices": 1, "roles": at} for name, at in roles.items()}
-    config = run(pools=pools).model_copy(update={"algorithm": AlgorithmSection(credit="gae")})
-    assert not_run_yet(topology_here(config, [])) == [
-        "critic is only run where the policy is: put it into the roles of train"
-    ]
-    with pytest.raises(PlacementError, match="critic is only run where the policy is"):
-        placed(config)
-    assert not_run_yet(topology_here(run(pools=apart(1, 1)), [])) == []

@@ -3,6 +3,7 @@ happened."""
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from tiny import metrics_of, weights_of, write_run
@@ -49,7 +50,7 @@ def dying(monkeypatch):
     @asynccontextmanager
     async def workers(job, needs, saved):
         async with workers_here(job, needs, saved) as found:
-            yield type(found)(Dying(found.trainer, faults), found.engine, found.weights_are_shared, found.takes_turns)
+            yield replace(found, trainer=Dying(found.trainer, faults))
 
     monkeypatch.setattr(stages, "workers_of", workers)
     return faults

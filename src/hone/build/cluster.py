@@ -20,6 +20,7 @@ import torch
 from hone.build.job import Job, set_up_arithmetic
 from hone.build.models import apart, policy_trainer, restored, starting_model
 from hone.build.sampling import embedded_engine
+from hone.build.scoring import Scoring
 from hone.build.vllm import start_vllm, starting_folder
 from hone.build.workers import Workers
 from hone.cluster.actors import EngineActor, MakeEngine, Seat, TrainerRank
@@ -36,6 +37,7 @@ from hone.config.topology import TRAINED
 from hone.data.chat import Tokenizer, load_tokenizer
 from hone.errors import Stopped
 from hone.loop.folder import RunFolder
+from hone.loop.run import Sleeper
 from hone.plan.guard import UNGUARDED, Guard
 from hone.rollout.engine import Engine
 from hone.rollout.router import Router
@@ -176,8 +178,14 @@ async def workers_on_ray(job: Job, needs: frozenset[str], saved: Saved | None) -
             async with VitalsWatch(lambda: crew.processes) as vitals:
                 watching = job.observer.watching
                 with watching(engine.metrics), watching(trainer.metrics), watching(vitals.metrics):
-                    takes_turns = job.topology.engines_take_turns
-                    yield Workers(trainer, engine, weights_are_shared=False, takes_turns=takes_turns)
+                    yield Workers(
+                        trainer,
+                        engine,
+                        weights_are_shared=False,
+                        sleepers=crew.sleepers(engine),
+                        addresses=crew.scoring.addresses,
+                        scorers=crew.scoring.scorers,
+                    )
         finally:
             await engine.close()
     finally:
@@ -197,14 +205,21 @@ class Crew:
         self._engines: dict[str, RemoteEngine] = {}
         self._replicas = {replica.name: replica for replica in job.topology.engines}
         self._vllm_folder: Path | None = None  # what vLLM starts with; None: engines are Hone's own
+        self.scoring = Scoring(
+            job, blueprint.loaded, spawn=self._spawn, processes=self._processes, is_one_machine=cluster.is_own
+        )
 
     async def assemble(self, saved: Saved | None) -> tuple[RemoteTrainer, Router]:
         """Start all processes at once, and wait until each has made its part."""
         started = time.monotonic()
         if self._settings.engines.use == "vllm":
             self._vllm_folder = await asyncio.to_thread(starting_folder, self._job)
+        if self.scoring.shares_devices:
+            await self.scoring.start()
         trainer = self._trainer = self._new_trainer()
         async with asyncio.TaskGroup() as tasks:
+            if not self.scoring.shares_devices:
+                tasks.create_task(self.scoring.start())
             tasks.create_task(asyncio.to_thread(self._start_trainer, trainer, saved))
             for name in self._replicas:
                 tasks.create_task(self.start_engine(name))
@@ -227,8 +242,14 @@ class Crew:
         )
         return trainer, router
 
+    def sleepers(self, engine: Engine) -> tuple[Sleeper, ...]:
+        """See `PolicyRun.sleepers`."""
+        engines = (engine,) if self._job.topology.engines_take_turns else ()
+        return (*engines, self.scoring) if self.scoring.sleeps else engines
+
     async def dismiss(self) -> None:
         """End all processes."""
+        await self.scoring.close()
         if self._trainer is not None:
             await asyncio.to_thread(self._trainer.close)
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
@@ -289,12 +310,14 @@ class Crew:
         """A process on devices that it shares with those who take turns with it."""
         topology = self._job.topology
         numbers = sorted(device for pool in topology.pools for device in pool.devices)
-        roles = next(pool.roles for pool in topology.pools if devices[0] in pool.devices)
-        shared_by = 2 if "rollout" in roles and set(TRAINED) & set(roles) else 1
         process = self._cluster.spawn(
-            actor, *args, devices=[numbers.index(device) for device in devices], shared_by=shared_by
+            actor,
+            *args,
+            devices=[numbers.index(device) for device in devices],
+            shared_by=max(topology.processes_on(device) for device in devices),
         )
-        self.processes[name] = process
+        if hasattr(actor, "ping"):
+            self.processes[name] = process
         return process
 
     def _processes(self, role: Role, devices: Sequence[int]) -> int:
@@ -304,8 +327,8 @@ class Crew:
         pools = {pool.name: pool for pool in topology.pools}
         learning = [topology.trainer.devices]
         learning += [pools[name].devices for name, roles in topology.apart.items() if "critic" in roles]
-        sampling = [engine.devices for engine in topology.engines]
-        beside = {"rollout": sampling, "reference": [devices]}.get(role, learning)
+        sampling = [one.devices for one in (*topology.engines, *topology.judges, *topology.reward_models)]
+        beside = {"reference": [devices]}.get(role, learning if role in TRAINED else sampling)
         if self._job.config.rollout.max_staleness:  # nobody waits for anybody
             beside = [*learning, *sampling]
         return sum(device // topology.devices_per_node == machine for devices in beside for device in devices)
@@ -317,6 +340,7 @@ async def _unless_stopped(job: Job, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
+            job.services.check()  # a judge that is lost stops the run, too
             raise Stopped("stopped before the cluster was ready; nothing was trained")
         return working.result()
     finally:

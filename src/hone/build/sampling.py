@@ -18,8 +18,9 @@ from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.plan.guard import UNGUARDED
 from hone.plan.ladder import Ladder
-from hone.reward.base import Component, Rewards
+from hone.reward.base import Component, Rewards, Scorer
 from hone.reward.environment import FromEnvironment
+from hone.reward.transport import Addresses
 from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env_pool import EnvironmentPool
 from hone.rollout.episodes import EpisodeEngine
@@ -93,12 +94,24 @@ async def with_environment(config: RunConfig, tokenizer: Tokenizer, base_dir: Pa
 
 
 def make_rewards(
-    config: RunConfig, base_dir: Path, *, window_samples: int, services: Mapping[str, str] = MappingProxyType({})
+    config: RunConfig,
+    base_dir: Path,
+    *,
+    window_samples: int,
+    services: Addresses = MappingProxyType({}),
+    elsewhere: Mapping[str, Scorer] = MappingProxyType({}),
 ) -> Rewards:
-    """The run file's rewards, and the environment's own; `services` are base URLs by name."""
+    """The run file's rewards, and the environment's own; arguments as of `Rewards.from_config`."""
     has_environment = config.rollout.environment.use is not None
     extra = [Component("environment", 1.0, FromEnvironment())] if has_environment else []
-    return Rewards.from_config(config.reward, base_dir, window_samples=window_samples, extra=extra, services=services)
+    return Rewards.from_config(
+        config.reward,
+        base_dir,
+        window_samples=window_samples,
+        extra=extra,
+        services=services,
+        elsewhere=elsewhere,
+    )
 
 
 def sampling_of(config: RunConfig, *, temperature: float | None = None) -> Sampling:

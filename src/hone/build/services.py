@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hone.cluster.devices import VARIABLE, Split, split_devices, visible_devices
-from hone.cluster.placement import not_run_yet, topology_here
+from hone.cluster.placement import topology_here
 from hone.cluster.services import Services
 from hone.config.derived import unused_services
 from hone.config.load import Loaded
@@ -32,15 +32,12 @@ def placed(config: RunConfig) -> Topology:
     """Who works on which devices of this machine and its like. Comes before `claim_devices` hides some of them.
 
     Raises:
-        PlacementError: what the run file asks for is impossible here, or not run yet.
+        PlacementError: what the run file asks for is impossible here.
     """
     if config.cluster.backend == "ray" and find_spec("ray") is None:
         raise PlacementError("cluster.backend = ray: Ray is not installed. Get it with hone-rl's extra `ray`.")
     looks = config.cluster.backend == "ray" and config.run.device != "cpu"
-    topology = topology_here(config, visible_devices() if looks else ())
-    if reasons := not_run_yet(topology):
-        raise PlacementError(". ".join(reasons))
-    return topology
+    return topology_here(config, visible_devices() if looks else ())
 
 
 def unused_notes(config: RunConfig) -> list[str]:

@@ -32,7 +32,7 @@ from hone.build.workers import Workers, workers_here
 from hone.cluster.services import Services
 from hone.config.derived import correction, longest_tokens, samples_per_update
 from hone.config.load import Loaded
-from hone.config.topology import topology_lines
+from hone.config.topology import judge_services, topology_lines
 from hone.data.chat import load_tokenizer
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
@@ -90,6 +90,7 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
                     split,
                     folder=folder.path,
                     logs=folder.logs,
+                    without=judge_services(config) if topology.judges else (),
                     say=observer.say,
                     relay=observer.relay,
                     stop=stop,
@@ -234,7 +235,13 @@ async def optimise_policy(
     config = job.config
     engine = await with_environment(config, job.tokenizer, job.base_dir, workers.engine)
     window = 20 * samples_per_update(config)
-    rewards = make_rewards(config, job.base_dir, window_samples=window, services=job.services.urls)
+    rewards = make_rewards(
+        config,
+        job.base_dir,
+        window_samples=window,
+        services={**job.services.urls, **workers.addresses},
+        elsewhere=workers.scorers,
+    )
     evaluation = held_out_evaluation(job, engine, rewards)
     job.observer.begin("rl", config.run.steps)
     run = PolicyRun(
@@ -249,7 +256,7 @@ async def optimise_policy(
         sampling=sampling_of(config),
         eos_ids=frozenset(job.tokenizer.eos_ids),
         weights_are_shared=workers.weights_are_shared,
-        takes_turns=workers.takes_turns,
+        sleepers=workers.sleepers,
         replicas=workers.engine.up if isinstance(workers.engine, Router) else None,
         evaluate=evaluation,
         gate_passed=False,

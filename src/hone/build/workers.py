@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,9 +12,12 @@ from hone.build.job import Job
 from hone.build.memory import trainer_knobs
 from hone.build.models import policy_trainer, restored, tell_of_adapter
 from hone.build.sampling import embedded_engine
+from hone.loop.run import Sleeper
 from hone.model.base import CausalModel
 from hone.model.lora import merged_copy
 from hone.plan.workload import workload_of
+from hone.reward.base import Scorer
+from hone.reward.transport import Addresses
 from hone.rollout.engine import Engine
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.policy import PolicyTrainer
@@ -29,8 +32,12 @@ class Workers:
     engine: Engine
     weights_are_shared: bool
     """See `PolicyRun.weights_are_shared`."""
-    takes_turns: bool
-    """See `PolicyRun.takes_turns`."""
+    sleepers: tuple[Sleeper, ...] = ()
+    """See `PolicyRun.sleepers`."""
+    addresses: Addresses = field(default_factory=dict)
+    """Of judges that have devices of the cluster."""
+    scorers: Mapping[str, Scorer] = field(default_factory=dict)
+    """What scores, by the names of components, instead of something in this process."""
 
 
 @asynccontextmanager
@@ -56,6 +63,6 @@ async def workers_here(job: Job, needs: frozenset[str], saved: Saved | None) -> 
     ladder.bind(*trainer_knobs(trainer, config, most_tokens=workload_of(config).step_tokens()))
     engine = embedded_engine(config, job.tokenizer, sampled, job.compute if shared else None, ladder)
     try:
-        yield Workers(trainer, engine, weights_are_shared=shared, takes_turns=False)
+        yield Workers(trainer, engine, weights_are_shared=shared)
     finally:
         await engine.close()

@@ -94,27 +94,31 @@ class ReplicaPlace:
     """`judge-0`."""
     section: str
     """The service in the run file."""
-    host: str
     sleeps: bool
     """Others work on its devices in turn, and it gives them its memory."""
-    threads: int
-    """For Hone's own engine on a machine without GPUs, whose cores it shares with others."""
+    processes: int
+    """That share the machine's cores while it works; for Hone's own engine."""
     token: str | None
 
 
-def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, logs: Path) -> Launch:
+def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, logs: Path, host: str) -> Launch:
     """One replica of a service with `policy`. To be called on the machine where it is to run: its port is free there.
 
     Its environment is only what it has besides that of the process which starts it.
+
+    Args:
+        folder: the run file's.
+        host: address of that machine, for whoever asks it.
     """
-    port, command = free_port(place.host), _command(service, folder, place.host)
+    port, command = free_port(host), _command(service, folder, host)
     words = ["--enable-sleep-mode"] if place.sleeps else []
     environment: dict[str, str] = {}
     if _is_vllm(service, folder):
         environment |= {"VLLM_SERVER_DEV_MODE": "1"} if place.sleeps else {}
         environment |= {"VLLM_API_KEY": place.token} if place.token else {}
     else:
-        words += ["--host", place.host, "--threads", str(place.threads)]
+        threads = max(1, len(os.sched_getaffinity(0)) // place.processes)
+        words += ["--host", host, "--threads", str(threads)]
         words += ["--token-env", TOKEN_VARIABLE] if place.token else []
         environment |= {TOKEN_VARIABLE: place.token} if place.token else {}
     return Launch(
@@ -128,7 +132,7 @@ def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, log
         logs.absolute() / f"{place.name}.log",
         _fingerprint(command, folder, ""),
         engine_note(service, folder),
-        place.host,
+        host,
         place.token,
     )
 

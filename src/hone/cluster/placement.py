@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hone.config.cluster import Role
 from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.run import RunConfig
 from hone.config.topology import Topology, devices_asked_for, topology_of
@@ -38,16 +37,3 @@ def topology_here(config: RunConfig, gpus: Sequence[str]) -> Topology:
     if broken:
         raise PlacementError("; ".join(broken))
     return topology_of(settled)
-
-
-def not_run_yet(topology: Topology) -> list[str]:
-    """What can be planned and checked, and is not run where the topology has it."""
-    home = topology.trainer.pool
-    roles: tuple[Role, ...] = ("reward_model",)
-    apart = [role for role in roles if (pool := topology.pool_of(role)) is not None and pool.name != home]
-    found = [f"{role} is only run where the policy is: put it into the roles of {home}" for role in apart]
-    if topology.judges:
-        found.append(
-            "judge is only run as a service beside the run: leave the role out, and give the service `devices`"
-        )
-    return found

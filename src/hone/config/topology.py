@@ -14,13 +14,11 @@ from typing import Any, get_args
 
 from hone.config.cluster import ClusterSection, PoolSection, Role
 from hone.config.derived import needs_critic, needs_reference
-from hone.config.run import RunConfig
+from hone.config.run import RewardComponent, RunConfig
 
 ROLES: tuple[Role, ...] = get_args(Role)
 TRAINED: tuple[Role, ...] = ("policy", "critic", "reference")
 """Roles that ranks have, and no replicas."""
-LEARNERS: tuple[Role, ...] = ("policy", "critic", "reference")
-"""Who works while the policy learns."""
 DEFAULT_POOL = "all"
 """Name of the one pool of a run file that names none. A judge is not in it: it stays a service beside the run."""
 
@@ -129,7 +127,7 @@ class Topology:
 
     def sleeps(self, role: Role) -> bool:
         """Whether a role that samples or scores sleeps while the trainer works, because that is on its devices."""
-        return any(self.shares_devices(role, learner) for learner in LEARNERS)
+        return any(self.shares_devices(role, learner) for learner in TRAINED)
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -199,10 +197,10 @@ def optional_roles(config: RunConfig) -> frozenset[Role]:
     return frozenset(["judge"] if "rl" in config.stages and judge_services(config) else [])
 
 
-def reward_models(config: RunConfig) -> list[str]:
-    """Paths of the reward models that score on a device: those of rewards `reward_model` that are not put on a CPU."""
+def reward_models(config: RunConfig) -> list[RewardComponent]:
+    """Rewards `reward_model` that score on a device: those that are not put on a CPU."""
     return [
-        str(component.args.get("path"))
+        component
         for component in config.reward.components
         if component.use == "reward_model" and component.args.get("device") != "cpu"
     ]

@@ -18,7 +18,7 @@ import numpy as np
 
 from hone.cluster.devices import split_devices, visible_devices
 from hone.cluster.launch import engine_note
-from hone.cluster.placement import not_run_yet, topology_here
+from hone.cluster.placement import topology_here
 from hone.config.derived import longest_tokens, service_uses, services_of, unused_services
 from hone.config.load import Loaded, load_rewards
 from hone.config.report import CheckReport
@@ -90,7 +90,6 @@ def check_placement(config: RunConfig, findings: Findings) -> None:
     try:
         findings.topology = topology_here(config, visible_devices())
         findings.lines += topology_lines(findings.topology)
-        findings.not_checked += [f"hone train would refuse it: {reason}" for reason in not_run_yet(findings.topology)]
     except PlacementError as error:
         findings.problems.append(str(error))
 

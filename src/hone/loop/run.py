@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,18 @@ T = TypeVar("T")
 
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer | PairTrainer)
+
+
+class Sleeper(Protocol):
+    """Who can leave the memory of its devices to others: an engine, a judge, a reward model."""
+
+    async def sleep(self) -> None:
+        """Give it back; nothing may be in flight."""
+        ...
+
+    async def wake(self) -> None:
+        """Take it again, and be ready."""
+        ...
 
 
 @dataclass
@@ -127,19 +139,24 @@ class PolicyRun(Stage[Trainer]):
     evaluate: Callable[[], Awaitable[dict[str, float]]] | None
     gate_passed: bool
     """False until sampler and trainer were seen to agree in this process."""
-    takes_turns: bool = False
-    """The engine sleeps while the trainer works: they have the same devices, and each its own memory there."""
+    sleepers: tuple[Sleeper, ...] = ()
+    """Who sleeps while the trainer works, because they have the same devices, each with memory of its own there."""
     replicas: Callable[[], Mapping[str, Engine]] | None = None
     """The engines behind `engine` by name, each of which is sent weights; None where that is one in this process."""
     dropped: list[Group] = field(default_factory=list)
     """Groups of the step in flight that will not be trained on; recorded for people with the others."""
 
+    async def make_room(self) -> None:
+        """Have whoever works on the trainer's devices sleep, until the next `publish`. Nothing may be in flight."""
+        for sleeper in self.sleepers:
+            await sleeper.sleep()
+
     async def publish(self) -> None:
-        """Make the trainer's weights live in the engine, as version `progress.step`."""
+        """Make the trainer's weights live in the engine, as version `progress.step`, and wake who sleeps."""
         weights = None if self.weights_are_shared else self.trainer.weights()
         await self.engine.load(weights, self.progress.step)
-        if self.takes_turns:
-            await self.engine.wake()
+        for sleeper in self.sleepers:
+            await sleeper.wake()
         self.observer.event("published", version=self.progress.step)
         if self.replicas is not None and due(self.progress.step, self.config.cluster.canary_every):
             await check_replicas(self, self.replicas())

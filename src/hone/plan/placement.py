@@ -154,7 +154,7 @@ def placement_of(config: RunConfig, topology: Topology, given: Placement) -> Pla
     if topology.judges:
         said["judge"] = _judge(config)
     elif topology.reward_models:
-        said["judge"] = {"model": reward_models(config)[0], "writes": False}
+        said["judge"] = {"model": str(reward_models(config)[0].args.get("path")), "writes": False}
     merged = said | given.model_dump(exclude_unset=True)
     merged["engine"] = said["engine"] | given.engine.model_dump(exclude_unset=True)
     if given.judge is not None:

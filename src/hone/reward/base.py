@@ -27,7 +27,7 @@ from hone.reward.worker import Job
 from hone.types import Group, Prompt, Sample, Score
 
 if TYPE_CHECKING:
-    from hone.reward.transport import Counts
+    from hone.reward.transport import Addresses, Counts
 
 
 class Scorer(Protocol):
@@ -142,7 +142,8 @@ class Rewards:
         *,
         window_samples: int,
         extra: Sequence[Component] = (),
-        services: Mapping[str, str] = MappingProxyType({}),
+        services: Addresses = MappingProxyType({}),
+        elsewhere: Mapping[str, Scorer] = MappingProxyType({}),
     ) -> Self:
         """The rewards of a run file.
 
@@ -150,7 +151,8 @@ class Rewards:
             folder: the run file's; `file.py:function` is relative to it, and modules beside it can be imported.
             window_samples: samples of 20 steps, the window of `reward.max_unscored_frac`.
             extra: components that the run file does not list, such as the environment's own.
-            services: base URLs of the run file's services that are running, by name.
+            services: addresses of the run file's services that are running, by name.
+            elsewhere: what scores in place of some components, by their names: other processes of the run.
         Raises:
             ConfigError: every component that names no reward, names used twice, no component with a weight.
         """
@@ -164,7 +166,7 @@ class Rewards:
             if name in (other.name for other in components):
                 problems.append(f"{key}.name: {name!r} is taken by another component; give this one a name of its own.")
             try:
-                scorer = _scorer(component, folder, pool, f"{key}.use", services)
+                scorer = elsewhere.get(name) or _scorer(component, folder, pool, f"{key}.use", services)
                 components.append(Component(name, component.weight, scorer))
             except Unusable as error:
                 problems.append(f"{key}.use: {error}")
@@ -345,9 +347,7 @@ class UnscoredBound:
         )
 
 
-def _scorer(
-    component: RewardComponent, folder: Path, pool: WorkerPool, key: str, services: Mapping[str, str]
-) -> Scorer:
+def _scorer(component: RewardComponent, folder: Path, pool: WorkerPool, key: str, services: Addresses) -> Scorer:
     if component.use in HELD:
         timeout_s = component.timeout_s
         return load_held(component.use, component.args, folder=folder, timeout_s=timeout_s, services=services)

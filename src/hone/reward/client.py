@@ -26,7 +26,16 @@ from hone.errors import RewardError
 from hone.reward.gathering import Gathering
 from hone.reward.resolve import Unusable, nearest
 from hone.reward.signature import ScoreSample, all_faulty
-from hone.reward.transport import Call, Counts, Endpoints, Refused, Unavailable, token_from
+from hone.reward.transport import (
+    Address,
+    Addresses,
+    Call,
+    Counts,
+    Endpoints,
+    Refused,
+    Unavailable,
+    token_from,
+)
 from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, score_of
 from hone.types import Fault, Group, Prompt, Sample, Score
 from hone.user_code import DETAIL_CHARACTERS
@@ -83,9 +92,7 @@ class ServiceReward:
         )
 
     @classmethod
-    def from_args(
-        cls, args: Mapping[str, Any], *, folder: Path, services: Mapping[str, str] = MappingProxyType({})
-    ) -> Self:
+    def from_args(cls, args: Mapping[str, Any], *, folder: Path, services: Addresses = MappingProxyType({})) -> Self:
         """Of a component's args. Raises Unusable when they do not fit."""
         try:
             settings = ServiceSettings.model_validate(dict(args))
@@ -94,9 +101,10 @@ class ServiceReward:
             raise Unusable("; ".join(problems)) from None
         ca_file = None if settings.ca_file is None else str(folder / Path(settings.ca_file).expanduser())
         try:
+            address = address_of(settings.url, settings.service, settings.token_env, services)
             endpoints = Endpoints(
-                urls_of(settings.url, settings.service, services),
-                token=token_from(settings.token_env, "token_env"),
+                address.urls,
+                token=address.token,
                 max_in_flight=settings.max_in_flight,
                 ready_path=READY_PATH,
                 ca_file=ca_file,
@@ -199,16 +207,22 @@ class ServiceReward:
             )
 
 
-def urls_of(url: str | Sequence[str] | None, service: str | None, services: Mapping[str, str]) -> list[str]:
-    """The base URLs that args name. Raises ValueError unless exactly one of `url` and `service` says where."""
+def address_of(
+    url: str | Sequence[str] | None, service: str | None, token_env: str | None, services: Addresses
+) -> Address:
+    """Where args say that a service is, and what it is shown. Raises ValueError unless exactly one of `url` and
+    `service` says where, and for a token that is not there."""
     if (url is None) == (service is None):
         raise ValueError("give either url or service")
+    token = token_from(token_env, "token_env")
     if service is None:
-        return [url] if isinstance(url, str) else list(url or ())
+        return Address((url,) if isinstance(url, str) else tuple(url or ()), token)
     if service not in services:
         named = f" The run file's: {', '.join(services)}." if services else " The run file has no `services`."
         raise ValueError(f"no service {service!r}.{nearest(service, services)}{named}")
-    return [services[service]]
+    found = services[service]
+    found = Address((found,)) if isinstance(found, str) else found
+    return replace(found, token=token or found.token)
 
 
 def _unsendable(group: Group, error: ValueError) -> tuple[Score, ...]:

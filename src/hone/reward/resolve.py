@@ -14,12 +14,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.reward.builtin import BUILTIN, HELD, POOLED
 from hone.reward.foreign import Unfit, adapted
 from hone.reward.signature import RewardFunction
 from hone.user_code import describe, import_module
+
+if TYPE_CHECKING:
+    from hone.reward.transport import Addresses
 
 _PATH = re.compile(r"(?P<place>.+):(?P<function>[A-Za-z_]\w*)")
 
@@ -91,11 +94,11 @@ def load_held(
     *,
     folder: Path,
     timeout_s: float,
-    services: Mapping[str, str] = MappingProxyType({}),
+    services: Addresses = MappingProxyType({}),
 ) -> Any:
     """The scorer of one of `HELD`, made of the component's args; it is not started.
 
-    Its `from_args` also gets the run file's `folder`, the component's `timeout_s` and the base URLs of the running
+    Its `from_args` also gets the run file's `folder`, the component's `timeout_s` and the addresses of the running
     `services` by name, each if it takes them.
     Raises:
         Unusable: the args do not fit.

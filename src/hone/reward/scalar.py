@@ -65,6 +65,10 @@ class Model(Protocol):
         """(index, score) of each conversation, counted through all families, one microbatch after the other."""
         ...
 
+    def move(self, device: torch.device) -> None:
+        """Put the weights somewhere else; they must be back before they are used."""
+        ...
+
 
 class RewardModel:
     """The scorer (`base.Held`): loaded by `start`, given up by `close`."""
@@ -101,6 +105,19 @@ class RewardModel:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._loaded = None
 
+    async def sleep(self) -> None:
+        """Give the device's memory back once what is being scored is: weights wait on the host. Until `wake` nothing is
+        to be scored."""
+        assert self._loaded is not None, "`start` came first"
+        async with self._turn:
+            await self._in_thread(self._loaded.sleep)
+
+    async def wake(self) -> None:
+        """Be ready to score again."""
+        assert self._loaded is not None, "`start` came first"
+        async with self._turn:
+            await self._in_thread(self._loaded.wake)
+
     async def score(self, group: Group) -> tuple[Score, ...]:
         (scores,) = await self.score_many([group])
         return scores
@@ -129,9 +146,14 @@ class Loaded:
     """A reward model in memory, with what it needs to read."""
 
     def __init__(
-        self, model: Model, reader: ConversationReader, config: PreTrainedConfig, settings: RewardModelSettings
+        self,
+        model: Model,
+        reader: ConversationReader,
+        config: PreTrainedConfig,
+        settings: RewardModelSettings,
+        device: torch.device,
     ) -> None:
-        self.model, self.reader, self.settings = model, reader, settings
+        self.model, self.reader, self.settings, self.device = model, reader, settings, device
         self.mean, self.std = _mean_and_std(config) if settings.normalize else (0.0, 1.0)
         self.max_tokens = getattr(config, "max_position_embeddings", None) or math.inf
         tokens = reader.tokenizer.added_tokens_decoder.values()
@@ -157,7 +179,15 @@ class Loaded:
             model = OwnModel(load_scalar_model(place, dtype=dtype, device=device, config=config))
         else:
             model = TransformersClassifier(place, dtype, device)
-        return cls(model, ConversationReader(tokenizer, form), config, settings)
+        return cls(model, ConversationReader(tokenizer, form), config, settings, device)
+
+    def sleep(self) -> None:
+        self.model.move(torch.device("cpu"))
+        if self.device.type == "cuda":  # what torch keeps for itself is somebody else's now
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self.model.move(self.device)
 
     def score(self, groups: Sequence[Group], given_up: Event) -> list[tuple[Score, ...]]:
         """One score per sample; what cannot be read is a fault of the data, what is not finite one of ours."""
@@ -203,6 +233,9 @@ class OwnModel:
     def __init__(self, model: ScalarModel) -> None:
         self.model = model.eval()
 
+    def move(self, device: torch.device) -> None:
+        self.model.to(device)
+
     def scores(self, families: Families, batch_tokens: int) -> Iterator[tuple[int, float]]:
         pad_id = self.model.hf_config.pad_token_id
         sequences = Sequences.of([[_without_padding(ids, pad_id) for ids in family] for family in families])
@@ -222,6 +255,9 @@ class TransformersClassifier:
         if missing:  # Transformers would leave these random
             raise DataError(f"{folder}: {len(missing)} weights are missing, {missing[0]} among them: no reward model")
         self.model, self.device = model.to(device).eval(), device
+
+    def move(self, device: torch.device) -> None:
+        self.model.to(device)
 
     def scores(self, families: Families, batch_tokens: int) -> Iterator[tuple[int, float]]:
         conversations = list(chain.from_iterable(families))

@@ -18,8 +18,8 @@ import os
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
@@ -47,6 +47,18 @@ KEEPALIVE_S = 3.0
 _TRIED_AGAIN = frozenset({408, 425, 429})
 _REASON_BYTES = 64 << 10
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a service of the run is: base URLs of which each gives the same answers, and what they must be shown."""
+
+    urls: tuple[str, ...]
+    token: str | None = field(default=None, repr=False)
+
+
+Addresses = Mapping[str, "str | Address"]
+"""Of running services, by name: a base URL, or what is more than one."""
 
 
 class Unavailable(Exception):

@@ -19,7 +19,7 @@ from statistics import fmean, pstdev
 from types import MappingProxyType
 from typing import Any, Self
 
-from hone.reward.client import urls_of
+from hone.reward.client import address_of
 from hone.reward.judge.asking import REFUSED, Asker, Traffic, Vote
 from hone.reward.judge.figures import EngineFigures
 from hone.reward.judge.guard import FLAGS, Canaries, Flag, flags_of
@@ -32,7 +32,7 @@ from hone.reward.openai import Answer, ChatClient
 from hone.reward.pool import CallFailed
 from hone.reward.resolve import Unusable
 from hone.reward.signature import MayScoreSample, Range, all_faulty
-from hone.reward.transport import Counts, token_from
+from hone.reward.transport import Addresses, Counts
 from hone.types import Fault, Group, Prompt, Sample, Score
 from hone.user_code import DETAIL_CHARACTERS
 
@@ -97,7 +97,7 @@ class JudgeReward:
         *,
         folder: Path,
         timeout_s: float,
-        services: Mapping[str, str] = MappingProxyType({}),
+        services: Addresses = MappingProxyType({}),
     ) -> Self:
         """Of a component's args. Raises Unusable when they do not fit, a sum of lengths included.
 
@@ -114,9 +114,8 @@ class JudgeReward:
         processor = settings.data_processor_config
         functions = UserFunctions(processor, folder, timeout_s=timeout_s) if processor else None
         try:
-            urls = urls_of(settings.url, settings.service, services)
-            token = token_from(settings.token_env, "token_env")
-            client = ChatClient(urls, model=settings.model, token=token, max_in_flight=settings.max_in_flight)
+            at = address_of(settings.url, settings.service, settings.token_env, services)
+            client = ChatClient(at.urls, model=settings.model, token=at.token, max_in_flight=settings.max_in_flight)
         except ValueError as error:
             raise Unusable(f"args of `judge`: {error}") from None
         return cls(settings, client, template, counter, functions)
