@@ -129,8 +129,8 @@ def rank_among_others(blueprint: Blueprint, processes: int, seat: Seat) -> Itera
             sequence_parallel=layout.sequence_parallel,
         )
         ranks = Sharded(mesh, offload=layout.offload, compile=layout.compile)
-        # Whole models are made on the host: only shares of them are to be on the device, and a layer at a time.
-        yield replace(site, device=torch.device("cpu")), ranks
+        # No rank ever has a whole model: it is made without memory, and filled when each rank's shares are known.
+        yield replace(site, device=torch.device("meta")), ranks
 
 
 async def embedded(blueprint: Blueprint, processes: int) -> Engine:
