@@ -65,9 +65,9 @@ PLACED: tuple[Derived, ...] = (
     Derived(
         "trainer and engines take turns",
         "",
-        "policy and rollout are in one pool",
+        "rollout is in one pool with policy, critic or reference",
         ("cluster.pools.*.roles", "rollout.max_staleness"),
-        _of(lambda t: t.colocated),
+        _of(lambda t: t.engines_take_turns),
     ),
     Derived(
         "new weights go through",
