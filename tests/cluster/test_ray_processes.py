@@ -1,6 +1,7 @@
 """Real processes of Ray's with toys in them: what the loop's handles do when all is well, and when it is not."""
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -76,6 +77,13 @@ def words_of(process):
 
 def gone(actor):
     return not psutil.wait_procs(processes(actor), timeout=10)[1]
+
+
+def test_what_this_process_starts_next_is_told_nothing_of_a_ray_on_the_loopback(cluster):
+    from ray._private import ray_constants
+
+    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in os.environ, "`ray start` would refuse to join another one"
+    assert ray_constants.ENABLE_RAY_CLUSTER
 
 
 def test_devices_that_others_have_are_waited_for_and_their_holder_is_named(cluster):

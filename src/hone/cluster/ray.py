@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -176,11 +176,11 @@ class RayCluster:
                     "`ray start --head` there, or take the key out to have one started on this machine."
                 ) from error
             return
-        _stay_on_loopback()
         self._folder = tempfile.mkdtemp(prefix="hone-ray-")
         own = {"num_gpus": 0, "num_cpus": max(cores, self._num_devices)} if self._kind == "CPU" else {"num_cpus": cores}
         try:
-            ray.init(address="local", include_dashboard=False, _temp_dir=self._folder, **own, **quiet)
+            with _on_loopback():
+                ray.init(address="local", include_dashboard=False, _temp_dir=self._folder, **own, **quiet)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(f"Ray could not be started on this machine: {_first_line(error)}") from error
 
@@ -223,12 +223,24 @@ def take_sigterm_back() -> None:
     signal.siginterrupt(signal.SIGTERM, False)
 
 
-def _stay_on_loopback() -> None:
-    """Have Ray's processes listen on the loopback alone, which it does by itself only where it knows no clusters."""
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Ray's processes that start meanwhile listen on the loopback alone; by themselves they do so only where Ray knows
+    no clusters. What this process starts later may join one, and is told nothing of it."""
     from ray._private import ray_constants
 
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes that it starts
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name] = "0"  # for the processes that Ray starts
     ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        was_set, ray_constants.ENABLE_RAY_CLUSTER = before
+        if was_set is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = was_set
 
 
 def _holders() -> str:
