@@ -66,13 +66,20 @@ def test_a_killed_engine_comes_back_and_samples_while_training_goes_on(tmp_path)
         lost, since = (down[0]["replica"], down[0]["at"]) if down else ("", 0.0)
         return [event for event in events_of(tmp_path, "sampled") if event["replica"] == lost and event["at"] > since]
 
+    figures = {f"memory/{name}_process_rss_gib" for name in ("rank-0", "rank-1", "engine-0", "engine-1")}
+
+    def all_are_measured():
+        lines = metrics_of(tmp_path / "run")
+        return figures <= lines[-1].keys() and lines[-1]["engine/replicas_up"] == 2
+
     assert life.until(samples_again)
+    assert life.until(all_are_measured), "the one that was started again among them"
     assert life.end(signal.SIGINT) == 130, life.text()
     kinds = [event["kind"] for event in events_of(tmp_path, "replica_down", "replica_restarting", "replica_up")]
     assert kinds[-3:] == ["replica_down", "replica_restarting", "replica_up"]
     last = [line for line in metrics_of(tmp_path / "run") if "time/step_s" in line][-1]
     assert last["engine/replicas_up"] == 2 and last["engine/published_mib"] > 0
-    assert all(last[f"memory/{name}_process_rss_gib"] > 0 for name in ("rank-0", "rank-1", "engine-0", "engine-1"))
+    assert all(last[name] > 0 for name in figures)
     assert audit(read_events(tmp_path / "run" / "events.jsonl")).violations == ()
     assert life.nothing_is_left(within_s=10)
 

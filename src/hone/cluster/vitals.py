@@ -8,16 +8,22 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from ray.exceptions import RayError
+
 from hone.cluster.actors import Vitals
 from hone.cluster.calls import wait_for_one
 from hone.errors import HoneError
 
 INTERVAL_S = 5.0
+"""Between an answer of a process and the next question."""
+LOOK_S = 0.5
+"""How soon a process that was just started is noticed."""
 TIMEOUT_S = 5.0
 
 
 class VitalsWatch:
-    """Asks as long as it is open. Who does not answer, or is not there at the time, is left out.
+    """Asks each process as long as it is open. What one said last holds until it says something else, ends, or is
+    replaced: who is busy answers late.
 
     Args:
         processes: handles of actors by the processes' names, asked for each time: they come and go.
@@ -25,7 +31,8 @@ class VitalsWatch:
 
     def __init__(self, processes: Callable[[], Mapping[str, Any]]) -> None:
         self._processes = processes
-        self._found: dict[str, Vitals] = {}
+        self._found: dict[Any, Vitals] = {}
+        """By handle."""
         self._asking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -43,22 +50,38 @@ class VitalsWatch:
     def metrics(self) -> dict[str, float]:
         """What was found last."""
         measured = {}
-        for name, vitals in self._found.items():
+        for name, actor in dict(self._processes()).items():
+            if (vitals := self._found.get(actor)) is None:
+                continue
             measured[f"memory/{name}_process_rss_gib"] = vitals.rss_bytes / 2**30
             if vitals.cuda_peak_bytes:
                 measured[f"memory/{name}_process_cuda_peak_gib"] = vitals.cuda_peak_bytes / 2**30
         return measured
 
     async def _ask(self) -> None:
+        """Have a task for each process that is there."""
+        asking: dict[Any, asyncio.Task[None]] = {}
+        try:
+            while True:
+                there = dict(self._processes())
+                for actor in [actor for actor in asking if actor not in there.values()]:
+                    asking.pop(actor).cancel()
+                    self._found.pop(actor, None)
+                for name, actor in there.items():
+                    if actor not in asking:
+                        asking[actor] = asyncio.create_task(self._ask_one(name, actor))
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for task in asking.values():
+                task.cancel()
+            await asyncio.gather(*asking.values(), return_exceptions=True)
+
+    async def _ask_one(self, name: str, actor: Any) -> None:
         while True:
-            processes = self._processes()
-            answers = await asyncio.gather(*(_vitals(name, actor) for name, actor in processes.items()))
-            self._found = {name: found for name, found in zip(processes, answers, strict=True) if found is not None}
+            try:
+                self._found[actor] = await wait_for_one(name, actor.ping.remote(), "ping", TIMEOUT_S)
+            except HoneError as error:  # whoever works with it notices, too, and does something about it
+                if isinstance(error.__cause__, RayError):
+                    self._found.pop(actor, None)
+                    return
             await asyncio.sleep(INTERVAL_S)
-
-
-async def _vitals(name: str, actor: Any) -> Vitals | None:
-    try:
-        return await wait_for_one(name, actor.ping.remote(), "ping", TIMEOUT_S)
-    except HoneError:  # whoever works with it notices, too, and does something about it
-        return None

@@ -1,0 +1,70 @@
+"""What processes take, asked of stand-ins that are busy, die, or come and go."""
+
+import asyncio
+from concurrent.futures import Future
+
+import pytest
+from ray.exceptions import RayActorError
+
+from hone.cluster import vitals
+from hone.cluster.actors import Vitals
+from hone.cluster.vitals import VitalsWatch
+
+GIB = 2**30
+
+
+class Process:
+    """A stand-in for the handle of an actor: answers what it is told to, or nothing."""
+
+    def __init__(self, *answers):
+        self.ping, self._answers, self.asked = self, list(answers), 0
+
+    def remote(self):
+        self.asked += 1
+        return self
+
+    def future(self):
+        said = Future()
+        answer = self._answers.pop(0) if self._answers else None
+        if isinstance(answer, Exception):
+            said.set_exception(answer)
+        elif answer is not None:
+            said.set_result(Vitals(pid=1, host="h", rss_bytes=answer, peak_rss_bytes=answer, cuda_peak_bytes=0))
+        return said
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    for name in ("INTERVAL_S", "LOOK_S", "TIMEOUT_S"):
+        monkeypatch.setattr(vitals, name, 0.01)
+
+
+async def until(holds):
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def test_who_is_late_keeps_what_it_said_and_who_dies_is_left_out():
+    async def run():
+        busy, dying = Process(GIB), Process(2 * GIB, RayActorError())
+        async with VitalsWatch(lambda: {"rank-0": busy, "engine-0": dying}) as watch:
+            await until(lambda: len(watch.metrics()) == 2)
+            await until(lambda: busy.asked >= 4 and len(watch.metrics()) == 1)
+            assert watch.metrics() == {"memory/rank-0_process_rss_gib": 1.0}
+
+    asyncio.run(run())
+
+
+def test_one_that_is_started_again_is_not_taken_for_the_one_before():
+    async def run():
+        there = {"engine-0": Process(GIB)}
+        async with VitalsWatch(lambda: there) as watch:
+            await until(watch.metrics)
+            there["engine-0"] = Process()
+            assert watch.metrics() == {}, "it has said nothing yet"
+            there["engine-0"] = Process(3 * GIB)
+            await until(watch.metrics)
+            assert watch.metrics() == {"memory/engine-0_process_rss_gib": 3.0}
+
+    asyncio.run(run())
