@@ -61,6 +61,7 @@ class Life:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
             )
         self._started: dict[int, psutil.Process] = {}
 
@@ -91,10 +92,13 @@ class Life:
         return self.log.read_text()
 
     def end(self, number: signal.Signals | None = None, within_s: float = 240.0) -> int:
-        """Wait for the end, after a signal if one is given; the exit code."""
+        """Wait for the end, after a signal if one is given; the exit code. SIGKILL is for `hone` alone, others for its
+        whole process group, as from a terminal."""
         self.look()
-        if number is not None:
-            self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.kill()
+        elif number is not None:
+            os.killpg(self.process.pid, number)
         try:
             return self.process.wait(within_s)
         finally:

@@ -86,6 +86,11 @@ def test_what_this_process_starts_next_is_told_nothing_of_a_ray_on_the_loopback(
     assert ray_constants.ENABLE_RAY_CLUSTER
 
 
+def test_signals_of_this_process_group_do_not_reach_ray(cluster):
+    started = psutil.Process().children(recursive=True)
+    assert len(started) >= 3 and os.getsid(0) not in {os.getsid(process.pid) for process in started}
+
+
 def test_devices_that_others_have_are_waited_for_and_their_holder_is_named(cluster):
     settings = ClusterSection(backend="ray", address="auto", start_timeout_s=2)
     said = []

@@ -6,8 +6,6 @@ is asked of whom (`trainer.py`), and what a rank does (`actors.py`).
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +16,7 @@ import ray
 
 from hone.cluster.actors import MakeTrainer, Seat
 from hone.cluster.calls import CALL_KEY, START_KEY, wait_for_all
+from hone.cluster.scratch import Scratch
 from hone.errors import ClusterError
 
 CLOSE_S = 10.0
@@ -44,9 +43,9 @@ class Gang:
     def begin(self, *, is_one_machine: bool, timeout_s: float) -> Asked:
         """Have every rank make its part. On one machine they meet in a file, and no port is opened for it."""
         if is_one_machine:
-            folder = tempfile.mkdtemp(prefix="hone-ranks-")
-            self._open.callback(shutil.rmtree, folder, ignore_errors=True)
-            address = f"file://{folder}/meeting"
+            folder = Scratch("hone-ranks-")
+            self._open.callback(folder.remove)
+            address = f"file://{folder.path}/meeting"
         else:
             name, first = next(iter(self.ranks.items()))
             asked = {name: first.free_address.remote()}

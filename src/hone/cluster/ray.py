@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from hone.cluster.scratch import Scratch
 from hone.config.cluster import ClusterSection
 from hone.errors import ClusterError, PlacementError, Stopped
 
@@ -54,7 +54,7 @@ class RayCluster:
         self._settings, self._name, self._say = settings, name, say
         self._kind, self._num_devices = "GPU" if has_gpus else "CPU", num_devices
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
-        self._folder: str | None = None
+        self._folder: Scratch | None = None
         self._group: PlacementGroup | None = None
         self._places: list[int] = []
         """Bundle of each device."""
@@ -92,7 +92,8 @@ class RayCluster:
         self._on_thread(close)
         self._thread.shutdown()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
+            self._folder = None
 
     def __enter__(self) -> Self:
         return self
@@ -176,11 +177,11 @@ class RayCluster:
                     "`ray start --head` there, or take the key out to have one started on this machine."
                 ) from error
             return
-        self._folder = tempfile.mkdtemp(prefix="hone-ray-")
+        self._folder = Scratch("hone-ray-")
         own = {"num_gpus": 0, "num_cpus": max(cores, self._num_devices)} if self._kind == "CPU" else {"num_cpus": cores}
         try:
-            with _on_loopback():
-                ray.init(address="local", include_dashboard=False, _temp_dir=self._folder, **own, **quiet)
+            with _on_loopback(), _in_sessions_of_their_own():
+                ray.init(address="local", include_dashboard=False, _temp_dir=str(self._folder.path), **own, **quiet)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(f"Ray could not be started on this machine: {_first_line(error)}") from error
 
@@ -241,6 +242,20 @@ def _on_loopback() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = was_set
+
+
+@contextlib.contextmanager
+def _in_sessions_of_their_own() -> Iterator[None]:
+    """Ray's processes that start meanwhile do not get the signals of the run's process group. A terminal sends its Ctrl-C
+    there, a scheduler its SIGTERM, and without Ray the run could not save a checkpoint any more."""
+    from ray._private import services
+
+    start = services.ConsolePopen
+    services.ConsolePopen = partial(start, start_new_session=True)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = start
 
 
 def _holders() -> str:
