@@ -246,8 +246,8 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_sessions_of_their_own() -> Iterator[None]:
-    """Ray's processes that start meanwhile do not get the signals of the run's process group. A terminal sends its Ctrl-C
-    there, a scheduler its SIGTERM, and without Ray the run could not save a checkpoint any more."""
+    """Ray's processes that start meanwhile do not get the signals of the run's process group. A terminal sends
+    Ctrl-C there, a scheduler its SIGTERM, and without Ray the run could not save a checkpoint any more."""
     from ray._private import services
 
     start = services.ConsolePopen
