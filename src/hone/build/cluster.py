@@ -27,15 +27,18 @@ from hone.cluster.actors import EngineActor, MakeEngine, Seat, TrainerRank
 from hone.cluster.apart import CriticRank, ReferenceRank
 from hone.cluster.engine import RemoteEngine
 from hone.cluster.gang import Gang
+from hone.cluster.publisher import Routes
 from hone.cluster.ray import RayCluster, take_sigterm_back
+from hone.cluster.sending import Way
 from hone.cluster.trainer import RemoteTrainer
 from hone.cluster.vitals import VitalsWatch
 from hone.cluster.weights import bucket_bytes
 from hone.config.cluster import Role
 from hone.config.load import Loaded
 from hone.config.topology import TRAINED
+from hone.config.transport import in_words, transport_of
 from hone.data.chat import Tokenizer, load_tokenizer
-from hone.errors import Stopped
+from hone.errors import PlacementError, Stopped
 from hone.loop.folder import RunFolder
 from hone.loop.run import Sleeper
 from hone.plan.guard import UNGUARDED, Guard
@@ -267,9 +270,23 @@ class Crew:
             critic=gangs.get("critic"),
             reference=gangs.get("reference"),
             reference_refresh_every=self._job.config.algorithm.reference_refresh_every,
+            routes=self._routes(),
             timeout_s=timeout_s,
             bucket_size=bucket_bytes(self._settings.bucket_mib),
         )
+
+    def _routes(self) -> Routes:
+        """How weights get to the engines: with CUDA IPC from the rank on the same GPU, else from rank 0."""
+        job, trainer, engines = self._job, self._job.topology.trainer, self._job.topology.engines
+        on_gpu = job.device.type == "cuda"
+        transport = transport_of(job.config, job.topology, on_gpu=on_gpu)
+        if transport == "ipc" and not on_gpu:
+            raise PlacementError("cluster.transport = ipc shares a GPU's memory, and here is none. Nearest: auto.")
+        job.observer.say(f"new weights go through {in_words(transport, on_gpu=on_gpu)}")
+        ranks = {engine.name: trainer.devices.index(engine.devices[0]) for engine in engines if transport == "ipc"}
+        way: Way = ("nccl" if on_gpu else "gloo") if transport == "group" else transport
+        machines = {engine.name: engine.nodes[0] for engine in engines}
+        return Routes(way, ranks, machines, sender_machine=trainer.nodes[0])
 
     def _new_gang_apart(self, roles: Sequence[Role], devices: Sequence[int]) -> Gang:
         make = partial(apart_rank, self._blueprint, self._processes(roles[0], devices), roles)

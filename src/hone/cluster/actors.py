@@ -23,8 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.cluster.meeting import Link
 from hone.cluster.publish import Published, publish
-from hone.cluster.publish_ray import Intake, RayOutlet
+from hone.cluster.publish_ray import Intake
+from hone.cluster.receiving import GroupIntake
+from hone.cluster.sending import Sender, Target, Way, make_sender
 from hone.errors import CheckpointError, EngineError, HoneError
 from hone.rollout.engine import Engine, Request
 from hone.train.apart import Apart
@@ -84,19 +87,22 @@ class TrainerRank:
         self._trainer: PolicyTrainer | Apart | None = None
         self._copies = HostCopies()
         self._seat: Seat | None = None
+        self._senders: dict[Way, Sender] = {}
+
+    @property
+    def _number(self) -> int:
+        return 0 if self._seat is None else self._seat.rank
 
     @property
     def _is_first(self) -> bool:
-        return self._seat is None or self._seat.rank == 0
+        return self._number == 0
 
     async def ping(self) -> Vitals:
         return Vitals.here()
 
     async def free_address(self) -> str:
         """Where ranks on several machines can meet, if this is the first one."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
+        host = own_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
@@ -155,15 +161,18 @@ class TrainerRank:
             ) from error
 
     async def publish(
-        self, engines: Mapping[str, Any], *, version: int, bucket_size: int, timeout_s: float
+        self, engines: Mapping[str, Target], way: Way, *, version: int, bucket_size: int, timeout_s: float
     ) -> Published | None:
-        """Send the policy's weights to these actors of engines, by name."""
+        """Send the policy's weights to those engines that get them from this rank. Returns what became of it."""
 
         def send() -> Published | None:
             weights = self.policy.weights()
-            if not self._is_first:
+            ours = {name: target.actor for name, target in engines.items() if target.rank == self._number}
+            if not ours:
                 return _drained(weights)
-            outlet = RayOutlet(engines, version=version, timeout_s=timeout_s)
+            if way not in self._senders:
+                self._senders[way] = make_sender(way, host=self._host(), timeout_s=timeout_s)
+            outlet = self._senders[way].outlet(ours, version)
             return publish(weights, outlet, version=version, bucket_size=bucket_size)
 
         return await self._computed(send)
@@ -182,8 +191,20 @@ class TrainerRank:
         assert self._trainer is not None, "build comes first"
         return self._trainer
 
+    def _host(self) -> str:
+        """Address of this machine, for whoever is to come here; on one machine nobody else is to."""
+        is_one_machine = self._seat is None or self._seat.address.startswith("file:")
+        return "127.0.0.1" if is_one_machine else own_address()
+
     async def _computed(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+
+def own_address() -> str:
+    """Of this machine, as the cluster's others see it."""
+    import ray
+
+    return ray.util.get_node_ip_address()
 
 
 def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -202,6 +223,7 @@ class EngineActor:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._intake: Intake | None = None
+        self._groups: GroupIntake | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._news: list[News] = []
         self._is_news = asyncio.Event()
@@ -213,6 +235,7 @@ class EngineActor:
         """Make the engine, which then waits no longer than `timeout_s` for weights that began to come."""
         self._engine = await make()
         self._intake = Intake(self._engine, timeout_s=timeout_s)
+        self._groups = GroupIntake(self._engine, timeout_s=timeout_s)
 
     async def submit(self, requests: Sequence[tuple[int, Request]]) -> None:
         """Begin with these, together and in order."""
@@ -246,6 +269,13 @@ class EngineActor:
     async def finish_weights(self, manifest: str) -> str:
         return await self.intake.manifest(manifest)
 
+    async def join_weights(self, way: Way, link: Link, name: str) -> None:
+        """See `sending`, which calls this and the next."""
+        await self.groups.join(way, link, name)
+
+    async def take_weights(self, version: int) -> str:
+        return await self.groups.take(version)
+
     async def sleep(self) -> None:
         await self.engine.sleep()
 
@@ -265,6 +295,11 @@ class EngineActor:
     def intake(self) -> Intake:
         assert self._intake is not None, "build comes first"
         return self._intake
+
+    @property
+    def groups(self) -> GroupIntake:
+        assert self._groups is not None, "build comes first"
+        return self._groups
 
     async def _generate(self, number: int, request: Request) -> None:
         try:

@@ -10,13 +10,13 @@ NCCL), `publish_ipc` (the memory of one GPU). All of them bring the same bytes, 
 never let one engine's failure hide another's success. An engine that failed may hold half a version: nothing may be
 sampled from it until it took a whole one, which for most engines means to start again.
 
-Not here: who publishes when (the loop), and which engine may be used (the router).
+Not here: which transport a run uses (`config/transport.py`, `sending.py`, `receiving.py`), who publishes when (the
+loop), and which engine may be used (the router).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from hone.cluster.weights import Bucket, Manifest, Packer, Unpacker
 from hone.errors import EngineError
-from hone.rollout.engine import Engine
 
 IN_FLIGHT = 2
 """Buckets in memory at the sender: one is sent while the next is packed."""
@@ -44,6 +43,12 @@ class Outlet(Protocol):
     @property
     def engines(self) -> Sequence[str]:
         """All engines, failed ones too."""
+        ...
+
+    @property
+    def bystanders(self) -> Sequence[str]:
+        """Those of the failed that another one's failure has interrupted: what they took so far is as it should be, and
+        they wait for the rest."""
         ...
 
     def send(self, bucket: Bucket) -> Callable[[], object]:
@@ -65,7 +70,10 @@ class Published:
     """Engines that hold the version, to the last bit."""
     failed: Mapping[str, str]
     """Engines that do not, and why: nothing may be sampled from them."""
-    seconds: float
+    bystanders: tuple[str, ...]
+    """Those of the failed that wait for the same version once more, without the one that failed; see `Outlet`."""
+    sent_bytes: int
+    """Of all buckets, once, however many engines took them."""
 
 
 def publish(
@@ -84,13 +92,14 @@ def publish(
         bucket_size: bytes that are sent at once; twice that is taken.
         dtype: what the engines compute in, if not what the weights are in: half the bytes for float32 masters.
     """
-    started, coming = time.perf_counter(), iter(weights)
+    coming = iter(weights)
     buffers = _Buffers(bucket_size, outlet.device)
-    packer = Packer(buffers.empty, dtype=dtype)
+    packer, sent_bytes = Packer(buffers.empty, dtype=dtype), 0
     for bucket in packer.pack(coming):
         if len(outlet.failed) == len(outlet.engines):
             break
         buffers.sent(outlet.send(bucket))
+        sent_bytes += len(bucket.data)
     for _ in coming:  # nobody is left to take them
         pass
     buffers.drain()
@@ -103,7 +112,7 @@ def publish(
                 f"whose hash is {manifest.fingerprint[:12]}"
             )
     held_by = tuple(engine for engine in outlet.engines if engine not in outlet.failed)
-    return Published(manifest, held_by, dict(outlet.failed), time.perf_counter() - started)
+    return Published(manifest, held_by, dict(outlet.failed), tuple(outlet.bystanders), sent_bytes)
 
 
 class _Buffers:
@@ -129,38 +138,6 @@ class _Buffers:
     def drain(self) -> None:
         while self._waits:
             self._waits.popleft()()
-
-
-class FanOut:
-    """Several outlets as one: each engine in a group of its own fails alone and may be replaced alone."""
-
-    def __init__(self, outlets: Sequence[Outlet]) -> None:
-        self.outlets = outlets
-        self.device = outlets[0].device
-        self.failed: dict[str, str] = {}
-
-    @property
-    def engines(self) -> Sequence[str]:
-        return [engine for outlet in self.outlets for engine in outlet.engines]
-
-    def send(self, bucket: Bucket) -> Callable[[], object]:
-        waits = [outlet.send(bucket) for outlet in self.outlets]
-
-        def wait() -> None:
-            for one in waits:
-                one()
-            self._gather()
-
-        return wait
-
-    def finish(self, manifest: Manifest) -> dict[str, str]:
-        held = {engine: found for outlet in self.outlets for engine, found in outlet.finish(manifest).items()}
-        self._gather()
-        return held
-
-    def _gather(self) -> None:
-        for outlet in self.outlets:
-            self.failed |= outlet.failed
 
 
 class Inlet(Protocol):
@@ -218,7 +195,15 @@ class Incoming:
         self.fingerprint = manifest.fingerprint
 
 
-async def take(engine: Engine, inlet: Inlet, version: int) -> str:
+class Loads(Protocol):
+    """Who takes weights: an engine."""
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None: ...
+
+    def fingerprint(self) -> str: ...
+
+
+async def take(engine: Loads, inlet: Inlet, version: int) -> str:
     """Have an engine load the weights that arrive. Returns, and tells the sender, the fingerprint of what it holds.
 
     Raises:

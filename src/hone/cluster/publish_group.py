@@ -1,15 +1,17 @@
 """Weights by broadcast from a trainer to engines in other processes: gloo on CPUs, NCCL on GPUs.
 
 The group is of the sender and its engines alone, apart from the world in which the trainer's ranks train, so engines
-come and go without disturbing it. A broadcast that one engine leaves is over for all of its group: give each engine a
-group of its own (`publish.FanOut`) where that matters more than that the bytes leave the sender only once.
+come and go without disturbing it. The bytes leave the sender once, however many engines there are; what one of them
+interrupts goes on in a group of the others.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from hone.cluster.meeting import GRACE_S, Meeting, MeetingInlet, MeetingOutlet
+from hone.cluster.meeting import GRACE_S, Link, Meeting, MeetingInlet, MeetingOutlet, begun
 from hone.cluster.weights import Bucket
 
 Backend = Literal["gloo", "nccl"]
@@ -35,12 +37,9 @@ class GroupOutlet(MeetingOutlet):
         self._host = meeting.host
         self._group: Any = None
 
-    def connect(self) -> None:
-        """Wait until every engine has made its inlet. Raises ClusterError naming those that have not."""
-        self.await_all("there")
+    def _join(self) -> None:
         size = 1 + len(self.engines)
-        self._group = _make_group(self._backend, self.store, 0, size, self._host, self.timeout_s)
-        self.await_all("ready")
+        self._group = _make_group(self._backend, self.store, 0, size, self._host, self.device, self.timeout_s)
 
     def _send_data(self, number: int, bucket: Bucket) -> Callable[[], bool]:
         assert self._group is not None, "connect comes first"
@@ -52,27 +51,32 @@ class GroupOutlet(MeetingOutlet):
         return arrived
 
     def _end(self) -> None:
-        assert self._group is not None
-        self._group.abort()
+        held, self._group = [self._group], None
+        _let_go(held)
 
 
 class GroupInlet(MeetingInlet):
-    """The receiving end; see `MeetingInlet`. Returns from being made when all of the group have come."""
+    """The receiving end; see `MeetingInlet`. Returns from being made when all of the group have come.
 
-    def __init__(
-        self,
-        address: str,
-        engine: str,
-        engines: Sequence[str],
-        *,
-        backend: Backend,
-        device: torch.device,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(address, engine, engines, device=device, timeout_s=timeout_s)
-        rank = 1 + list(engines).index(engine)
-        self._group = _make_group(backend, self.store, rank, 1 + len(engines), _own_address(address), timeout_s)
+    Raises:
+        RuntimeError: they have not, in time.
+    """
+
+    def __init__(self, link: Link, engine: str, *, backend: Backend, device: torch.device, timeout_s: float) -> None:
+        super().__init__(link, engine, device=device, timeout_s=timeout_s)
+        self._group: Any = None
+        rank, size = 1 + link.engines.index(engine), 1 + len(link.engines)
+
+        def join() -> None:
+            host = _own_address(link.address)
+            self._group = _make_group(backend, self.store, rank, size, host, device, timeout_s)
+
+        self._wait_until(begun(join), "the others of the group did not join")
         self.store.set(f"{engine}/ready", "")
+
+    def close(self) -> None:
+        held, self._group = [self._group], None
+        _let_go(held)
 
     def _receive(self, number: int, header: str) -> Tensor:
         data = torch.empty(json.loads(header)["bytes"], dtype=torch.uint8, device=self.device)
@@ -82,14 +86,49 @@ class GroupInlet(MeetingInlet):
         return data
 
 
-def _make_group(backend: Backend, store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
+def _make_group(
+    backend: Backend, store: Store, rank: int, size: int, host: str, device: torch.device, timeout_s: float
+) -> Any:
     """A group that knows nothing of `torch.distributed`'s default one. Its own deadline comes after ours."""
-    kind: Any = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
-    options = kind._Options() if backend == "gloo" else kind.Options()
-    options._timeout = timedelta(seconds=timeout_s + 2 * GRACE_S)
+    timeout = timedelta(seconds=timeout_s + 2 * GRACE_S)
     if backend == "gloo":
-        options._devices = [kind.create_device(hostname=host)]
-    return kind(store, rank, size, options)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timeout
+        options._devices = [gloo.create_device(hostname=host)]
+        return gloo(store, rank, size, options)
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    with _without_watchdog():
+        group = nccl(store, rank, size, options)
+    # Now, and not with the first broadcast: that one blocks until all have called it, and they are told of it later.
+    group.eager_connect_single_device(device)
+    return group
+
+
+def _let_go(held: list[Any]) -> None:
+    """End a group that only this list still refers to, without waiting: with gloo its end waits for what is under way
+    in it, until the others have left too or were killed."""
+    if held[0] is not None:
+        held[0].abort()
+    begun(held.clear)
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """A group that is made inside has no thread of PyTorch's that would end the whole process, ranks and all, when an
+    engine dies: ours looks at each broadcast itself, until a deadline."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _own_address(address: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.cluster.meeting import MeetingInlet, MeetingOutlet
+from hone.cluster.meeting import Link, MeetingInlet, MeetingOutlet
 from hone.cluster.weights import Bucket
 from hone.errors import EngineError
 
@@ -22,9 +22,8 @@ from hone.errors import EngineError
 class IpcOutlet(MeetingOutlet):
     """The sending end; see `MeetingOutlet`. `device` is the GPU."""
 
-    def connect(self) -> None:
-        """Wait until every engine has made its inlet. Raises ClusterError naming those that have not."""
-        self.await_all("there")
+    def _join(self) -> None:
+        """There is nothing to join: each bucket is opened by itself."""
 
     def _send_data(self, number: int, bucket: Bucket) -> Callable[[], bool]:
         torch.cuda.current_stream(self.device).synchronize()  # the bucket is packed
@@ -47,6 +46,13 @@ class IpcOutlet(MeetingOutlet):
 
 class IpcInlet(MeetingInlet):
     """The receiving end; see `MeetingInlet`. `device` is this process's number of the sender's GPU."""
+
+    def __init__(self, link: Link, engine: str, *, device: torch.device, timeout_s: float) -> None:
+        super().__init__(link, engine, device=device, timeout_s=timeout_s)
+        self.store.set(f"{engine}/ready", "")
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
     def _receive(self, number: int, header: str) -> Tensor:
         shared = _opened(self.store.get(f"memory/{number}/{self.engine}"), self.device)

@@ -30,10 +30,9 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayError
 from torch import Tensor
 
-from hone.cluster.publish import take
+from hone.cluster.publish import Loads, take
 from hone.cluster.weights import Bucket, Manifest
 from hone.errors import EngineError
-from hone.rollout.engine import Engine
 
 
 class RayOutlet:
@@ -45,6 +44,7 @@ class RayOutlet:
     """
 
     device = torch.device("cpu")
+    bystanders = ()
 
     def __init__(self, engines: Mapping[str, Any], *, version: int, timeout_s: float) -> None:
         self._actors, self._version, self._timeout_s = dict(engines), version, timeout_s
@@ -79,13 +79,14 @@ class RayOutlet:
                         f"{name} is stuck at version {self._version}: it {what_is_wrong} within {self._timeout_s:g} s"
                     )
                 except (RayError, EngineError) as error:
-                    self.failed[name] = f"{name}: {_reason(error)}"
+                    self.failed[name] = f"{name}: {reason(error)}"
             return answers
 
         return wait
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Why a call of an actor failed, in a line."""
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0]}"
 
@@ -97,7 +98,7 @@ class Intake:
         timeout_s: longest wait for the next bucket, once a version has begun to come.
     """
 
-    def __init__(self, engine: Engine, *, timeout_s: float) -> None:
+    def __init__(self, engine: Loads, *, timeout_s: float) -> None:
         self._engine, self._timeout_s = engine, timeout_s
         self._coming: _Coming | None = None
         self._loading: asyncio.Task[str] | None = None

@@ -7,8 +7,9 @@ while the policy does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from hone.algo.algorithm import Algorithm
 from hone.cluster.calls import START_KEY
 from hone.cluster.gang import Asked, Gang, answers, close
 from hone.cluster.publish import Published
+from hone.cluster.publisher import Publisher, Routes
+from hone.cluster.sending import Target, Way
 from hone.errors import ClusterError, EngineError
 from hone.train.shards import FileFacts
 from hone.types import Batch
@@ -33,6 +36,7 @@ class RemoteTrainer:
         policy: who trains the policy, and has beside it what is not apart.
         critic, reference: who has these instead, on devices of their own; may be the same gang.
         reference_refresh_every: see `PolicyTrainer`; only of a reference apart.
+        routes: how weights get to the engines.
         timeout_s: a rank without an answer for so long is stuck.
         bucket_size: bytes of weights that are sent at once.
     """
@@ -44,6 +48,7 @@ class RemoteTrainer:
         critic: Gang | None = None,
         reference: Gang | None = None,
         reference_refresh_every: int = 0,
+        routes: Routes | None = None,
         timeout_s: float,
         bucket_size: int,
     ) -> None:
@@ -53,7 +58,7 @@ class RemoteTrainer:
         self._update_count = 0
         self._timeout_s, self._bucket_size = timeout_s, bucket_size
         self._config: PreTrainedConfig | None = None
-        self._published_bytes = 0
+        self._publisher = Publisher(routes or Routes())
 
     def start(self, *, is_one_machine: bool, timeout_s: float) -> None:
         """Have all ranks make what they hold; raises what `answers` does."""
@@ -81,6 +86,17 @@ class RemoteTrainer:
         """See `Trainer.values`."""
         return self._call(self._critic, "values", ray.put(batch))
 
+    def measure(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
+        """See `Trainer.measure`. What is apart measures at the same time."""
+        at = {"ref_logprobs": self._reference, "policy_logprobs": self._policy, "values": self._critic}
+        wanted = {gang: [need for need, who in at.items() if need in needs and who is gang] for gang in self._gangs}
+        if not any(wanted.values()):
+            return {}
+        sent = ray.put(batch)
+        asked = [gang.ask("call", "measure", sent, some) for gang, some in wanted.items() if some]
+        found = answers(asked, "measuring", self._timeout_s)
+        return {name: column for of_ranks in found for name, column in of_ranks[0].items()}
+
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         """See `Trainer.update`. A critic apart learns at the same time: they share nothing but the batch."""
         sent = ray.put(batch)
@@ -99,20 +115,18 @@ class RemoteTrainer:
         return RemoteWeights(self)
 
     def publish(self, engines: Mapping[str, Any], version: int) -> Published:
-        """Send the weights to engines, from rank 0. Blocks.
+        """Send the weights to engines, from the ranks themselves. Blocks.
 
         Args:
             engines: handles of `EngineActor`s, by name.
         Raises:
             ClusterError: a rank has failed. An engine that did is in `Published.failed`.
         """
-        published = self._publish(engines, version, f"publishing version {version}")
-        self._published_bytes = published.manifest.num_bytes
-        return published
+        return self._publisher.publish(engines, partial(self._send, version, f"publishing version {version}"))
 
     def metrics(self) -> dict[str, float]:
         """Of the last publish; see `observe/metrics.py`."""
-        return {"engine/published_mib": self._published_bytes / 2**20}
+        return self._publisher.metrics()
 
     def fingerprint(self) -> str:
         """See `Trainer.fingerprint`; no weight moves."""
@@ -148,16 +162,18 @@ class RemoteTrainer:
 
     def _refresh_reference(self) -> None:
         """Let the reference become the policy."""
-        published = self._publish(self._reference.ranks, self._update_count, "refreshing the reference")
+        send = partial(self._send, self._update_count, "refreshing the reference")
+        published = Publisher(Routes()).publish(self._reference.ranks, send)
         if published.failed:
             self._reference.is_broken = True
             raise ClusterError(f"refreshing the reference: {'; '.join(published.failed.values())}")
 
-    def _publish(self, takers: Mapping[str, Any], version: int, what: str) -> Published:
+    def _send(self, version: int, what: str, targets: Mapping[str, Target], way: Way) -> list[Published | None]:
+        """Have every rank send to the targets that are its own; see `Publisher`."""
         settings = {"version": version, "bucket_size": self._bucket_size, "timeout_s": self._timeout_s}
-        asked = self._policy.ask("publish", dict(takers), **settings)
-        # Each of them may use up its time; only then is it the rank that is stuck.
-        return self._answer(asked, what, 2 * self._timeout_s)
+        asked = self._policy.ask("publish", dict(targets), way, **settings)
+        # Each target may use up its time; only then is it the rank that is stuck.
+        return answers([asked], what, 2 * self._timeout_s)[0]
 
     def _gather(self, *, master: bool) -> list[tuple[str, Tensor]]:
         return self._answer(self._policy.ask("weights", master=master), "gathering weights", self._timeout_s)

@@ -57,6 +57,11 @@ METRICS: dict[str, Metric] = {
     "engine/replicas_up": Metric("engines", "Replicas that are up; below cluster's number one is being started again."),
     "engine/requeued": Metric("requests", "Drawn by another replica because theirs was lost, since the previous line."),
     "engine/published_mib": Metric("MiB", "Weights of the last publish, as each engine got them."),
+    "engine/published_over_least": Metric(
+        "ratio",
+        "Bytes that the last publish moved over the least possible: the weights once for each engine, or with Ray's "
+        "object store once for each machine that has engines.",
+    ),
     "engine/<replica>_samples": Metric("samples", "That this replica has drawn since the previous line."),
     "engine/<replica>_queue_peak": Metric(
         "samples", "Most that were being drawn by this replica, or waited there, at one time since the previous line."

@@ -1,0 +1,98 @@
+"""Publishing as the run sees it: which rank sends to which engine, until every engine that lives has the version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.cluster.publish import Published
+from hone.cluster.sending import Target, Way
+from hone.errors import ClusterError
+
+Ask = Callable[[Mapping[str, Target], Way], Sequence[Published | None]]
+"""Has every rank of a trainer send to the targets that are its own; what came of it on each."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How weights get to the engines of a run."""
+
+    way: Way = "ray"
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of the trainer, by the names of the engines that get their weights from them; 0 where none is told."""
+    machines: Mapping[str, int] = field(default_factory=dict)
+    """Of the engines, by their names."""
+    sender_machine: int = 0
+    """Of the trainer's rank 0."""
+
+    def targets(self, actors: Mapping[str, Any]) -> dict[str, Target]:
+        """Engines by name, from the handles of their actors."""
+        return {name: Target(actor, self.ranks.get(name, 0)) for name, actor in actors.items()}
+
+    def copies(self, engines: Sequence[str]) -> int:
+        """How many copies of the weights are made: in the object store one for each machine, its sender's too."""
+        if self.way != "ray":
+            return len(engines)
+        return len({self.sender_machine, *self._machines_of(engines)})
+
+    def least_copies(self, engines: Sequence[str]) -> int:
+        """How many it must be: one for each engine, or for each machine where engines read the same memory."""
+        return len(engines) if self.way != "ray" else len(self._machines_of(engines))
+
+    def _machines_of(self, engines: Sequence[str]) -> set[int]:
+        return {self.machines.get(name, self.sender_machine) for name in engines}
+
+
+class Publisher:
+    """Publishes over the routes of a run, and measures it."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._weights_bytes, self._moved_bytes, self._least_bytes = 0, 0, 0
+
+    def publish(self, actors: Mapping[str, Any], ask: Ask) -> Published:
+        """Send a version to engines, by name. Those that another one's failure has interrupted are sent it again, in a
+        group without that one.
+
+        Raises:
+            ClusterError: ranks sent different weights.
+        """
+        waiting = self._routes.targets(actors)
+        parts: list[Published] = []
+        while waiting:
+            found = [part for part in ask(waiting, self._routes.way) if part is not None]
+            parts += found
+            interrupted = {name for part in found for name in part.bystanders}
+            if interrupted == set(waiting):  # and nobody knows by whom
+                break
+            waiting = {name: target for name, target in waiting.items() if name in interrupted}
+        published = _joined(parts)
+        self._weights_bytes = published.manifest.num_bytes
+        self._moved_bytes = sum(part.sent_bytes * self._routes.copies(_engines_of(part)) for part in parts)
+        self._least_bytes = self._weights_bytes * self._routes.least_copies(list(actors))
+        return published
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last publish; see `observe/metrics.py`."""
+        measured = {"engine/published_mib": self._weights_bytes / 2**20}
+        if self._least_bytes:
+            measured["engine/published_over_least"] = self._moved_bytes / self._least_bytes
+        return measured
+
+
+def _engines_of(part: Published) -> list[str]:
+    return [*part.held_by, *part.failed]
+
+
+def _joined(parts: Sequence[Published]) -> Published:
+    """What became of a version that was sent by several ranks, or again."""
+    held_by = tuple(name for part in parts for name in part.held_by)
+    failed = {name: why for part in parts for name, why in part.failed.items() if name not in held_by}
+    whole = [part.manifest for part in parts if part.held_by] or [parts[-1].manifest]
+    if len({manifest.fingerprint for manifest in whole}) > 1:
+        raise ClusterError(
+            f"publishing version {whole[0].version}: ranks of the trainer sent different weights. Their shares have "
+            "come apart; go on from the last checkpoint with --resume."
+        )
+    return Published(whole[0], held_by, failed, (), sum(part.sent_bytes for part in parts))

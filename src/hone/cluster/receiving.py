@@ -1,0 +1,113 @@
+"""An engine's side of groups that come and go: it joins one after another, and takes versions through them.
+
+Bucket for bucket, a version that began to come through one group goes on in the next: the sender begins it again for
+all who are left, and what an engine has already is skipped. Which groups there are, the sender decides (`sending.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Iterator
+
+from hone.cluster.meeting import Interrupted, Link, MeetingInlet
+from hone.cluster.publish import take
+from hone.cluster.publish_group import GroupInlet
+from hone.cluster.publish_ipc import IpcInlet
+from hone.cluster.sending import Way, device_of
+from hone.cluster.weights import Bucket, Manifest
+from hone.errors import EngineError
+from hone.rollout.engine import Engine
+
+
+class GroupIntake:
+    """What calls of an engine's actor lead to.
+
+    Args:
+        timeout_s: the sender's. An engine waits twice as long: it is the sender that finds out who is stuck.
+    """
+
+    def __init__(self, engine: Engine, *, timeout_s: float) -> None:
+        self._engine, self._timeout_s = engine, 2 * timeout_s
+        self._coming = _Coming(self._timeout_s)
+        self._loading: asyncio.Task[str] | None = None
+        self._version = -1
+
+    async def join(self, way: Way, link: Link, name: str) -> None:
+        """Join a group, which takes the place of the one before. Raises RuntimeError when that cannot be done."""
+        self._coming.go_on(await asyncio.to_thread(_new_inlet, way, link, name, self._timeout_s))
+
+    async def take(self, version: int) -> str:
+        """Take the version that comes through the group; returns the fingerprint of what the engine holds then.
+
+        Raises:
+            EngineError: it does not hold the version.
+        """
+        is_under_way = self._loading is not None and not self._loading.done()
+        if is_under_way and version != self._version:
+            raise EngineError(f"version {version} of the weights came while the one before was being taken.")
+        if not is_under_way:
+            self._version = version
+            self._loading = asyncio.create_task(take(self._engine, self._coming, version))
+        assert self._loading is not None
+        return await asyncio.shield(self._loading)
+
+
+class _Coming:
+    """A `publish.Inlet` over one group after another. The actor's event loop brings them, the engine's thread takes
+    messages out of the last one."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._new: queue.SimpleQueue[MeetingInlet] = queue.SimpleQueue()
+        self._inlet: MeetingInlet | None = None
+
+    def go_on(self, inlet: MeetingInlet) -> None:
+        """From here on messages come through this one."""
+        self._new.put(inlet)
+
+    def messages(self) -> Iterator[Bucket | Manifest]:
+        taken, why = 0, "no weights came"
+        while True:
+            try:
+                inlet = self._newest()
+            except queue.Empty:
+                raise EngineError(f"{why}, and they did not go on within {self._timeout_s:g} s") from None
+            try:
+                for message in inlet.messages():
+                    if isinstance(message, Bucket) and message.index < taken:
+                        continue
+                    taken += 1
+                    yield message
+            except Interrupted as error:
+                self._leave()
+                why = str(error)
+
+    def held(self, fingerprint: str) -> None:
+        if self._inlet is not None:
+            self._inlet.held(fingerprint)
+
+    def failed(self, reason: str) -> None:
+        if self._inlet is not None:
+            self._inlet.failed(reason)
+
+    def _newest(self) -> MeetingInlet:
+        """The last that was joined; waits for one if there is none. Raises queue.Empty."""
+        while self._inlet is None or not self._new.empty():
+            inlet = self._new.get(timeout=self._timeout_s)
+            self._leave()
+            self._inlet = inlet
+        return self._inlet
+
+    def _leave(self) -> None:
+        if self._inlet is not None:
+            self._inlet.close()
+            self._inlet = None
+
+
+def _new_inlet(way: Way, link: Link, name: str, timeout_s: float) -> MeetingInlet:
+    device = device_of(way)
+    if way == "ipc":
+        return IpcInlet(link, name, device=device, timeout_s=timeout_s)
+    assert way != "ray"
+    return GroupInlet(link, name, backend=way, device=device, timeout_s=timeout_s)
