@@ -13,6 +13,7 @@ from hone.config.run import RunConfig
 from hone.loop.run import PolicyRun
 from hone.rollout.engine import Sampling
 from hone.train.shards import LiveSnapshot
+from hone.train.trainer import measured
 from hone.types import Group, Progress, Prompt, Sample, Score
 
 
@@ -128,6 +129,9 @@ class Trainer:
 
     def logprobs(self, batch, *, reference=False, temperature=None):
         return batch.sampler_logprobs_T
+
+    def measure(self, batch, needs):
+        return measured(self, batch, needs)
 
     def weights(self):
         return iter(())

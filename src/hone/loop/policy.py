@@ -138,12 +138,7 @@ def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, d
 def learn(run: PolicyRun, batch: Batch) -> tuple[Batch, dict[str, float]]:
     """The arithmetic of an update, on the compute thread: what the row needs, credit, then the optimizer steps."""
     trainer, algorithm = run.trainer, run.algorithm
-    if "ref_logprobs" in algorithm.needs:
-        batch = batch.with_column("ref_logprobs_T", trainer.logprobs(batch, reference=True))
-    if "policy_logprobs" in algorithm.needs:
-        batch = batch.with_column("old_logprobs_T", trainer.logprobs(batch))
-    if "values" in algorithm.needs:
-        batch = batch.with_column("value_T", trainer.values(batch))
+    batch = replace(batch, columns={**batch.columns, **trainer.measure(batch, algorithm.needs)})
     batch, metrics = algorithm.assign(batch)
     metrics |= trainer.update(batch, algorithm)
     more, alarm = algorithm.after_update(batch, metrics)

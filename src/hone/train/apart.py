@@ -6,7 +6,7 @@ may go on in either layout. Who calls them is `cluster.trainer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from hone.train.critic import Critic
 from hone.train.policy import CRITIC, REFERENCE
 from hone.train.reference import Reference
 from hone.train.shards import Share, under
+from hone.train.trainer import measured
 from hone.types import Batch
 
 
@@ -54,7 +55,7 @@ class Apart:
         assert self._reference is not None, "the reference is elsewhere"
         return self._reference
 
-    def logprobs(self, batch: Batch, *, reference: bool, temperature: float | None = None) -> Tensor:
+    def logprobs(self, batch: Batch, *, reference: bool = True, temperature: float | None = None) -> Tensor:
         """(T,) float32, of the reference; see `Trainer.logprobs`."""
         assert reference, "the policy is elsewhere"
         return self.reference.logprobs(batch, temperature=temperature)
@@ -62,6 +63,10 @@ class Apart:
     def values(self, batch: Batch) -> Tensor:
         """(T,) float32; see `Trainer.values`."""
         return self.critic.values(batch)
+
+    def measure(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
+        """What is held here of `Trainer.measure`."""
+        return measured(self, batch, needs)
 
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         """The critic's part of a policy update; see `Trainer.update`."""

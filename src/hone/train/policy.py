@@ -6,7 +6,7 @@ who else trains it (`ranks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from hone.train.learner import Learner
 from hone.train.optim import StepResult
 from hone.train.ranks import ALONE, Ranks
 from hone.train.shards import Share, under
-from hone.train.trainer import PreparedBatch, train_microbatch
+from hone.train.trainer import PreparedBatch, measured, train_microbatch
 from hone.types import Batch
 
 CRITIC, REFERENCE = "critic/", "reference/"
@@ -119,6 +119,10 @@ class PolicyTrainer(Learner[CausalModel]):
         if self.critic is None:
             raise ValueError("this trainer was made without a critic: the algorithm did not say that it needs values")
         return self.critic.values(batch)
+
+    def measure(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
+        """See `Trainer.measure`; one after another."""
+        return measured(self, batch, needs)
 
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         """One policy update, of one or several optimizer steps; see `Trainer.update`.

@@ -7,7 +7,7 @@ Not here: which samples (`data.pack`), what is optimised (`algo`), how weights m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -50,6 +50,10 @@ class Trainer(Protocol):
         """(T,) float32 value of the state before each of the batch's tokens; only with a critic."""
         ...
 
+    def measure(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
+        """Columns that an algorithm needs of models before an update; see `measured`."""
+        ...
+
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         """One policy update on a batch that has `advantages_T` and what the algorithm needs. Returns metrics."""
         ...
@@ -78,6 +82,27 @@ class Trainer(Protocol):
             tensors: whole ones, or what is on the disk.
         """
         ...
+
+
+class Measures(Protocol):
+    """What of a trainer passes over a batch without learning from it."""
+
+    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor: ...
+
+    def values(self, batch: Batch) -> Tensor: ...
+
+
+def measured(models: Measures, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
+    """Columns under the names that a batch has for them, for what is in `needs` (see `Algorithm.needs`) of
+    `ref_logprobs`, `policy_logprobs` and `values`."""
+    found: dict[str, Tensor] = {}
+    if "ref_logprobs" in needs:
+        found["ref_logprobs_T"] = models.logprobs(batch, reference=True)
+    if "policy_logprobs" in needs:
+        found["old_logprobs_T"] = models.logprobs(batch)
+    if "values" in needs:
+        found["value_T"] = models.values(batch)
+    return found
 
 
 @dataclass(frozen=True)
