@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 from ray_runs import Life, write_run
@@ -38,6 +39,23 @@ def faultless(tmp_path_factory):
 
 def kill(processes):
     os.kill(processes[-1].pid, signal.SIGKILL)
+
+
+def kill_in_an_update(life, folder):
+    """Kill a rank of the trainer while no engine is in the middle of new weights."""
+    rank = life.started("ray::TrainerRank")[-1]
+
+    def is_training():
+        return events_of(folder, "training", "trained", "published")[-1]["kind"] == "training"
+
+    while True:
+        life.until(is_training)
+        rank.suspend()
+        time.sleep(0.5)  # what was under way is told by then
+        if is_training():
+            rank.kill()
+            return
+        rank.resume()
 
 
 @pytest.mark.parametrize("layout", [APART, COLOCATED], ids=["apart", "in turn"])
@@ -89,10 +107,11 @@ def test_a_killed_rank_has_the_run_go_on_from_its_checkpoint_by_itself(tmp_path,
     run_file = write_run(tmp_path)
     life = Life(run_file, *layout, f"run.steps={STEPS}")
     life.until(lambda: trained(tmp_path) >= 5)
-    kill(life.started("ray::TrainerRank"))
+    kill_in_an_update(life, tmp_path)
     assert life.end() == 0, life.text()
     (down,) = events_of(tmp_path, "trainer_down")
     assert "trainer rank" in down["why"], "the fault really happened"
+    assert "engines: 2, 2 of them as they were" in life.text()
     assert [event["step"] for event in events_of(tmp_path, "started")][1] >= 4, "it went on from a checkpoint"
     found = audit(read_events(tmp_path / "run" / "events.jsonl"))
     assert found.violations == () and found.updates == STEPS

@@ -56,7 +56,7 @@ def dying(monkeypatch):
         async with workers_here(job, needs, saved) as found:
             yield replace(found, trainer=Dying(found.trainer, faults))
 
-    monkeypatch.setattr(stages, "workers_of", workers)
+    monkeypatch.setattr(stages, "workers_here", workers)
     return faults
 
 

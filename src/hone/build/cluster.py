@@ -22,7 +22,7 @@ from hone.build.models import apart, policy_trainer, restored, starting_model
 from hone.build.sampling import embedded_engine
 from hone.build.scoring import Scoring
 from hone.build.vllm import start_vllm, starting_folder
-from hone.build.workers import Workers
+from hone.build.workers import Workers, WorkersOf
 from hone.cluster.actors import EngineActor, MakeEngine, Seat, TrainerRank
 from hone.cluster.apart import CriticRank, ReferenceRank
 from hone.cluster.engine import RemoteEngine
@@ -155,31 +155,41 @@ async def vllm(blueprint: Blueprint, processes: int, folder: Path, *, takes_turn
 
 
 @asynccontextmanager
-async def workers_on_ray(job: Job, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
-    """Trainer and engines in processes of their own, on the devices that the topology says.
-
-    Args:
-        needs, saved: as `workers_here`.
-    Raises:
-        ClusterError: devices or processes that cannot be had.
-        Stopped: the user did not want to wait for them.
-    """
-    torch.set_num_threads(1)  # the cores are for the processes
-    cluster = RayCluster(
-        job.config.cluster,
-        name=f"hone {job.loaded.name}",
-        has_gpus=job.device.type == "cuda",
-        num_devices=job.topology.num_devices,
-        say=job.observer.say,
-    )
-    crew = Crew(job, cluster, Blueprint.of(job, needs))
+async def workers_on_ray(job: Job) -> AsyncIterator[WorkersOf]:
+    """Makes workers in processes of their own, on the devices that the topology says; all is ended with it."""
+    found = OnRay(job)
     try:
-        await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
-        take_sigterm_back()
-        trainer, engine = await _unless_stopped(job, crew.assemble(saved))
+        yield found.workers
+    finally:
+        await found.close()
+
+
+class OnRay:
+    """Trainer and engines for each attempt at a stage. The trainer is made anew; engines, judges and reward models that
+    are well go on to the next attempt, and so does Ray."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._crew: Crew | None = None
+
+    @asynccontextmanager
+    async def workers(self, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
+        """As `workers_here`.
+
+        Raises:
+            ClusterError: devices or processes that cannot be had. Nothing is left of any then.
+            Stopped: the user did not want to wait for them.
+        """
+        torch.set_num_threads(1)  # the cores are for the processes
+        try:
+            crew = await self._crew_with_devices(needs)
+            trainer, engine = await _unless_stopped(self._job, crew.assemble(saved))
+        except BaseException:
+            await self.close()
+            raise
         try:
             async with VitalsWatch(lambda: crew.processes) as vitals:
-                watching = job.observer.watching
+                watching = self._job.observer.watching
                 with watching(engine.metrics), watching(trainer.metrics), watching(vitals.metrics):
                     yield Workers(
                         trainer,
@@ -191,16 +201,39 @@ async def workers_on_ray(job: Job, needs: frozenset[str], saved: Saved | None) -
                     )
         finally:
             await engine.close()
-    finally:
-        await crew.dismiss()
-        await asyncio.to_thread(cluster.close)
+            await crew.end_trainer()
+
+    async def close(self) -> None:
+        """End all processes. May be called twice."""
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            await crew.dismiss()
+            await asyncio.to_thread(crew.cluster.close)
+
+    async def _crew_with_devices(self, needs: frozenset[str]) -> Crew:
+        """The one of the attempt before, unless a machine of it is gone."""
+        if self._crew is not None and not await asyncio.to_thread(self._crew.cluster.is_whole):
+            await self.close()
+        if self._crew is None:
+            job = self._job
+            cluster = RayCluster(
+                job.config.cluster,
+                name=f"hone {job.loaded.name}",
+                has_gpus=job.device.type == "cuda",
+                num_devices=job.topology.num_devices,
+                say=job.observer.say,
+            )
+            self._crew = Crew(job, cluster, Blueprint.of(job, needs))
+            await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
+            take_sigterm_back()
+        return self._crew
 
 
 class Crew:
     """The processes of a run."""
 
     def __init__(self, job: Job, cluster: RayCluster, blueprint: Blueprint) -> None:
-        self._job, self._cluster, self._blueprint = job, cluster, blueprint
+        self._job, self.cluster, self._blueprint = job, cluster, blueprint
         self._settings = job.config.cluster
         self.processes: dict[str, Any] = {}
         """Handles by name, of those that were started last."""
@@ -208,29 +241,32 @@ class Crew:
         self._engines: dict[str, RemoteEngine] = {}
         self._replicas = {replica.name: replica for replica in job.topology.engines}
         self._vllm_folder: Path | None = None  # what vLLM starts with; None: engines are Hone's own
+        self._scores = False  # whether judges and reward models are there
         self.scoring = Scoring(
             job, blueprint.loaded, spawn=self._spawn, processes=self._processes, is_one_machine=cluster.is_own
         )
 
     async def assemble(self, saved: Saved | None) -> tuple[RemoteTrainer, Router]:
-        """Start all processes at once, and wait until each has made its part."""
+        """Start all processes at once that are not there yet, and wait until each has made its part."""
         started = time.monotonic()
         if self._settings.engines.use == "vllm":
             self._vllm_folder = await asyncio.to_thread(starting_folder, self._job)
+        kept = await self._well_engines()
         if self.scoring.shares_devices:
-            await self.scoring.start()
+            await self._prepare_scoring()
         trainer = self._trainer = self._new_trainer()
         async with asyncio.TaskGroup() as tasks:
             if not self.scoring.shares_devices:
-                tasks.create_task(self.scoring.start())
+                tasks.create_task(self._prepare_scoring())
             tasks.create_task(asyncio.to_thread(self._start_trainer, trainer, saved))
-            for name in self._replicas:
+            for name in self._replicas.keys() - kept:
                 tasks.create_task(self.start_engine(name))
         observer, topology, settings = self._job.observer, self._job.topology, self._settings
         num_ranks = len(topology.trainer.devices)
         seconds = time.monotonic() - started
         others = "".join(f", of {' and '.join(roles)}: {len(devices)}" for roles, devices in self._apart())
-        observer.say(f"trainer ranks: {num_ranks}{others}, engines: {len(self._engines)}; ready after {seconds:.1f} s")
+        engines = f"{len(self._engines)}{f', {len(kept)} of them as they were' if kept else ''}"
+        observer.say(f"trainer ranks: {num_ranks}{others}, engines: {engines}; ready after {seconds:.1f} s")
         observer.event("trainer_up", ranks=num_ranks)
         router = Router(
             self._engines,
@@ -242,6 +278,7 @@ class Crew:
             restart=self.start_engine,
             restarts=settings.restarts,
             start_s=settings.start_timeout_s,
+            ends_replicas=False,
         )
         return trainer, router
 
@@ -250,12 +287,33 @@ class Crew:
         engines = (engine,) if self._job.topology.engines_take_turns else ()
         return (*engines, self.scoring) if self.scoring.sleeps else engines
 
+    async def end_trainer(self) -> None:
+        """End the trainer's ranks alone."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            await asyncio.to_thread(trainer.close)
+
     async def dismiss(self) -> None:
         """End all processes."""
         await self.scoring.close()
-        if self._trainer is not None:
-            await asyncio.to_thread(self._trainer.close)
+        await self.end_trainer()
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+
+    async def _well_engines(self) -> set[str]:
+        """Names of the engines of the attempt before that can be published to; the others are ended."""
+        engines = list(self._engines.values())
+        are_well = await asyncio.gather(*(engine.is_well() for engine in engines))
+        ill = [engine for engine, is_well in zip(engines, are_well, strict=True) if not is_well]
+        await asyncio.gather(*(engine.close() for engine in ill))
+        return {engine.name for engine in engines} - {engine.name for engine in ill}
+
+    async def _prepare_scoring(self) -> None:
+        """Start judges and reward models, or have those of the attempt before make room for the trainer."""
+        if self._scores:
+            await self.scoring.sleep()
+        else:
+            await self.scoring.start()
+            self._scores = True
 
     def _new_trainer(self) -> RemoteTrainer:
         devices, timeout_s = self._job.topology.trainer.devices, self._settings.call_timeout_s
@@ -301,7 +359,7 @@ class Crew:
         return [(roles, pool.devices) for pool in topology.pools if (roles := topology.apart.get(pool.name))]
 
     def _start_trainer(self, trainer: RemoteTrainer, saved: Saved | None) -> None:
-        trainer.start(is_one_machine=self._cluster.is_own, timeout_s=self._settings.start_timeout_s)
+        trainer.start(is_one_machine=self.cluster.is_own, timeout_s=self._settings.start_timeout_s)
         restored(trainer, saved)
 
     async def start_engine(self, name: str) -> RemoteEngine:
@@ -327,7 +385,7 @@ class Crew:
         """A process on devices that it shares with those who take turns with it."""
         topology = self._job.topology
         numbers = sorted(device for pool in topology.pools for device in pool.devices)
-        process = self._cluster.spawn(
+        process = self.cluster.spawn(
             actor,
             *args,
             devices=[numbers.index(device) for device in devices],

@@ -7,9 +7,9 @@ that is resumed goes on from the same bytes as one that never stopped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from hone.build.models import (
 from hone.build.pictures import picture_of_responses
 from hone.build.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
 from hone.build.services import claim_devices, placed, unused_notes
-from hone.build.workers import Workers, workers_here
+from hone.build.workers import Workers, WorkersOf, workers_here
 from hone.cluster.services import Services
 from hone.config.derived import correction, longest_tokens, samples_per_update
 from hone.config.load import Loaded
@@ -189,17 +189,18 @@ async def run_rl(job: Job, saved: Saved | None) -> None:
         found = job.checkpoints.newest()
         return found if found and found.progress.stage == "rl" else None
 
-    await run_with_restarts(
-        partial(run_rl_once, job),
-        saved,
-        newest=newest,
-        observer=job.observer,
-        restarts=Restarts(job.config.cluster.restarts),
-        stop=job.stop,
-    )
+    async with backend(job) as workers_of:
+        await run_with_restarts(
+            partial(run_rl_once, job, workers_of),
+            saved,
+            newest=newest,
+            observer=job.observer,
+            restarts=Restarts(job.config.cluster.restarts),
+            stop=job.stop,
+        )
 
 
-async def run_rl_once(job: Job, saved: Saved | None, ready: Callable[[], None]) -> None:
+async def run_rl_once(job: Job, workers_of: WorkersOf, saved: Saved | None, ready: Callable[[], None]) -> None:
     """One attempt at it; calls `ready` when trainer and engine are there."""
     config = job.config
     prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed)
@@ -212,20 +213,23 @@ async def run_rl_once(job: Job, saved: Saved | None, ready: Callable[[], None]) 
         control=progress.control,
     )
     job.memory.ladder.begin(progress, job.memory.predict)
-    async with workers_of(job, algorithm.needs, saved) as workers:
+    async with workers_of(algorithm.needs, saved) as workers:
         ready()
         await job.services.ready()
         if not job.stop.is_set():
             await optimise_policy(job, progress, prompts, algorithm, workers)
 
 
-def workers_of(job: Job, needs: frozenset[str], saved: Saved | None) -> AbstractAsyncContextManager[Workers]:
-    """The trainer and the engine, where `cluster.backend` wants them."""
+@asynccontextmanager
+async def backend(job: Job) -> AsyncIterator[WorkersOf]:
+    """What makes the trainer and the engine, where `cluster.backend` wants them."""
     if job.config.cluster.backend == "local":
-        return workers_here(job, needs, saved)
+        yield partial(workers_here, job)
+        return
     from hone.build.cluster import workers_on_ray  # Ray is an extra
 
-    return workers_on_ray(job, needs, saved)
+    async with workers_on_ray(job) as workers_of:
+        yield workers_of
 
 
 async def optimise_policy(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,10 @@ class Workers:
     """Of judges that have devices of the cluster."""
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
     """What scores, by the names of components, instead of something in this process."""
+
+
+WorkersOf = Callable[[frozenset[str], Saved | None], AbstractAsyncContextManager[Workers]]
+"""Makes them for an attempt at the stage; see `workers_here` for what it takes."""
 
 
 @asynccontextmanager

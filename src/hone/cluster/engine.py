@@ -25,6 +25,7 @@ from hone.rollout.engine import OnSample, Request
 from hone.types import Sample
 
 CLOSE_S = 10.0
+"""Until one that is to end, or to go on, must have answered."""
 
 
 @dataclass
@@ -103,6 +104,16 @@ class RemoteEngine:
         if self._fingerprint is None:
             raise EngineError(f"{self.name} holds no weights that were published to it")
         return self._fingerprint
+
+    async def is_well(self) -> bool:
+        """Whether its process answers, and holds the weights of one version, whole."""
+        if self._failure is not None or self._fingerprint is None:
+            return False
+        try:
+            await self._call(self._actor.ping.remote(), "ping", CLOSE_S)
+        except EngineError:
+            return False
+        return True
 
     async def close(self) -> None:
         """See `Engine.close`; the process ends."""

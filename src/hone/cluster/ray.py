@@ -95,6 +95,18 @@ class RayCluster:
             self._folder.remove()
             self._folder = None
 
+    def is_whole(self) -> bool:
+        """Whether all machines with devices of the run are still there."""
+        import ray
+
+        def look() -> bool:
+            return set(self._nodes) <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+        try:
+            return self._on_thread(look)
+        except Exception:  # boundary: of a Ray that is gone everything fails, in ways of its own
+            return False
+
     def __enter__(self) -> Self:
         return self
 

@@ -1,5 +1,5 @@
-"""A stage that outlives the processes it needs: when one of the trainer's is lost, all are started anew, and the stage
-goes on from its newest checkpoint, as `--resume` would, without anybody's help.
+"""A stage that outlives the processes it needs: when one of the trainer's is lost, the trainer is started anew, and the
+stage goes on from its newest checkpoint, as `--resume` would, without anybody's help.
 
 It knows no backend: what was lost it hears as a ClusterError. Engines that die are the router's business, and do not
 come this far; nor does the death of this very process, after which somebody says `--resume`.
@@ -17,7 +17,7 @@ from hone.train.checkpoint import Loaded as Saved
 
 Attempt = Callable[[Saved | None, Callable[[], None]], Awaitable[None]]
 """Runs the stage from a checkpoint, or from its beginning, to its end; calls its second argument when all processes
-are ready. It leaves nothing behind when it fails."""
+are ready. When it fails it leaves nothing behind that it could not use again."""
 
 
 async def run_with_restarts(

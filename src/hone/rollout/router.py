@@ -67,6 +67,7 @@ class Router:
         restarts: how often within an hour, each.
         start_s: longest that a start may take.
         threads: where fingerprints are waited for; None: the event loop's own.
+        ends_replicas: whether `close` closes those that are up; else they are whoever's made them, for another router.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class Router:
         restarts: int = 0,
         start_s: float = 300.0,
         threads: Executor | None = None,
+        ends_replicas: bool = True,
     ) -> None:
         self.version = -1
+        self._ends_replicas = ends_replicas
         self._witness, self._restart, self._threads = witness, restart, threads
         self._silence_s, self._call_s, self._patience_s, self._start_s = silence_s, call_s, patience_s, start_s
         self._replicas = [Replica(name, Restarts(restarts), Life(engine)) for name, engine in replicas.items()]
@@ -147,7 +150,7 @@ class Router:
         await asyncio.gather(*(self._wake(replica, life) for replica, life in self._up()))
 
     async def close(self) -> None:
-        """See `Engine.close`. All are closed before the first failure is raised."""
+        """See `Engine.close`. All are closed before the first failure is raised, unless they are to outlive it."""
         self._closed = True
         for task in self._replacing:
             task.cancel()
@@ -158,6 +161,8 @@ class Router:
         for life in lives:
             life.end.set_result("the engine was closed")
         self._changed()
+        if not self._ends_replicas:
+            return
         ended = await asyncio.gather(*(_close(life.engine) for life in lives), return_exceptions=True)
         for failure in filter(None, ended):
             raise failure
