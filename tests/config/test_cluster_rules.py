@@ -155,10 +155,6 @@ BROKEN = [
         "sequence_parallel: must divide the model's key-value heads / tensor_parallel = 2 (got 4). Nearest: 2",
     ),
     (
-        ray(devices_per_node=4, trainer={"tensor_parallel": 2}) | {"lora": {"rank": 8}},
-        "cluster.trainer.tensor_parallel: = 2 divides layers, and those with an adapter cannot be divided yet",
-    ),
-    (
         ray(devices_per_node=4, trainer={"tensor_parallel": 2, "compile": True}),
         "cluster.trainer.compile: is for whole layers, and cluster.trainer.tensor_parallel = 2 divides them",
     ),

@@ -53,6 +53,7 @@ class Case:
     samples: tuple[Sequence[Any], ...] = RAGGED
     checkpointing: Literal["none", "selective", "full"] = "none"
     lora: bool = False
+    targets: tuple[str, ...] | None = None
 
 
 @dataclass
@@ -117,7 +118,7 @@ def make(case: Case) -> CausalModel:
         for _, weight in model.own_weights():
             weight.copy_(0.3 * torch.randn(weight.shape, generator=generator, dtype=torch.float64))
     if case.lora:
-        add_adapter(model, LoraSection(rank=2), seed=1, dtype=torch.float64)
+        add_adapter(model, LoraSection(rank=2, targets=case.targets), seed=1, dtype=torch.float64)
         for name in model.adapter.names:
             model.adapter.factors(name)[1].fill_(0.01)
     model.checkpointing = case.checkpointing

@@ -152,19 +152,12 @@ def watch(learner: Learner, gradients: list[dict[str, Tensor]]) -> None:
 
 
 def whole_gradients(learner: Learner):
-    """What the parameters' gradients are, each under the name of its weight; of an adapter, under the parameter's."""
+    """The gradients of what is trained, by the names that checkpoints have."""
     if isinstance(learner.held, ShardedWeights):
-        gradients = {
-            name: p.grad.full_tensor().clone() for name, p in learner.held.trained.items() if p.grad is not None
-        }
-        places = {} if learner.held._factors else learner.held.places
-        yield from ((name, place.of(gradients[place.parameter])) for name, place in places.items())
-        yield from (() if places else gradients.items())
-        return
-    model, flat = learner.model, learner.held
-    if getattr(model, "adapter", None) is None:
-        flat._point_at(flat.grad)
-        yield from ((name, weight.clone()) for name, weight in model.named_weights() if name != CONSTANT)
-        flat._point_at(flat.compute)
+        parameters = learner.held.trained.items()
+        whole = {name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None}
+        places = learner.held.trained_places.items()
+        yield from ((name, place.of(whole[place.parameter])) for name, place in places if place.parameter in whole)
     else:
-        yield from ((name, p.grad.clone()) for name, p in model.named_parameters() if p.requires_grad)
+        flat = learner.held
+        yield from ((name, gradient.clone()) for name, gradient in flat.split(flat.grad).items())

@@ -34,6 +34,7 @@ def folder(tmp_path_factory):
         pytest.param(Case(keys=UNTIED, precision="bfloat16", critic=True), id="random, untied, bfloat16, critic"),
         pytest.param(Case(keys={"model_type": "qwen2"}, mesh={"tensor_parallel": 2}), id="tensor parallel, biases"),
         pytest.param(Case(lora=True, precision="bfloat16"), id="adapter"),
+        pytest.param(Case(lora=True, mesh={"tensor_parallel": 2}), id="tensor parallel, adapter"),
         pytest.param(Case(offload=("parameters", "reference")), id="offload"),
         pytest.param(Case("transformers", critic=True), id="transformers"),
         pytest.param(Case("transformers", lora=True, keys=UNTIED), id="transformers, adapter"),

@@ -7,7 +7,7 @@ from parallel_cases import SIZES, Case, Found, found, make, refusal, sums_in_lay
 from transformers import LlamaConfig
 
 from hone.errors import DataError
-from hone.model.parallel import divide_layers, divide_tokens, refuse_indivisible
+from hone.model.parallel import divide_tokens, refuse_indivisible
 from hone.plan.activations import Pass, saved_per_token
 from hone.plan.architecture import architecture_from
 
@@ -47,6 +47,14 @@ def assert_same(ranks: list[Found], alone: Found) -> None:
         ),
         pytest.param(Case("phi3", implementation="transformers"), id="Transformers' own, fused"),
         pytest.param(Case("olmo2", implementation="transformers"), id="Transformers' own, norms over all heads"),
+        pytest.param(Case(lora=True), id="adapter"),
+        pytest.param(
+            Case("llama", {"attention_bias": True, "mlp_bias": True}, checkpointing="selective", lora=True),
+            id="adapter, biases, some made again",
+        ),
+        pytest.param(Case(lora=True, targets=("k_proj", "down_proj")), id="adapter of some parts"),
+        pytest.param(Case(implementation="transformers", lora=True), id="Transformers' own, adapter"),
+        pytest.param(Case("phi3", implementation="transformers", lora=True), id="Transformers' own, fused, adapter"),
     ],
 )
 def test_divided_layers_compute_what_whole_ones_do(pair, case):
@@ -82,11 +90,6 @@ def test_heads_that_do_not_divide_are_refused_with_the_nearest_that_do():
         refuse_indivisible(config, tensor_parallel=3)
     with pytest.raises(DataError, match=r"tensor_parallel = 2, sequence_parallel = 2"):
         refuse_indivisible(config, tensor_parallel=2, sequence_parallel=3)
-
-
-def test_an_adapter_and_divided_layers_are_refused():
-    with pytest.raises(DataError, match=r"lora\.rank > 0"):
-        divide_layers(make(Case(lora=True)), None)
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------------

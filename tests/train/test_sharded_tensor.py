@@ -35,6 +35,11 @@ def four():
         pytest.param(Case(implementation="transformers", mesh=TENSOR, vocab_size=14), id="layers of another class"),
         pytest.param(Case("ppo", mesh=SEQUENCE, updates=2, samples_per_optimizer_step=7), id="tokens of a critic"),
         pytest.param(Case("kl_and_entropy", lora=True, mesh=SEQUENCE, updates=2), id="tokens beneath an adapter"),
+        pytest.param(Case("kl_and_entropy", lora=True, mesh=TENSOR, updates=3), id="layers with an adapter"),
+        pytest.param(
+            Case("kl_and_entropy", lora=True, implementation="transformers", mesh=TENSOR, updates=3),
+            id="layers of another class with an adapter",
+        ),
     ],
 )
 def test_two_ranks_that_divide_layers_or_tokens(pair, case):
@@ -65,6 +70,12 @@ def test_in_bfloat16_they_stay_close(pair):
 )
 def test_four_ranks(four, algorithm, mesh):
     case = Case(algorithm, vocab_size=14, mesh=mesh, updates=4, num_groups=7)
+    assert_same(four(trained, case), trained(case, alone=True))
+
+
+@pytest.mark.parametrize("implementation", ["hone", "transformers"])
+def test_four_ranks_that_divide_layers_with_an_adapter(four, implementation):
+    case = Case(lora=True, mesh=TENSOR, updates=3, implementation=implementation)
     assert_same(four(trained, case), trained(case, alone=True))
 
 

@@ -169,12 +169,6 @@ def trainers_can_do_it(config: RunConfig) -> Iterator[Breach]:
     settings, of_layers = config.cluster.trainer, "cluster.trainer.tensor_parallel"
     if config.cluster.backend != "ray":
         return
-    if settings.tensor_parallel > 1 and config.lora.rank:
-        yield Breach(
-            (of_layers, "lora.rank"),
-            f"= {settings.tensor_parallel} divides layers, and those with an adapter cannot be divided yet. Set it to "
-            "1: shard divides the weights beneath",
-        )
     if settings.tensor_parallel > 1 and settings.compile:
         yield Breach(
             ("cluster.trainer.compile", of_layers),

@@ -34,6 +34,23 @@ class _SummedGradient(torch.autograd.Function):
         return total, None
 
 
+def summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of the ranks' x, on each of them; the gradient of a rank's x is that of the sum."""
+    return _Summed.apply(x, group)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
 def gathered(x: Tensor, size: int, group: ProcessGroup) -> Tensor:
     """(size, ...) the ranks' parts one after another, on every rank; the gradient of a rank's part is its own.
 

@@ -11,8 +11,8 @@ Not here: sliding windows, mixtures of experts, long-context rope variants whose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -70,14 +70,19 @@ class RMSNorm(nn.Module):
 class SplitLinear(nn.Module):
     """Several linear layers of one input, their outputs side by side: a fused one that `parallel.py` has divided."""
 
-    def __init__(self, fused: nn.Linear, sizes: Sequence[int]) -> None:
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
         super().__init__()
-        biases = [None] * len(sizes) if fused.bias is None else list(fused.bias.split(tuple(sizes)))
-        weights = fused.weight.split(tuple(sizes))
-        self.parts = nn.ModuleList(_linear(*pair) for pair in zip(weights, biases, strict=True))
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+def parts_of(fused: nn.Linear, sizes: Sequence[int]) -> list[nn.Linear]:
+    """The layers that a fused one consists of, by their outputs."""
+    biases = [None] * len(sizes) if fused.bias is None else list(fused.bias.split(tuple(sizes)))
+    weights = fused.weight.split(tuple(sizes))
+    return [_linear(*pair) for pair in zip(weights, biases, strict=True)]
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -281,7 +286,7 @@ def qkv_sizes(layer: Layer) -> tuple[int, int, int]:
 def _parts(linear: nn.Linear | SplitLinear, names: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     """Weights and biases of layers side by side, whether they are one matrix or several."""
     if isinstance(linear, SplitLinear):
-        divided = [dict(_parameters(part)) for part in linear.parts if isinstance(part, nn.Linear)]
+        divided = [dict(_parameters(part)) for part in linear.parts]
         for kind in divided[0]:
             yield from ((f"{name}.{kind}", part[kind]) for name, part in zip(names, divided, strict=True))
         return
@@ -289,7 +294,7 @@ def _parts(linear: nn.Linear | SplitLinear, names: Sequence[str], sizes: Sequenc
         yield from ((f"{name}.{kind}", part) for name, part in zip(names, fused.split(tuple(sizes)), strict=True))
 
 
-def _parameters(linear: nn.Linear) -> Iterator[tuple[str, Tensor]]:
+def _parameters(linear: Any) -> Iterator[tuple[str, Tensor]]:
     """Weight and bias; a layer with an adapter (lora.py) has them too, and more parameters besides."""
     yield "weight", linear.weight
     if linear.bias is not None:

@@ -20,18 +20,20 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hone.config.run import LoraSection
 from hone.errors import DataError
 from hone.model.base import CausalModel
-from hone.model.decoder import Decoder
+from hone.model.collectives import summed, with_summed_gradient
+from hone.model.decoder import Decoder, parts_of
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
@@ -39,6 +41,10 @@ from hone.model.load import Implementation, is_ours, replaced_when_whole
 from hone.model.recompute import made_again
 from hone.model.sequence import Sequences
 from hone.model.weights import copy_by_name
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 FUSED = {
     "qkv_proj": ("self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -123,8 +129,11 @@ class FusedLinear(nn.Module):
     def __init__(self, base_layer: nn.Linear, sizes: Sequence[int], adapted: Sequence[bool], settings: LoraSection):
         super().__init__()
         self.base_layer = base_layer
+        self.settings, self.sizes, self.adapted = settings, tuple(sizes), tuple(adapted)
         self.scale = settings.alpha / settings.rank
         self.is_on = True
+        self.tensor_group: ProcessGroup | None = None
+        """The ranks that have the other outputs or inputs, where `parallel.py` has divided the layer."""
         ends = list(accumulate(sizes))
         self.spans = [(end - size, end) for end, size, wanted in zip(ends, sizes, adapted, strict=True) if wanted]
         weight = base_layer.weight
@@ -141,13 +150,60 @@ class FusedLinear(nn.Module):
 
     def factors(self, part: int) -> tuple[Tensor, Tensor]:
         """A and B of one of the parts that have an adapter."""
-        b = self.b[part].detach()
-        return self.a.detach().split(b.shape[1])[part], b
+        a, b = self.a.detach(), self.b[part].detach()
+        return a if len(self.b) == 1 else a.split(b.shape[1])[part], b
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_on:
             return self.base_layer(x)
+        if self.tensor_group is not None:
+            return self._divided(x, self.tensor_group)
         return _FusedLowRank.apply(x, self.weight, self.bias, self.scale, self.spans, self.a, *self.b)
+
+    def _divided(self, x: Tensor, group: ProcessGroup) -> Tensor:
+        """This rank's outputs, or all of them as the sum over ranks that each have some inputs.
+
+        The factor that is whole on every rank is used by each for its part of the work, so its gradient is a sum.
+        """
+        weight, bias, a, *b = (_local(tensor) for tensor in (self.weight, self.bias, self.a, *self.b))
+        assert weight is not None and a is not None
+        if isinstance(x, DTensor):  # whole: `parallel.py` has the gradients of all parts added up before over the ranks
+            x = x.to_local(grad_placements=[Partial()])
+            return _FusedLowRank.apply(x, weight, bias, self.scale, self.spans, with_summed_gradient(a, group), *b)
+        b = [with_summed_gradient(factor, group) for factor in b if factor is not None]
+        total = summed(_FusedLowRank.apply(x, weight, None, self.scale, self.spans, a, *b), group)
+        return total if bias is None else total + bias
+
+    def split(self) -> list[nn.Module]:
+        """Layers that are its parts, each with its own adapter if it has one."""
+        parts: list[nn.Module] = []
+        factors = iter([self.factors(number) for number in range(len(self.b))])
+        for plain, size, adapted in zip(parts_of(self.base_layer, self.sizes), self.sizes, self.adapted, strict=True):
+            if not adapted:
+                parts.append(plain)
+                continue
+            part = FusedLinear(plain, [size], [True], self.settings)
+            a, b = next(factors)
+            part.a, part.b = nn.Parameter(a.clone()), nn.ParameterList([b.clone()])
+            parts.append(part)
+        return parts
+
+    def divide(self, mesh: DeviceMesh, *, by: Literal["outputs", "inputs"]) -> None:
+        """Divide the adapter over ranks that have divided the layer beneath; only one part is divided by outputs."""
+
+        def divided(factor: Tensor, dim: int) -> nn.Parameter:
+            return nn.Parameter(distribute_tensor(factor.detach(), mesh, [Shard(dim)], src_data_rank=None))
+
+        if by == "outputs":
+            self.b = nn.ParameterList(divided(factor, 0) for factor in self.b)
+            self.spans = [(0, self.sizes[0] // mesh.size())]
+        else:
+            self.a = divided(self.a, 1)
+        self.tensor_group = mesh.get_group()
+
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _FusedLowRank(torch.autograd.Function):
@@ -217,6 +273,13 @@ class DecoderAdapter(Adapter):
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         linear, part = self._places[name]
         return linear.factors(part)
+
+    def replace(self, old: FusedLinear, parts: Sequence[nn.Module]) -> None:
+        """A layer has been split into these."""
+        adapted = [part for part in parts if isinstance(part, FusedLinear)]
+        for name, (linear, part) in self._places.items():
+            if linear is old:
+                self._places[name] = adapted[part], 0
 
     def switch(self, on: bool) -> None:
         for linear, _ in self._places.values():

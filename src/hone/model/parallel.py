@@ -14,7 +14,7 @@ Hone's own decoder, and Transformers' classes by the plan that they bring. Not h
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -30,8 +30,9 @@ from torch.distributed.tensor.parallel import (
 
 from hone.errors import DataError
 from hone.model.base import CausalModel
-from hone.model.decoder import Decoder, Layer, SplitLinear, qkv_sizes
+from hone.model.decoder import Decoder, Layer, SplitLinear, parts_of, qkv_sizes
 from hone.model.hf import TransformersModel
+from hone.model.lora import PEFT_NAME, DecoderAdapter, FusedLinear
 from hone.model.sequence import Sequences
 
 if TYPE_CHECKING:
@@ -45,13 +46,8 @@ def divide_layers(model: CausalModel, mesh: DeviceMesh) -> None:
     Every rank has the same whole model before, and calls this; afterwards it holds its part.
 
     Raises:
-        DataError: heads or widths that the ranks do not divide, an architecture without a plan, or an adapter.
+        DataError: heads or widths that the ranks do not divide, or an architecture without a plan.
     """
-    if model.adapter is not None:
-        raise DataError(
-            "cluster.trainer.tensor_parallel > 1 with lora.rank > 0: an adapter's layers cannot be divided yet. "
-            "Set tensor_parallel to 1: an adapter's states are small, and `shard` divides the weights beneath."
-        )
     refuse_indivisible(model.hf_config, tensor_parallel=mesh.size())
     if isinstance(model, Decoder):
         _divide_decoder(model, mesh)
@@ -100,28 +96,47 @@ def refuse_indivisible(config: PreTrainedConfig, *, tensor_parallel: int = 1, se
 
 
 def _divide_decoder(model: Decoder, mesh: DeviceMesh) -> None:
-    plan: dict[str, ParallelStyle] = {
-        "layers.*.qkv_proj": _one_input(),
-        "layers.*.qkv_proj.parts.*": ColwiseParallel(),
-        "layers.*.o_proj": RowwiseParallel(),
-        "layers.*.gate_up_proj": _one_input(),
-        "layers.*.gate_up_proj.parts.*": ColwiseParallel(),
-        "layers.*.down_proj": RowwiseParallel(),
-    }
+    plan: dict[str, ParallelStyle] = {}
     if model.vocab_size % mesh.size() == 0:
         plan["embed"] = RowwiseParallel(input_layouts=Replicate())
         if not model.tied:
             plan["lm_head"] = ColwiseParallel()
     for layer in model.layers:
         assert isinstance(layer, Layer)
-        inner = layer.down_proj.in_features
-        assert isinstance(layer.qkv_proj, nn.Linear) and isinstance(layer.gate_up_proj, nn.Linear)
-        layer.qkv_proj = SplitLinear(layer.qkv_proj, qkv_sizes(layer))
-        layer.gate_up_proj = SplitLinear(layer.gate_up_proj, (inner, inner))
+        inner = layer.down_proj.weight.shape[1]
+        layer.qkv_proj = _split(model, layer.qkv_proj, qkv_sizes(layer))
+        layer.gate_up_proj = _split(model, layer.gate_up_proj, (inner, inner))
         layer.num_heads //= mesh.size()
         layer.num_kv_heads //= mesh.size()
         layer.tensor_group = mesh.get_group()
+        for name, child in layer.named_children():
+            path = f"layers.{layer.index}.{name}"
+            if isinstance(child, SplitLinear):
+                plan[path] = _one_input()
+                for number, part in enumerate(child.parts):
+                    plan[_beneath(f"{path}.parts.{number}", part)] = ColwiseParallel()
+            elif name in ("o_proj", "down_proj"):
+                plan[_beneath(path, child)] = RowwiseParallel()
     parallelize_module(model, mesh, plan, src_data_rank=None)
+    for path, module in model.named_modules():
+        if isinstance(module, FusedLinear):
+            module.divide(mesh, by="outputs" if ".parts." in path else "inputs")
+
+
+def _split(model: Decoder, fused: nn.Module, sizes: Sequence[int]) -> SplitLinear:
+    """A fused layer, with an adapter or without, as its parts."""
+    if not isinstance(fused, FusedLinear):
+        assert isinstance(fused, nn.Linear)
+        return SplitLinear(parts_of(fused, sizes))
+    parts = fused.split()
+    assert isinstance(model.adapter, DecoderAdapter)
+    model.adapter.replace(fused, parts)
+    return SplitLinear(parts)
+
+
+def _beneath(path: str, layer: nn.Module) -> str:
+    """Where a layer's own weight is, which an adapter wraps."""
+    return f"{path}.base_layer" if isinstance(layer, FusedLinear) else path
 
 
 def _one_input() -> ParallelStyle:
@@ -150,7 +165,10 @@ def divide_class(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
         plan[path_of[embedding]] = RowwiseParallel(input_layouts=Replicate())
         if not tied:
             plan[path_of[output]] = ColwiseParallel()
+    is_trained = {name: parameter.requires_grad for name, parameter in hf.named_parameters()}
     parallelize_module(hf, mesh, plan, src_data_rank=None)
+    for name, parameter in hf.named_parameters():
+        parameter.requires_grad_(is_trained[name])  # `SequenceParallel` forgets it
     if tied:
         output.weight = embedding.weight
 
@@ -169,4 +187,12 @@ def _own_plan(hf: PreTrainedModel) -> dict[str, ParallelStyle]:
             f"cluster.trainer.tensor_parallel > 1: Transformers' class for {hf.config.model_type} cannot be "
             f"divided: {why}. Set it to 1: `shard` divides the weights of every model."
         )
-    return {path: STYLES[word]() for path, word in words.items()}
+    styles: dict[str, ParallelStyle] = {}
+    for path, word in words.items():
+        if not fnmatch.filter(places, f"{path}.base_layer"):
+            styles[path] = STYLES[word]()
+            continue
+        # peft's layer: of its two thin ones that is divided which has the divided outputs or inputs.
+        thin = "lora_B" if word.startswith("colwise") else "lora_A"
+        styles[f"{path}.base_layer"], styles[f"{path}.{thin}.{PEFT_NAME}"] = STYLES[word](), STYLES[word]()
+    return styles
