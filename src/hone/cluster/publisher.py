@@ -30,18 +30,26 @@ class Routes:
         """Engines by name, from the handles of their actors."""
         return {name: Target(actor, self.ranks.get(name, 0)) for name, actor in actors.items()}
 
-    def copies(self, engines: Sequence[str]) -> int:
-        """How many copies of the weights are made: in the object store one for each machine, its sender's too."""
+    def moved_over_least(self, parts: Sequence[Published], engines: Sequence[str]) -> float:
+        """Bytes that were moved so that all of these engines get a version, over the least possible.
+
+        The least is the weights once for each engine; in the object store, which engines of one machine read in place,
+        once for each of their machines. What is more: padding, buckets sent again, a copy on a machine without engines.
+        """
+        moved = sum(part.sent_bytes * len(self._places(_engines_of(part)) | self._own_place) for part in parts)
+        least = parts[-1].manifest.num_bytes * len(self._places(engines))
+        return moved / least if least else 0.0
+
+    def _places(self, engines: Sequence[str]) -> set[str | int]:
+        """Where a copy of the weights must get."""
         if self.way != "ray":
-            return len(engines)
-        return len({self.sender_machine, *self._machines_of(engines)})
-
-    def least_copies(self, engines: Sequence[str]) -> int:
-        """How many it must be: one for each engine, or for each machine where engines read the same memory."""
-        return len(engines) if self.way != "ray" else len(self._machines_of(engines))
-
-    def _machines_of(self, engines: Sequence[str]) -> set[int]:
+            return set(engines)
         return {self.machines.get(name, self.sender_machine) for name in engines}
+
+    @property
+    def _own_place(self) -> set[str | int]:
+        """Where there is a copy in any case."""
+        return {self.sender_machine} if self.way == "ray" else set()
 
 
 class Publisher:
@@ -49,7 +57,7 @@ class Publisher:
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        self._weights_bytes, self._moved_bytes, self._least_bytes = 0, 0, 0
+        self._measured: dict[str, float] = {}
 
     def publish(self, actors: Mapping[str, Any], ask: Ask) -> Published:
         """Send a version to engines, by name. Those that another one's failure has interrupted are sent it again, in a
@@ -68,17 +76,15 @@ class Publisher:
                 break
             waiting = {name: target for name, target in waiting.items() if name in interrupted}
         published = _joined(parts)
-        self._weights_bytes = published.manifest.num_bytes
-        self._moved_bytes = sum(part.sent_bytes * self._routes.copies(_engines_of(part)) for part in parts)
-        self._least_bytes = self._weights_bytes * self._routes.least_copies(list(actors))
+        self._measured = {
+            "engine/published_mib": published.manifest.num_bytes / 2**20,
+            "engine/published_over_least": self._routes.moved_over_least(parts, list(actors)),
+        }
         return published
 
     def metrics(self) -> dict[str, float]:
         """Of the last publish; see `observe/metrics.py`."""
-        measured = {"engine/published_mib": self._weights_bytes / 2**20}
-        if self._least_bytes:
-            measured["engine/published_over_least"] = self._moved_bytes / self._least_bytes
-        return measured
+        return self._measured
 
 
 def _engines_of(part: Published) -> list[str]:
