@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hone.plan import time
 from hone.plan.cluster import Pool, Trained
@@ -109,24 +111,46 @@ def _publishing(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dic
 
 def _learning(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[str, float]:
     workload, hardware, lengths = inputs.workload, inputs.hardware, inputs.workload.lengths
-    tokens = workload.samples / workload.samples_per_optimizer_step * workload.mean_step_tokens()
-    logit_tokens = workload.samples * lengths.mean_response
+    tokens, logit_tokens = _tokens(inputs), workload.samples * lengths.mean_response
     policy = _learner(inputs, next((pool.policy for pool in pools if pool.policy), None), pools)
-    passes = workload.has_reference + workload.has_old_logprobs_pass
-    phases: dict[str, float] = {}
-    if passes:
-        phases["logprobs"] = passes * time.forward_s(policy, hardware, rates, tokens, lengths, logit_tokens)
+    critic = None if inputs.critic is None else _critic(inputs, policy, pools)
+    phases = _measuring(inputs, pools, policy, critic, rates)
     once = time.update_s(policy, hardware, rates, tokens, lengths, logit_tokens)
     step = workload.optimizer_steps * time.optimizer_s(policy, hardware, rates)
-    if inputs.critic is None:
+    if critic is None:
         return phases | {"update": workload.passes * once, "optimizer": step}
-    critic = _critic(inputs, policy, pools)
-    values = time.forward_s(critic, hardware, rates, tokens, lengths, 0)
     learning = workload.passes * time.update_s(critic, hardware, rates, tokens, lengths, 0)
     own_devices = any(pool.critic and not pool.policy for pool in pools)
     update = max(workload.passes * once, learning) if own_devices else workload.passes * once + learning
-    phases["logprobs"] = phases.get("logprobs", 0.0) + values
     return phases | {"update": update, "optimizer": step * (1 if own_devices else 2)}
+
+
+def _measuring(
+    inputs: Inputs, pools: Sequence[Pool], policy: Learner, critic: Learner | None, rates: Efficiency
+) -> dict[str, float]:
+    """Passes without gradients of policy, reference and critic: pools at the same time, those of one after another."""
+    workload, lengths = inputs.workload, inputs.workload.lengths
+    home = next((pool.name for pool in pools if pool.policy), "")
+    passes: list[tuple[str, Learner, float]] = []
+    logit_tokens = workload.samples * lengths.mean_response
+    if workload.has_old_logprobs_pass:
+        passes.append((home, policy, logit_tokens))
+    if workload.has_reference:
+        pool = next((pool for pool in pools if pool.reference), None)
+        where, reference = (pool.name, replace(policy, devices=pool.devices)) if pool else (home, policy)
+        passes.append((where, reference, logit_tokens))
+    if critic is not None:
+        passes.append((next((pool.name for pool in pools if pool.critic), home), critic, 0.0))
+    seconds: dict[str, float] = defaultdict(float)
+    for where, learner, logits in passes:
+        seconds[where] += time.forward_s(learner, inputs.hardware, rates, _tokens(inputs), lengths, logits)
+    return {"logprobs": max(seconds.values())} if seconds else {}
+
+
+def _tokens(inputs: Inputs) -> float:
+    """That all passes of one kind compute in a policy update."""
+    workload = inputs.workload
+    return workload.samples / workload.samples_per_optimizer_step * workload.mean_step_tokens()
 
 
 def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[Pool]) -> Learner:
@@ -174,7 +198,7 @@ def _critic(inputs: Inputs, policy: Learner, pools: Sequence[Pool]) -> Learner:
 def _useful_flops(inputs: Inputs) -> float:
     """Operations without recomputation: sample once, and forward and backward over what was sampled."""
     workload, lengths = inputs.workload, inputs.workload.lengths
-    tokens = workload.samples / workload.samples_per_optimizer_step * workload.mean_step_tokens()
+    tokens = _tokens(inputs)
     responses = workload.samples * lengths.mean_response
     one = time.forward_flops(inputs.architecture, tokens, lengths.mean / 2, logit_tokens=responses)
     passes = 1 + 3 * workload.passes + workload.has_reference + workload.has_old_logprobs_pass
