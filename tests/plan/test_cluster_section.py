@@ -143,6 +143,23 @@ def test_a_reference_and_a_reward_model_of_their_own(planned):
     assert {"reference", "reward model: weights"} <= {term.name for term in together.ledgers[0].peak.terms}
 
 
+def test_pools_of_their_own_measure_at_the_same_time(planned):
+    ppo = ("cluster.backend=ray", "cluster.engines.use=vllm", "algorithm.credit=gae", "algorithm.kl_loss_coef=0.1")
+    sizes = {"train": (4, "policy"), "values": (4, "critic"), "frozen": (2, "reference"), "sample": (2, "rollout")}
+
+    def logprobs(**roles: str) -> float:
+        pools = (f"{name}: {{devices: {n}, roles: [{roles.get(name, at)}]}}" for name, (n, at) in sizes.items())
+        kept = [pool for pool in pools if "[]" not in pool]
+        return planned(*ppo, f"cluster.pools={{{', '.join(kept)}}}").time.phases["logprobs"]
+
+    beside = logprobs(train="policy, critic, reference", values="", frozen="")
+    critic_apart = logprobs(train="policy, reference", frozen="")
+    reference_apart = logprobs(train="policy, critic", values="")
+    assert critic_apart < beside, "values of the critic are measured meanwhile"
+    assert logprobs() == reference_apart, "the reference's two devices take longer than all others"
+    assert reference_apart == pytest.approx(2 * critic_apart), "half the devices, twice the time"
+
+
 def test_host_memory_is_that_of_the_fullest_machine(planned):
     two = "cluster={backend: ray, nodes: 2, devices_per_node: 8, address: auto, trainer: {offload: [parameters]}}"
     found = planned(two, apart(8, 8))
