@@ -197,6 +197,16 @@ BROKEN = [
         "rollout.max_staleness: = 2 lets sampling run ahead, but policy and rollout share their devices",
     ),
     (
+        GAE | ray(pools=pools(a=(1, "policy"), b=(1, "rollout critic"))) | {"rollout": {"max_staleness": 2}},
+        "rollout.max_staleness: = 2 lets sampling run ahead, but critic and rollout share their devices",
+    ),
+    (
+        GAE
+        | ray(pools=pools(a=(2, "policy"), b=(1, "rollout"), c=(8, "critic")))
+        | {"train": {"samples_per_optimizer_step": 4}},
+        "train.samples_per_optimizer_step: must be at least the 8 data-parallel ranks (got 4): 4 would compute nothing",
+    ),
+    (
         ray(engines={"use": "vllm"}) | {"rollout": {"compile": True}},
         "rollout.compile: = true compiles Hone's own engine; vLLM does so by itself",
     ),

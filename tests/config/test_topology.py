@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hone.config.cluster import Role
 from hone.config.run import RunConfig
-from hone.config.topology import ROLES, needed_roles, topology_of
+from hone.config.topology import ROLES, needed_roles, topology_lines, topology_of
 
 APART = {"train": {"devices": 2, "roles": ["policy"]}, "sample": {"devices": 2, "roles": ["rollout"]}}
 
@@ -116,9 +116,24 @@ def test_a_critic_of_its_own_and_one_on_the_same_ranks():
     topology = topology_of(run({"pools": pools}, **gae))
     assert topology.critic and topology.critic.devices == (2, 3, 4, 5)
     assert topology.reference == topology.trainer
+    assert topology.apart == {"critic": ("critic",)}
+    assert [topology.processes_on(device) for device in range(6)] == [2, 2, 1, 1, 1, 1]
     alone = topology_of(run({"devices_per_node": 2}, **gae))
     assert alone.critic == alone.trainer
+    assert alone.apart == {}
     assert topology_of(run({})).critic is None
+
+
+def test_engines_sleep_for_a_critic_that_has_their_devices():
+    pools = {
+        "train": {"devices": 1, "roles": ["policy"]},
+        "others": {"devices": 2, "roles": ["rollout", "critic", "reference"]},
+    }
+    topology = topology_of(run({"pools": pools}, algorithm={"credit": "gae", "kl_loss_coef": 0.1}))
+    assert topology.sleeps("rollout") and not topology.colocated
+    assert topology.apart == {"others": ("critic", "reference")}
+    assert [topology.processes_on(device) for device in range(3)] == [1, 2, 2], "critic and reference are one process"
+    assert topology_lines(topology)[0] == "placement: 3 of 1 x 3 devices, critic, reference and engines take turns"
 
 
 SIZES = st.integers(1, 9)

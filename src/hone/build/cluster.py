@@ -284,7 +284,7 @@ class Crew:
 
     def sleepers(self, engine: Engine) -> tuple[Sleeper, ...]:
         """See `PolicyRun.sleepers`."""
-        engines = (engine,) if self._job.topology.engines_take_turns else ()
+        engines = (engine,) if self._job.topology.sleeps("rollout") else ()
         return (*engines, self.scoring) if self.scoring.sleeps else engines
 
     async def end_trainer(self) -> None:
@@ -344,7 +344,8 @@ class Crew:
         ranks = {engine.name: trainer.devices.index(engine.devices[0]) for engine in engines if transport == "ipc"}
         way: Way = ("nccl" if on_gpu else "gloo") if transport == "group" else transport
         machines = {engine.name: engine.nodes[0] for engine in engines}
-        return Routes(way, ranks, machines, sender_machine=trainer.nodes[0])
+        members = self._settings.engines.tensor_parallel if transport == "group" else 1
+        return Routes(way, ranks, members, machines, sender_machine=trainer.nodes[0])
 
     def _new_gang_apart(self, roles: Sequence[Role], devices: Sequence[int]) -> Gang:
         make = partial(apart_rank, self._blueprint, self._processes(roles[0], devices), roles)
@@ -378,7 +379,7 @@ class Crew:
         processes = self._processes("rollout", devices)
         if self._vllm_folder is None:
             return partial(embedded, self._blueprint, processes)
-        takes_turns = self._job.topology.engines_take_turns
+        takes_turns = self._job.topology.sleeps("rollout")
         return partial(vllm, self._blueprint, processes, self._vllm_folder, takes_turns=takes_turns)
 
     def _spawn(self, name: str, actor: type, devices: Sequence[int], *args: Any) -> Any:

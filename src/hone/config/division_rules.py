@@ -143,7 +143,7 @@ def ranks_have_samples(config: RunConfig) -> Iterator[Breach]:
     topology = _known(config)
     if topology is None:
         return
-    ranks = topology.trainer.data_parallel
+    learners = [group for group in (topology.trainer, topology.critic) if group is not None]
     sizes = {
         "rl": (
             "train.samples_per_optimizer_step",
@@ -153,8 +153,10 @@ def ranks_have_samples(config: RunConfig) -> Iterator[Breach]:
         "reward_model": ("rm.pairs_per_step", config.rm.pairs_per_step),
     }
     for stage, (key, samples) in sizes.items():
+        group = max(learners if stage == "rl" else [topology.trainer], key=lambda group: group.data_parallel)
+        ranks = group.data_parallel
         if stage in config.stages and samples < ranks:
-            keys = (key, "train.prompts_per_step", _devices_key(topology, topology.trainer.pool))
+            keys = (key, "train.prompts_per_step", _devices_key(topology, group.pool))
             yield Breach(
                 keys,
                 f"must be at least the {ranks} data-parallel ranks (got {samples}): {ranks - samples} would compute "

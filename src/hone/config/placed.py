@@ -67,7 +67,7 @@ PLACED: tuple[Derived, ...] = (
         "",
         "rollout is in one pool with policy, critic or reference",
         ("cluster.pools.*.roles", "rollout.max_staleness"),
-        _of(lambda t: t.engines_take_turns),
+        _of(lambda t: t.sleeps("rollout")),
     ),
     Derived(
         "new weights go through",

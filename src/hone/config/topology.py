@@ -93,11 +93,6 @@ class Topology:
         return self.shares_devices("policy", "rollout")
 
     @property
-    def engines_take_turns(self) -> bool:
-        """Engines have devices on which something learns or is measured, and sleep meanwhile."""
-        return any(self.shares_devices(role, "rollout") for role in TRAINED)
-
-    @property
     def apart(self) -> dict[str, tuple[Role, ...]]:
         """Critic and reference where they are not on the policy's ranks: by pool, those that its ranks hold."""
         placed: dict[str, tuple[Role, ...]] = {
@@ -293,10 +288,7 @@ def replicas_of(pool: Pool | None, name: str, each: int) -> tuple[Replica, ...]:
 
 def topology_lines(topology: Topology) -> list[str]:
     """The placement as a small table for people: who, on which devices of which machines, divided how."""
-    how = "roles take turns" if len(topology.pools) == 1 else "trainer and engines take turns"
-    title = f"{topology.num_devices} of {topology.nodes} x {topology.devices_per_node} devices, " + (
-        how if topology.colocated else "trainer and engines apart"
-    )
+    title = f"{topology.num_devices} of {topology.nodes} x {topology.devices_per_node} devices, {_turns(topology)}"
     rows = [("role", "pool", "devices", "machines", "")]
     for role in ROLES:
         if pool := topology.pool_of(role):
@@ -306,6 +298,16 @@ def topology_lines(topology: Topology) -> list[str]:
         "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
     )
     return [f"placement: {title}", *(f"    {line}".rstrip() for line in table)]
+
+
+def _turns(topology: Topology) -> str:
+    """Who takes turns with the engines, in words."""
+    if len(topology.pools) == 1:
+        return "roles take turns"
+    sharing = [role for role in TRAINED if topology.shares_devices(role, "rollout")]
+    if not sharing:
+        return "trainer and engines apart"
+    return f"{'trainer' if 'policy' in sharing else ', '.join(sharing)} and engines take turns"
 
 
 def _division(topology: Topology, role: Role) -> str:
