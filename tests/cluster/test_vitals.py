@@ -9,8 +9,13 @@ from ray.exceptions import RayActorError
 from hone.cluster import vitals
 from hone.cluster.actors import Vitals
 from hone.cluster.vitals import VitalsWatch
+from hone.rollout.engine import CacheUse
 
 GIB = 2**30
+
+
+def vitals_of(rss_bytes, cache=None):
+    return Vitals(pid=1, host="h", rss_bytes=rss_bytes, peak_rss_bytes=rss_bytes, cuda_peak_bytes=0, cache=cache)
 
 
 class Process:
@@ -29,7 +34,7 @@ class Process:
         if isinstance(answer, Exception):
             said.set_exception(answer)
         elif answer is not None:
-            said.set_result(Vitals(pid=1, host="h", rss_bytes=answer, peak_rss_bytes=answer, cuda_peak_bytes=0))
+            said.set_result(answer if isinstance(answer, Vitals) else vitals_of(answer))
         return said
 
 
@@ -66,5 +71,17 @@ def test_one_that_is_started_again_is_not_taken_for_the_one_before():
             there["engine-0"] = Process(3 * GIB)
             await until(watch.metrics)
             assert watch.metrics() == {"memory/engine-0_process_rss_gib": 3.0}
+
+    asyncio.run(run())
+
+
+def test_a_cache_is_told_as_it_was_when_fullest_since_the_line_before():
+    async def run():
+        engine = Process(*(vitals_of(GIB, CacheUse(tokens, 100, 2**20)) for tokens in (10, 70, 30)))
+        async with VitalsWatch(lambda: {"engine-0": engine}) as watch:
+            await until(lambda: engine.asked == 4)
+            first, second = watch.metrics(), watch.metrics()
+        assert first["memory/engine-0_cache_tokens"] == 70 and first["memory/engine-0_cache_mib"] == 1
+        assert second["memory/engine-0_cache_tokens"] == 30, "the last that is known"
 
     asyncio.run(run())

@@ -54,6 +54,19 @@ def test_a_prompt_is_computed_once_for_all_its_samples():
     assert 20 not in seen[1:]  # although the last two samples started later than the first four
 
 
+def test_the_cache_is_fullest_before_the_end_and_holds_a_prompt_and_equal_responses_once():
+    async def use(engine):
+        await engine.generate(request(range(1, 21), samples=6, max_tokens=4, temperature=0.0))
+        return engine.cache_use(), engine.cache_use()
+
+    fullest, since = with_engine(tiny_model(), use, eos_ids=())
+    assert fullest.tokens == 20 + 3, "six equal responses are one; its last token is never an input"
+    assert fullest.room_tokens >= 23 and fullest.room_bytes > 0
+    assert since.tokens == 0
+    measured = fullest.metrics("engine-0")
+    assert measured["memory/engine-0_cache_tokens"] == 23 and "engine/engine-0_prefix_hit_frac" not in measured
+
+
 def test_every_way_to_end():
     model, prompt = tiny_model(), [5, 6, 7]
     (free,) = generate(model, [request(prompt, max_tokens=20, seed=3)], eos_ids=())[0]

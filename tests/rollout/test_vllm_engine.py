@@ -57,6 +57,17 @@ def greedy(model, prompt):
     return tiny_engines.generate(model, [request(prompt, temperature=0.0, max_tokens=24)])[0][0]
 
 
+def test_it_tells_how_full_its_cache_was_and_what_it_found_there(vllm):
+    vllm.engine.cache_use()
+    vllm.generate([request(long_prompts()[0], samples=4, max_tokens=8)])
+    use = vllm.engine.cache_use()
+    assert 66 <= use.tokens < use.room_tokens
+    assert use.asked_tokens == 4 * 66 and 0 <= use.found_tokens < use.asked_tokens
+    vllm.generate([request(long_prompts()[0], samples=4, max_tokens=8)])
+    again = vllm.engine.cache_use()
+    assert again.found_tokens >= 4 * 64, "both whole blocks of the prompt, for each sample"
+
+
 def test_every_way_to_end(vllm, models):
     prompt = [5, 6, 7]
     model = models[0]

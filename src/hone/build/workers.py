@@ -67,6 +67,7 @@ async def workers_here(job: Job, needs: frozenset[str], saved: Saved | None) -> 
     ladder.bind(*trainer_knobs(trainer, config, most_tokens=workload_of(config).step_tokens()))
     engine = embedded_engine(config, job.tokenizer, sampled, job.compute if shared else None, ladder)
     try:
-        yield Workers(trainer, engine, weights_are_shared=shared)
+        with job.observer.watching(lambda: engine.cache_use().metrics("engine-0")):
+            yield Workers(trainer, engine, weights_are_shared=shared)
     finally:
         await engine.close()

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from hone.cluster.publish_ray import Intake
 from hone.cluster.receiving import GroupIntake
 from hone.cluster.sending import Sender, Target, Way, make_sender
 from hone.errors import CheckpointError, EngineError, HoneError
-from hone.rollout.engine import Engine, Request
+from hone.rollout.engine import CacheUse, Caching, Engine, Request
 from hone.train.apart import Apart
 from hone.train.policy import PolicyTrainer
 from hone.train.shards import FileFacts, HostCopies
@@ -49,6 +49,8 @@ class Vitals:
     peak_rss_bytes: int
     cuda_peak_bytes: int
     """Most that tensors held on its GPU; 0 without one."""
+    cache: CacheUse | None = None
+    """Of an engine, when it was fullest since it was last asked."""
 
     @classmethod
     def here(cls) -> Vitals:
@@ -229,7 +231,8 @@ class EngineActor:
         self._is_news = asyncio.Event()
 
     async def ping(self) -> Vitals:
-        return Vitals.here()
+        vitals = Vitals.here()
+        return replace(vitals, cache=self._engine.cache_use()) if isinstance(self._engine, Caching) else vitals
 
     async def build(self, make: MakeEngine, *, timeout_s: float) -> None:
         """Make the engine, which then waits no longer than `timeout_s` for weights that began to come."""

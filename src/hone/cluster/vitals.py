@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from hone.cluster.actors import Vitals
 from hone.cluster.calls import wait_for_one
 from hone.errors import HoneError
+from hone.rollout.engine import CacheUse
 
 INTERVAL_S = 5.0
 """Between an answer of a process and the next question."""
@@ -33,6 +34,8 @@ class VitalsWatch:
         self._processes = processes
         self._found: dict[Any, Vitals] = {}
         """By handle."""
+        self._fullest: dict[Any, CacheUse] = {}
+        """Since the previous line of metrics, by handle."""
         self._asking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -56,6 +59,8 @@ class VitalsWatch:
             measured[f"memory/{name}_process_rss_gib"] = vitals.rss_bytes / 2**30
             if vitals.cuda_peak_bytes:
                 measured[f"memory/{name}_process_cuda_peak_gib"] = vitals.cuda_peak_bytes / 2**30
+            if cache := self._fullest.pop(actor, vitals.cache):
+                measured |= cache.metrics(name)
         return measured
 
     async def _ask(self) -> None:
@@ -66,7 +71,7 @@ class VitalsWatch:
                 there = dict(self._processes())
                 for actor in [actor for actor in asking if actor not in there.values()]:
                     asking.pop(actor).cancel()
-                    self._found.pop(actor, None)
+                    self._forget(actor)
                 for name, actor in there.items():
                     if actor not in asking:
                         asking[actor] = asyncio.create_task(self._ask_one(name, actor))
@@ -79,9 +84,19 @@ class VitalsWatch:
     async def _ask_one(self, name: str, actor: Any) -> None:
         while True:
             try:
-                self._found[actor] = await wait_for_one(name, actor.ping.remote(), "ping", TIMEOUT_S)
+                self._hear(actor, await wait_for_one(name, actor.ping.remote(), "ping", TIMEOUT_S))
             except HoneError as error:  # whoever works with it notices, too, and does something about it
                 if isinstance(error.__cause__, RayError):
-                    self._found.pop(actor, None)
+                    self._forget(actor)
                     return
             await asyncio.sleep(INTERVAL_S)
+
+    def _hear(self, actor: Any, vitals: Vitals) -> None:
+        self._found[actor] = vitals
+        if vitals.cache is not None:
+            uses = (vitals.cache, self._fullest.get(actor, vitals.cache))
+            self._fullest[actor] = max(uses, key=lambda use: use.tokens)
+
+    def _forget(self, actor: Any) -> None:
+        self._found.pop(actor, None)
+        self._fullest.pop(actor, None)

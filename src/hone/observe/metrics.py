@@ -66,6 +66,11 @@ METRICS: dict[str, Metric] = {
     "engine/<replica>_queue_peak": Metric(
         "samples", "Most that were being drawn by this replica, or waited there, at one time since the previous line."
     ),
+    "engine/<replica>_prefix_hit_frac": Metric(
+        "fraction",
+        "vLLM: tokens of prompts that were found in its prefix cache, since the previous line, about.",
+        _FRACTION,
+    ),
     "reward/<component>_mean": Metric("score", "Mean score of one reward component, before its weight."),
     "reward/<component>_std": Metric("score", "Standard deviation of that component's scores."),
     "reward/<component>_min": Metric("score", "Smallest score of that component."),
@@ -174,6 +179,11 @@ METRICS: dict[str, Metric] = {
     "memory/<process>_process_rss_gib": Metric(
         "GiB", "Resident memory of a process of the cluster, a rank of the trainer or an engine, a moment ago."
     ),
+    "memory/<engine>_cache_tokens": Metric(
+        "tokens", "In an engine's cache of keys and values when it was fullest since the previous line, about."
+    ),
+    "memory/<engine>_cache_room_tokens": Metric("tokens", "That the cache had room for then."),
+    "memory/<engine>_cache_mib": Metric("MiB", "That its room took of the device's memory."),
     "memory/<process>_process_cuda_peak_gib": Metric("GiB", "Largest GPU memory that its tensors held so far."),
     "memory/cuda_peak_gib": Metric("GiB", "Largest GPU memory that tensors held during the step."),
     "memory/<phase>_peak_mib": Metric(

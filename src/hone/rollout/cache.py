@@ -24,6 +24,14 @@ class KeyValueStore:
     def columns(self) -> int:
         return self.data.shape[4]
 
+    @property
+    def room_tokens(self) -> int:
+        return self.data.shape[2] * self.columns
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.nbytes
+
     def reserve(self, slots: int, columns: int, *, live: int) -> None:
         """Make room for so many slots or more, and for just so many columns; keeps what fits of the `live` first."""
         have_slots, have_columns = self.data.shape[2], self.columns

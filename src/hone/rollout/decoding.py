@@ -22,6 +22,7 @@ from hone.config.run import RolloutSection
 from hone.model.decoder import Attend, Decoder
 from hone.model.layout import filled, round_size
 from hone.rollout.cache import KeyValueStore
+from hone.rollout.engine import CacheUse
 from hone.rollout.stepper import closing_moves
 
 PREFILL_TOKENS: int = RolloutSection.model_fields["prefill_tokens"].default
@@ -57,6 +58,14 @@ class DecoderStepper:
         self._slot_C = np.zeros(0, np.int64)  # prompt slot of each branch
         self._length_C = np.zeros(0, np.int64)  # response tokens with keys and values
         self._grouping: Grouping | None = None
+
+    def cache_use(self) -> CacheUse:
+        prompts, responses = self._prompt_store, self._response_store
+        return CacheUse(
+            tokens=int(self._prompt_length_N.sum()) + int(self._length_C.sum()),
+            room_tokens=prompts.room_tokens + responses.room_tokens,
+            room_bytes=prompts.num_bytes + responses.num_bytes,
+        )
 
     def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens

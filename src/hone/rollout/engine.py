@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from hone.types import Prompt, Sample
 
@@ -90,6 +90,42 @@ class Request:
             raise ValueError(f"num_samples must be at least 1, got {self.num_samples} (prompt {self.prompt.id})")
         if not self.prompt.token_ids:
             raise ValueError(f"prompt {self.prompt.id} has no tokens; there is nothing to predict from")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """Keys and values that an engine holds at a moment."""
+
+    tokens: int = 0
+    """In use: a prompt's once for all its samples."""
+    room_tokens: int = 0
+    """That the memory taken for them has room for."""
+    room_bytes: int = 0
+    """That memory; 0 where it is not known."""
+    asked_tokens: int = 0
+    """Of prompts, that were looked for among those computed before (vLLM's prefix cache); 0 where nobody looks."""
+    found_tokens: int = 0
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Of the engine of that name, for a line of metrics."""
+        measured = {
+            f"memory/{name}_cache_tokens": float(self.tokens),
+            f"memory/{name}_cache_room_tokens": float(self.room_tokens),
+        }
+        if self.room_bytes:
+            measured[f"memory/{name}_cache_mib"] = self.room_bytes / 2**20
+        if self.asked_tokens:
+            measured[f"engine/{name}_prefix_hit_frac"] = self.found_tokens / self.asked_tokens
+        return measured
+
+
+@runtime_checkable
+class Caching(Protocol):
+    """An engine that tells how full its cache was."""
+
+    def cache_use(self) -> CacheUse:
+        """When it was fullest since the last call."""
+        ...
 
 
 class Engine(Protocol):

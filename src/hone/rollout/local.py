@@ -20,7 +20,7 @@ from hone.model.hf import TransformersModel
 from hone.model.load import weights_fingerprint
 from hone.plan.guard import UNGUARDED, Guard
 from hone.rollout.decoding import PREFILL_TOKENS, DecoderStepper
-from hone.rollout.engine import OnSample, OnToken, Request
+from hone.rollout.engine import CacheUse, OnSample, OnToken, Request
 from hone.rollout.rows import Job
 from hone.rollout.scheduler import Decode, Scheduler
 from hone.rollout.stepper import Stepper
@@ -69,6 +69,7 @@ class LocalEngine:
         )
         self._unsent: list[Action] = []
         self._awake = True
+        self._fullest = CacheUse()
 
     async def generate(
         self, request: Request, on_sample: OnSample | None = None, on_token: OnToken | None = None
@@ -134,6 +135,11 @@ class LocalEngine:
         """Sequences being decoded."""
         return self._scheduler.num_rows
 
+    def cache_use(self) -> CacheUse:
+        """See `Caching.cache_use`."""
+        fullest, self._fullest = self._fullest, CacheUse()
+        return fullest
+
     async def close(self) -> None:
         """See `Engine.close`."""
         await self._worker.close()
@@ -179,7 +185,10 @@ class LocalEngine:
     def _guarded_step(self) -> list[Job]:
         with self._guard.phase("rollout", moment=lambda: self._scheduler.doing, measured=False):
             self._guard.check()  # first: what a step completes must not be lost
-            return self._scheduler.step(self.version)
+            complete = self._scheduler.step(self.version)
+        if (use := self._scheduler.cache_use()).tokens >= self._fullest.tokens:
+            self._fullest = use
+        return complete
 
     def _start(self, job: Job, promise: Future[tuple[Sample, ...]]) -> None:
         self._promises[job] = promise

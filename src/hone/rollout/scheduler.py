@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.rollout.engine import CacheUse
 from hone.rollout.rows import Job, Rows
 from hone.rollout.sampling import sample
 from hone.rollout.stepper import Stepper, closing_moves
@@ -40,6 +41,10 @@ class Scheduler:
     def num_rows(self) -> int:
         """Live rows."""
         return self._rows.count
+
+    def cache_use(self) -> CacheUse:
+        """How full the cache is now."""
+        return self._stepper.cache_use()
 
     @property
     def idle(self) -> bool:

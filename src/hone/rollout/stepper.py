@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from hone.rollout.engine import CacheUse
+
 
 class Stepper(Protocol):
     """Prompts in, next-token logits out."""
@@ -38,6 +40,10 @@ class Stepper(Protocol):
 
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
         """Row `target[i]` becomes row `source[i]`; afterwards `count` rows are live."""
+        ...
+
+    def cache_use(self) -> CacheUse:
+        """How full the cache is now."""
         ...
 
     def limit(self, *, max_rows: int, prefill_tokens: int) -> None:

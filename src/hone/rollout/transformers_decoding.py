@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hone.model.hf import TransformersModel
+from hone.rollout.engine import CacheUse
 
 
 class TransformersStepper:
@@ -28,6 +29,13 @@ class TransformersStepper:
 
     def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
         """A wave has as many rows as it is given, and computes all their prompts together: only fewer rows help."""
+
+    def cache_use(self) -> CacheUse:
+        layers = [
+            (layer.keys, layer.values) for layer in self._cache.layers if getattr(layer, "keys", None) is not None
+        ]
+        num_bytes = sum(keys.nbytes + values.nbytes for keys, values in layers)
+        return CacheUse(int(self._real_BW.sum()), self._real_BW.numel(), num_bytes)
 
     def clear(self) -> None:
         self._prompts: dict[int, tuple[int, ...]] = {}

@@ -30,10 +30,11 @@ from hone.config.vllm_rules import LEAST_TEMPERATURE
 from hone.errors import DataError, EngineError
 from hone.model.fingerprint import Fingerprint, weights_fingerprint
 from hone.model.load import read_weights, weight_shapes
-from hone.rollout.engine import OnSample, OnToken, Request, Sampling, Token
+from hone.rollout.engine import CacheUse, OnSample, OnToken, Request, Sampling, Token
 from hone.rollout.sampling import request_key, sample_seed
 from hone.rollout.stop_strings import Decode, stop_window, text_up_to_stop
 from hone.rollout.vllm_args import CPU_ENVIRONMENT, ENVIRONMENT, VllmPlace, check_version, engine_arguments
+from hone.rollout.vllm_cache import VllmCache
 from hone.rollout.worker import Worker
 from hone.types import Sample
 
@@ -78,6 +79,7 @@ class VllmEngine:
         self,
         llm: Any,
         executor: ThreadPoolExecutor,
+        cache: VllmCache,
         *,
         place: VllmPlace,
         settings: VllmSettings,
@@ -88,7 +90,7 @@ class VllmEngine:
     ) -> None:
         self.version = 0
         llm.set_weight_version("0")
-        self._llm, self._executor = llm, executor
+        self._llm, self._executor, self._cache = llm, executor, cache
         self._place, self._sleep_level = place, settings.sleep_level
         self._frees_memory = on_gpu and place.takes_turns
         self._decode, self._eos_ids = decode, eos_ids
@@ -125,10 +127,10 @@ class VllmEngine:
         """
         executor = ThreadPoolExecutor(1, thread_name_prefix="hone-vllm")  # a GPU is chosen thread by thread
         on_gpu = torch.cuda.is_available()
-        arguments = engine_arguments(settings, place, on_gpu=on_gpu)
+        arguments, cache = engine_arguments(settings, place, on_gpu=on_gpu), VllmCache()
         try:
             async with asyncio.timeout(start_timeout_s):
-                llm = await asyncio.get_running_loop().run_in_executor(executor, _start, arguments, on_gpu)
+                llm = await asyncio.get_running_loop().run_in_executor(executor, _start, arguments, on_gpu, cache)
         except BaseException as error:
             executor.shutdown(wait=False)
             if isinstance(error, TimeoutError):
@@ -140,6 +142,7 @@ class VllmEngine:
         return cls(
             llm,
             executor,
+            cache,
             place=place,
             settings=settings,
             on_gpu=on_gpu,
@@ -229,6 +232,10 @@ class VllmEngine:
         if self._fingerprint is None:
             self._fingerprint = weights_fingerprint(read_weights(self._place.folder))
         return self._fingerprint
+
+    def cache_use(self) -> CacheUse:
+        """See `Caching.cache_use`."""
+        return self._cache.fullest()
 
     @property
     def num_rows(self) -> int:
@@ -420,7 +427,7 @@ def _in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[Any], object] 
     return callback and (lambda what: loop.call_soon_threadsafe(callback, what))
 
 
-def _start(arguments: dict[str, Any], on_gpu: bool) -> Any:
+def _start(arguments: dict[str, Any], on_gpu: bool, cache: VllmCache) -> Any:
     for name, value in (ENVIRONMENT | ({} if on_gpu else CPU_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
     try:
@@ -429,7 +436,7 @@ def _start(arguments: dict[str, Any], on_gpu: bool) -> Any:
         raise EngineError(f"vLLM cannot be imported ({error}). Install hone-rl[vllm]; see docs/vllm.md.") from error
     check_version(vllm.__version__)
     try:
-        return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments), stat_loggers=[cache.watch])
     except Exception as error:  # the boundary of vLLM: it may fail in any way, and its reason is what helps
         raise EngineError(f"vLLM could not start with {arguments['model']}: {type(error).__name__}: {error}") from error
 
