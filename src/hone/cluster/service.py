@@ -158,7 +158,7 @@ class Service:
         headers = {"Authorization": f"Bearer {self.launch.token}"} if self.launch.token else {}
         try:
             answer = await self._client.post(
-                self.launch.url + path, headers=headers, timeout=self.launch.service.start_timeout_s
+                self.launch.url + path, json={}, headers=headers, timeout=self.launch.service.start_timeout_s
             )
         except httpx.HTTPError as error:
             said = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -167,6 +167,7 @@ class Service:
                 return True
             said = f"HTTP {answer.status_code}: {answer.text[:200]}"
         self._say(f"did not do POST {path} ({said}) and is ended")
+        self._enter("restarting")
         await self._life.kill()
         return False
 

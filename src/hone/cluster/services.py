@@ -114,7 +114,6 @@ class Services:
             await self._see_that_port_is_free(launch)
         self.urls = {launch.name: borrowed.get(launch.name, launch.url) for launch in self._launches}
         for launch in own:
-            launch.log.parent.mkdir(parents=True, exist_ok=True)
             self.add(launch, begin_here)
 
     def add(self, launch: Launch, begin: Begin) -> Service:
@@ -260,6 +259,7 @@ class Services:
 
 async def begin_here(launch: Launch) -> Life:
     """A life of a service on this machine, beside the run."""
+    launch.log.parent.mkdir(parents=True, exist_ok=True)
     return await Life.begin(
         launch.command,
         log=launch.log,

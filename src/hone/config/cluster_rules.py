@@ -1,7 +1,8 @@
 """What must hold of a placement: every role has one place, the devices exist, and what is asked for can be done.
 
 Ray waits for ever for devices that no cluster has; here that is a problem like any other, with the nearest placement
-that would do. What must divide is in `division_rules.py`.
+that would do. What must divide is in `division_rules.py`, what holds of judges and reward models in
+`scoring_rules.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Iterator
 from hone.config.breach import Breach
 from hone.config.division_rules import DIVISION_RULES
 from hone.config.run import RunConfig
+from hone.config.scoring_rules import SCORING_RULES
 from hone.config.topology import (
     ROLES,
     TRAINED,
     devices_asked_for,
-    judge_services,
     needed_roles,
     optional_roles,
     service_devices,
@@ -240,27 +241,6 @@ def weights_can_go_that_way(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def judges_are_services(config: RunConfig) -> Iterator[Breach]:
-    """The judge's model is a service's: on its own devices without a cluster, in a pool with one."""
-    places = [f"cluster.pools.{name}.roles" for name, pool in config.cluster.pools.items() if "judge" in pool.roles]
-    services = judge_services(config)
-    if config.cluster.backend != "ray":
-        return
-    if places and len(services) != 1:
-        got = f"got {', '.join(services)}" if services else "got none"
-        yield Breach(
-            (places[0], "services", "reward.components"),
-            f"judge is one service with `policy`, a model that a reward `judge` names ({got}). "
-            + ("Leave the role out and give them `devices`" if services else "Add one, or leave the role out"),
-        )
-    for name in services if places else []:
-        if config.services[name].devices:
-            yield Breach(
-                (f"services.{name}.devices", places[0]),
-                "contradicts the pool with judge in its roles, where this service runs. Set it to []",
-            )
-
-
 CLUSTER_RULES = (
     cluster_keys_have_a_backend,
     cluster_says_which_devices,
@@ -273,6 +253,6 @@ CLUSTER_RULES = (
     sleeping_engines_do_not_run_ahead,
     engines_can_do_it,
     weights_can_go_that_way,
-    judges_are_services,
+    *SCORING_RULES,
     *DIVISION_RULES,
 )

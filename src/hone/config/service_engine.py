@@ -140,7 +140,7 @@ def engines_fit_their_services(config: RunConfig) -> Iterator[Breach]:
             continue
         gpus, size = len(service.devices), engine.tensor_model_parallel_size
         if name in judge_services(config) and judges_pool(config):
-            continue  # its GPUs are the pool's, whose rules are in `cluster_rules.py`
+            continue  # its GPUs are the pool's, whose rules are in `scoring_rules.py` and `division_rules.py`
         if max(1, gpus) % size:
             nearest = max(size, gpus - gpus % size)
             yield Breach(

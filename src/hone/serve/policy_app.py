@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel
@@ -92,7 +92,7 @@ def policy_app(
 
 def _add_sleep(app: FastAPI, service: PolicyService) -> None:
     @app.post("/sleep")
-    async def sleep(level: Literal[1] = 1) -> dict[str, bool]:
+    async def sleep(level: Annotated[int, Query(ge=1, le=1)] = 1) -> dict[str, bool]:
         """Give the device's memory back when nothing is being drawn; weights wait on the host."""
         await service.sleep()
         return {"is_sleeping": service.is_asleep}
