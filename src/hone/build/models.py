@@ -140,7 +140,9 @@ def policy_trainer(
 def apart(source: Source, roles: Sequence[Role], ranks: Ranks = ALONE) -> Apart:
     """What ranks hold that have critic, reference or both, and not the policy."""
     config, train = source.loaded.config, source.loaded.config.train
-    reference = None
+    critic, reference = None, None
+    if "critic" in roles:
+        critic = make_critic(source, starting_model(source, "rl"), ranks, takes_policy_over=True)
     if "reference" in roles:
         reference = Reference(
             starting_model(source, "rl"),
@@ -152,7 +154,7 @@ def apart(source: Source, roles: Sequence[Role], ranks: Ranks = ALONE) -> Apart:
             ranks=ranks,
         )
     return Apart(
-        critic=make_critic(source, starting_model(source, "rl"), ranks) if "critic" in roles else None,
+        critic=critic,
         reference=reference,
         samples_per_optimizer_step=train.samples_per_optimizer_step,
         passes_per_batch=train.passes_per_batch,
@@ -203,15 +205,19 @@ def tell_of_adapter(job: Job, trainer: PolicyTrainer) -> None:
         )
 
 
-def make_critic(source: Source, policy: CausalModel, ranks: Ranks = ALONE) -> Critic:
+def make_critic(
+    source: Source, policy: CausalModel, ranks: Ranks = ALONE, *, takes_policy_over: bool = False
+) -> Critic:
     """A critic that starts from `critic.path`, or from a copy of the policy.
 
+    Args:
+        takes_policy_over: nobody else needs this policy: no copy is made.
     Raises:
         DataError: a model with other tokens than the policy's, whose ids it is given.
     """
     config = source.loaded.config
     if config.critic.path is None:
-        model = ScalarModel(copy.deepcopy(policy))
+        model = ScalarModel(policy if takes_policy_over else copy.deepcopy(policy))
     else:
         model = critic_from(resolve_model(config.critic.path, source.loaded.run_file.parent), config, source.device)
     if model.body.vocab_size != policy.vocab_size:
