@@ -18,6 +18,7 @@ JUDGED = {
     "reward": {"components": [{"use": "judge", "args": {"service": "grm"}}]},
     "services": {"grm": {"policy": "a/b", "engine": {"tensor_model_parallel_size": 2}}},
 }
+RATED = {"reward": {"components": [{"use": "reward_model", "args": {"path": "a/b"}}]}}
 GAE = {"algorithm": {"credit": "gae"}}
 
 
@@ -224,6 +225,39 @@ BROKEN = [
         | {"services": {"grm": {"policy": "a/b", "devices": [3]}}},
         "services.grm.devices: contradicts the pool with judge in its roles, where this service runs. Set it to []",
     ),
+    (
+        JUDGED
+        | ray(pools=pools(a=(1, "policy rollout"), j=(1, "judge")))
+        | {"services": {"grm": {"policy": "a/b", "port": 8000}}},
+        "services.grm.port: = 8000 is of a service beside the run; in pool j every replica takes a free port. Set it "
+        "to 0, or take judge out of the roles of j",
+    ),
+    (
+        JUDGED
+        | ray(pools=pools(a=(1, "policy rollout"), j=(1, "judge")))
+        | {"services": {"grm": {"policy": "a/b", "reuse": True}}},
+        "services.grm.reuse: takes a service that runs already, and pool j has devices for one that the run starts",
+    ),
+    (
+        JUDGED
+        | ray(pools=pools(a=(1, "policy rollout"), j=(2, "judge")))
+        | {"services": {"grm": {"policy": "a/b", "engine": {"use": "hone", "tensor_model_parallel_size": 2}}}},
+        "services.grm.engine: use: hone is an engine on one device (got tensor_model_parallel_size = 2). Set it to 1",
+    ),
+    (
+        JUDGED | ray(pools=pools(a=(2, "policy rollout judge")), engines={"use": "vllm", "memory_frac": 0.4}),
+        "services.grm.engine: gpu_memory_utilization 0.9 + cluster.engines.memory_frac 0.4 = 1.3 > 0.9 of each device "
+        "of a: the judge scores while the policy's engines sample. Nearest: 0.45 each; or a pool of its own for judge",
+    ),
+    (
+        JUDGED | ray(pools=pools(a=(2, "policy judge"), b=(1, "rollout"))) | {"rollout": {"max_staleness": 1}},
+        "rollout.max_staleness: = 1 lets samples be scored while the policy is trained, but judge shares its devices "
+        "and sleeps then. Nearest: 0; or a pool of its own for judge",
+    ),
+    (
+        RATED | ray(pools=pools(a=(1, "policy reward_model"), b=(1, "rollout"))) | {"rollout": {"max_staleness": 1}},
+        "but reward_model shares its devices and sleeps then",
+    ),
 ]
 RIGHT = [
     ray(),
@@ -236,6 +270,11 @@ RIGHT = [
     {"cluster": {"backend": "local", "nodes": 2}, "rollout": {"max_staleness": 1}},
     JUDGED | ray(pools=pools(a=(2, "policy rollout"), j=(2, "judge"))),
     JUDGED | ray(pools=pools(a=(2, "policy rollout judge"))),
+    JUDGED | ray(pools=pools(a=(2, "policy"), b=(2, "rollout judge"))) | {"rollout": {"max_staleness": 1}},
+    JUDGED
+    | ray(pools=pools(a=(2, "policy rollout judge")), engines={"use": "vllm", "memory_frac": 0.4})
+    | {"services": {"grm": {"policy": "a/b", "engine": {"gpu_memory_utilization": 0.5}}}},
+    RATED | ray(pools=pools(a=(1, "policy rollout"), r=(2, "reward_model"))) | {"rollout": {"max_staleness": 0}},
     JUDGED | ray(devices_per_node=3) | {"services": {"grm": {"policy": "a/b", "devices": [2]}}},
     BIG
     | ray(
