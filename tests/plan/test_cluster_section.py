@@ -140,7 +140,10 @@ def test_a_reference_and_a_reward_model_of_their_own(planned):
     assert found.ledgers[2].peak.phase == "reward"
     together = planned("cluster.backend=ray", "cluster.devices_per_node=8", scored, "algorithm.kl_loss_coef=0.1")
     assert [len(together.ledgers), len(found.ledgers)] == [2, 4]
-    assert {"reference", "reward model: weights"} <= {term.name for term in together.ledgers[0].peak.terms}
+    (rollout,) = (moment for moment in together.ledgers[0].moments if moment.phase == "rollout")
+    assert {"reference", "reward model: weights"} <= {term.name for term in rollout.terms}, "it scores meanwhile"
+    (update, *_) = (moment for moment in together.ledgers[0].moments if moment.phase == "update")
+    assert "reward model: weights" not in {term.name for term in update.terms}, "it sleeps"
 
 
 def test_pools_of_their_own_measure_at_the_same_time(planned):
@@ -209,6 +212,7 @@ def test_a_trainer_has_each_key_value_head_once(planned):
         ("cluster/quickstart-ray", "this", 4, "fits"),
         ("cluster/quickstart-async", "this", 4, "fits"),
         ("cluster/quickstart-colocated", "this", 2, "fits"),
+        ("cluster/quickstart-ppo", "this", 3, "fits"),
         ("cluster/grpo-8b", "H100-80G", 8, "fits"),
         ("cluster/grpo-70b", "H100-80G", 512, "fits"),
         ("cluster/ppo-70b-hybrid", "A100-80G", 48, "fits"),
