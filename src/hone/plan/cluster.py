@@ -205,6 +205,8 @@ class Pool:
     judge: Engine | Reader | None = None
     engine_sleeps: int = 2
     judge_sleeps: bool = True
+    judge_scores_beside_engine: bool = False
+    """It is awake while the engine samples, and scores what is finished; else they take turns."""
     trainer_leaves: bool = False
     """What trains is on the host while the engine samples."""
     is_gpu: bool = True
@@ -219,14 +221,15 @@ def pool_moments(pool: Pool, workload: Workload) -> list[Moment]:
     engine_asleep = pool.engine.asleep_terms(pool.engine_sleeps) if pool.engine else []
     judge_awake = pool.judge.terms() if pool.judge else []
     judge_asleep = pool.judge.asleep_terms(2 if pool.judge_sleeps else 0) if pool.judge else []
+    judge_beside_engine = judge_awake if pool.judge_scores_beside_engine else judge_asleep
     beside_engine = [] if pool.trainer_leaves else idle
     found: list[Moment] = []
     if pool.engine:
         under_way = term("weights under way", 2 * pool.bucket_bytes, "a bucket at each end", "cluster.bucket_mib")
         woken = [one for one in engine_awake if "KV cache" not in one.name]
         found.append(moment("publish", "weights loaded", base, idle, woken, judge_asleep, under_way))
-        found.append(moment("rollout", "sampling", base, beside_engine, engine_awake, judge_asleep))
-    if pool.judge:
+        found.append(moment("rollout", "sampling", base, beside_engine, engine_awake, judge_beside_engine))
+    if pool.judge and not (pool.engine and pool.judge_scores_beside_engine):
         found.append(moment("reward", "judging", base, beside_engine, engine_asleep, judge_awake))
     held = [*base, *engine_asleep, *judge_asleep]
     reads = pool.reference
@@ -291,6 +294,7 @@ def _machine(pools: list[tuple[Pool, int]]) -> Iterator[Moment]:
     local = sum(devices for _, devices in pools)
     processes = term("processes", local * PROCESS_BYTES, f"{local} x 3 GiB (estimate)")
     held: list[Term] = []
+    asleep: list[Term] = []
     leaving: list[Term] = []
     staged: list[Term] = []
     for pool, devices in pools:
@@ -310,7 +314,9 @@ def _machine(pools: list[tuple[Pool, int]]) -> Iterator[Moment]:
         if pool.engine and pool.engine_sleeps == 1:
             size = pool.engine.weights_bytes * devices
             held.append(term("sleeping engines' weights", size, "sleep level 1", "placement.engine.sleep_level"))
+        if pool.judge and pool.judge_scores_beside_engine and pool.judge_sleeps:
+            asleep.append(term("sleeping judges' weights", pool.judge.weights_bytes * devices, "sleep level 1"))
     yield moment("rollout", "sampling", processes, held, leaving)
-    yield moment("update", "training", processes, held)
+    yield moment("update", "training", processes, held, asleep)
     if any(one.bytes for one in staged):
         yield moment("checkpoint", "saving", processes, held, staged)

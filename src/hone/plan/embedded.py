@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from hone.plan.architecture import Architecture
 from hone.plan.ledger import Term, term
-from hone.plan.local import LocalSettings, engine_terms, reading_terms
+from hone.plan.local import CONTEXT_BYTES, LocalSettings, engine_terms, reading_terms
 from hone.plan.workload import Workload
 
 
@@ -34,15 +34,21 @@ class _Whole:
 
 @dataclass(frozen=True, slots=True)
 class Reader(_Whole):
-    """A reward model; it stays on its device while others work."""
+    """A reward model; while it sleeps its weights wait on the host."""
 
     def terms(self) -> list[Term]:
         """What it holds while it reads."""
-        return [self.weights("reward model"), *reading_terms(self.settings)]
+        return [self.weights("reward model"), *reading_terms(self.settings), *self._context()]
 
     def asleep_terms(self, level: int) -> list[Term]:
-        """What it holds while it reads nothing, whatever the level."""
-        return self.terms() if level == 0 else [self.weights("reward model")]
+        """What it holds on its device while it reads nothing; level 0 does not sleep."""
+        if level == 0:
+            return self.terms()
+        return self._context() if self.settings.is_gpu else [self.weights("reward model")]
+
+    def _context(self) -> list[Term]:
+        context = term("reward model: CUDA context", CONTEXT_BYTES, "a process of its own (estimate)")
+        return [context] if self.settings.is_gpu else []
 
 
 @dataclass(frozen=True, slots=True)

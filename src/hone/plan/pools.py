@@ -75,11 +75,19 @@ def _pool(inputs: Inputs, place: Place) -> Pool:
         engine=_engine(inputs, place.devices) if "rollout" in roles else None,
         judge=_scorer(inputs, scorer) if scorer and roles & SCORERS else None,
         engine_sleeps=placement.engine.sleep_level if roles & LEARNERS else 0,
-        judge_sleeps=scorer.sleeps if scorer else True,
+        judge_sleeps=_judge_sleeps(inputs, place),
+        judge_scores_beside_engine=inputs.topology is not None,
         trainer_leaves=placement.offload_trainer and "rollout" in roles,
         is_gpu=inputs.hardware.kind == "gpu",
         bucket_bytes=_bucket_bytes(inputs),
     )
+
+
+def _judge_sleeps(inputs: Inputs, place: Place) -> bool:
+    """Whether whoever scores gives its memory to others; with a `cluster` section, where something trains."""
+    scorer = inputs.placement.judge
+    on_cluster = inputs.topology is not None
+    return bool(place.roles & LEARNERS) if on_cluster else scorer is None or scorer.sleeps
 
 
 def _bucket_bytes(inputs: Inputs) -> int:
