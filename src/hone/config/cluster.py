@@ -63,7 +63,7 @@ class ClusterSection(Section):
     call_timeout_s: float = key(1800.0, unit="seconds", gt=0)
     """A rank or an engine without an answer for so long is stuck, and named."""
     restarts: int = key(3, unit="restarts per hour", ge=0)
-    """Engines and trainers that die are started again so often; then the run ends."""
+    """Engines, reward models and trainers that die are started again so often; then the run ends."""
     transport: Literal["auto", "ray", "group", "ipc"] = key("auto")
     """How new weights reach the engines: Ray's object store; a broadcast (NCCL on GPUs, gloo on CPUs); the memory of a
     GPU that both are on; auto: the fastest where they are."""
