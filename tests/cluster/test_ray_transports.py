@@ -43,7 +43,9 @@ def test_a_killed_engine_joins_the_group_again_and_the_other_is_never_without_we
     def both_have_versions_again():
         down = events_of(tmp_path, "replica_down")
         lost, since = (down[0]["replica"], down[0]["at"]) if down else ("", 0.0)
-        new = [event for event in events_of(tmp_path, "published") if event["replica"] == lost and event["at"] > since]
+        new = [
+            event for event in events_of(tmp_path, "published") if event.get("replica") == lost and event["at"] > since
+        ]
         return len(new) >= 3
 
     life.until(both_have_versions_again)

@@ -344,7 +344,8 @@ class Crew:
         ranks = {engine.name: trainer.devices.index(engine.devices[0]) for engine in engines if transport == "ipc"}
         way: Way = ("nccl" if on_gpu else "gloo") if transport == "group" else transport
         machines = {engine.name: engine.nodes[0] for engine in engines}
-        return Routes(way, ranks, machines, sender_machine=trainer.nodes[0])
+        members = self._settings.engines.tensor_parallel if transport == "group" else 1
+        return Routes(way, ranks, members, machines, sender_machine=trainer.nodes[0])
 
     def _new_gang_apart(self, roles: Sequence[Role], devices: Sequence[int]) -> Gang:
         make = partial(apart_rank, self._blueprint, self._processes(roles[0], devices), roles)

@@ -37,6 +37,12 @@ async def start_vllm(source: Source, folder: Path, *, takes_turns: bool) -> Vllm
     """
     config = source.loaded.config
     rollout, engines = config.rollout, config.cluster.engines
+    # Ranks in processes of their own may get weights without the engine's: `cluster.receiving.DividedEngine`.
+    transfer = (
+        {"worker_extension": "hone.cluster.vllm_transfer.TransferExtension", "weight_transfer": "hone"}
+        if engines.tensor_parallel > 1
+        else {}
+    )
     place = VllmPlace(
         folder=folder,
         precision=config.run.precision,
@@ -47,6 +53,7 @@ async def start_vllm(source: Source, folder: Path, *, takes_turns: bool) -> Vllm
         memory_frac=engines.memory_frac,
         takes_turns=takes_turns,
         trust_remote_code=config.model.trust_remote_code,
+        **transfer,
     )
     return await VllmEngine.start(
         place,

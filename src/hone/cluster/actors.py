@@ -27,7 +27,7 @@ from hone.cluster.meeting import Link
 from hone.cluster.publish import Published, publish
 from hone.cluster.publish_ray import Intake
 from hone.cluster.receiving import GroupIntake
-from hone.cluster.sending import Sender, Target, Way, make_sender
+from hone.cluster.sending import Sender, Target, Way, by_engine, make_sender
 from hone.errors import CheckpointError, EngineError, HoneError
 from hone.rollout.engine import CacheUse, Caching, Engine, Request
 from hone.train.apart import Apart
@@ -169,13 +169,13 @@ class TrainerRank:
 
         def send() -> Published | None:
             weights = self.policy.weights()
-            ours = {name: target.actor for name, target in engines.items() if target.rank == self._number}
+            ours = {name: target for name, target in engines.items() if target.rank == self._number}
             if not ours:
                 return _drained(weights)
             if way not in self._senders:
                 self._senders[way] = make_sender(way, host=self._host(), timeout_s=timeout_s)
             outlet = self._senders[way].outlet(ours, version)
-            return publish(weights, outlet, version=version, bucket_size=bucket_size)
+            return by_engine(publish(weights, outlet, version=version, bucket_size=bucket_size), ours)
 
         return await self._computed(send)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -100,10 +101,10 @@ def _make_group(
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
-    with _without_watchdog():
+    with _settings_of_ours():
         group = nccl(store, rank, size, options)
-    # Now, and not with the first broadcast: that one blocks until all have called it, and they are told of it later.
-    group.eager_connect_single_device(device)
+        # Now, not with the first broadcast: that one blocks until all have called it, and they are told of it later.
+        group.eager_connect_single_device(device)
     return group
 
 
@@ -116,14 +117,16 @@ def _let_go(held: list[Any]) -> None:
 
 
 @contextmanager
-def _without_watchdog() -> Iterator[None]:
+def _settings_of_ours() -> Iterator[None]:
     """A group that is made inside has no thread of PyTorch's that would end the whole process, ranks and all, when an
-    engine dies: ours looks at each broadcast itself, until a deadline."""
-    name = "TORCH_NCCL_BLOCKING_WAIT"
+    engine dies: ours looks at each broadcast itself, until a deadline. Nor has it what vLLM, if it is in this process,
+    has set for groups of its own: members with different settings wait for each other for ever."""
+    vllm, name = sys.modules.get("vllm.utils.nccl"), "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        yield
+        with vllm.unpinned_nccl_env() if vllm else nullcontext():
+            yield
     finally:
         if before is None:
             del os.environ[name]

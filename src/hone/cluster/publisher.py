@@ -21,6 +21,8 @@ class Routes:
     way: Way = "ray"
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Of the trainer, by the names of the engines that get their weights from them; 0 where none is told."""
+    members: int = 1
+    """Of each engine; see `Target`."""
     machines: Mapping[str, int] = field(default_factory=dict)
     """Of the engines, by their names."""
     sender_machine: int = 0
@@ -28,7 +30,7 @@ class Routes:
 
     def targets(self, actors: Mapping[str, Any]) -> dict[str, Target]:
         """Engines by name, from the handles of their actors."""
-        return {name: Target(actor, self.ranks.get(name, 0)) for name, actor in actors.items()}
+        return {name: Target(actor, self.ranks.get(name, 0), self.members) for name, actor in actors.items()}
 
     def moved_over_least(self, parts: Sequence[Published], engines: Sequence[str]) -> float:
         """Bytes that were moved so that all of these engines get a version, over the least possible.

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from hone.cluster.meeting import Interrupted, Link, MeetingInlet
 from hone.cluster.publish import take
@@ -29,13 +32,19 @@ class GroupIntake:
 
     def __init__(self, engine: Engine, *, timeout_s: float) -> None:
         self._engine, self._timeout_s = engine, 2 * timeout_s
-        self._coming = _Coming(self._timeout_s)
+        self._coming = Coming(self._timeout_s)
+        self._is_divided = False
         self._loading: asyncio.Task[str] | None = None
         self._version = -1
 
     async def join(self, way: Way, link: Link, name: str) -> None:
         """Join a group, which takes the place of the one before. Raises RuntimeError when that cannot be done."""
-        self._coming.go_on(await asyncio.to_thread(_new_inlet, way, link, name, self._timeout_s))
+        self._is_divided = name not in link.engines
+        if self._is_divided:
+            assert isinstance(self._engine, DividedEngine)
+            await self._engine.join_transfer({"way": way, "link": link, "name": name, "timeout_s": self._timeout_s})
+        else:
+            self._coming.go_on(await asyncio.to_thread(new_inlet, way, link, name, device_of(way), self._timeout_s))
 
     async def take(self, version: int) -> str:
         """Take the version that comes through the group; returns the fingerprint of what the engine holds then.
@@ -48,14 +57,33 @@ class GroupIntake:
             raise EngineError(f"version {version} of the weights came while the one before was being taken.")
         if not is_under_way:
             self._version = version
-            self._loading = asyncio.create_task(take(self._engine, self._coming, version))
+            self._loading = asyncio.create_task(self._load(version))
         assert self._loading is not None
         return await asyncio.shield(self._loading)
 
+    async def _load(self, version: int) -> str:
+        if not self._is_divided:
+            return await take(self._engine, self._coming, version)
+        assert isinstance(self._engine, DividedEngine)
+        return await self._engine.take_transfer(version)
 
-class _Coming:
-    """A `publish.Inlet` over one group after another. The actor's event loop brings them, the engine's thread takes
-    messages out of the last one."""
+
+@runtime_checkable
+class DividedEngine(Protocol):
+    """An engine whose ranks are processes that take weights by themselves, each as a member of the group."""
+
+    async def join_transfer(self, info: dict[str, Any]) -> None:
+        """Have every rank join; see `vllm_transfer.JoinInfo`."""
+        ...
+
+    async def take_transfer(self, version: int) -> str:
+        """Have every rank take the version that comes; returns its fingerprint."""
+        ...
+
+
+class Coming:
+    """A `publish.Inlet` over one group after another. One thread brings them, the engine's takes messages out of the
+    last one."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -105,8 +133,8 @@ class _Coming:
             self._inlet = None
 
 
-def _new_inlet(way: Way, link: Link, name: str, timeout_s: float) -> MeetingInlet:
-    device = device_of(way)
+def new_inlet(way: Way, link: Link, name: str, device: torch.device, timeout_s: float) -> MeetingInlet:
+    """Join a group under this name."""
     if way == "ipc":
         return IpcInlet(link, name, device=device, timeout_s=timeout_s)
     assert way != "ray"

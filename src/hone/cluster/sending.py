@@ -8,7 +8,7 @@ the sender does; an engine's side is in `receiving.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import ray
@@ -16,7 +16,7 @@ import torch
 from ray.exceptions import RayError
 
 from hone.cluster.meeting import Meeting, MeetingOutlet
-from hone.cluster.publish import Outlet
+from hone.cluster.publish import Outlet, Published
 from hone.cluster.publish_group import GroupOutlet
 from hone.cluster.publish_ipc import IpcOutlet
 from hone.cluster.publish_ray import RayOutlet, reason
@@ -34,13 +34,24 @@ class Target:
     """Handle of its `EngineActor`."""
     rank: int = 0
     """Of the trainer, from where it gets them."""
+    members: int = 1
+    """Processes of the engine that take weights by themselves; 1: the actor's does."""
+
+    def names(self, engine: str) -> list[str]:
+        """Of the members."""
+        return [engine] if self.members == 1 else [member_name(engine, number) for number in range(self.members)]
+
+
+def member_name(engine: str, number: int) -> str:
+    """Of one of the processes of an engine."""
+    return f"{engine}.{number}"
 
 
 class Sender(Protocol):
     """What a rank keeps from version to version."""
 
-    def outlet(self, engines: Mapping[str, Any], version: int) -> Outlet:
-        """To the actors of engines, for one version. Those that cannot be reached have failed in it."""
+    def outlet(self, engines: Mapping[str, Target], version: int) -> Outlet:
+        """To engines, for one version. Those that cannot be reached have failed in it."""
         ...
 
 
@@ -60,8 +71,9 @@ class RaySender:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def outlet(self, engines: Mapping[str, Any], version: int) -> Outlet:
-        return RayOutlet(engines, version=version, timeout_s=self._timeout_s)
+    def outlet(self, engines: Mapping[str, Target], version: int) -> Outlet:
+        actors = {name: engine.actor for name, engine in engines.items()}
+        return RayOutlet(actors, version=version, timeout_s=self._timeout_s)
 
 
 class MeetingSender:
@@ -72,48 +84,52 @@ class MeetingSender:
         self._timeout_s = timeout_s
         self._meeting = Meeting(host)
         self._outlet: MeetingOutlet | None = None
-        self._members: dict[str, Any] = {}
+        self._engines: dict[str, Target] = {}
 
-    def outlet(self, engines: Mapping[str, Any], version: int) -> Outlet:
+    def outlet(self, engines: Mapping[str, Target], version: int) -> Outlet:
         outlet = self._outlet
-        if outlet is None or outlet.failed or dict(engines) != self._members:
+        if outlet is None or outlet.failed or dict(engines) != self._engines:
             outlet = self._outlet = self._new_group(engines)
         if not outlet.failed:
-            outlet.gone = _failures({name: actor.take_weights.remote(version) for name, actor in engines.items()})
+            calls = {name: engine.actor.take_weights.remote(version) for name, engine in engines.items()}
+            outlet.gone = self._failures(calls)
         return outlet
 
-    def _new_group(self, engines: Mapping[str, Any]) -> MeetingOutlet:
+    def _new_group(self, engines: Mapping[str, Target]) -> MeetingOutlet:
         if self._outlet is not None:
             self._outlet.close()
-        self._members = dict(engines)
+        self._engines = dict(engines)
         outlet = self._new_outlet()
-        joins = {name: actor.join_weights.remote(self._way, outlet.link, name) for name, actor in engines.items()}
-        outlet.gone = _failures(joins)
+        way, link = self._way, outlet.link
+        calls = {name: engine.actor.join_weights.remote(way, link, name) for name, engine in engines.items()}
+        outlet.gone = self._failures(calls)
         outlet.connect()
         return outlet
 
     def _new_outlet(self) -> MeetingOutlet:
-        meeting, engines, timeout_s = self._meeting, list(self._members), self._timeout_s
+        meeting, timeout_s = self._meeting, self._timeout_s
+        engines = [name for engine, target in self._engines.items() for name in target.names(engine)]
         device = device_of(self._way)
         if self._way == "ipc":
             return IpcOutlet(meeting, engines, device=device, timeout_s=timeout_s)
         return GroupOutlet(meeting, engines, backend=self._way, device=device, timeout_s=timeout_s)
 
+    def _failures(self, calls: Mapping[str, ray.ObjectRef]) -> Callable[[], dict[str, str]]:
+        """Asks which members' engines have failed in these calls so far, and why."""
+        engines = dict(self._engines)
+
+        def failed() -> dict[str, str]:
+            refs = list(calls.values())
+            done = set(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
+            why = {name: _failure(name, call) for name, call in calls.items() if call in done}
+            return {member: said for name, said in why.items() if said for member in engines[name].names(name)}
+
+        return failed
+
 
 def device_of(way: Way) -> torch.device:
     """Where buckets are, in the sender's process and in an engine's; Ray shows each process its own GPU alone."""
     return torch.device("cuda", 0) if way in ("nccl", "ipc") else torch.device("cpu")
-
-
-def _failures(calls: Mapping[str, ray.ObjectRef]) -> Callable[[], dict[str, str]]:
-    """Asks which of the engines' calls have failed so far, and why."""
-
-    def failed() -> dict[str, str]:
-        refs = list(calls.values())
-        done = set(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
-        return {name: why for name, call in calls.items() if call in done and (why := _failure(name, call))}
-
-    return failed
 
 
 def _failure(name: str, call: ray.ObjectRef) -> str | None:
@@ -122,3 +138,18 @@ def _failure(name: str, call: ray.ObjectRef) -> str | None:
     except (RayError, EngineError) as error:
         return f"{name}: {reason(error)}"
     return None
+
+
+def by_engine(found: Published, engines: Mapping[str, Target]) -> Published:
+    """What became of engines, from what became of their members."""
+    members = {engine: target.names(engine) for engine, target in engines.items()}
+    held = tuple(engine for engine, names in members.items() if set(names) <= set(found.held_by))
+    failed, bystanders = dict[str, str](), []
+    for engine in engines:
+        lost = [name for name in members[engine] if name in found.failed]
+        guilty = [name for name in lost if name not in found.bystanders]
+        if lost:
+            failed[engine] = found.failed[(guilty or lost)[0]]
+        if lost and not guilty:
+            bystanders.append(engine)
+    return replace(found, held_by=held, failed=failed, bystanders=tuple(bystanders))

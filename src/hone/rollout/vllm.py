@@ -201,6 +201,18 @@ class VllmEngine:
             raise EngineError("vLLM shares no memory with the trainer; publish the weights themselves.")
         await self._worker.run(lambda: self._load(weights, version), f"loading the weights of version {version}")
 
+    async def join_transfer(self, info: dict[str, Any]) -> None:
+        """See `cluster.receiving.DividedEngine`."""
+        call = {"kwargs": {"init_info": info}}
+        await self._worker.run(
+            lambda: self._llm.collective_rpc("init_weight_transfer_engine", **call), "joining a group"
+        )
+
+    async def take_transfer(self, version: int) -> str:
+        """See `cluster.receiving.DividedEngine`; otherwise as `load`."""
+        await self._worker.run(lambda: self._receive(version), f"taking the weights of version {version}")
+        return self.fingerprint()
+
     async def sleep(self) -> None:
         """See `Engine.sleep`. Where it takes turns, with `sleep_level` 2, the weights are gone: `load` before `wake`.
 
@@ -309,16 +321,32 @@ class VllmEngine:
             self._worker.keep(group.promise, tuple(sorted(group.samples, key=lambda s: s.index)))
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        if not self._weights_awake and self._frees_memory:
-            self._llm.wake_up(["weights"])
+        self._wake_weights()
         self._llm.collective_rpc("hone_begin_weights")
         fingerprint = Fingerprint()
-        for part in _parts(_complete(weights, self._shapes, fingerprint)):
+        for part in in_parts(complete(weights, self._shapes, fingerprint)):
             if self._place.tensor_parallel > 1:  # the parts go to other processes
                 part = [(name, weight.cpu()) for name, weight in part]
             self._llm.collective_rpc("hone_take_weights", args=(part,))
         self._llm.collective_rpc("hone_finish_weights")
-        self._fingerprint = fingerprint.hexdigest()
+        self._has(version, fingerprint.hexdigest())
+
+    def _receive(self, version: int) -> None:
+        """As `_load`, of what comes to vLLM's workers themselves, through vLLM's own protocol for it."""
+        self._wake_weights()
+        self._llm.collective_rpc("start_weight_update")
+        taking = {"update_info": {"version": version, "shapes": self._shapes}}
+        self._llm.collective_rpc("update_weights", kwargs=taking)
+        self._llm.collective_rpc("finish_weight_update")
+        self._has(version, self._llm.collective_rpc("hone_fingerprint")[0])
+
+    def _wake_weights(self) -> None:
+        if not self._weights_awake and self._frees_memory:
+            self._llm.wake_up(["weights"])
+
+    def _has(self, version: int, fingerprint: str) -> None:
+        """Weights were loaded."""
+        self._fingerprint = fingerprint
         self._weights_awake, self._weights_lost = True, False
         self._loads += 1
         self._llm.set_weight_version(str(version))
@@ -388,7 +416,7 @@ def _published_shapes(folder: Path, *, is_tied: bool) -> dict[str, tuple[int, ..
     return {name: shape for name, shape in shapes if name not in extra and not name.endswith("rotary_emb.inv_freq")}
 
 
-def _complete(
+def complete(
     weights: Iterable[tuple[str, Tensor]], shapes: dict[str, tuple[int, ...]], fingerprint: Fingerprint
 ) -> Iterator[tuple[str, Tensor]]:
     """The same weights, checked to be all of the model's: vLLM itself only warns of a layer that did not come.
@@ -410,7 +438,8 @@ def _complete(
         raise EngineError(f"weights: {len(missing)} of {len(shapes)} did not come, {min(missing)} among them.")
 
 
-def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+def in_parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """The same weights, as many at a time as have about `PART_BYTES`."""
     part, size = [], 0
     for name, weight in weights:
         part.append((name, weight))

@@ -63,6 +63,10 @@ class VllmPlace:
     prefill_tokens: int
     tensor_parallel: int = 1
     memory_frac: float = 0.5
+    worker_extension: str = WORKER_EXTENSION
+    """Class that vLLM loads into its workers, by its full name."""
+    weight_transfer: str | None = None
+    """What that class has registered with vLLM as a way in for weights."""
     takes_turns: bool = False
     """Whether the engine gives its memory to somebody else between `sleep` and `wake`."""
     trust_remote_code: bool = False
@@ -95,8 +99,10 @@ def engine_arguments(settings: VllmSettings, place: VllmPlace, *, on_gpu: bool) 
         "generation_config": "vllm",  # the model's own would change temperature and truncation
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
-        "worker_extension_cls": WORKER_EXTENSION,
+        "worker_extension_cls": place.worker_extension,
     }
+    if place.weight_transfer is not None:
+        arguments["weight_transfer_config"] = {"backend": place.weight_transfer}
     if not on_gpu:
         arguments.setdefault("block_size", CPU_BLOCK_TOKENS)
     if place.tensor_parallel > 1:
