@@ -79,7 +79,6 @@ class VllmEngine:
         self,
         llm: Any,
         executor: ThreadPoolExecutor,
-        cache: VllmCache,
         *,
         place: VllmPlace,
         settings: VllmSettings,
@@ -90,7 +89,7 @@ class VllmEngine:
     ) -> None:
         self.version = 0
         llm.set_weight_version("0")
-        self._llm, self._executor, self._cache = llm, executor, cache
+        self._llm, self._executor, self._cache = llm, executor, VllmCache(llm)
         self._place, self._sleep_level = place, settings.sleep_level
         self._frees_memory = on_gpu and place.takes_turns
         self._decode, self._eos_ids = decode, eos_ids
@@ -127,10 +126,10 @@ class VllmEngine:
         """
         executor = ThreadPoolExecutor(1, thread_name_prefix="hone-vllm")  # a GPU is chosen thread by thread
         on_gpu = torch.cuda.is_available()
-        arguments, cache = engine_arguments(settings, place, on_gpu=on_gpu), VllmCache()
+        arguments = engine_arguments(settings, place, on_gpu=on_gpu)
         try:
             async with asyncio.timeout(start_timeout_s):
-                llm = await asyncio.get_running_loop().run_in_executor(executor, _start, arguments, on_gpu, cache)
+                llm = await asyncio.get_running_loop().run_in_executor(executor, _start, arguments, on_gpu)
         except BaseException as error:
             executor.shutdown(wait=False)
             if isinstance(error, TimeoutError):
@@ -142,7 +141,6 @@ class VllmEngine:
         return cls(
             llm,
             executor,
-            cache,
             place=place,
             settings=settings,
             on_gpu=on_gpu,
@@ -274,7 +272,9 @@ class VllmEngine:
 
     def _step(self) -> None:
         version = self.version
-        for output in self._llm.step():
+        outputs = self._llm.step()
+        self._cache.look(outputs)
+        for output in outputs:
             row = self._rows.get(output.request_id)
             if row is not None:
                 self._take(output.request_id, row, output.outputs[0], version)
@@ -456,7 +456,7 @@ def _in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[Any], object] 
     return callback and (lambda what: loop.call_soon_threadsafe(callback, what))
 
 
-def _start(arguments: dict[str, Any], on_gpu: bool, cache: VllmCache) -> Any:
+def _start(arguments: dict[str, Any], on_gpu: bool) -> Any:
     for name, value in (ENVIRONMENT | ({} if on_gpu else CPU_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
     try:
@@ -465,7 +465,7 @@ def _start(arguments: dict[str, Any], on_gpu: bool, cache: VllmCache) -> Any:
         raise EngineError(f"vLLM cannot be imported ({error}). Install hone-rl[vllm]; see docs/vllm.md.") from error
     check_version(vllm.__version__)
     try:
-        return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments), stat_loggers=[cache.watch])
+        return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
     except Exception as error:  # the boundary of vLLM: it may fail in any way, and its reason is what helps
         raise EngineError(f"vLLM could not start with {arguments['model']}: {type(error).__name__}: {error}") from error
 

@@ -1,50 +1,38 @@
-"""How full vLLM's cache is, and how much of prompts it finds there, as vLLM tells the loggers of its statistics."""
+"""How full vLLM's cache is, and how much of prompts it finds there.
+
+vLLM tells only its own loggers, which cost more than a look at its scheduler. That is in this process, see
+`vllm_args.ENVIRONMENT`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 from hone.rollout.engine import CacheUse
 
 
 class VllmCache:
-    """A `StatLoggerBase` of vLLM's, for the one engine of this process. It hears of every step, in vLLM's thread."""
+    """Looks at the cache of an `LLMEngine` after each of its steps, in the thread that makes them."""
 
-    def __init__(self) -> None:
-        self._config: Any = None
+    def __init__(self, llm: Any) -> None:
+        config = llm.vllm_config.cache_config
+        self._manager = llm.engine_core.engine_core.scheduler.kv_cache_manager
+        self._room_tokens: int = config.num_gpu_blocks * config.block_size
         self._fullest = CacheUse()
 
-    def watch(self, config: Any, _: int) -> VllmCache:
-        """The factory that vLLM asks for, with its own configuration, which knows the room once vLLM has started."""
-        self._config = config.cache_config
-        return self
-
-    def fullest(self) -> CacheUse:
-        """When it was fullest since the last call; prompts are counted since then."""
-        fullest, self._fullest = self._fullest, CacheUse()
-        return fullest
-
-    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
-        """After a step of vLLM's."""
-        if scheduler_stats is None:
-            return
-        room = self._config.num_gpu_blocks * self._config.block_size
-        tokens, found = round(scheduler_stats.kv_cache_usage * room), scheduler_stats.prefix_cache_stats
+    def look(self, outputs: Iterable[Any]) -> None:
+        """After a step; `outputs` are what it returned."""
+        finished = [output for output in outputs if output.finished]
         before = self._fullest
-        self._fullest = replace(
-            before,
-            tokens=max(before.tokens, tokens),
-            room_tokens=room,
-            asked_tokens=before.asked_tokens + found.queries,
-            found_tokens=before.found_tokens + found.hits,
+        self._fullest = CacheUse(
+            tokens=max(before.tokens, round(self._manager.usage * self._room_tokens)),
+            room_tokens=self._room_tokens,
+            asked_tokens=before.asked_tokens + sum(len(output.prompt_token_ids) for output in finished),
+            found_tokens=before.found_tokens + sum(output.num_cached_tokens or 0 for output in finished),
         )
 
-    def log(self) -> None:
-        """Nothing is written."""
-
-    def log_engine_initialized(self) -> None:
-        """See `log`."""
-
-    def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """See `log`."""
+    def fullest(self) -> CacheUse:
+        """When it was fullest since the last call; prompts are those of samples that ended since then."""
+        fullest, self._fullest = self._fullest, CacheUse()
+        return fullest
