@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import ray
+
 from hone.build.job import Job, set_up_arithmetic
 from hone.cluster.calls import START_KEY, wait_for_one
 from hone.cluster.host import Host, HostActor
-from hone.cluster.launch import ReplicaPlace, plan_replica
+from hone.cluster.launch import Launch, ReplicaPlace, plan_replica
 from hone.cluster.scorers import ScorerActor, ScorerPool
 from hone.cluster.service import Service
 from hone.config.cluster import Role
@@ -109,7 +111,8 @@ class Scoring:
         Raises:
             ServiceError, ClusterError, DataError: what keeps one from it.
         """
-        self._judges = list(await asyncio.gather(*map(self._start_judge, self._topology.judges)))
+        planned = await asyncio.gather(*map(self._planned, self._topology.judges))
+        self._judges = [self._job.services.add(launch, host.begin) for host, launch in planned]
         if self.shares_devices:
             await self._job.services.ready()
             await self._rest_judges()
@@ -141,7 +144,8 @@ class Scoring:
         if self._topology.sleeps("judge"):
             await asyncio.gather(*(judge.sleep() for judge in self._judges))
 
-    async def _start_judge(self, replica: Replica) -> Service:
+    async def _planned(self, replica: Replica) -> tuple[Host, Launch]:
+        """Where a replica of the judge will be, and what is started for it there."""
         (name,) = judge_services(self._job.config)
         host = Host(
             replica.name,
@@ -158,8 +162,8 @@ class Scoring:
             token=self._token,
         )
         service, folder = self._loaded.config.services[name], self._loaded.run_file.parent
-        launch = await host.plan(partial(plan_replica, service, place, folder, self._job.folder.logs.absolute()))
-        return self._job.services.add(launch, host.begin)
+        logs = self._job.folder.logs.absolute()
+        return host, await host.plan(partial(plan_replica, service, place, folder, logs))
 
     async def _start_copy(self, name: str) -> Any:
         """See `scorers.Start`."""
@@ -170,8 +174,6 @@ class Scoring:
             making = actor.build.remote(partial(load_reward_models, self._loaded, processes))
             await wait_for_one(name, making, "starting", self._settings.start_timeout_s, START_KEY)
         except BaseException:
-            import ray
-
             ray.kill(actor)
             raise
         return actor
