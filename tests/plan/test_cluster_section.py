@@ -146,6 +146,21 @@ def test_a_reference_and_a_reward_model_of_their_own(planned):
     assert "reward model: weights" not in {term.name for term in update.terms}, "it sleeps"
 
 
+def test_beside_its_adapter_a_reference_is_nothing_and_elsewhere_a_model(planned):
+    lora = ("lora={rank: 8, stages: [rl]}", "algorithm.kl_loss_coef=0.1", "cluster.backend=ray")
+    elsewhere = planned(
+        *lora,
+        "cluster.pools={a: {devices: 4, roles: [policy]}, b: {devices: 2, roles: [reference]}, "
+        "c: {devices: 2, roles: [rollout]}}",
+    )
+    policy, reference, _ = pools_of(elsewhere.inputs)
+    assert policy.reference is None and reference.reference is not None and reference.reference.adapter == 0
+    (held,) = (term for term in elsewhere.ledgers[1].peak.terms if term.name == "reference")
+    assert held.bytes == 2 * elsewhere.inputs.architecture.total_parameters / 2, "2 B a parameter, on two devices"
+    beside = planned(*lora, apart(4, 2, "reference"))
+    assert pools_of(beside.inputs)[0].reference is None
+
+
 def test_pools_of_their_own_measure_at_the_same_time(planned):
     ppo = ("cluster.backend=ray", "cluster.engines.use=vllm", "algorithm.credit=gae", "algorithm.kl_loss_coef=0.1")
     sizes = {"train": (4, "policy"), "values": (4, "critic"), "frozen": (2, "reference"), "sample": (2, "rollout")}

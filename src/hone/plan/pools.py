@@ -64,13 +64,14 @@ def _worded(inputs: Inputs) -> Iterator[Place]:
 def _pool(inputs: Inputs, place: Place) -> Pool:
     placement, roles, scorer = inputs.placement, place.roles, inputs.placement.judge
     policy = _policy(inputs, place.devices)
-    has_reference = "reference" in roles and inputs.workload.has_reference and not policy.adapter
+    is_adapter_off = policy.adapter > 0 and "policy" in roles
+    has_reference = "reference" in roles and inputs.workload.has_reference and not is_adapter_off
     return Pool(
         name=place.name,
         devices=place.devices,
         policy=policy if "policy" in roles else None,
         critic=_critic(inputs, policy, place.devices) if "critic" in roles else None,
-        reference=policy if has_reference else None,
+        reference=replace(policy, adapter=0) if has_reference else None,
         reference_on_host=placement.offload_reference,
         engine=_engine(inputs, place.devices) if "rollout" in roles else None,
         judge=_scorer(inputs, scorer) if scorer and roles & SCORERS else None,
