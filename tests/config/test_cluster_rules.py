@@ -160,11 +160,6 @@ BROKEN = [
         "cluster.trainer.compile: is for whole layers, and cluster.trainer.tensor_parallel = 2 divides them",
     ),
     (
-        ray(devices_per_node=4, trainer={"sequence_parallel": 2})
-        | {"model": HEAD["model"] | {"implementation": "transformers"}},
-        "cluster.trainer.sequence_parallel: = 2 needs Hone's own decoder",
-    ),
-    (
         ray(
             pools=pools(a=(2, "policy"), b=(4, "rollout"), c=(2, "critic")),
             engines={"use": "vllm", "tensor_parallel": 4},

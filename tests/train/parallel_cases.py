@@ -180,10 +180,11 @@ def vocabulary(size: int, chunk_tokens: int, divided: bool) -> tuple[Tensor, ...
     return logprob_U.detach(), entropy_U.detach(), hidden_UH.grad, gradient
 
 
-def refusal(case: Case) -> str:
-    """What `divide_layers` says to the model."""
+def refusal(case: Case, divided: Literal["tensor", "sequence"] = "tensor") -> str:
+    """What is said where the model cannot be divided so."""
+    divide = divide_layers if divided == "tensor" else divide_tokens
     try:
-        divide_layers(make(case), init_device_mesh("cpu", (dist.get_world_size(),)))
+        divide(make(case), init_device_mesh("cpu", (dist.get_world_size(),)))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -1,13 +1,15 @@
 """Two ranks that divide a model's layers, or its tokens, make of a microbatch what one process makes of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gang import Gang
-from parallel_cases import SIZES, Case, Found, found, make, refusal, sums_in_layers, vocabulary
+from parallel_cases import SIZES, Case, Found, found, refusal, sums_in_layers, vocabulary
 from transformers import LlamaConfig
 
 from hone.errors import DataError
-from hone.model.parallel import divide_tokens, refuse_indivisible
+from hone.model.parallel import refuse_indivisible
 from hone.plan.activations import Pass, saved_per_token
 from hone.plan.architecture import architecture_from
 
@@ -95,6 +97,10 @@ def test_heads_that_do_not_divide_are_refused_with_the_nearest_that_do():
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
+GEMMA = {"sliding_window": 4, "num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -105,6 +111,19 @@ def test_heads_that_do_not_divide_are_refused_with_the_nearest_that_do():
         pytest.param(Case(samples=(((3,),), (0,), ((1,),))), id="one token, which one rank has"),
         pytest.param(Case(samples=(((3, 4, 5),), (0, 0), ((), (2, 3)))), id="an empty response"),
         pytest.param(Case(samples=LONG), id="long"),
+        pytest.param(Case(implementation="transformers"), id="Transformers' own"),
+        pytest.param(
+            Case("mistral", {"sliding_window": 5}, implementation="transformers", samples=LONG, checkpointing="full"),
+            id="Transformers' own, sliding window, made again",
+        ),
+        pytest.param(
+            Case("gemma3_text", GEMMA, implementation="transformers", lora=True, checkpointing="selective"),
+            id="Transformers' own, windows here and there, adapter",
+        ),
+        pytest.param(Case("gpt2", GPT2, implementation="transformers"), id="Transformers' own, learnt positions"),
+        pytest.param(
+            Case(implementation="transformers", samples=(((3,),), (0,), ((1,),))), id="Transformers' own, one token"
+        ),
     ],
 )
 def test_divided_tokens_compute_what_all_of_them_do(pair, case):
@@ -136,9 +155,16 @@ def test_plans_know_what_a_layer_keeps(pair, divided):
     assert kept == pytest.approx(2 * len(ranks[0]) * work.tokens * saved_per_token(work), rel=0.02)
 
 
-def test_transformers_own_class_cannot_divide_tokens():
-    with pytest.raises(DataError, match="Transformers' own class"):
-        divide_tokens(make(Case(implementation="transformers")), None)
+@pytest.mark.parametrize(
+    ("model_type", "keys", "why"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of the kind conv"),
+        ("bloom", {"n_head": 4}, "no plain scaled dot product"),
+    ],
+)
+def test_classes_that_mix_tokens_in_other_ways_are_refused(pair, model_type, keys, why):
+    for said in pair(refusal, Case(model_type, keys, implementation="transformers"), "sequence"):
+        assert said.startswith("DataError") and why in said
 
 
 @pytest.mark.slow
@@ -149,6 +175,8 @@ def test_layers_and_tokens_together():
         case = Case(keys={"num_key_value_heads": 4})
         assert_same(gang(found, case, {"tensor": 2, "sequence": 2}), found(case))
         assert_same(gang(found, case, {"sequence": 4}), found(case))
+        of_class = replace(case, implementation="transformers", lora=True)
+        assert_same(gang(found, of_class, {"tensor": 2, "sequence": 2}), found(of_class))
         assert_same(gang(found, case, {"tensor": 4}), found(case))  # 62 tokens: the vocabulary stays whole
     finally:
         gang.close()

@@ -37,6 +37,9 @@ def four():
         pytest.param(Case("kl_and_entropy", lora=True, mesh=SEQUENCE, updates=2), id="tokens beneath an adapter"),
         pytest.param(Case("kl_and_entropy", lora=True, mesh=TENSOR, updates=3), id="layers with an adapter"),
         pytest.param(
+            Case("ppo", implementation="transformers", mesh=SEQUENCE, updates=3), id="tokens of another class, critic"
+        ),
+        pytest.param(
             Case("kl_and_entropy", lora=True, implementation="transformers", mesh=TENSOR, updates=3),
             id="layers of another class with an adapter",
         ),

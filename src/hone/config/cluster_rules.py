@@ -175,12 +175,6 @@ def trainers_can_do_it(config: RunConfig) -> Iterator[Breach]:
             ("cluster.trainer.compile", of_layers),
             f"is for whole layers, and {of_layers} = {settings.tensor_parallel} divides them. Leave one of them out",
         )
-    if settings.sequence_parallel > 1 and config.model.implementation == "transformers":
-        yield Breach(
-            ("cluster.trainer.sequence_parallel", "model.implementation"),
-            f"= {settings.sequence_parallel} needs Hone's own decoder, and model.implementation = transformers asks "
-            "for another. Set it to 1, or take auto",
-        )
 
 
 def sleeping_engines_do_not_run_ahead(config: RunConfig) -> Iterator[Breach]:

@@ -51,11 +51,15 @@ class TransformersModel(CausalModel):
             self.hf.gradient_checkpointing_enable({"use_reentrant": False, **how})
             self._enabled = self.checkpointing
         self.hf.train(recompute)  # Transformers recomputes only in training mode; dropout is 0 in either
-        rows = layout.rows()
+        part = self.sequences.rows_of(layout)
+        positions = {} if part.position_1l is None else {"position_ids": part.position_1l}
         out = self.hf.base_model(
-            input_ids=layout.token_ids_X[rows.index_RL], attention_mask=rows.real_RL.long(), use_cache=False
+            input_ids=layout.token_ids_X[part.index_Rl],
+            attention_mask=part.real_RL.long(),
+            use_cache=False,
+            **positions,
         )
-        return out.last_hidden_state.flatten(0, 1).index_select(0, rows.predict_U)
+        return part.dealt(out.last_hidden_state.flatten(0, 1).index_select(0, part.needed_W))
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         seen: set[int] = set()

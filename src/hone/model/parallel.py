@@ -33,6 +33,7 @@ from hone.model.base import CausalModel
 from hone.model.decoder import Decoder, Layer, SplitLinear, parts_of, qkv_sizes
 from hone.model.hf import TransformersModel
 from hone.model.lora import PEFT_NAME, DecoderAdapter, FusedLinear
+from hone.model.row_attention import divide_rows
 from hone.model.sequence import Sequences
 
 if TYPE_CHECKING:
@@ -63,14 +64,11 @@ def divide_tokens(model: CausalModel, mesh: DeviceMesh, *, tensor_parallel: int 
     Args:
         tensor_parallel: ranks that the layers are divided over besides: both divide the heads.
     Raises:
-        DataError: heads that the ranks do not divide, or a model of Transformers' own class.
+        DataError: heads that the ranks do not divide, or a class of Transformers' that mixes tokens in other ways.
     """
-    if not isinstance(model, Decoder):
-        raise DataError(
-            "cluster.trainer.sequence_parallel > 1: this model runs in Transformers' own class, whose attention "
-            "cannot be divided so. Set it to 1, or take a Llama, Mistral or Qwen."
-        )
     refuse_indivisible(model.hf_config, tensor_parallel=tensor_parallel, sequence_parallel=mesh.size())
+    if isinstance(model, TransformersModel):
+        divide_rows(model.hf, mesh.get_group())
     model.sequences = Sequences(mesh.get_group())
 
 
@@ -167,10 +165,10 @@ def divide_class(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
             plan[path_of[output]] = ColwiseParallel()
     is_trained = {name: parameter.requires_grad for name, parameter in hf.named_parameters()}
     parallelize_module(hf, mesh, plan, src_data_rank=None)
-    for name, parameter in hf.named_parameters():
-        parameter.requires_grad_(is_trained[name])  # `SequenceParallel` forgets it
     if tied:
         output.weight = embedding.weight
+    for name, parameter in hf.named_parameters():
+        parameter.requires_grad_(is_trained[name])  # `SequenceParallel` forgets it
 
 
 def _own_plan(hf: PreTrainedModel) -> dict[str, ParallelStyle]:

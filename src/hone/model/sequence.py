@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hone.model.attention import shared_prompt_attention
 from hone.model.collectives import exchanged, gathered, share
-from hone.model.layout import Layout, filled
+from hone.model.layout import Ints, Layout, filled
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,6 +43,22 @@ class Part:
     """As `Layout.needed_W`, of these tokens."""
     dealt: Callable[[Tensor], Tensor]
     """From the hidden states of `needed_W` to those that predict this rank's share of `Layout.target_U`."""
+
+
+@dataclass(frozen=True)
+class PartOfRows:
+    """What one rank computes of a layout as rows (`Layout.rows`): some columns of each."""
+
+    index_Rl: Tensor
+    """Into the layout's tokens."""
+    position_1l: Tensor | None
+    """None: all columns, counted from 0."""
+    real_RL: Tensor
+    """Of all columns."""
+    needed_W: Tensor
+    """Into the flattened (R, l)."""
+    dealt: Callable[[Tensor], Tensor]
+    """As `Part.dealt`."""
 
 
 class Sequences:
@@ -67,11 +83,32 @@ class Sequences:
             )
         layout = _with_filler(layout, dist.get_world_size(self.group))
         own = share(len(layout.token_ids_X), self.group)
-        needed_W, dealt = _dealing(layout, self.group)
+        predict_U, each = layout.predict_on_host(), own.stop - own.start
+        needed_W, dealt = _dealing(predict_U // each, predict_U % each, layout.token_ids_X.device, self.group)
         return Part(
             layout.token_ids_X[own],
             layout.position_X[own],
             _exchanging(shared_prompt_attention(layout), self.group),
+            needed_W,
+            dealt,
+        )
+
+    def rows_of(self, layout: Layout) -> PartOfRows:
+        """What this rank computes where a model wants rows."""
+        rows = layout.rows()
+        if self.group is None:
+            return PartOfRows(rows.index_RL, None, rows.real_RL, rows.predict_U, lambda hidden_W: hidden_W)
+        columns = rows.real_RL.shape[1]
+        more = -columns % dist.get_world_size(self.group)
+        own = share(columns + more, self.group)
+        each = own.stop - own.start
+        row_U, column_U = np.divmod(rows.predict_U.cpu().numpy(), columns)
+        device = layout.token_ids_X.device
+        needed_W, dealt = _dealing(column_U // each, row_U * each + column_U % each, device, self.group)
+        return PartOfRows(
+            F.pad(rows.index_RL, (0, more))[:, own],
+            torch.arange(own.start, own.stop, device=device)[None],
+            F.pad(rows.real_RL, (0, more)),
             needed_W,
             dealt,
         )
@@ -99,20 +136,22 @@ def _with_filler(layout: Layout, multiple: int) -> Layout:
     )
 
 
-def _dealing(layout: Layout, group: ProcessGroup) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """`Part.needed_W` and `Part.dealt`: who has which hidden state, and who is to make logits of it."""
+def _dealing(
+    owner_U: Ints, place_U: Ints, device: torch.device, group: ProcessGroup
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """`Part.needed_W` and `Part.dealt`: who has which hidden state, and who is to make logits of it.
+
+    Args:
+        owner_U, place_U: the rank that computes what predicts each response token, and where among its own.
+    """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    predict_U = layout.predict_on_host()
-    tokens_each = len(layout.token_ids_X) // ranks
-    owner_U = predict_U // tokens_each
-    reader_U = np.arange(len(predict_U)) // max(-(-len(predict_U) // ranks), 1)
+    reader_U = np.arange(len(owner_U)) // max(-(-len(owner_U) // ranks), 1)
     sent = owner_U == rank  # for reader after reader, as these follow each other in U
-    needed_W, row = np.unique(predict_U[sent] - rank * tokens_each, return_inverse=True)
+    needed_W, row = np.unique(place_U[sent], return_inverse=True)
     read = owner_U[reader_U == rank]
     place = np.argsort(np.argsort(read, kind="stable"))  # where in what comes, owner after owner, each one is
     send = np.bincount(reader_U[sent], minlength=ranks).tolist()
     receive = np.bincount(read, minlength=ranks).tolist()
-    device = layout.token_ids_X.device
     on_device = [torch.from_numpy(array).to(device) for array in (filled(needed_W), row, place)]
 
     def dealt(hidden_W: Tensor) -> Tensor:
@@ -126,18 +165,27 @@ def _exchanging(attend: Callable[..., Tensor], group: ProcessGroup) -> Callable[
     """An attention for all tokens, as one for those of this rank."""
 
     def exchanging(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _ToTokens.apply(attend(layer, *_ToHeads.apply(q, k, v, group)), group)
+        return to_tokens(attend(layer, *to_heads(q, k, v, group=group)), group=group)
 
     return exchanging
 
 
-class _ToHeads(torch.autograd.Function):
+def to_heads(*parts: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
     """(x, H, D) of this rank's tokens and all heads, several of them -> (X, H / ranks, D) of all tokens each."""
+    return _ToHeads.apply(*parts, group)
 
+
+def to_tokens(x: Tensor, *, group: ProcessGroup) -> Tensor:
+    """The other way round, of one tensor."""
+    return _ToTokens.apply(x, group)
+
+
+class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
-        ctx.group, ctx.widths = group, [x.shape[1] // dist.get_world_size(group) for x in (q, k, v)]
-        return _to_heads((q, k, v), group).split(ctx.widths, dim=1)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        *parts, ctx.group = given
+        ctx.widths = [x.shape[1] // dist.get_world_size(ctx.group) for x in parts]
+        return _to_heads(parts, ctx.group).split(ctx.widths, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -145,8 +193,6 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """The other way round, of one tensor."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
