@@ -31,7 +31,7 @@ class ServiceState:
     name: str
     url: str
     state: str
-    """starting, ready, restarting, stopped or failed."""
+    """starting, ready, asleep, restarting, stopped or failed."""
     pid: int | None
     restarts: int
     fingerprint: str
