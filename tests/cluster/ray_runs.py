@@ -48,12 +48,20 @@ def write_run(folder: Path) -> Path:
     return run_file
 
 
+END_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: whatever ends the test ends its runs
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
 class Life:
     """`hone train` in a process of its own, and all that it starts."""
 
     def __init__(self, run_file: Path, *arguments: str) -> None:
         self.log = run_file.with_suffix(".log")
-        command = [sys.executable, "-m", "hone.cli.main", "train", str(run_file), *arguments]
+        hone = ["-m", "hone.cli.main", "train", str(run_file), *arguments]
+        command = [sys.executable, "-c", END_WITH_PARENT, *hone]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
