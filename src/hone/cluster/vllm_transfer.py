@@ -27,7 +27,7 @@ from hone.cluster.receiving import new_inlet
 from hone.cluster.sending import Way, member_name
 from hone.errors import EngineError
 from hone.model.fingerprint import Fingerprint
-from hone.rollout.vllm import complete, in_parts
+from hone.rollout.vllm_weights import complete, in_parts
 from hone.rollout.vllm_worker import WeightsExtension, begin_reload, finish_reload
 
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,17 +28,16 @@ from hone.config.vllm import VllmSettings
 from hone.config.vllm_rules import LEAST_TEMPERATURE
 from hone.errors import DataError, EngineError
 from hone.model.fingerprint import Fingerprint, weights_fingerprint
-from hone.model.load import read_weights, weight_shapes
+from hone.model.load import read_weights
 from hone.rollout.engine import CacheUse, OnSample, OnToken, Request, Sampling, Token
 from hone.rollout.sampling import request_key, sample_seed
 from hone.rollout.stop_strings import Decode, stop_window, text_up_to_stop
 from hone.rollout.vllm_args import CPU_ENVIRONMENT, ENVIRONMENT, VllmPlace, check_version, engine_arguments
 from hone.rollout.vllm_cache import VllmCache
+from hone.rollout.vllm_weights import complete, in_parts, published_shapes
 from hone.rollout.worker import Worker
 from hone.types import Sample
 
-PART_BYTES = 256 * 2**20
-"""New weights are handed to vLLM's workers in parts of about this size."""
 SHUTDOWN_S = 30.0
 
 
@@ -95,7 +93,7 @@ class VllmEngine:
         self._decode, self._eos_ids = decode, eos_ids
         self._max_positions: int = llm.model_config.max_model_len
         self._vocab_size: int = llm.model_config.get_vocab_size()
-        self._shapes = _published_shapes(place.folder, is_tied=llm.model_config.hf_text_config.tie_word_embeddings)
+        self._shapes = published_shapes(place.folder, is_tied=llm.model_config.hf_text_config.tie_word_embeddings)
         self._fingerprint: str | None = None  # of the folder's weights: computed when it is asked for
         self._rows: dict[str, _Row] = {}  # the worker's, as the two below
         self._numbers = itertools.count()
@@ -407,48 +405,6 @@ def _vllm_sampling(group: _Group, index: int) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if group.is_followed else RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _published_shapes(folder: Path, *, is_tied: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that a trainer publishes: those of a checkpoint, but what it may hold twice, or constants."""
-    extra = ("lm_head.weight",) if is_tied else ()
-    shapes = weight_shapes(folder).items()
-    return {name: shape for name, shape in shapes if name not in extra and not name.endswith("rotary_emb.inv_freq")}
-
-
-def complete(
-    weights: Iterable[tuple[str, Tensor]], shapes: dict[str, tuple[int, ...]], fingerprint: Fingerprint
-) -> Iterator[tuple[str, Tensor]]:
-    """The same weights, checked to be all of the model's: vLLM itself only warns of a layer that did not come.
-
-    Raises EngineError when a name is missing, unknown or repeated, or a shape differs.
-    """
-    missing = dict(shapes)
-    for name, weight in weights:
-        weight = weight.detach()
-        if missing.pop(name, None) != tuple(weight.shape):
-            expected = f"has shape {shapes[name]}" if name in shapes else "is none of it"
-            raise EngineError(
-                f"weights: {name} came with shape {tuple(weight.shape)}; in the model that vLLM was started with it "
-                f"{expected}, and each comes once."
-            )
-        fingerprint.add(name, weight.shape, weight.dtype, weight.contiguous().view(-1).view(torch.uint8))
-        yield name, weight
-    if missing:
-        raise EngineError(f"weights: {len(missing)} of {len(shapes)} did not come, {min(missing)} among them.")
-
-
-def in_parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """The same weights, as many at a time as have about `PART_BYTES`."""
-    part, size = [], 0
-    for name, weight in weights:
-        part.append((name, weight))
-        size += weight.nbytes
-        if size >= PART_BYTES:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[Any], object] | None) -> Any:

@@ -1,0 +1,58 @@
+"""New weights on their way into vLLM: checked to be all of the model's, and cut into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hone.errors import EngineError
+from hone.model.fingerprint import Fingerprint
+from hone.model.load import weight_shapes
+
+PART_BYTES = 256 * 2**20
+"""New weights are handed to vLLM's workers in parts of about this size."""
+
+
+def published_shapes(folder: Path, *, is_tied: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that a trainer publishes: those of a checkpoint, but what it may hold twice, or constants."""
+    extra = ("lm_head.weight",) if is_tied else ()
+    shapes = weight_shapes(folder).items()
+    return {name: shape for name, shape in shapes if name not in extra and not name.endswith("rotary_emb.inv_freq")}
+
+
+def complete(
+    weights: Iterable[tuple[str, Tensor]], shapes: dict[str, tuple[int, ...]], fingerprint: Fingerprint
+) -> Iterator[tuple[str, Tensor]]:
+    """The same weights, checked to be all of the model's: vLLM itself only warns of a layer that did not come.
+
+    Raises EngineError when a name is missing, unknown or repeated, or a shape differs.
+    """
+    missing = dict(shapes)
+    for name, weight in weights:
+        weight = weight.detach()
+        if missing.pop(name, None) != tuple(weight.shape):
+            expected = f"has shape {shapes[name]}" if name in shapes else "is none of it"
+            raise EngineError(
+                f"weights: {name} came with shape {tuple(weight.shape)}; in the model that vLLM was started with it "
+                f"{expected}, and each comes once."
+            )
+        fingerprint.add(name, weight.shape, weight.dtype, weight.contiguous().view(-1).view(torch.uint8))
+        yield name, weight
+    if missing:
+        raise EngineError(f"weights: {len(missing)} of {len(shapes)} did not come, {min(missing)} among them.")
+
+
+def in_parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """The same weights, as many at a time as have about `PART_BYTES`."""
+    part, size = [], 0
+    for name, weight in weights:
+        part.append((name, weight))
+        size += weight.nbytes
+        if size >= PART_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
