@@ -51,7 +51,8 @@ def write_run(folder: Path) -> Path:
 END_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: whatever ends the test ends its runs
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+if os.getppid() == int(sys.argv[1]):  # else it ended before the line above
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
@@ -61,7 +62,7 @@ class Life:
     def __init__(self, run_file: Path, *arguments: str) -> None:
         self.log = run_file.with_suffix(".log")
         hone = ["-m", "hone.cli.main", "train", str(run_file), *arguments]
-        command = [sys.executable, "-c", END_WITH_PARENT, *hone]
+        command = [sys.executable, "-c", END_WITH_PARENT, str(os.getpid()), *hone]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
