@@ -33,7 +33,7 @@ class Launch:
     command: tuple[str, ...]
     folder: Path
     """Where the command runs: the run file's folder."""
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)
     port: int
     log: Path
     fingerprint: str
@@ -98,7 +98,7 @@ class ReplicaPlace:
     """Others work on its devices in turn, and it gives them its memory."""
     processes: int
     """That share the machine's cores while it works; for Hone's own engine."""
-    token: str | None
+    token: str | None = field(repr=False)
 
 
 def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, logs: Path, host: str) -> Launch:
@@ -160,7 +160,7 @@ def _is_vllm(service: ServiceSection, folder: Path) -> bool:
     return engine is not None and served_by(engine, folder) == "vllm"
 
 
-def engine_note(service: ServiceSection, folder: Path) -> str:
+def engine_note(service: ServiceSection, folder: Path, replicas_in_pool: int = 1) -> str:
     """What becomes of the engine that a service describes, for people; empty if it describes none."""
     engine = engine_of(service)
     if engine is None:
@@ -168,6 +168,7 @@ def engine_note(service: ServiceSection, folder: Path) -> str:
     if _is_vllm(service, folder):
         size, gpus, replicas = engine.tensor_model_parallel_size, len(service.devices), engine.replicas(service)
         arithmetic = f"{gpus} GPUs // tensor_model_parallel_size {size} = {replicas} replicas" if gpus else "1 replica"
+        arithmetic = f"{replicas_in_pool} replicas" if replicas_in_pool > 1 else arithmetic
         return f"vLLM, {arithmetic}, of {engine.sequences} sequences each"
     unused = ", ".join(engine.unused_by_hone())
     said = f"Hone's own engine, {engine.sequences} sequences"

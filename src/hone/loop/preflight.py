@@ -238,10 +238,11 @@ def check_services(config: RunConfig, folder: Path, services: Mapping[str, str],
     for name, service in config.services.items():
         what = service.reward or service.policy or " ".join(service.command or ())
         gpus = f"GPU {split.services[name]}" if split.services[name] else "no GPU"
+        replicas = 1
         if name in judge_services(config) and (pool := judges_pool(config)):
-            gpus = f"in pool {pool}"
+            gpus, replicas = f"in pool {pool}", len(findings.topology.judges) if findings.topology else 1
         where = f"running at {services[name]}" if name in services else "started with the run"
-        parts = (what, gpus, engine_note(service, folder), where)
+        parts = (what, gpus, engine_note(service, folder, replicas), where)
         findings.lines.append(f"service {name}: {'; '.join(filter(None, parts))}")
     findings.lines += [f"service {name}: no reward names it in its args" for name in unused_services(config)]
 
