@@ -32,7 +32,8 @@ from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder, Layer, SplitLinear, parts_of, qkv_sizes
 from hone.model.hf import TransformersModel
-from hone.model.lora import PEFT_NAME, DecoderAdapter, FusedLinear
+from hone.model.lora import PEFT_NAME, DecoderAdapter
+from hone.model.low_rank import FusedLinear
 from hone.model.row_attention import divide_rows
 from hone.model.sequence import Sequences
 
