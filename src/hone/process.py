@@ -47,13 +47,18 @@ def start(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
 def begin(parent_pid: int) -> None:
     """The first thing that `main` does: end with the parent, and print among the messages, not into the run's output.
 
-    Linux kills the process when its parent dies, however hard; elsewhere the closed channel ends it.
+    Where it is not Linux, the closed channel ends it.
     """
+    end_with(parent_pid)
+    os.dup2(2, 1)
+
+
+def end_with(parent_pid: int) -> None:
+    """Have Linux kill this process when its parent dies, however hard."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:  # it died before the line above
             os._exit(1)
-    os.dup2(2, 1)
 
 
 def framed(message: Any) -> bytes:

@@ -182,3 +182,21 @@ def test_who_is_stuck_is_named_and_ended(cluster):
     trainer.close()
     assert time.monotonic() - started < 5
     assert gone("TrainerRank") and gone("EngineActor")
+
+
+@pytest.mark.slow
+def test_processes_end_with_ray_whatever_their_threads_wait_for(cluster):
+    """The last test: no Ray is left after it."""
+
+    async def wait_for_weights():
+        engine = make_engine(cluster, device=2, timeout_s=600.0)
+        await engine.build(toy_engine, timeout_s=120)
+        await engine._actor.begin_weights.remote(1)
+
+    asyncio.run(wait_for_weights())
+    (waiting,) = processes("EngineActor")
+    assert waiting.num_threads() > 1
+    (raylet,) = [p for p in psutil.Process().children(recursive=True) if "raylet/raylet" in " ".join(words_of(p)[:1])]
+    assert waiting.ppid() == raylet.pid
+    raylet.kill()
+    assert not psutil.wait_procs([waiting], timeout=10)[1]

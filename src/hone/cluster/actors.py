@@ -26,6 +26,7 @@ from torch import Tensor
 from hone.cluster.meeting import Link
 from hone.cluster.publish import Published, publish
 from hone.cluster.publish_ray import Intake
+from hone.cluster.ray import end_with_ray
 from hone.cluster.receiving import GroupIntake
 from hone.cluster.sending import Sender, Target, Way, by_engine, make_sender
 from hone.errors import CheckpointError, EngineError, HoneError
@@ -84,6 +85,7 @@ class TrainerRank:
     what came of it."""
 
     def __init__(self) -> None:
+        end_with_ray()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._open = ExitStack()
         self._trainer: PolicyTrainer | Apart | None = None
@@ -223,6 +225,7 @@ class EngineActor:
     """One engine. Requests come in by `submit`, and what is finished is asked for with `take`, as much as there is."""
 
     def __init__(self) -> None:
+        end_with_ray()
         self._engine: Engine | None = None
         self._intake: Intake | None = None
         self._groups: GroupIntake | None = None

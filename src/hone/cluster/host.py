@@ -20,6 +20,7 @@ from hone.cluster.devices import VARIABLE
 from hone.cluster.launch import Launch, environment_with
 from hone.cluster.ports import HOST
 from hone.cluster.process import Life
+from hone.cluster.ray import end_with_ray
 from hone.errors import HoneError, ServiceError
 
 BEAT_S = 2.0
@@ -34,6 +35,7 @@ class HostActor:
     """Runs one command. All times and decisions are the run's."""
 
     def __init__(self) -> None:
+        end_with_ray()
         self._life: Life | None = None
 
     async def address(self) -> str:

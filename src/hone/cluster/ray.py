@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from hone.cluster.scratch import Scratch
 from hone.config.cluster import ClusterSection
 from hone.errors import ClusterError, PlacementError, Stopped
+from hone.process import end_with
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -225,6 +226,12 @@ class RayCluster:
         order = {node: number for number, node in enumerate(dict.fromkeys(where[i] for i in sorted(where)))}
         self._places = sorted(where, key=lambda bundle: (order[where[bundle]], bundle))
         self._nodes = [where[bundle] for bundle in self._places]
+
+
+def end_with_ray() -> None:
+    """The first thing in a process of Ray's: it ends when Ray on its machine does. By itself it would first wait for
+    its threads, and one that waits for weights or for other ranks may do so for `cluster.call_timeout_s`."""
+    end_with(os.getppid())
 
 
 def take_sigterm_back() -> None:

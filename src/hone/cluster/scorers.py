@@ -15,6 +15,7 @@ import ray
 
 from hone.cluster.actors import Vitals
 from hone.cluster.calls import wait_for_one
+from hone.cluster.ray import end_with_ray
 from hone.errors import DataError, HoneError
 from hone.restarts import Restarts
 from hone.reward.base import Held
@@ -42,6 +43,7 @@ class ScorerActor:
     """The reward models of a run, in one process."""
 
     def __init__(self) -> None:
+        end_with_ray()
         self._scorers: Mapping[str, Sleeping] = {}
 
     async def ping(self) -> Vitals:
