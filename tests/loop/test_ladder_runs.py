@@ -12,6 +12,7 @@ from tiny import RUN, metrics_of, write_run
 
 import hone.build.models
 import hone.build.stages
+import hone.train.learner
 import hone.train.policy
 from hone import build
 from hone.config.load import load_config
@@ -38,7 +39,7 @@ REWARDED = "algorithm.overlong_buffer_tokens=3"
 SITES = {
     "prefill": (DecoderStepper, "_prefill", "rollout", "rl"),
     "decode": (DecoderStepper, "advance", "rollout", "rl"),
-    "logprobs": (hone.train.policy, "forward_samples", "logprobs", "rl"),
+    "logprobs": (hone.train.learner, "forward_samples", "logprobs", "rl"),
     "forward and backward": (hone.train.policy, "train_microbatch", "update", "sft"),
     "optimizer step": (FlatAdamW, "step", "optimizer", "sft"),
     "checkpoint": (Checkpoints, "save", "checkpoint", "sft"),

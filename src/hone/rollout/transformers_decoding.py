@@ -31,10 +31,8 @@ class TransformersStepper:
         """A wave has as many rows as it is given, and computes all their prompts together: only fewer rows help."""
 
     def cache_use(self) -> CacheUse:
-        layers = [
-            (layer.keys, layer.values) for layer in self._cache.layers if getattr(layer, "keys", None) is not None
-        ]
-        num_bytes = sum(keys.nbytes + values.nbytes for keys, values in layers)
+        held = (getattr(layer, name, None) for layer in self._cache.layers for name in ("keys", "values"))
+        num_bytes = sum(tensor.nbytes for tensor in held if tensor is not None)  # a layer without attention has neither
         return CacheUse(int(self._real_BW.sum()), self._real_BW.numel(), num_bytes)
 
     def clear(self) -> None:
