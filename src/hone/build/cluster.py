@@ -210,7 +210,7 @@ class Crew:
         for roles, others in self._apart():
             gangs |= dict.fromkeys(roles, self._new_gang_apart(roles, others))
         return RemoteTrainer(
-            Gang("trainer", ranks, make),
+            Gang("trainer", ranks, make, takes_turns=self._sharers(devices) > 1),
             critic=gangs.get("critic"),
             reference=gangs.get("reference"),
             reference_refresh_every=self._job.config.algorithm.reference_refresh_every,
@@ -238,7 +238,7 @@ class Crew:
         actor = CriticRank if "critic" in roles else ReferenceRank
         timeout_s = self._settings.call_timeout_s
         ranks = [self._spawn(f"{roles[0]}-{n}", actor, (device,), timeout_s) for n, device in enumerate(devices)]
-        return Gang(" and ".join(roles), ranks, make)
+        return Gang(" and ".join(roles), ranks, make, takes_turns=self._sharers(devices) > 1)
 
     def _apart(self) -> list[tuple[tuple[Role, ...], tuple[int, ...]]]:
         """Roles that other ranks have than the policy's, and on which devices."""
@@ -276,11 +276,15 @@ class Crew:
             actor,
             *args,
             devices=[numbers.index(device) for device in devices],
-            shared_by=max(topology.processes_on(device) for device in devices),
+            shared_by=self._sharers(devices),
         )
         if hasattr(actor, "ping"):
             self.processes[name] = process
         return process
+
+    def _sharers(self, devices: Sequence[int]) -> int:
+        """Most processes that work on one of these devices, whether in turn or not."""
+        return max(self._job.topology.processes_on(device) for device in devices)
 
     def _processes(self, role: Role, devices: Sequence[int]) -> int:
         """How many processes compute on the same machine at the same time, if its cores are what they compute with."""

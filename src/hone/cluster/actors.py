@@ -74,6 +74,8 @@ class Seat:
     """Where they meet; see `train.mesh.process_group`."""
     gang: str = "trainer"
     """Who they are: `trainer`, or of which roles apart from it."""
+    takes_turns: bool = False
+    """Others work on its device while it does not, and want the memory."""
 
 
 MakeTrainer = Callable[[Seat], AbstractContextManager[PolicyTrainer | Apart]]
@@ -129,6 +131,8 @@ class TrainerRank:
 
         def call() -> Any:
             result = getattr(self._held, method)(*args, **named)
+            if self._seat is not None and self._seat.takes_turns:
+                _give_back_memory()
             return result if self._is_first else None
 
         return await self._computed(call)
@@ -211,6 +215,12 @@ def own_address() -> str:
     return ray.util.get_node_ip_address()
 
 
+def _give_back_memory() -> None:
+    """To the GPU, for other processes: torch would keep what activations and caches took."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:
     """A sharded weight is put together by all ranks, also by those that do not need it."""
     for _ in weights:
@@ -284,6 +294,7 @@ class EngineActor:
 
     async def sleep(self) -> None:
         await self.engine.sleep()
+        _give_back_memory()
 
     async def wake(self) -> None:
         await self.engine.wake()

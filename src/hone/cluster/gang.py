@@ -29,14 +29,15 @@ class Gang:
         name: who they are, for errors: `critic` has `critic rank 0`.
         ranks: handles of `TrainerRank`.
         make: what each of them holds.
+        takes_turns: see `Seat`.
     """
 
-    def __init__(self, name: str, ranks: Sequence[Any], make: MakeTrainer) -> None:
+    def __init__(self, name: str, ranks: Sequence[Any], make: MakeTrainer, *, takes_turns: bool = False) -> None:
         self.name = name
         self.ranks = {f"{name} rank {number}": rank for number, rank in enumerate(ranks)}
         self.is_broken = False
         """A rank died or is stuck, and the others may wait for it."""
-        self._make = make
+        self._make, self._takes_turns = make, takes_turns
         self._open = ExitStack()
         self._asking = threading.Lock()
 
@@ -52,7 +53,7 @@ class Gang:
             address = wait_for_all(asked, f"starting the {self.name}", timeout_s, START_KEY)[0]
         size = len(self.ranks)
         calls = {
-            name: rank.build.remote(self._make, Seat(number, size, address, self.name))
+            name: rank.build.remote(self._make, Seat(number, size, address, self.name, self._takes_turns))
             for number, (name, rank) in enumerate(self.ranks.items())
         }
         return Asked(self, calls)
