@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -231,7 +232,13 @@ class RayCluster:
 def end_with_ray() -> None:
     """The first thing in a process of Ray's: it ends when Ray on its machine does. By itself it would first wait for
     its threads, and one that waits for weights or for other ranks may do so for `cluster.call_timeout_s`."""
-    end_with(os.getppid())
+    parent = os.getppid()
+
+    def stay() -> None:
+        end_with(parent)
+        threading.Event().wait()  # Linux forgets it with the thread that asked
+
+    threading.Thread(target=stay, name="end-with-ray", daemon=True).start()
 
 
 def take_sigterm_back() -> None:
