@@ -6,7 +6,9 @@ see under the same path. What crosses between processes is in `cluster/`; who st
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from hone.config.cluster import Role
 from hone.config.load import Loaded
 from hone.data.chat import Tokenizer, load_tokenizer
 from hone.loop.folder import RunFolder
+from hone.model.base import CausalModel
 from hone.plan.guard import UNGUARDED, Guard
 from hone.rollout.engine import Engine
 from hone.train.apart import Apart
@@ -114,9 +117,17 @@ async def embedded(blueprint: Blueprint, processes: int) -> Engine:
     """An engine with a model of its own, which waits for weights."""
     site = Site.of(blueprint, processes)
     config = site.loaded.config
-    model = starting_model(site, "rl").requires_grad_(False)
-    for parameter in model.parameters():  # buffers stay as the trainer has them
-        parameter.data = parameter.data.to(getattr(torch, config.run.precision))
+
+    def make() -> CausalModel:
+        model = starting_model(site, "rl").requires_grad_(False)
+        for parameter in model.parameters():  # buffers stay as the trainer has them
+            parameter.data = parameter.data.to(getattr(torch, config.run.precision))
+        return model
+
+    # Every thread that computes has OpenMP threads of its own; where they are more than cores, all wait for each other
+    # in the kernel, and sampling took twice as long. So these end before the engine's thread begins.
+    with ThreadPoolExecutor(1) as passing:
+        model = await asyncio.get_running_loop().run_in_executor(passing, make)
     return embedded_engine(config, site.tokenizer, model)
 
 
