@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 
 from hone.config.breach import Breach
+from hone.config.derived import samples_ahead_on_ray
 from hone.config.division_rules import DIVISION_RULES
 from hone.config.run import RunConfig
 from hone.config.scoring_rules import SCORING_RULES
@@ -179,7 +180,7 @@ def trainers_can_do_it(config: RunConfig) -> Iterator[Breach]:
 
 def sleeping_engines_do_not_run_ahead(config: RunConfig) -> Iterator[Breach]:
     staleness = config.rollout.max_staleness
-    if config.cluster.backend != "ray" or not staleness or "rl" not in config.stages:
+    if not samples_ahead_on_ray(config):
         return
     topology = topology_of(config)
     if shared := [role for role in TRAINED if topology.shares_devices(role, "rollout")]:

@@ -54,6 +54,11 @@ def groups_in_flight(config: RunConfig) -> int:
     return (config.rollout.max_staleness + 1) * config.train.prompts_per_step
 
 
+def samples_ahead_on_ray(config: RunConfig) -> bool:
+    """Whether processes sample for the next updates while others train."""
+    return config.cluster.backend == "ray" and config.rollout.max_staleness > 0 and "rl" in config.stages
+
+
 def longest_tokens(config: RunConfig) -> int:
     """Most tokens of one prompt and its response."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hone.config.breach import Breach
+from hone.config.derived import samples_ahead_on_ray
 from hone.config.run import RunConfig
 from hone.config.service_engine import MAX_SHARED_FRAC, engines_of
 from hone.config.topology import judge_services, judges_pool, topology_of
@@ -76,7 +77,7 @@ def judges_engines_fit_their_pool(config: RunConfig) -> Iterator[Breach]:
 def sleeping_scorers_are_not_asked(config: RunConfig) -> Iterator[Breach]:
     """Whoever shares the trainer's devices sleeps while it works, and scores nothing then."""
     staleness = config.rollout.max_staleness
-    if config.cluster.backend != "ray" or not staleness or "rl" not in config.stages:
+    if not samples_ahead_on_ray(config):
         return
     topology = topology_of(config)
     for role in ("judge", "reward_model"):

@@ -20,14 +20,13 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
 import httpx
 
-from hone.reward.wire import decode_json, encode_json
-from hone.user_code import DETAIL_CHARACTERS
+from hone.reward.answer import Refused, TooLong, TryAgain, answer_of, body_of, one_line
+from hone.reward.wire import encode_json
 
 T = TypeVar("T")
 
@@ -36,16 +35,12 @@ READY_TIMEOUT_S = 5.0
 """For an endpoint to say that it is ready again."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Bounds of the random wait before another try, and of the rest of an endpoint that failed; they double each time."""
-MAX_RETRY_AFTER_S = 300.0
-"""An endpoint that asks for a longer rest, through a clock that is wrong for example, is tried again after this."""
 EJECT_AFTER = 3
 """Failures in a row that take an endpoint out of service until it proves well."""
 RETRIES_PER_REQUEST, RETRIES_PER_S, MAX_SAVED_RETRIES = 0.1, 10.0, 100.0
 """The retry budget: what each request and each second add, and how much can be saved up."""
 KEEPALIVE_S = 3.0
 """An idle connection is closed before usual servers close it (5 s), which would fail the request that reuses it."""
-_TRIED_AGAIN = frozenset({408, 425, 429})
-_REASON_BYTES = 64 << 10
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
 
 
@@ -63,14 +58,6 @@ Addresses = Mapping[str, "str | Address"]
 
 class Unavailable(Exception):
     """No valid answer was to be had before the deadline. An infra fault."""
-
-
-class Refused(Exception):
-    """The endpoint says that the request is wrong, or not allowed; it will not be right another time."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(f"HTTP {status}: {detail}".rstrip(": "))
-        self.status, self.detail = status, detail
 
 
 @dataclass(slots=True)
@@ -171,7 +158,7 @@ class Endpoints:
                     asyncio.timeout(timeout_s),
                     self._client.stream("GET", endpoint.url + path, headers=_HEADERS) as response,
                 ):
-                    body = await _body(response, self._max_response_bytes) if response.status_code == 200 else b""
+                    body = await body_of(response, self._max_response_bytes) if response.status_code == 200 else b""
                     return body.decode("utf-8", "replace")
             except (TimeoutError, httpx.HTTPError, TryAgain):
                 return ""
@@ -216,9 +203,7 @@ class Endpoints:
         """One try: the decoded answer. Raises TryAgain and Refused; bounding its time is the caller's."""
         try:
             async with self._client.stream("POST", endpoint.url + path, content=content, headers=_HEADERS) as response:
-                if response.status_code == 200:
-                    return _decoded(await _body(response, self._max_response_bytes))
-                raise _failure(response, _reason(await _body(response, _REASON_BYTES)))
+                return await answer_of(response, self._max_response_bytes)
         except TooLong:
             if self._too_long is None:
                 raise
@@ -352,7 +337,7 @@ class Call:
             try:
                 result = check(answer)
             except ValueError as error:
-                raise TryAgain(f"not a valid answer: {_one_line(str(error))}", is_invalid=True) from error
+                raise TryAgain(f"not a valid answer: {one_line(str(error))}", is_invalid=True) from error
         except TryAgain as failure:
             counts.invalid += failure.is_invalid
             counts.failed += not failure.is_invalid
@@ -368,21 +353,6 @@ class Call:
             raise
         self._endpoints.succeeded(endpoint)
         return result
-
-
-class TryAgain(Exception):
-    """One try failed in a way that another may not."""
-
-    def __init__(self, why: str, *, rest_s: float | None = None, is_invalid: bool = False) -> None:
-        super().__init__(why)
-        self.rest_s = rest_s
-        """How long the endpoint wants to be left alone; None: it did not say."""
-        self.is_invalid = is_invalid
-        """It answered, but not with what an answer must be."""
-
-
-class TooLong(TryAgain):
-    """The answer was cut off."""
 
 
 class Endpoint:
@@ -458,61 +428,3 @@ def _base_url(url: str) -> str:
     if parsed.userinfo or parsed.query or parsed.fragment:
         raise ValueError(f"{parsed.host}: a base URL has no password, query or fragment; a token goes with the request")
     return url.rstrip("/")
-
-
-async def _body(response: httpx.Response, max_bytes: int) -> bytes:
-    """The body, as it came. Raises TryAgain when it is compressed, which was not asked for and could be a bomb, and
-    TooLong."""
-    if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise TryAgain("the answer is compressed, which was not asked for", is_invalid=True)
-    body = bytearray()
-    async for part in response.aiter_bytes():
-        body += part
-        if len(body) > max_bytes:
-            raise TooLong(f"the answer is longer than {max_bytes:,} bytes", is_invalid=True)
-    return bytes(body)
-
-
-def _decoded(body: bytes) -> Any:
-    try:
-        return decode_json(body)
-    except ValueError as error:
-        raise TryAgain(f"the answer is not JSON: {error}", is_invalid=True) from None
-
-
-def _failure(response: httpx.Response, reason: str) -> TryAgain | Refused:
-    """What an HTTP status other than 200 means."""
-    status = response.status_code
-    if status in _TRIED_AGAIN or (status >= 500 and status != 501):
-        rest_s = _retry_after_s(response.headers.get("Retry-After"))
-        return TryAgain(
-            f"HTTP {status}: {reason}".rstrip(": "), rest_s=0.0 if rest_s is None and status == 429 else rest_s
-        )
-    return Refused(status, f"{reason or response.headers.get('Location', '')} ({response.url})")
-
-
-def _reason(body: bytes) -> str:
-    """What an error's JSON says: `detail` or `title` (RFC 9457), or OpenAI's `error.message`; else nothing."""
-    try:
-        said = decode_json(body)
-    except ValueError:
-        return ""
-    match said:
-        case {"detail": str(reason)} | {"title": str(reason)} | {"error": {"message": str(reason)}}:
-            return _one_line(reason)
-    return ""
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:DETAIL_CHARACTERS]
-
-
-def _retry_after_s(value: str | None) -> float | None:
-    """Seconds from now, from a number of them or an HTTP date; None when there is neither."""
-    if value is None:
-        return None
-    try:
-        seconds = float(value) if value.strip().isdecimal() else parsedate_to_datetime(value).timestamp() - time.time()
-    except ValueError:
-        return None
-    return min(MAX_RETRY_AFTER_S, max(0.0, seconds))
