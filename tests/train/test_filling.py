@@ -3,19 +3,11 @@
 import pytest
 from cases import ARCHITECTURE
 from filling_cases import Case, differences, model_of, peak_growth_mib, refusal
-from gang import Gang
 from safetensors.torch import load_file, save_file
 
 from hone.model.load import save_hf
 
 UNTIED = {"tie_word_embeddings": False}
-
-
-@pytest.fixture(scope="module")
-def pair():
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +67,6 @@ def test_files_that_do_not_fit_are_refused_by_every_rank(pair, folder, tmp_path,
 )
 def test_four_ranks(four, case):
     assert four(differences, case) == [[]] * 4
-
-
-@pytest.fixture(scope="module")
-def four():
-    gang = Gang(4)
-    yield gang
-    gang.close()
 
 
 @pytest.mark.slow

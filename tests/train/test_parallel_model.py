@@ -16,13 +16,6 @@ from hone.plan.architecture import architecture_from
 LONG = ((tuple(range(50)) * 6,), (0, 0), (tuple(range(60)) * 2, tuple(range(20, 60)) * 3))
 
 
-@pytest.fixture(scope="module")
-def pair():
-    gang = Gang(2)
-    yield gang
-    gang.close()
-
-
 def assert_same(ranks: list[Found], alone: Found) -> None:
     for one in ranks:
         torch.testing.assert_close(one.logprobs_U, alone.logprobs_U, rtol=1e-10, atol=1e-10)

@@ -18,13 +18,6 @@ from hone.train.shards import LiveSnapshot
 from hone.types import Progress
 
 
-@pytest.fixture(scope="module")
-def pair():
-    gang = Gang(2)
-    yield gang
-    gang.close()
-
-
 def save(ranks, folder: Path, step: int = 1) -> Loaded:
     Checkpoints(folder, 2).save(Progress(step=step), snapshot(ranks))
     loaded = Checkpoints(folder, 2).newest()

@@ -13,20 +13,6 @@ pytestmark = pytest.mark.slow
 HYBRID = {"shard": 2}
 
 
-@pytest.fixture(scope="module")
-def four():
-    gang = Gang(4)
-    yield gang
-    gang.close()
-
-
-@pytest.fixture(scope="module")
-def pair():
-    gang = Gang(2)
-    yield gang
-    gang.close()
-
-
 @pytest.mark.parametrize(
     "case",
     [

@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from gang import Gang
 from sharded_cases import Case, Found, trained
-
-
-@pytest.fixture(scope="module")
-def pair():
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 def assert_same(found: list[Found], expected: Found, *, rtol=1e-5, atol=1e-7):

@@ -4,27 +4,12 @@ One case of each is in test_sharded_pair.py, which runs every time.
 """
 
 import pytest
-from gang import Gang
 from sharded_cases import Case, trained
 from test_sharded_pair import assert_same
 
 pytestmark = pytest.mark.slow
 
 TENSOR, SEQUENCE = {"tensor_parallel": 2}, {"sequence_parallel": 2}
-
-
-@pytest.fixture(scope="module")
-def pair():
-    gang = Gang(2)
-    yield gang
-    gang.close()
-
-
-@pytest.fixture(scope="module")
-def four():
-    gang = Gang(4)
-    yield gang
-    gang.close()
 
 
 @pytest.mark.parametrize(
