@@ -1,11 +1,18 @@
-"""examples/cluster/kuberay.yaml: its command is one that Hone understands, and its pods have what the run asks for."""
+"""examples/cluster/kuberay.yaml: its pods have what the run asks for, and its command trains on a Ray that is there."""
 
+import json
+import os
 import shlex
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from raylets import free_port, left_behind, ray_logs, rays_folder, write_run
 
 from hone.config.load import load_config
 from hone.config.topology import topology_of
@@ -44,3 +51,55 @@ def test_its_page_names_every_place_to_change(spec):
     page = (ROOT / "docs" / "kubernetes.md").read_text("utf-8")
     for place in ("image", "entrypoint", "replicas", "nvidia.com/gpu", "claimName", "sizeLimit", "backoffLimit"):
         assert f"`{place}`" in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_entrypoint_trains_on_two_raylets_and_goes_on_when_started_again(spec, tmp_path):
+    """As the operator does it: Ray on every machine first, then the command with RAY_ADDRESS in its environment."""
+    write_run(tmp_path)
+    hone, verb, _, resume, _, *settings = shlex.split(spec["entrypoint"])
+    settings = [setting for setting in settings if not setting.startswith(("cluster.nodes", "cluster.devices"))]
+    settings += ["run.dir=out", "cluster.nodes=2", "cluster.devices_per_node=2"]
+    port = free_port()
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    start = ["ray", "start", "--num-cpus=2", "--num-gpus=0", "--block"]
+    (head,) = [spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]]
+    assert head == {}, "the operator's own way to start Ray"
+    pods = [[*start, "--head", f"--port={port}", "--include-dashboard=false"], [*start, f"--address=127.0.0.1:{port}"]]
+    with rays_folder() as short, open(tmp_path / "pods.log", "w") as log:
+        environment["RAY_TMPDIR"] = str(short)
+        started = []
+        try:
+            for pod in pods:
+                started.append(subprocess.Popen(pod, env=environment, stdout=log, stderr=log, start_new_session=True))
+                until_open(port)
+            environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
+            for steps in (2, 4):
+                command = [hone, verb, "run.yaml", resume, *settings, f"run.steps={steps}"]
+                done = subprocess.run(
+                    command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False
+                )
+                assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-2000:]}{ray_logs(short)}"
+                lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+                assert lines[-1]["step"] == steps
+            assert "resuming from" in done.stdout, "the second one goes on"
+            assert all(pod.poll() is None for pod in started), "what the run did not start it leaves"
+            ours = ("ray::TrainerRank", "ray::EngineActor")
+            assert not [command for command in left_behind(short).values() if command.startswith(ours)]
+        finally:
+            for pod in started:
+                pod.kill()
+                pod.wait()
+
+
+def until_open(port: int, within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, "Ray's head does not listen"
+            time.sleep(0.2)

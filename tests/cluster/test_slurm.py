@@ -4,14 +4,12 @@ import contextlib
 import json
 import os
 import re
-import shutil
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from raylets import free_port, left_behind, ray_logs, rays_folder, write_run
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "cluster" / "slurm.sbatch"
@@ -32,47 +30,26 @@ trap 'kill $(jobs -pr) 2> /dev/null; wait; exit 143' TERM
 for ((node = 0; node < nodes; node++)); do "$@" & done
 wait
 """
-RUN = """
-stages: [rl]
-run: {steps: 2, device: cpu}
-model:
-  characters: "0123456789+= "
-  init: {model_type: qwen3, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1,
-         head_dim: 16, intermediate_size: 64, max_position_embeddings: 64}
-data: {train: rows.jsonl, answer_column: answer, max_prompt_tokens: 8}
-reward: {components: [{use: exact}]}
-rollout: {group_size: 4, max_response_tokens: 4}
-train: {prompts_per_step: 4}
-observe: {console: plain}
-cluster:
-  backend: ray
-  start_timeout_s: 240
-  pools:
-    train: {devices: 2, roles: [policy]}
-    sample: {devices: 2, roles: [rollout]}
-"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_raylets_train_and_nothing_is_left(tmp_path_factory):
-    folder, short = tmp_path_factory.mktemp("slurm"), Path(f"/tmp/hone-slurm-{os.getpid()}")  # Ray's sockets need it
-    short.mkdir()
+    folder = tmp_path_factory.mktemp("slurm")
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    (folder / "run.yaml").write_text(RUN)
-    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(8)))
+    write_run(folder)
     slurm = {"NNODES": "2", "CPUS_PER_TASK": "2", "JOB_ID": "7", "JOB_NODELIST": "node[0-1]"}
     environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
     environment |= {
         "PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "RAY_PORT": str(free_port()),
-        "RAY_TMPDIR": str(short),
         "OMP_NUM_THREADS": "1",
     }
     command = ["bash", str(SCRIPT), "run.yaml", "run.dir=out"]
-    with open(folder / "job.log", "w+") as log:
+    with rays_folder() as short, open(folder / "job.log", "w+") as log:
+        environment["RAY_TMPDIR"] = str(short)
         job = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -87,38 +64,8 @@ def test_two_raylets_train_and_nothing_is_left(tmp_path_factory):
             assert not list(folder.glob(".ray-token*")), "the token goes with the job"
             assert left_behind(short) == {}
         finally:
-            for number in left_behind(short):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
             job.kill()
             job.wait()
-            shutil.rmtree(short, ignore_errors=True)
-
-
-def ray_logs(folder: Path) -> str:
-    """The ends of what Ray's processes wrote."""
-    logs = sorted(folder.glob("ray/session_2*/logs/*.*"))
-    return "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-1000:]}" for log in logs if log.is_file())
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def left_behind(folder: Path) -> dict[int, str]:
-    """Processes of the job, which have the folder in their environment: number and command line."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            ours = str(folder).encode() in (process / "environ").read_bytes()
-            command = (process / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        if ours and command:
-            found[int(process.name)] = command
-    return found
 
 
 def test_the_script_is_sound_and_its_page_shows_it():
