@@ -84,6 +84,24 @@ def test_on_devices_of_their_own_they_come_back_when_killed_and_nothing_is_score
     assert life.nothing_is_left(within_s=20) and not psutil.pid_exists(other)
 
 
+@pytest.mark.parametrize("layout", [APART, TOGETHER], ids=["apart", "in turn"])
+def test_who_scores_goes_on_when_the_trainer_dies(run_file, beside, layout):
+    run = run_file.parent / f"dying-{len(layout[1])}"
+    life = Life(run_file, *layout, f"run.dir={run}", "checkpoint.every=1")
+    life.until(lambda: (run / "metrics.jsonl").exists() and len(scores_of(run)) > 1)
+    judges = [one.pid for one in read_state(run).services]
+    (copy,) = life.started("ray::ScorerActor")
+    life.started("ray::TrainerRank")[-1].kill()
+    life.until(lambda: "Started again in" in life.text())
+    scorers = [*map(psutil.Process, judges), copy]
+    assert all(one.is_running() for one in scorers)
+    assert life.end() == 0, life.text()
+    assert [one.pid for one in read_state(run).services] == judges, "they are those of before"
+    assert [process.pid for process in life.started("ray::ScorerActor")] == [copy.pid]
+    assert_same_scores(run, beside)
+    assert life.nothing_is_left(within_s=20)
+
+
 def test_a_killed_run_leaves_no_judge(run_file):
     life = Life(run_file, *APART, "run.dir=gone", "run.steps=100000")
     run = run_file.parent / "gone"

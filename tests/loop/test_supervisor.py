@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from tiny import metrics_of, weights_of, write_run
 
+import hone.build.workers as build_workers
 from hone import restarts as restarts_module
-from hone.build import stages
 from hone.build.workers import workers_here
 from hone.cli.main import main
 from hone.errors import ClusterError, PlacementError
@@ -56,7 +56,7 @@ def dying(monkeypatch):
         async with workers_here(job, needs, saved) as found:
             yield replace(found, trainer=Dying(found.trainer, faults))
 
-    monkeypatch.setattr(stages, "workers_here", workers)
+    monkeypatch.setattr(build_workers, "workers_here", workers)
     return faults
 
 

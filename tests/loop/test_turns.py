@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tiny import write_run
 
-from hone.build import stages
+import hone.build.workers as build_workers
 from hone.build.workers import workers_here
 from hone.cli.main import main
 from hone.types import Score
@@ -72,7 +72,7 @@ def shared(monkeypatch):
                 scorers={"exact": judge},
             )
 
-    monkeypatch.setattr(stages, "workers_here", workers)
+    monkeypatch.setattr(build_workers, "workers_here", workers)
     return shared
 
 

@@ -5,22 +5,14 @@ import math
 import pytest
 import torch
 from cases import caught_gradient, make_model
+from pair_cases import PAIRS
 
 from hone.algo.pairwise import pairwise_loss
 from hone.config.run import OptimizerSection
-from hone.data.pairs import Pair
 from hone.errors import DataError
 from hone.model.heads import ScalarModel
 from hone.model.layout import Layout
 from hone.train.pairs import PairTrainer
-
-PAIRS = [
-    Pair((5, 6, 7, 8), (5, 6, 9), 0.0),
-    Pair((3, 4), (3, 4, 10, 11), 0.5),  # one is the beginning of the other
-    Pair((4, 5, 6), (6, 7), 1.0),  # nothing shared
-    Pair((5, 6, 1), (5, 6, 2), 0.0),
-    Pair((12,), (11,), 2.0),
-]
 
 
 def test_golden_losses():

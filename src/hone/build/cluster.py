@@ -1,10 +1,10 @@
-"""The RL stage with Ray: its processes started, started again, and ended. What they make is in `processes.py`."""
+"""Stages with Ray: their processes started, started again, and ended. What they make is in `processes.py`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 
 from hone.build.job import Job
-from hone.build.models import restored
-from hone.build.processes import Blueprint, apart_rank, embedded, trainer_rank, vllm
+from hone.build.models import apart, imitation_trainer, pair_trainer, policy_trainer, restored
+from hone.build.processes import Blueprint, Held, embedded, rank, vllm
 from hone.build.scoring import Scoring
 from hone.build.vllm import starting_folder
-from hone.build.workers import Workers, WorkersOf
+from hone.build.workers import Workers
 from hone.cluster.actors import EngineActor, MakeEngine, TrainerRank
 from hone.cluster.apart import CriticRank, ReferenceRank
 from hone.cluster.engine import RemoteEngine
@@ -25,7 +25,7 @@ from hone.cluster.gang import Gang
 from hone.cluster.publisher import Routes
 from hone.cluster.ray import RayCluster, take_sigterm_back
 from hone.cluster.sending import Way
-from hone.cluster.trainer import RemoteTrainer
+from hone.cluster.trainer import RemoteLearner, RemotePairTrainer, RemoteTrainer
 from hone.cluster.vitals import VitalsWatch
 from hone.cluster.weights import bucket_bytes
 from hone.config.cluster import Role
@@ -36,23 +36,16 @@ from hone.loop.run import Sleeper
 from hone.rollout.engine import Engine
 from hone.rollout.router import Router
 from hone.train.checkpoint import Loaded as Saved
+from hone.train.pairs import PairLearner
+from hone.train.trainer import Trainer
 
 T = TypeVar("T")
-
-
-@asynccontextmanager
-async def workers_on_ray(job: Job) -> AsyncIterator[WorkersOf]:
-    """Makes workers in processes of their own, on the devices that the topology says; all is ended with it."""
-    found = OnRay(job)
-    try:
-        yield found.workers
-    finally:
-        await found.close()
+L = TypeVar("L", bound=RemoteLearner)
 
 
 class OnRay:
-    """Trainer and engines for each attempt at a stage. The trainer is made anew; engines, judges and reward models that
-    are well go on to the next attempt, and so does Ray."""
+    """The `Backend` with processes of their own, on the devices that the topology says. For each attempt the trainer is
+    made anew; engines, judges and reward models that are well go on to the next one, and so does Ray."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -60,23 +53,16 @@ class OnRay:
 
     @asynccontextmanager
     async def workers(self, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
-        """As `workers_here`.
+        """See `Backend.workers`.
 
         Raises:
             ClusterError: devices or processes that cannot be had. Nothing is left of any then.
             Stopped: the user did not want to wait for them.
         """
-        torch.set_num_threads(1)  # the cores are for the processes
-        try:
-            crew = await self._crew_with_devices(needs)
-            trainer, engine = await _unless_stopped(self._job, crew.assemble(saved))
-        except BaseException:
-            await self.close()
-            raise
-        try:
-            async with VitalsWatch(lambda: crew.processes) as vitals:
-                watching = self._job.observer.watching
-                with watching(engine.metrics), watching(trainer.metrics), watching(vitals.metrics):
+        async with self._crew_with(lambda crew: crew.assemble(needs, saved)) as (crew, (trainer, engine)):
+            watching = self._job.observer.watching
+            try:
+                with watching(engine.metrics), watching(trainer.metrics):
                     yield Workers(
                         trainer,
                         engine,
@@ -85,8 +71,36 @@ class OnRay:
                         addresses=crew.scoring.addresses,
                         scorers=crew.scoring.scorers,
                     )
+            finally:
+                await engine.close()
+
+    @asynccontextmanager
+    async def imitator(self, steps: int, saved: Saved | None) -> AsyncIterator[Trainer]:
+        """See `Backend.imitator`; raises what `workers` does."""
+        async with self._crew_with(lambda crew: crew.imitator(steps, saved)) as (_, trainer):
+            yield trainer
+
+    @asynccontextmanager
+    async def pair_learner(self, steps: int, saved: Saved | None) -> AsyncIterator[PairLearner]:
+        """See `Backend.pair_learner`; raises what `workers` does."""
+        async with self._crew_with(lambda crew: crew.pair_learner(steps, saved)) as (_, trainer):
+            yield trainer
+
+    @asynccontextmanager
+    async def _crew_with(self, begin: Callable[[Crew], Coroutine[Any, Any, T]]) -> AsyncIterator[tuple[Crew, T]]:
+        """The processes of the run with what `begin` has them do; its trainer ends with this."""
+        torch.set_num_threads(1)  # the cores are for the processes
+        try:
+            crew = await self._crew_with_devices()
+            begun = await _unless_stopped(self._job, begin(crew))
+        except BaseException:
+            await self.close()
+            raise
+        try:
+            async with VitalsWatch(lambda: crew.processes) as vitals:
+                with self._job.observer.watching(vitals.metrics):
+                    yield crew, begun
         finally:
-            await engine.close()
             await crew.end_trainer()
 
     async def close(self) -> None:
@@ -96,7 +110,7 @@ class OnRay:
             await crew.dismiss()
             await asyncio.to_thread(crew.cluster.close)
 
-    async def _crew_with_devices(self, needs: frozenset[str]) -> Crew:
+    async def _crew_with_devices(self) -> Crew:
         """The one of the attempt before, unless a machine of it is gone."""
         if self._crew is not None and not await asyncio.to_thread(self._crew.cluster.is_whole):
             await self.close()
@@ -109,7 +123,7 @@ class OnRay:
                 num_devices=job.topology.num_devices,
                 say=job.observer.say,
             )
-            self._crew = Crew(job, cluster, Blueprint.of(job, needs))
+            self._crew = Crew(job, cluster, Blueprint.of(job))
             await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
             take_sigterm_back()
         return self._crew
@@ -123,7 +137,7 @@ class Crew:
         self._settings = job.config.cluster
         self.processes: dict[str, Any] = {}
         """Handles by name, of those that were started last."""
-        self._trainer: RemoteTrainer | None = None
+        self._trainer: RemoteLearner | None = None
         self._engines: dict[str, RemoteEngine] = {}
         self._replicas = {replica.name: replica for replica in job.topology.engines}
         self._vllm_folder: Path | None = None  # what vLLM starts with; None: engines are Hone's own
@@ -132,15 +146,26 @@ class Crew:
             job, blueprint.loaded, spawn=self._spawn, processes=self._processes, is_one_machine=cluster.is_own
         )
 
-    async def assemble(self, saved: Saved | None) -> tuple[RemoteTrainer, Router]:
+    async def imitator(self, steps: int, saved: Saved | None) -> RemoteTrainer:
+        """Start the ranks of a supervised stage's trainer, and nothing else."""
+        gang = self._gang_alone(partial(imitation_trainer, steps=steps))
+        timeout_s, bucket = self._settings.call_timeout_s, bucket_bytes(self._settings.bucket_mib)
+        return await self._begun(RemoteTrainer(gang, timeout_s=timeout_s, bucket_size=bucket), saved)
+
+    async def pair_learner(self, steps: int, saved: Saved | None) -> RemotePairTrainer:
+        """As `imitator`, for a reward model."""
+        gang = self._gang_alone(partial(pair_trainer, steps=steps))
+        return await self._begun(RemotePairTrainer([gang], timeout_s=self._settings.call_timeout_s), saved)
+
+    async def assemble(self, needs: frozenset[str], saved: Saved | None) -> tuple[RemoteTrainer, Router]:
         """Start all processes at once that are not there yet, and wait until each has made its part."""
         started = time.monotonic()
-        if self._settings.engines.use == "vllm":
+        if self._settings.engines.use == "vllm" and self._vllm_folder is None:
             self._vllm_folder = await asyncio.to_thread(starting_folder, self._job)
         kept = await self._well_engines()
         if self.scoring.shares_devices:
             await self._prepare_scoring()
-        trainer = self._trainer = self._new_trainer()
+        trainer = self._trainer = self._new_trainer(needs)
         async with asyncio.TaskGroup() as tasks:
             if not self.scoring.shares_devices:
                 tasks.create_task(self._prepare_scoring())
@@ -201,16 +226,38 @@ class Crew:
             await self.scoring.start()
             self._scores = True
 
-    def _new_trainer(self) -> RemoteTrainer:
+    async def _begun(self, trainer: L, saved: Saved | None) -> L:
+        """A trainer that nobody samples beside, ready."""
+        self._trainer, started = trainer, time.monotonic()
+        await asyncio.to_thread(self._start_trainer, trainer, saved)
+        seconds, num_ranks = time.monotonic() - started, len(self._job.topology.trainer.devices)
+        self._job.observer.say(f"trainer ranks: {num_ranks}; ready after {seconds:.1f} s")
+        self._job.observer.event("trainer_up", ranks=num_ranks)
+        return trainer
+
+    def _gang_alone(self, make: Held) -> Gang:
+        """The trainer's ranks, which have their machines' cores to themselves."""
+        topology = self._job.topology
+        machines = [device // topology.devices_per_node for device in topology.trainer.devices]
+        return self._policys_gang(make, processes=machines.count(machines[0]), takes_turns=False)
+
+    def _policys_gang(self, make: Held, *, processes: int, takes_turns: bool) -> Gang:
+        devices = self._job.topology.trainer.devices
+        ranks = [self._spawn(f"rank-{n}", TrainerRank, (device,)) for n, device in enumerate(devices)]
+        return Gang("trainer", ranks, partial(rank, self._blueprint, processes, make), takes_turns=takes_turns)
+
+    def _new_trainer(self, needs: frozenset[str]) -> RemoteTrainer:
         devices, timeout_s = self._job.topology.trainer.devices, self._settings.call_timeout_s
         elsewhere: list[Role] = [role for roles, _ in self._apart() for role in roles]
-        make = partial(trainer_rank, self._blueprint, self._processes("policy", devices), elsewhere)
-        ranks = [self._spawn(f"rank-{n}", TrainerRank, (device,)) for n, device in enumerate(devices)]
         gangs: dict[Role, Gang] = {}
         for roles, others in self._apart():
             gangs |= dict.fromkeys(roles, self._new_gang_apart(roles, others))
         return RemoteTrainer(
-            Gang("trainer", ranks, make, takes_turns=self._sharers(devices) > 1),
+            self._policys_gang(
+                partial(policy_trainer, needs=needs, elsewhere=elsewhere),
+                processes=self._processes("policy", devices),
+                takes_turns=self._sharers(devices) > 1,
+            ),
             critic=gangs.get("critic"),
             reference=gangs.get("reference"),
             reference_refresh_every=self._job.config.algorithm.reference_refresh_every,
@@ -234,7 +281,7 @@ class Crew:
         return Routes(way, ranks, members, machines, sender_machine=trainer.nodes[0])
 
     def _new_gang_apart(self, roles: Sequence[Role], devices: Sequence[int]) -> Gang:
-        make = partial(apart_rank, self._blueprint, self._processes(roles[0], devices), roles)
+        make = partial(rank, self._blueprint, self._processes(roles[0], devices), partial(apart, roles=roles))
         actor = CriticRank if "critic" in roles else ReferenceRank
         timeout_s = self._settings.call_timeout_s
         ranks = [self._spawn(f"{roles[0]}-{n}", actor, (device,), timeout_s) for n, device in enumerate(devices)]
@@ -245,7 +292,7 @@ class Crew:
         topology = self._job.topology
         return [(roles, pool.devices) for pool in topology.pools if (roles := topology.apart.get(pool.name))]
 
-    def _start_trainer(self, trainer: RemoteTrainer, saved: Saved | None) -> None:
+    def _start_trainer(self, trainer: RemoteLearner, saved: Saved | None) -> None:
         trainer.start(is_one_machine=self.cluster.is_own, timeout_s=self._settings.start_timeout_s)
         restored(trainer, saved)
 

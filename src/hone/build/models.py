@@ -29,7 +29,7 @@ from hone.train.pairs import PairTrainer
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import ALONE, Ranks
 from hone.train.reference import Reference
-from hone.train.trainer import Trainer
+from hone.train.trainer import Keepable
 from hone.types import Progress
 
 
@@ -119,13 +119,13 @@ def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> 
 
 
 def policy_trainer(
-    source: Source, needs: frozenset[str], ranks: Ranks = ALONE, elsewhere: Sequence[Role] = ()
+    source: Source, ranks: Ranks = ALONE, *, needs: frozenset[str], elsewhere: Sequence[Role] = ()
 ) -> PolicyTrainer:
     """The trainer of an RL stage, at its beginning.
 
     Args:
-        needs: of the algorithm; see `Algorithm.needs`.
         ranks: who trains it together.
+        needs: of the algorithm; see `Algorithm.needs`.
         elsewhere: what it has not beside the policy, though it is needed; see `apart`.
     """
     config = source.loaded.config
@@ -137,7 +137,28 @@ def policy_trainer(
     return make_trainer(source, "rl", model, config.train.optimizer, steps, reference, critic, ranks)
 
 
-def apart(source: Source, roles: Sequence[Role], ranks: Ranks = ALONE) -> Apart:
+def imitation_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> PolicyTrainer:
+    """The trainer of a supervised stage of so many optimizer steps, at its beginning."""
+    config = source.loaded.config
+    model = with_adapter(config, starting_model(source, "sft"), "sft")
+    return make_trainer(source, "sft", model, config.sft.optimizer, steps, ranks=ranks)
+
+
+def pair_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> PairTrainer:
+    """The trainer of a reward-model stage of so many optimizer steps, at its beginning."""
+    config = source.loaded.config
+    return PairTrainer(
+        scalar_model(config, source.tokenizer, starting_model(source, "reward_model")),
+        optimizer=config.train.optimizer,
+        total_optimizer_steps=steps,
+        tokens_per_microbatch=config.train.tokens_per_microbatch,
+        precision=config.run.precision,
+        guard=source.guard,
+        ranks=ranks,
+    )
+
+
+def apart(source: Source, ranks: Ranks = ALONE, *, roles: Sequence[Role]) -> Apart:
     """What ranks hold that have critic, reference or both, and not the policy."""
     config, train = source.loaded.config, source.loaded.config.train
     critic, reference = None, None
@@ -254,7 +275,7 @@ def critic_from(place: str, config: RunConfig, device: torch.device) -> ScalarMo
     return ScalarModel(body)
 
 
-def restored(trainer: Trainer | PairTrainer, saved: Saved | None) -> Progress | None:
+def restored(trainer: Keepable, saved: Saved | None) -> Progress | None:
     """Put a checkpoint into the trainer; where it was taken, or None without one."""
     if saved is None:
         return None

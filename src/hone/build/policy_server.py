@@ -19,6 +19,7 @@ from hone.data.chat import load_tokenizer, resolve_model
 from hone.errors import DataError, RunFolderError
 from hone.loop.folder import RunFolder
 from hone.model.load import load_model
+from hone.model.memory import give_back_memory
 from hone.rollout.local import LocalEngine
 from hone.serve.http import HttpSettings, Lifecycle, Tokens, refuse_open_door
 from hone.serve.policy import Policy, PolicyService
@@ -115,8 +116,8 @@ def loader(model: str, version: int, name: str, settings: PolicySettings) -> Cal
 
         def move(awake: bool) -> None:
             weights.to(device if awake else "cpu")
-            if device.type == "cuda":  # what torch keeps for itself is somebody else's now
-                torch.cuda.empty_cache()
+            if not awake:
+                give_back_memory()
 
         return Policy(name, engine, tokenizer, weights.max_positions, weights.vocab_size, held, move)
 

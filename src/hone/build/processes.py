@@ -7,20 +7,20 @@ see under the same path. What crosses between processes is in `cluster/`; who st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hone.build.job import Job, set_up_arithmetic
-from hone.build.models import apart, policy_trainer, starting_model
+from hone.build.models import starting_model
 from hone.build.sampling import embedded_engine
 from hone.build.vllm import start_vllm
 from hone.cluster.actors import Seat
-from hone.config.cluster import Role
 from hone.config.load import Loaded
 from hone.data.chat import Tokenizer, load_tokenizer
 from hone.loop.folder import RunFolder
@@ -28,8 +28,8 @@ from hone.model.base import CausalModel
 from hone.plan.guard import UNGUARDED, Guard
 from hone.rollout.engine import Engine
 from hone.train.apart import Apart
+from hone.train.learner import Learner
 from hone.train.mesh import make_mesh, process_group
-from hone.train.policy import PolicyTrainer
 from hone.train.ranks import ALONE, Ranks
 from hone.train.sharded import Sharded
 
@@ -41,13 +41,11 @@ class Blueprint:
     loaded: Loaded
     """Its paths hold wherever the process starts."""
     run_dir: Path
-    needs: frozenset[str]
-    """See `Algorithm.needs`."""
 
     @classmethod
-    def of(cls, job: Job, needs: frozenset[str]) -> Blueprint:
+    def of(cls, job: Job) -> Blueprint:
         loaded = replace(job.loaded, run_file=job.loaded.run_file.absolute())
-        return cls(loaded, job.folder.path.absolute(), needs)
+        return cls(loaded, job.folder.path.absolute())
 
 
 @dataclass
@@ -71,20 +69,15 @@ class Site:
         return cls(loaded, RunFolder(blueprint.run_dir), tokenizer, device)
 
 
-@contextmanager
-def trainer_rank(
-    blueprint: Blueprint, processes: int, elsewhere: Sequence[Role], seat: Seat
-) -> Iterator[PolicyTrainer]:
-    """One rank of the trainer, among the others if there are any. `elsewhere`: see `policy_trainer`."""
-    with rank_among_others(blueprint, processes, seat) as (site, ranks):
-        yield policy_trainer(site, blueprint.needs, ranks, elsewhere)
+Held = Callable[[Site, Ranks], Learner[Any] | Apart]
+"""Makes what a rank holds: `models.policy_trainer`, `apart` and their like."""
 
 
 @contextmanager
-def apart_rank(blueprint: Blueprint, processes: int, roles: Sequence[Role], seat: Seat) -> Iterator[Apart]:
-    """One rank of those that have `roles`, and not the policy."""
+def rank(blueprint: Blueprint, processes: int, make: Held, seat: Seat) -> Iterator[Learner[Any] | Apart]:
+    """One rank with what `make` makes, among the others if there are any."""
     with rank_among_others(blueprint, processes, seat) as (site, ranks):
-        yield apart(site, roles, ranks)
+        yield make(site, ranks)
 
 
 @contextmanager

@@ -15,23 +15,16 @@ from pathlib import Path
 
 from hone.algo.algorithm import Algorithm
 from hone.build.job import Job, first_cause, set_up_arithmetic, signals_ask_to_stop, tell_where_it_starts
-from hone.build.memory import RunMemory, exhausted, pair_knobs, trainer_knobs
-from hone.build.models import (
-    make_trainer,
-    restored,
-    scalar_model,
-    stage_weights,
-    starting_model,
-    tell_of_adapter,
-    with_adapter,
-)
+from hone.build.memory import RunMemory, exhausted
+from hone.build.models import stage_weights
 from hone.build.pictures import picture_of_responses
 from hone.build.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
 from hone.build.services import claim_devices, placed, unused_notes
-from hone.build.workers import Workers, WorkersOf, workers_here
+from hone.build.workers import Backend, Here, Workers
 from hone.cluster.services import Services
 from hone.config.derived import correction, longest_tokens, samples_per_update
 from hone.config.load import Loaded
+from hone.config.run import Stage
 from hone.config.topology import judge_services, topology_lines
 from hone.data.chat import load_tokenizer
 from hone.data.pairs import load_pairs
@@ -46,12 +39,11 @@ from hone.loop.sft import SftRun, imitation_rows, total_steps, train_sft
 from hone.loop.supervisor import run_with_restarts
 from hone.model.load import save_hf
 from hone.observe.observer import Observer
+from hone.plan.ladder import Predict
 from hone.restarts import Restarts
 from hone.rollout.router import Router
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
-from hone.train.pairs import PairTrainer
-from hone.train.policy import PolicyTrainer
 from hone.types import Progress
 
 
@@ -123,19 +115,19 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
 
 
 async def run_stages(job: Job, saved: Saved | None) -> None:
-    """The stages in order, beginning with the one that `saved` was in. Services run from before to after them."""
+    """The stages in order, beginning with the one that `saved` was in. Services run from before to after them, and so
+    do a cluster's processes."""
     tell_where_it_starts(job, saved)
     with signals_ask_to_stop(job.stop, job.observer):
-        async with job.services:
-            await run_stages_beside_services(job, saved)
+        async with job.services, backend_of(job) as backend:
+            await run_stages_on(job, backend, saved)
 
 
-async def run_stages_beside_services(job: Job, saved: Saved | None) -> None:
+async def run_stages_on(job: Job, backend: Backend, saved: Saved | None) -> None:
     stages = job.config.stages
     first = stages.index(saved.progress.stage) if saved else 0  # type: ignore[arg-type]
     for number, stage in enumerate(stages[first:], first):
-        runner = {"sft": run_sft, "reward_model": run_reward_model, "rl": run_rl}[stage]
-        await runner(job, saved if saved and saved.progress.stage == stage else None)
+        await run_stage(job, backend, stage, saved if saved and saved.progress.stage == stage else None)
         if job.stop.is_set():
             job.services.check()
             raise Stopped(f"stopped; `hone train {job.loaded.run_file} --resume` goes on from the checkpoint")
@@ -143,77 +135,76 @@ async def run_stages_beside_services(job: Job, saved: Saved | None) -> None:
             job.observer.say(f"final weights: {job.folder.hf}")
 
 
-async def run_sft(job: Job, saved: Saved | None) -> None:
-    """Supervised fine-tuning from the run file's model; leaves its weights in `stage_weights(job, "sft")`."""
+async def run_stage(job: Job, backend: Backend, stage: Stage, saved: Saved | None) -> None:
+    """One stage, from its beginning or from a checkpoint of it; again from the newest when its trainer is lost."""
+    once = {"sft": imitate_once, "reward_model": learn_preferences_once, "rl": optimise_once}[stage]
+
+    def newest() -> Saved | None:
+        found = job.checkpoints.newest()
+        return found if found and found.progress.stage == stage else None
+
+    await run_with_restarts(
+        partial(once, job, backend),
+        saved,
+        newest=newest,
+        observer=job.observer,
+        restarts=Restarts(job.config.cluster.restarts),
+        stop=job.stop,
+    )
+
+
+async def imitate_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
+    """Supervised fine-tuning from the run file's model; leaves its weights in `stage_weights`. Calls `ready` when the
+    trainer is there."""
     rows, report = imitation_rows(job.config, job.tokenizer, job.base_dir)
     job.observer.say(f"imitating {report}")
     steps = total_steps(job.config.sft, len(rows))
-    model = with_adapter(job.config, starting_model(job, "sft"), "sft")
-    trainer = make_trainer(job, "sft", model, job.config.sft.optimizer, steps)
-    tell_of_adapter(job, trainer)
-    progress = begin_stage(job, "sft", steps, trainer, saved)
-    job.memory.ladder.bind(*trainer_knobs(trainer, job.config))
-    run = SftRun(job.config, progress, trainer, *job.doors, rows=rows, guard=job.memory.ladder)
-    await train_sft(run)
-    await finish_stage(job, run)
+    progress = begin_stage(job, "sft", saved)
+    async with backend.imitator(steps, saved) as trainer:
+        ready()
+        job.observer.begin("sft", steps)
+        run = SftRun(job.config, progress, trainer, *job.doors, rows=rows, guard=job.guard)
+        try:
+            await train_sft(run)
+            await finish_stage(job, run)
+        finally:
+            await run.settle()
 
 
-async def run_reward_model(job: Job, saved: Saved | None) -> None:
-    """Learning from preferences, from the run file's model or from what the SFT stage left."""
+async def learn_preferences_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
+    """Learning from preferences, from the run file's model or from what the SFT stage left. `ready`: as before."""
     config, tokenizer = job.config, job.tokenizer
     longest = longest_tokens(config)
     pairs, report = load_pairs(config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest)
     held_out, other = load_pairs(config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest, part="eval")
     job.observer.say(f"pairs to learn from: {report}; held out: {other}")
     steps = pair_steps(config.rm, len(pairs))
-    trainer = PairTrainer(
-        scalar_model(config, tokenizer, starting_model(job, "reward_model")),
-        optimizer=config.train.optimizer,
-        total_optimizer_steps=steps,
-        tokens_per_microbatch=config.train.tokens_per_microbatch,
-        precision=config.run.precision,
-        guard=job.memory.ladder,
-    )
-    progress = begin_stage(job, "reward_model", steps, trainer, saved)
-    ladder = job.memory.ladder
-    ladder.bind(*pair_knobs(trainer, config))
-    run = RewardModelRun(config, progress, trainer, *job.doors, pairs=pairs, held_out=held_out, guard=ladder)
-    await train_reward_model(run)
-    await finish_stage(job, run)
+    progress = begin_stage(job, "reward_model", saved)
+    async with backend.pair_learner(steps, saved) as trainer:
+        ready()
+        job.observer.begin("reward_model", steps)
+        run = RewardModelRun(config, progress, trainer, *job.doors, pairs=pairs, held_out=held_out, guard=job.guard)
+        try:
+            await train_reward_model(run)
+            await finish_stage(job, run)
+        finally:
+            await run.settle()
 
 
-async def run_rl(job: Job, saved: Saved | None) -> None:
-    """The policy loop, from the run file's model or from what the SFT stage left; again when the trainer is lost."""
-
-    def newest() -> Saved | None:
-        found = job.checkpoints.newest()
-        return found if found and found.progress.stage == "rl" else None
-
-    async with backend(job) as workers_of:
-        await run_with_restarts(
-            partial(run_rl_once, job, workers_of),
-            saved,
-            newest=newest,
-            observer=job.observer,
-            restarts=Restarts(job.config.cluster.restarts),
-            stop=job.stop,
-        )
-
-
-async def run_rl_once(job: Job, workers_of: WorkersOf, saved: Saved | None, ready: Callable[[], None]) -> None:
-    """One attempt at it; calls `ready` when trainer and engine are there."""
+async def optimise_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
+    """The policy loop, from the run file's model or from what the SFT stage left. Calls `ready` when trainer and engine
+    are there."""
     config = job.config
     prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed)
     job.observer.say(f"training on {prompts.report}")
-    progress = saved.progress if saved else Progress(stage="rl")
+    progress = begin_stage(job, "rl", saved, job.memory.predict)
     algorithm = Algorithm(
         config.algorithm,
         max_response_tokens=config.rollout.max_response_tokens,
         correction=correction(config),
         control=progress.control,
     )
-    job.memory.ladder.begin(progress, job.memory.predict)
-    async with workers_of(algorithm.needs, saved) as workers:
+    async with backend.workers(algorithm.needs, saved) as workers:
         ready()
         await job.services.ready()
         if not job.stop.is_set():
@@ -221,15 +212,18 @@ async def run_rl_once(job: Job, workers_of: WorkersOf, saved: Saved | None, read
 
 
 @asynccontextmanager
-async def backend(job: Job) -> AsyncIterator[WorkersOf]:
-    """What makes the trainer and the engine, where `cluster.backend` wants them."""
+async def backend_of(job: Job) -> AsyncIterator[Backend]:
+    """Where `cluster.backend` wants the stages to train."""
     if job.config.cluster.backend == "local":
-        yield partial(workers_here, job)
+        yield Here(job)
         return
-    from hone.build.cluster import workers_on_ray  # Ray is an extra
+    from hone.build.cluster import OnRay  # Ray is an extra
 
-    async with workers_on_ray(job) as workers_of:
-        yield workers_of
+    on_ray = OnRay(job)
+    try:
+        yield on_ray
+    finally:
+        await on_ray.close()
 
 
 async def optimise_policy(
@@ -278,13 +272,10 @@ async def optimise_policy(
         job.observer.say(f"rewards: {rewards.summary()}{f'; services: {services}' if services else ''}")
 
 
-def begin_stage(
-    job: Job, stage: str, steps: int, trainer: PolicyTrainer | PairTrainer, saved: Saved | None
-) -> Progress:
-    """Where a supervised stage goes on: at its first step, or where `saved` was taken, which `trainer` then holds."""
-    progress = restored(trainer, saved) or Progress(stage=stage)
-    job.memory.ladder.begin(progress)
-    job.observer.begin(stage, steps)
+def begin_stage(job: Job, stage: Stage, saved: Saved | None, predict: Predict | None = None) -> Progress:
+    """Where a stage goes on: at its first step, or where `saved` was taken. From here its memory is watched over."""
+    progress = saved.progress if saved else Progress(stage=stage)
+    job.memory.ladder.begin(progress, predict)
     return progress
 
 

@@ -26,13 +26,14 @@ from torch import Tensor
 from hone.cluster.meeting import Link
 from hone.cluster.publish import Published, publish
 from hone.cluster.publish_ray import Intake
-from hone.cluster.ray import end_with_ray
+from hone.cluster.ray import end_with_ray, own_address
 from hone.cluster.receiving import GroupIntake
 from hone.cluster.sending import Sender, Target, Way, by_engine, make_sender
 from hone.errors import CheckpointError, EngineError, HoneError
+from hone.model.memory import give_back_memory
 from hone.rollout.engine import CacheUse, Caching, Engine, Request
 from hone.train.apart import Apart
-from hone.train.policy import PolicyTrainer
+from hone.train.learner import Learner
 from hone.train.shards import FileFacts, HostCopies
 from hone.types import Sample
 
@@ -78,7 +79,7 @@ class Seat:
     """Others work on its device while it does not, and want the memory."""
 
 
-MakeTrainer = Callable[[Seat], AbstractContextManager[PolicyTrainer | Apart]]
+MakeTrainer = Callable[[Seat], AbstractContextManager[Learner[Any] | Apart]]
 MakeEngine = Callable[[], Awaitable[Engine]]
 
 
@@ -90,7 +91,7 @@ class TrainerRank:
         end_with_ray()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._open = ExitStack()
-        self._trainer: PolicyTrainer | Apart | None = None
+        self._trainer: Learner[Any] | Apart | None = None
         self._copies = HostCopies()
         self._seat: Seat | None = None
         self._senders: dict[Way, Sender] = {}
@@ -123,8 +124,8 @@ class TrainerRank:
         await self._computed(build)
 
     async def hf_config(self) -> Any:
-        """What describes the policy."""
-        return self.policy.hf_config
+        """What describes the model."""
+        return self.learner.hf_config
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         """What a method of `Trainer` returns."""
@@ -132,16 +133,16 @@ class TrainerRank:
         def call() -> Any:
             result = getattr(self._held, method)(*args, **named)
             if self._seat is not None and self._seat.takes_turns:
-                _give_back_memory()
+                give_back_memory()
             return result if self._is_first else None
 
         return await self._computed(call)
 
     async def weights(self, *, master: bool) -> list[tuple[str, Tensor]] | None:
-        """All of the policy's weights at once, as they compute or at full precision."""
+        """All weights at once, as they compute or at full precision."""
 
         def gather() -> list[tuple[str, Tensor]] | None:
-            weights = self.policy.master_weights() if master else self.policy.weights()
+            weights = self.learner.master_weights() if master else self.learner.weights()
             return list(weights) if self._is_first else _drained(weights)
 
         return await self._computed(gather)
@@ -171,10 +172,10 @@ class TrainerRank:
     async def publish(
         self, engines: Mapping[str, Target], way: Way, *, version: int, bucket_size: int, timeout_s: float
     ) -> Published | None:
-        """Send the policy's weights to those engines that get them from this rank. Returns what became of it."""
+        """Send the weights to those engines that get them from this rank. Returns what became of it."""
 
         def send() -> Published | None:
-            weights = self.policy.weights()
+            weights = self.learner.weights()
             ours = {name: target for name, target in engines.items() if target.rank == self._number}
             if not ours:
                 return _drained(weights)
@@ -190,12 +191,12 @@ class TrainerRank:
         await self._computed(self._open.close)
 
     @property
-    def policy(self) -> PolicyTrainer:
-        assert not isinstance(self._held, Apart), "the policy is elsewhere"
+    def learner(self) -> Learner[Any]:
+        assert not isinstance(self._held, Apart), "what is published and described is elsewhere"
         return self._held
 
     @property
-    def _held(self) -> PolicyTrainer | Apart:
+    def _held(self) -> Learner[Any] | Apart:
         assert self._trainer is not None, "build comes first"
         return self._trainer
 
@@ -206,19 +207,6 @@ class TrainerRank:
 
     async def _computed(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
-
-
-def own_address() -> str:
-    """Of this machine, as the cluster's others see it."""
-    import ray
-
-    return ray.util.get_node_ip_address()
-
-
-def _give_back_memory() -> None:
-    """To the GPU, for other processes: torch would keep what activations and caches took."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -294,7 +282,7 @@ class EngineActor:
 
     async def sleep(self) -> None:
         await self.engine.sleep()
-        _give_back_memory()
+        give_back_memory()
 
     async def wake(self) -> None:
         await self.engine.wake()

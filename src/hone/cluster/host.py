@@ -19,8 +19,8 @@ from hone.cluster.calls import START_KEY, wait_for_one
 from hone.cluster.devices import VARIABLE
 from hone.cluster.launch import Launch, environment_with
 from hone.cluster.ports import HOST
-from hone.cluster.process import Life
-from hone.cluster.ray import end_with_ray
+from hone.cluster.process import Ending, Life
+from hone.cluster.ray import end_with_ray, own_address
 from hone.errors import HoneError, ServiceError
 
 BEAT_S = 2.0
@@ -40,7 +40,7 @@ class HostActor:
 
     async def address(self) -> str:
         """Of this machine, as other machines of the cluster reach it."""
-        return ray.util.get_node_ip_address()
+        return own_address()
 
     async def plan(self, make: Callable[[], Launch]) -> Launch:
         """What would be started here."""
@@ -72,26 +72,13 @@ class HostActor:
             await self._life.kill()
 
 
-class RemoteLife:
+class RemoteLife(Ending):
     """A `service.Life` in another process. Made by `Host`."""
 
     def __init__(self, name: str, actor: Any, pid: int | None, stop_timeout_s: float) -> None:
         self.pid = pid
         self._name, self._actor, self._stop_timeout_s = name, actor, stop_timeout_s
         self._ending = asyncio.create_task(self._listen(), name=f"life of {name}")
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ending.done()
-
-    async def ended_within(self, timeout_s: float) -> bool:
-        """See `service.Life`."""
-        await asyncio.wait({self._ending}, timeout=timeout_s)
-        return self.has_ended
-
-    async def ended(self) -> str:
-        """See `service.Life`."""
-        return await asyncio.shield(self._ending)
 
     async def stop(self) -> None:
         """See `service.Life`."""

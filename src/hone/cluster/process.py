@@ -25,7 +25,27 @@ _KILL_TIMEOUT_S = 15.0
 """Until a keeper that was told to end everything is killed itself; more than it takes to give a process up."""
 
 
-class Life:
+class Ending:
+    """The end of something that runs, for any number of who wait for it."""
+
+    _ending: asyncio.Task[str]
+    """Returns how it ended."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ending.done()
+
+    async def ended_within(self, timeout_s: float) -> bool:
+        """Wait for the end, but not longer than that; returns whether it has ended."""
+        await asyncio.wait({self._ending}, timeout=timeout_s)
+        return self.has_ended
+
+    async def ended(self) -> str:
+        """Wait for the end; returns how it ended, such as "ended with exit code 1"."""
+        return await asyncio.shield(self._ending)
+
+
+class Life(Ending):
     """A started command and everything it starts. Make one with `begin`; `stop` or `kill` it in any case."""
 
     def __init__(self, keeper: Process, pid: int | None, stop_timeout_s: float) -> None:
@@ -66,19 +86,6 @@ class Life:
                 raise ServiceError(f"{command[0]}: the process that looks after it did not start.") from None
             raise
         return cls(keeper, int(number) if word == "pid" else None, stop_timeout_s)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ending.done()
-
-    async def ended_within(self, timeout_s: float) -> bool:
-        """Wait for the end, but not longer than that; returns whether it has ended."""
-        await asyncio.wait({self._ending}, timeout=timeout_s)
-        return self.has_ended
-
-    async def ended(self) -> str:
-        """Wait for the end; returns how it ended, such as "ended with exit code 1"."""
-        return await asyncio.shield(self._ending)
 
     async def stop(self) -> None:
         """Ask it to end; it is killed after its `stop_timeout_s`."""

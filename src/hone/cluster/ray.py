@@ -241,6 +241,13 @@ def end_with_ray() -> None:
     threading.Thread(target=stay, name="end-with-ray", daemon=True).start()
 
 
+def own_address() -> str:
+    """Of this machine, as the cluster's others see it."""
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
 def take_sigterm_back() -> None:
     """Give SIGTERM to whoever handled it before Ray began: Ray's own way is to show a stack and abort 3 s later.
 

@@ -1,7 +1,8 @@
-"""The trainer as the loop sees it when its ranks are processes of Ray's: `train.trainer.Trainer` from a distance.
+"""The trainer as the loop sees it when its ranks are processes of Ray's: `train.trainer.Trainer` from a distance, and
+`train.pairs.PairLearner`.
 
-It is one, wherever critic and reference are: on the policy's ranks, or on devices of their own, where a critic learns
-while the policy does.
+A policy's is one, wherever critic and reference are: on the policy's ranks, or on devices of their own, where a critic
+learns while the policy does.
 """
 
 from __future__ import annotations
@@ -24,13 +25,90 @@ from hone.cluster.gang import Asked, Gang, answers, close
 from hone.cluster.publish import Published
 from hone.cluster.publisher import Publisher, Routes
 from hone.cluster.sending import Target, Way
+from hone.data.pairs import Pair
 from hone.errors import ClusterError, EngineError
+from hone.train.pairs import Measured
 from hone.train.shards import FileFacts
 from hone.types import Batch
 
 
-class RemoteTrainer:
-    """`Trainer` over the ranks of a cluster. Made with `start`.
+class RemoteLearner:
+    """What is common to those who train something on the ranks of a cluster. Made with `start`.
+
+    Args:
+        gangs: the first one has what is trained and described, others what belongs to it.
+        timeout_s: a rank without an answer for so long is stuck.
+    """
+
+    def __init__(self, gangs: Sequence[Gang], *, timeout_s: float) -> None:
+        self._gangs, self._timeout_s = gangs, timeout_s
+        self._config: PreTrainedConfig | None = None
+
+    def start(self, *, is_one_machine: bool, timeout_s: float) -> None:
+        """Have all ranks make what they hold; raises what `answers` does."""
+        begun = [gang.begin(is_one_machine=is_one_machine, timeout_s=timeout_s) for gang in self._gangs]
+        answers(begun, "starting the trainer", timeout_s, START_KEY)
+        self._config = self._answer(self._gangs[0].ask("hf_config"), "starting the trainer", self._timeout_s)
+
+    @property
+    def device(self) -> torch.device:
+        """Batches are made here, on the host."""
+        return torch.device("cpu")
+
+    @property
+    def hf_config(self) -> PreTrainedConfig:
+        """See `Keepable.hf_config`."""
+        assert self._config is not None, "start comes first"
+        return self._config
+
+    def master_weights(self) -> list[tuple[str, Tensor]]:
+        """See `Keepable.master_weights`."""
+        return self._gather(master=True)
+
+    def snapshot(self) -> RemoteSnapshot:
+        """See `Keepable.snapshot`; copied on each rank. The one before must have been written."""
+        asked = [gang.ask("copy_state") for gang in self._gangs]
+        copied = answers(asked, "copying the trainer's state", self._timeout_s)
+        num_bytes = [sum(size for size, _ in found) for found in copied]
+        rest = {key: value for found in copied for key, value in found[0][1].items()}
+        writing = [gang for gang, size in zip(self._gangs, num_bytes, strict=True) if size]
+        return RemoteSnapshot(writing, sum(num_bytes), rest, self._timeout_s)
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+        """See `Keepable.restore`; each rank reads what it needs from the disk."""
+        saved = ray.put(tensors)
+        asked = [gang.ask("call", "restore", saved, rest) for gang in self._gangs]
+        answers(asked, "restore", self._timeout_s)
+
+    def close(self) -> None:
+        """End all ranks; what they have not told is lost."""
+        close(self._gangs)
+
+    def _gather(self, *, master: bool) -> list[tuple[str, Tensor]]:
+        return self._answer(self._gangs[0].ask("weights", master=master), "gathering weights", self._timeout_s)
+
+    def _call(self, gang: Gang, method: str, *args: Any, **named: Any) -> Any:
+        return self._answer(gang.ask("call", method, *args, **named), method, self._timeout_s)
+
+    def _answer(self, asked: Asked, what: str, timeout_s: float) -> Any:
+        """What rank 0 says, once all ranks are done."""
+        return answers([asked], what, timeout_s)[0][0]
+
+
+class RemotePairTrainer(RemoteLearner):
+    """`PairLearner` over the ranks of a cluster."""
+
+    def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        """See `PairLearner.update`."""
+        return self._call(self._gangs[0], "update", ray.put(pairs))
+
+    def measure(self, pairs: Sequence[Pair]) -> Measured:
+        """See `PairLearner.measure`."""
+        return self._call(self._gangs[0], "measure", ray.put(pairs))
+
+
+class RemoteTrainer(RemoteLearner):
+    """`Trainer` over the ranks of a cluster.
 
     Args:
         policy: who trains the policy, and has beside it what is not apart.
@@ -53,29 +131,11 @@ class RemoteTrainer:
         bucket_size: int,
     ) -> None:
         self._policy, self._critic, self._reference = policy, critic or policy, reference or policy
-        self._gangs = list(dict.fromkeys((policy, self._critic, self._reference)))
+        super().__init__(list(dict.fromkeys((policy, self._critic, self._reference))), timeout_s=timeout_s)
         self._refresh_every = reference_refresh_every if self._reference is not policy else 0
         self._update_count = 0
-        self._timeout_s, self._bucket_size = timeout_s, bucket_size
-        self._config: PreTrainedConfig | None = None
+        self._bucket_size = bucket_size
         self._publisher = Publisher(routes or Routes())
-
-    def start(self, *, is_one_machine: bool, timeout_s: float) -> None:
-        """Have all ranks make what they hold; raises what `answers` does."""
-        begun = [gang.begin(is_one_machine=is_one_machine, timeout_s=timeout_s) for gang in self._gangs]
-        answers(begun, "starting the trainer", timeout_s, START_KEY)
-        self._config = self._answer(self._policy.ask("hf_config"), "starting the trainer", self._timeout_s)
-
-    @property
-    def device(self) -> torch.device:
-        """Batches are made here, on the host."""
-        return torch.device("cpu")
-
-    @property
-    def hf_config(self) -> PreTrainedConfig:
-        """See `Trainer.hf_config`."""
-        assert self._config is not None, "start comes first"
-        return self._config
 
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
         """See `Trainer.logprobs`."""
@@ -132,29 +192,9 @@ class RemoteTrainer:
         """See `Trainer.fingerprint`; no weight moves."""
         return self._call(self._policy, "fingerprint")
 
-    def master_weights(self) -> list[tuple[str, Tensor]]:
-        """See `Trainer.master_weights`."""
-        return self._gather(master=True)
-
-    def snapshot(self) -> RemoteSnapshot:
-        """See `Trainer.snapshot`; copied on each rank. The one before must have been written."""
-        asked = [gang.ask("copy_state") for gang in self._gangs]
-        copied = answers(asked, "copying the trainer's state", self._timeout_s)
-        num_bytes = [sum(size for size, _ in found) for found in copied]
-        rest = {key: value for found in copied for key, value in found[0][1].items()}
-        writing = [gang for gang, size in zip(self._gangs, num_bytes, strict=True) if size]
-        return RemoteSnapshot(writing, sum(num_bytes), rest, self._timeout_s)
-
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
-        """See `Trainer.restore`; each rank reads what it needs from the disk."""
-        saved = ray.put(tensors)
-        asked = [gang.ask("call", "restore", saved, rest) for gang in self._gangs]
-        answers(asked, "restore", self._timeout_s)
+        super().restore(tensors, rest)
         self._update_count = int(rest["updates"])
-
-    def close(self) -> None:
-        """End all ranks; what they have not told is lost."""
-        close(self._gangs)
 
     def fetch_weights(self) -> list[tuple[str, Tensor]]:
         """All weights, here. For what is no process of the cluster."""
@@ -174,16 +214,6 @@ class RemoteTrainer:
         asked = self._policy.ask("publish", dict(targets), way, **settings)
         # Each target may use up its time; only then is it the rank that is stuck.
         return answers([asked], what, 2 * self._timeout_s)[0]
-
-    def _gather(self, *, master: bool) -> list[tuple[str, Tensor]]:
-        return self._answer(self._policy.ask("weights", master=master), "gathering weights", self._timeout_s)
-
-    def _call(self, gang: Gang, method: str, *args: Any, **named: Any) -> Any:
-        return self._answer(gang.ask("call", method, *args, **named), method, self._timeout_s)
-
-    def _answer(self, asked: Asked, what: str, timeout_s: float) -> Any:
-        """What rank 0 says, once all ranks are done."""
-        return answers([asked], what, timeout_s)[0][0]
 
 
 @dataclass(frozen=True)

@@ -178,13 +178,15 @@ def plan_microbatches(shape: Shape, samples: Indices, tokens_per_microbatch: int
 
 
 def divide_over_ranks(
-    shape: Shape, samples: Indices, num_ranks: int, tokens_per_microbatch: int
+    shape: Shape, samples: Indices, num_ranks: int, tokens_per_microbatch: int, *, whole_groups: bool = False
 ) -> list[list[Indices]]:
     """Divide `samples` (ascending) over ranks that work in step, and each rank's share into microbatches.
 
     Every rank gets as many microbatches, the last ones empty where its share needs fewer. Computed tokens are balanced:
     a group stays on one rank, which computes its prompt once, unless cutting groups shortens the longest share.
 
+    Args:
+        whole_groups: no group is cut; each fits into the budget.
     Raises:
         DataError: one sample alone exceeds the budget.
     """
@@ -193,7 +195,8 @@ def divide_over_ranks(
     longest = _longest(shape, samples, tokens_per_microbatch)
     whole = computed_tokens(shape, samples)
     fair = math.ceil(whole / num_ranks)
-    sizes = (max(size, longest) for size in (whole, fair, fair // 2, fair // 4))
+    smaller = () if whole_groups else (fair, fair // 2, fair // 4)
+    sizes = (max(size, longest) for size in (whole, *smaller))
     candidates = [_shares(shape, samples, num_ranks, size) for size in sizes]
     shares = min(candidates, key=lambda shares: max(computed_tokens(shape, share) for share in shares))
     plans = [plan_microbatches(shape, share, tokens_per_microbatch) for share in shares]

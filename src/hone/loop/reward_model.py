@@ -15,11 +15,11 @@ from hone.data.pairs import Pair
 from hone.loop.run import Stage, due, now
 from hone.loop.sft import rows_of_step
 from hone.model.heads import MEAN, STD
-from hone.train.pairs import Measured, PairTrainer
+from hone.train.pairs import Measured, PairLearner
 
 
 @dataclass
-class RewardModelRun(Stage[PairTrainer]):
+class RewardModelRun(Stage[PairLearner]):
     """A reward-model stage."""
 
     pairs: Sequence[Pair]
@@ -75,8 +75,8 @@ def held_out_metrics(measured: Measured) -> dict[str, float]:
 
 def describe(run: RewardModelRun, measured: Measured) -> None:
     """Put mean and standard deviation of the scores into what will be config.json, and tell people."""
-    setattr(run.trainer.model.hf_config, MEAN, measured.score_mean)
-    setattr(run.trainer.model.hf_config, STD, measured.score_std)
+    setattr(run.trainer.hf_config, MEAN, measured.score_mean)
+    setattr(run.trainer.hf_config, STD, measured.score_std)
     run.observer.say(
         f"on {len(run.held_out):,} pairs held out: accuracy {measured.accuracy:.3f}, loss {measured.loss:.3f} nats, "
         f"scores {measured.score_mean:.3f} +- {measured.score_std:.3f}"

@@ -26,7 +26,7 @@ from hone.reward.base import Rewards
 from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env import episode_metrics
 from hone.train.checkpoint import Checkpoints
-from hone.train.pairs import PairTrainer
+from hone.train.pairs import PairLearner
 from hone.train.shards import Snapshot
 from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Progress
@@ -34,7 +34,7 @@ from hone.types import Batch, Group, Progress
 T = TypeVar("T")
 
 
-AnyTrainer = TypeVar("AnyTrainer", bound=Trainer | PairTrainer)
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer | PairLearner)
 
 
 class Sleeper(Protocol):

@@ -147,6 +147,8 @@ def _follow(status: RunStatus, events: Iterable[Mapping[str, Any]]) -> float | N
                 status.replicas.clear()
                 sampling.clear()
     status.in_flight = len(sampling)
+    if status.stage in ("sft", "reward_model") and status.phase in ("starting", "sampling"):
+        status.phase = "training"  # nothing else is done there
     return phase_at_s
 
 

@@ -133,15 +133,24 @@ def _common_beginning(family: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return first[:same]
 
 
-def last_token_scores(model: ScalarModel, sequences: Sequences, samples: Ints) -> Tensor:
-    """(len(samples),) float32: the scores at the last tokens of some of the sequences, in the order of `samples`."""
+def last_token_scores(
+    model: ScalarModel, sequences: Sequences, samples: Ints, device: torch.device | None = None
+) -> Tensor:
+    """(len(samples),) float32: the scores at the last tokens of some of the sequences, in the order of `samples`.
+
+    Args:
+        device: where the model computes, if that is not where its weights are.
+    """
+    device = device or model.device
+    if not len(samples):
+        return model(idle := Layout.idle(device))[idle.expand_T]
     length_S = sequences.length_S[samples]
     last_T = length_S.cumsum() - 1
     # Tokens of each chosen sequence: counted up from where its continuation starts.
     starts = (sequences.length_S.cumsum() - sequences.length_S)[samples]
     index_T = np.arange(length_S.sum()) + np.repeat(starts - (last_T + 1 - length_S), length_S)
     layout = Layout.from_flat(
-        sequences.prompts, sequences.prompt_S[samples], length_S, sequences.token_ids_T[index_T], model.device
+        sequences.prompts, sequences.prompt_S[samples], length_S, sequences.token_ids_T[index_T], device
     )
     values_U = model(layout)
     values_T = values_U if layout.expand_T is None else values_U[layout.expand_T]

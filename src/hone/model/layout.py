@@ -21,7 +21,7 @@ real query. A CPU's matrix library compiles a kernel for each shape it meets, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -136,6 +136,12 @@ class Layout:
         length_S = np.fromiter(map(len, responses), np.int64, len(responses))
         token_ids_T = np.fromiter(chain.from_iterable(responses), np.int64, int(length_S.sum()))
         return cls.from_flat(prompts, np.asarray(prompt_S, np.int64), length_S, token_ids_T, device)
+
+    @classmethod
+    def idle(cls, device: torch.device | str) -> Layout:
+        """One token that nobody asks for: a rank without work takes part in what all ranks do."""
+        one = cls.from_flat(((0,),), np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), device)
+        return replace(one, expand_T=torch.empty(0, dtype=torch.int64, device=device))
 
     @classmethod
     def from_flat(

@@ -35,6 +35,7 @@ from hone.errors import DataError
 from hone.model.decoder import unsupported
 from hone.model.heads import FORM, MEAN, STD, ScalarModel, Sequences, last_token_scores, load_scalar_model
 from hone.model.load import model_folder, read_config
+from hone.model.memory import give_back_memory
 from hone.reward.resolve import Unusable
 from hone.reward.signature import all_faulty
 from hone.types import Fault, Group, Prompt, Score
@@ -183,8 +184,7 @@ class Loaded:
 
     def sleep(self) -> None:
         self.model.move(torch.device("cpu"))
-        if self.device.type == "cuda":  # what torch keeps for itself is somebody else's now
-            torch.cuda.empty_cache()
+        give_back_memory()
 
     def wake(self) -> None:
         self.model.move(self.device)

@@ -16,7 +16,7 @@ from hone.data.pack import optimizer_steps
 from hone.train.critic import Critic
 from hone.train.policy import CRITIC, REFERENCE
 from hone.train.reference import Reference
-from hone.train.shards import Share, under
+from hone.train.shards import Share, put_under, under
 from hone.train.trainer import measured
 from hone.types import Batch
 
@@ -91,9 +91,9 @@ class Apart:
         rest: dict[str, Any] = {}
         if self._critic is not None:
             critic_tensors, rest["critic"] = self._critic.state()
-            tensors |= {CRITIC + name: tensor for name, tensor in critic_tensors.items()}
+            tensors |= put_under(CRITIC, critic_tensors)
         if self._reference is not None and self._keeps_reference:
-            tensors |= {REFERENCE + name: tensor for name, tensor in self._reference.tensors().items()}
+            tensors |= put_under(REFERENCE, self._reference.tensors())
         return tensors, rest
 
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:

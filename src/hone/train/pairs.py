@@ -1,10 +1,13 @@
-"""Learns a reward model from pairs: both conversations of a pair in one microbatch, what they share computed once."""
+"""Learns a reward model from pairs: both conversations of a pair in one microbatch, what they share computed once.
+
+In one process, or on one rank of many (`ranks.py`), each of which has whole pairs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -12,12 +15,14 @@ from torch import Tensor
 
 from hone.algo.pairwise import pairwise_loss
 from hone.config.run import OptimizerSection
-from hone.data.pack import Indices, Shape, plan_microbatches
+from hone.data.pack import Indices, Shape
 from hone.data.pairs import Pair
 from hone.errors import DataError
 from hone.model.heads import ScalarModel, Sequences, last_token_scores
 from hone.plan.guard import UNGUARDED, Guard
 from hone.train.learner import Learner
+from hone.train.ranks import ALONE, Ranks
+from hone.train.trainer import Keepable
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,23 @@ class Measured:
     """Standard deviation (unbiased) of the scores of all answers, better and worse."""
 
 
+class PairLearner(Keepable, Protocol):
+    """What a reward-model stage asks of whoever trains one, wherever that is."""
+
+    def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        """One optimizer step on the mean loss of `pairs`. Returns metrics."""
+        ...
+
+    def measure(self, pairs: Sequence[Pair]) -> Measured:
+        """The model as it is now, on pairs that it does not learn from."""
+        ...
+
+
 class PairTrainer(Learner[ScalarModel]):
     """Trains a reward model in place; arguments as `Learner`.
 
     Args:
-        tokens_per_microbatch: memory, never the result; must hold any one pair.
+        tokens_per_microbatch: of one rank; memory, never the result; must hold any one pair.
     """
 
     def __init__(
@@ -49,6 +66,7 @@ class PairTrainer(Learner[ScalarModel]):
         tokens_per_microbatch: int,
         precision: Literal["float32", "bfloat16", "float64"],
         guard: Guard = UNGUARDED,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__(
             model,
@@ -56,12 +74,14 @@ class PairTrainer(Learner[ScalarModel]):
             total_optimizer_steps=total_optimizer_steps,
             precision=precision,
             guard=guard,
+            ranks=ranks,
         )
         self.tokens_per_microbatch = tokens_per_microbatch
 
     def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
-        """One optimizer step on the mean loss of `pairs`. Returns metrics."""
-        (loss, correct), result = self.optimizer_step(lambda: self._accumulate(pairs))
+        """See `PairLearner.update`."""
+        measured, result = self.optimizer_step(lambda: self._accumulate(pairs))
+        loss, correct = map(sum, zip(*self.ranks.rows(measured), strict=True))
         return {
             "rm/loss": loss / len(pairs),
             "rm/accuracy": correct / len(pairs),
@@ -69,23 +89,24 @@ class PairTrainer(Learner[ScalarModel]):
             "rm/grad_norm": result.grad_norm,
         }
 
-    def _accumulate(self, pairs: Sequence[Pair]) -> tuple[float, float]:
-        """Add the gradient of the mean loss of `pairs`; returns the sum of their losses, and how many are right."""
+    def _accumulate(self, pairs: Sequence[Pair]) -> list[Tensor]:
+        """Add the gradient of the mean loss of `pairs`. Returns of each microbatch of this rank (2,): the sum of its
+        losses, and how many are right."""
         sequences, plan = self._plan(pairs)
         margin_P = self._margins(pairs)
-        total = torch.zeros((), dtype=margin_P.dtype, device=self.device)
-        correct = torch.zeros_like(total)
-        for samples in plan:
-            chosen_P, rejected_P = last_token_scores(self.model, sequences, samples).unflatten(0, (-1, 2)).unbind(1)
+        measured: list[Tensor] = []
+        for samples in self.held.passes(plan):
+            score_S = last_token_scores(self.model, sequences, samples, self.device)
+            chosen_P, rejected_P = score_S[::2], score_S[1::2]
             loss_P = pairwise_loss(chosen_P, rejected_P, margin_P[samples[::2] // 2])
             (loss_P.sum() / len(pairs)).backward()
-            total += loss_P.detach().sum()
-            correct += _correct(chosen_P.detach(), rejected_P.detach())
+            right = _correct(chosen_P.detach(), rejected_P.detach())
+            measured.append(torch.stack([loss_P.detach().double().sum(), right]))
             self.guard.check()
-        return float(total), float(correct)
+        return measured
 
     def measure(self, pairs: Sequence[Pair]) -> Measured:
-        """The model as it is now, on pairs that it does not learn from."""
+        """See `PairLearner.measure`."""
         score_S = self.without_gradient(self.model, lambda: self._scores(pairs))
         chosen_P, rejected_P = score_S.unflatten(0, (-1, 2)).unbind(1)
         loss_P = pairwise_loss(chosen_P, rejected_P, self._margins(pairs).cpu().double())
@@ -99,14 +120,16 @@ class PairTrainer(Learner[ScalarModel]):
     def _scores(self, pairs: Sequence[Pair]) -> Tensor:
         """(2 * pairs,) float64, on the CPU: better and worse of each pair in turn."""
         sequences, plan = self._plan(pairs)
-        score_S = torch.zeros(2 * len(pairs), dtype=torch.float64)
+        score_S = torch.zeros(2 * len(pairs), dtype=torch.float64, device=self.device)
         for samples in plan:
-            score_S[torch.from_numpy(samples)] = last_token_scores(self.model, sequences, samples).cpu().double()
+            found = last_token_scores(self.model, sequences, samples, self.device)
+            score_S[torch.from_numpy(samples).to(self.device)] = found.double()
             self.guard.check()
-        return score_S
+        return self.ranks.column(score_S).cpu()
 
     def _plan(self, pairs: Sequence[Pair]) -> tuple[Sequences, list[Indices]]:
-        """The conversations of all pairs, sample 2i the better and 2i + 1 the worse of pair i, and the microbatches."""
+        """The conversations of all pairs, sample 2i the better and 2i + 1 the worse of pair i, and this rank's
+        microbatches. Raises DataError for a pair that fits into none, whichever rank's it would be."""
         sequences = Sequences.of([(pair.chosen, pair.rejected) for pair in pairs])
         prompt_tokens = np.fromiter(map(len, sequences.prompts), np.int64, len(sequences.prompts))
         pair_S = np.arange(2 * len(pairs)) // 2
@@ -118,15 +141,16 @@ class PairTrainer(Learner[ScalarModel]):
             start_S=sequences.length_S.cumsum() - sequences.length_S,
             prompt_tokens_N=np.bincount(pair_of_prompt, weights=prompt_tokens).astype(np.int64),
         )
-        plan = plan_microbatches(shape, np.arange(2 * len(pairs)), self.tokens_per_microbatch)
-        if any(len(samples) % 2 or (samples[::2] % 2).any() for samples in plan):
+        each = np.maximum(shape.length_S - 1, 0).reshape(-1, 2).sum(1) + shape.prompt_tokens_N
+        if each.max() > self.tokens_per_microbatch:
             longest = max(len(pair.chosen) + len(pair.rejected) for pair in pairs)
             raise DataError(
                 f"a pair does not fit into train.tokens_per_microbatch = {self.tokens_per_microbatch}: both its "
                 f"conversations must, together. Raise it to at least {longest}, or lower data.max_prompt_tokens or "
                 "rollout.max_response_tokens, which bound a conversation."
             )
-        return sequences, plan
+        samples = np.arange(2 * len(pairs))
+        return sequences, self.ranks.microbatches(shape, samples, self.tokens_per_microbatch, whole_groups=True)
 
     def _margins(self, pairs: Sequence[Pair]) -> Tensor:
         return torch.tensor([pair.margin for pair in pairs], dtype=self.held.dtype, device=self.device)

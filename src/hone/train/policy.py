@@ -24,7 +24,7 @@ from hone.train.critic import Critic
 from hone.train.learner import Learner
 from hone.train.optim import StepResult
 from hone.train.ranks import ALONE, Ranks
-from hone.train.shards import Share, under
+from hone.train.shards import Share, put_under, under
 from hone.train.trainer import PreparedBatch, measured, train_microbatch
 from hone.types import Batch
 
@@ -225,9 +225,9 @@ class PolicyTrainer(Learner[CausalModel]):
         tensors, rest = dict(tensors), {**rest, "updates": self.update_count}
         if self.critic is not None:
             critic_tensors, rest["critic"] = self.critic.state()
-            tensors |= {CRITIC + name: tensor for name, tensor in critic_tensors.items()}
+            tensors |= put_under(CRITIC, critic_tensors)
         if self.reference is not None and self.reference_refresh_every:
-            tensors |= {REFERENCE + name: tensor for name, tensor in self.ranks.tensors(self.reference).items()}
+            tensors |= put_under(REFERENCE, self.ranks.tensors(self.reference))
         if self.model.adapter is not None:
             rest["base"] = self.model.adapter.base
         return tensors, rest

@@ -59,9 +59,13 @@ class Ranks(ABC):
         """Where a model that `freeze` has taken over computes."""
 
     @abstractmethod
-    def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
+    def microbatches(
+        self, shape: Shape, samples: Indices, tokens_per_microbatch: int, *, whole_groups: bool = False
+    ) -> list[Indices]:
         """This rank's share of `samples` (ascending), in microbatches: as many on each rank, so that some may be empty.
 
+        Args:
+            whole_groups: the samples of a prompt stay together; all of them fit into the budget.
         Raises:
             DataError: one sample alone exceeds the budget, whichever rank's it would be.
         """
@@ -103,8 +107,10 @@ class Alone(Ranks):
     def device(self, model: CausalModel) -> torch.device:
         return model.output_weight.device
 
-    def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
-        return plan_microbatches(shape, samples, tokens_per_microbatch)
+    def microbatches(
+        self, shape: Shape, samples: Indices, tokens_per_microbatch: int, *, whole_groups: bool = False
+    ) -> list[Indices]:
+        return plan_microbatches(shape, samples, tokens_per_microbatch)  # keeps together what fits together
 
     def column(self, value_T: Tensor) -> Tensor:
         return value_T

@@ -96,8 +96,12 @@ class Sharded(Ranks):
     def device(self, model: CausalModel) -> torch.device:
         return self.mesh.device
 
-    def microbatches(self, shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
-        return divide_over_ranks(shape, samples, self.mesh.data_parallel, tokens_per_microbatch)[self.mesh.data_index]
+    def microbatches(
+        self, shape: Shape, samples: Indices, tokens_per_microbatch: int, *, whole_groups: bool = False
+    ) -> list[Indices]:
+        ranks = self.mesh.data_parallel
+        shares = divide_over_ranks(shape, samples, ranks, tokens_per_microbatch, whole_groups=whole_groups)
+        return shares[self.mesh.data_index]
 
     def column(self, value_T: Tensor) -> Tensor:
         dist.all_reduce(value_T, group=self._data)

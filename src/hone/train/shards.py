@@ -319,6 +319,11 @@ def box_of(tensors: Mapping[str, Tensor | Share], name: str, offset: Sequence[in
     return found[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
 
 
+def put_under(prefix: str, tensors: Mapping[str, Tensor | Share]) -> dict[str, Tensor | Share]:
+    """The same with names that begin so; what `under` takes back."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Those whose names begin so, without that beginning."""
     if isinstance(tensors, SavedTensors):

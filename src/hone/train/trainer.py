@@ -8,7 +8,7 @@ Not here: which samples (`data.pack`), what is optimised (`algo`), how weights m
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,17 +26,37 @@ from hone.train.shards import Snapshot
 from hone.types import Batch, Totals
 
 
-class Trainer(Protocol):
+class Keepable(Protocol):
+    """What a stage saves of whoever it trains, and leaves at its end."""
+
+    @property
+    def hf_config(self) -> PreTrainedConfig:
+        """What describes the policy on disk."""
+        ...
+
+    def master_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Copies of the weights at full precision, under their Hugging Face names."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """Everything needed to continue bit for bit, to be written to the disk."""
+        ...
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+        """Continue where a snapshot was taken, on as many ranks or on others.
+
+        Args:
+            tensors: whole ones, or what is on the disk.
+        """
+        ...
+
+
+class Trainer(Keepable, Protocol):
     """Holds the policy and learns. One process or many look the same to the loop."""
 
     @property
     def device(self) -> torch.device:
         """Where batches are best put."""
-        ...
-
-    @property
-    def hf_config(self) -> PreTrainedConfig:
-        """What describes the policy on disk."""
         ...
 
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
@@ -65,22 +85,6 @@ class Trainer(Protocol):
 
     def fingerprint(self) -> str:
         """Content hash of `weights`, equal to an engine's when every byte is."""
-        ...
-
-    def master_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Copies of the weights at full precision, under their Hugging Face names."""
-        ...
-
-    def snapshot(self) -> Snapshot:
-        """Everything needed to continue bit for bit, to be written to the disk."""
-        ...
-
-    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
-        """Continue where a snapshot was taken, on as many ranks or on others.
-
-        Args:
-            tensors: whole ones, or what is on the disk.
-        """
         ...
 
 
@@ -128,13 +132,11 @@ class PreparedBatch:
 def lay_out(batch: PreparedBatch, samples: Indices) -> tuple[Layout, Tensor]:
     """The microbatch of `samples`, and (t,) index of their tokens, sample by sample, into the batch's columns.
 
-    Without any sample it is one token that nobody asks for: a rank without work takes part in what all ranks do.
+    Without any sample it is `Layout.idle`.
     """
     index, device = batch.shape.tokens_of(samples), batch.columns_CT.device
     if not len(samples):
-        idle = Layout.from_flat(((0,),), np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), device)
-        nothing = torch.from_numpy(index).to(device)
-        return replace(idle, expand_T=nothing), nothing
+        return Layout.idle(device), torch.from_numpy(index).to(device)
     layout = Layout.from_flat(
         batch.prompts, batch.shape.prompt_S[samples], batch.shape.length_S[samples], batch.token_ids_T[index], device
     )

@@ -1,0 +1,71 @@
+"""A reward model's trainer on pairs, as numbers to compare: the same code alone and on the ranks of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from cases import make_model
+from sharded_cases import watch
+from torch import Tensor
+
+from hone.config.run import OptimizerSection
+from hone.data.pairs import Pair
+from hone.model.heads import ScalarModel
+from hone.train.mesh import make_mesh
+from hone.train.pairs import Measured, PairTrainer
+from hone.train.ranks import ALONE
+from hone.train.sharded import Sharded
+
+PAIRS = (
+    Pair((5, 6, 7, 8), (5, 6, 9), 0.0),
+    Pair((3, 4), (3, 4, 10, 11), 0.5),  # one is the beginning of the other
+    Pair((4, 5, 6), (6, 7), 1.0),  # nothing shared
+    Pair((5, 6, 1), (5, 6, 2), 0.0),
+    Pair((12,), (11,), 2.0),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trainer and what it is given."""
+
+    updates: int = 2
+    num_pairs: int = len(PAIRS)
+    implementation: Literal["hone", "transformers"] = "hone"
+    tokens_per_microbatch: int = 1000
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    offload: tuple[str, ...] = ()
+
+
+@dataclass
+class Found:
+    """What one rank found."""
+
+    metrics: list[dict[str, float]]
+    gradients: list[dict[str, Tensor]]
+    measured: Measured
+    master: dict[str, Tensor]
+
+
+def learnt(case: Case, *, alone: bool = False) -> Found:
+    """Builds the trainer, updates, and measures; on this rank or, where `alone`, in this process only."""
+    model = ScalarModel(make_model(implementation=case.implementation))
+    with torch.no_grad():  # a head of zeros would know nothing of the body
+        model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel()).reshape(1, -1))
+    ranks = ALONE if alone else Sharded(make_mesh(torch.device("cpu"), **case.mesh), offload=case.offload)
+    trainer = PairTrainer(
+        model,
+        optimizer=OptimizerSection(lr=1e-2, grad_clip=0),
+        total_optimizer_steps=4,
+        tokens_per_microbatch=case.tokens_per_microbatch,
+        precision="float64",
+        ranks=ranks,
+    )
+    gradients: list[dict[str, Tensor]] = []
+    watch(trainer, gradients)
+    metrics = [trainer.update(PAIRS[: case.num_pairs]) for _ in range(case.updates)]
+    master = {name: weight.clone() for name, weight in trainer.master_weights()}
+    return Found(metrics, gradients, trainer.measure(PAIRS), master)
