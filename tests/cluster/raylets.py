@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,17 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def until_open(port: int, within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, "Ray's head does not listen"
+            time.sleep(0.2)
 
 
 def left_behind(folder: Path) -> dict[int, str]:

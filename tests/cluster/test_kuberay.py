@@ -3,16 +3,14 @@
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from raylets import free_port, left_behind, ray_logs, rays_folder, write_run
+from raylets import free_port, left_behind, ray_logs, rays_folder, until_open, write_run
 
 from hone.config.load import load_config
 from hone.config.topology import topology_of
@@ -64,6 +62,7 @@ def test_the_entrypoint_trains_on_two_raylets_and_goes_on_when_started_again(spe
     port = free_port()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment["HOME"] = str(tmp_path)  # as in a new pod, which has no token of Ray's
     start = ["ray", "start", "--num-cpus=2", "--num-gpus=0", "--block"]
     (head,) = [spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]]
     assert head == {}, "the operator's own way to start Ray"
@@ -92,14 +91,3 @@ def test_the_entrypoint_trains_on_two_raylets_and_goes_on_when_started_again(spe
             for pod in started:
                 pod.kill()
                 pod.wait()
-
-
-def until_open(port: int, within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            assert time.monotonic() < deadline, "Ray's head does not listen"
-            time.sleep(0.2)

@@ -3,11 +3,14 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import psutil
 import pytest
 from ray_runs import Life, write_run
+from raylets import free_port, rays_folder, until_open
 from safetensors.numpy import load_file
 
 from hone import build
@@ -159,6 +162,29 @@ def test_a_run_joins_a_cluster_of_two_machines_and_leaves_it_as_it_was(tmp_path,
         assert last.end() == 0, f"the devices are free again: {last.text()}"
     finally:
         cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_a_ray_that_wants_the_machines_token_is_joined(tmp_path, monkeypatch):
+    """`ray start` asks for the token that an earlier run with a Ray of its own has left in the home directory."""
+    run_file, port = write_run(tmp_path), free_port()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("a" * 64)
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-cpus=1"]
+    with rays_folder() as short, open(tmp_path / "head.log", "w") as log:
+        monkeypatch.setenv("RAY_TMPDIR", str(short))
+        head = subprocess.Popen([*ray, "--include-dashboard=false", "--block"], stdout=log, stderr=log)
+        try:
+            until_open(port)
+            life = Life(run_file, *ONE_AND_ONE, "cluster.devices_per_node=1", f"cluster.address=127.0.0.1:{port}")
+            assert life.end() == 0, life.text()
+            monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+            refused = Life(run_file, *ONE_AND_ONE, f"cluster.address=127.0.0.1:{port}", "run.dir=refused")
+            assert refused.end() == 1 and "~/.ray/auth_token" in refused.text(), "it really asks for one"
+        finally:
+            head.kill()
+            head.wait()
 
 
 def running(node):

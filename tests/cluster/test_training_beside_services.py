@@ -152,6 +152,7 @@ def ended(tmp_path, number, lives, *, service=None):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_killed_launchers_leave_nothing_behind(tmp_path):
     found = ended(tmp_path, "SIGKILL", 5)
     assert [life["left"] for life in found] == [[]] * 5

@@ -186,6 +186,7 @@ def workers(rewards) -> set[int]:
     return {worker.process.pid for worker in rewards._pool._workers if worker.process is not None}
 
 
+@pytest.mark.slow
 def test_a_stalling_answer_on_every_worker_at_once_and_the_next_good_one_is_scored(make_rewards):
     limit_s = 1.5
 

@@ -1,6 +1,7 @@
 """Checkpoints come back as they were saved, or not at all and with a reason."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,14 @@ def test_everything_comes_back(tmp_path):
 def test_the_tensors_file_is_plain_safetensors(tmp_path):
     path = Checkpoints(tmp_path, 2).save(Progress(), LiveSnapshot(tensors(), {}))
     assert torch.equal(load_file(path / "tensors.safetensors")["weight"], tensors()["weight"])
+
+
+def test_what_is_sent_to_a_process_with_another_working_directory_is_found_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loaded = save(Path("here"), 1).newest()
+    sent = pickle.dumps(loaded.tensors)
+    monkeypatch.chdir("/")
+    assert torch.equal(pickle.loads(sent)["weight"], tensors(1)["weight"])
 
 
 def test_no_checkpoint_is_none(tmp_path):

@@ -7,6 +7,7 @@ run; who drives them is in `trainer.py` and `engine.py`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ from hone.types import Sample
 
 BEAT_S = 2.0
 """An engine with nothing to tell says so after this time."""
+GATHER_S = 0.02
+"""How long news waits for other news: to tell costs more than to decode a token, on the cores that decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,7 @@ class EngineActor:
         self._groups: GroupIntake | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._news: list[News] = []
-        self._is_news = asyncio.Event()
+        self._is_news, self._is_idle = asyncio.Event(), asyncio.Event()
 
     async def ping(self) -> Vitals:
         vitals = Vitals.here()
@@ -245,15 +249,20 @@ class EngineActor:
         """Begin with these, together and in order."""
         for number, request in requests:
             task = self._running[number] = asyncio.create_task(self._generate(number, request))
-            task.add_done_callback(lambda _, number=number: self._running.pop(number))
+            task.add_done_callback(partial(self._end, number))
+        self._is_idle.clear()
 
     async def take(self) -> Sequence[News]:
-        """What has happened since the last time; waits for something to happen, but not long."""
+        """What has happened since the last time; waits for something to happen, but not long, and for what happens with
+        it while there is more to come."""
         try:
             async with asyncio.timeout(BEAT_S):
                 await self._is_news.wait()
         except TimeoutError:
             return ()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GATHER_S):
+                await self._is_idle.wait()
         self._is_news.clear()
         news, self._news = self._news, []
         return news
@@ -314,6 +323,11 @@ class EngineActor:
             self._tell(number, error)
         except Exception as error:  # boundary: whatever it is, the one who waits must hear of it
             self._tell(number, EngineError(f"prompt {request.prompt.id}: {type(error).__name__}: {error}"))
+
+    def _end(self, number: int, _: asyncio.Task[None]) -> None:
+        del self._running[number]
+        if not self._running:
+            self._is_idle.set()
 
     def _tell(self, number: int, what: Sample | HoneError | None) -> None:
         self._news.append((number, what))

@@ -183,12 +183,15 @@ class RayCluster:
 
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": self._name}
         if address is not None:
+            _show_token()
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ClusterError(
                     f"cluster.address = {address}: there is no Ray to join ({_first_line(error)}). Start one with "
-                    "`ray start --head` there, or take the key out to have one started on this machine."
+                    "`ray start --head` there, or take the key out to have one started on this machine. One that wants "
+                    "a token is joined with the token that it was started with, at RAY_AUTH_TOKEN_PATH or in "
+                    "~/.ray/auth_token."
                 ) from error
             return
         self._folder = Scratch("hone-ray-")
@@ -227,6 +230,20 @@ class RayCluster:
         order = {node: number for number, node in enumerate(dict.fromkeys(where[i] for i in sorted(where)))}
         self._places = sorted(where, key=lambda bundle: (order[where[bundle]], bundle))
         self._nodes = [where[bundle] for bundle in self._places]
+
+
+def _show_token() -> None:
+    """Have Ray show its token, where this machine has one, to whom it joins. One that wants none does not mind.
+
+    `ray start` asks for a token where it finds one, and a `ray.init` that starts Ray leaves one in the home directory;
+    but a `ray.init` that joins shows none unless RAY_AUTH_MODE says so, and is told nothing of why it failed. Before
+    2.60 nobody asks for a token unless RAY_AUTH_MODE says so.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from ray._private.authentication import authentication_token_setup
+
+        logging.getLogger(authentication_token_setup.__name__).setLevel(logging.ERROR)
+        authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def end_with_ray() -> None:

@@ -218,7 +218,7 @@ class SavedTensors(Mapping[str, Tensor]):
     def __init__(self, files: Sequence[Path]) -> None:
         self._handles: dict[Path, Any] = {}
         self._parts: dict[str, list[_Part]] = {}
-        for file in files:
+        for file in map(Path.absolute, files):  # another process may have another working directory
             handle = self._opened(file)
             info = json.loads((handle.metadata() or {}).get(_INFO, "{}"))
             for name in handle.keys():  # noqa: SIM118 - it is no mapping
