@@ -100,11 +100,11 @@ def measure(size: str, layout: str, number: int, options: argparse.Namespace) ->
     (folder / "reward.py").write_text(REWARD)
     (folder / "run.yaml").write_text(json.dumps(run_file(size, layout, options)))
     command = [sys.executable, "-m", "hone.cli.main", "train", str(folder / "run.yaml"), *QUIET]
-    started, arrived = time.monotonic(), []
+    started, arrived, metrics = time.monotonic(), [], folder / "run" / "metrics.jsonl"
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         while process.poll() is None:
-            if len(lines_of(folder / "run")) > len(arrived):
+            if metrics.is_file() and metrics.read_bytes().count(b"\n") > len(arrived):
                 arrived.append((time.monotonic(), sent_bytes()))
             time.sleep(0.02)
     if process.returncode:

@@ -106,6 +106,19 @@ def test_a_new_layout_keeps_what_fits(columns):
     assert keys.is_contiguous()
 
 
+def test_a_store_that_was_freed_for_a_while_takes_its_room_at_once():
+    store = KeyValueStore(2, 3, 4, torch.empty(0))
+    store.reserve(5, 64, live=0)
+    full = store.num_bytes
+    store.free(will_return=True)
+    assert (store.num_bytes, store.room_tokens) == (0, 0)
+    store.reserve(5, 6, live=0)
+    assert store.num_bytes == full and store.data.shape == (2, 2, 5, 3, 6, 4) and not store.data.any()
+    store.free(will_return=False)
+    store.reserve(5, 6, live=0)
+    assert store.num_bytes == full * 6 // 64
+
+
 def test_columns_grow_in_steps_of_a_quarter_at_most():
     assert [columns_for(n) for n in (1, 16, 17, 64, 65, 129, 300, 5000)] == [16, 16, 32, 64, 80, 160, 320, 5120]
     for tokens in range(1, 5000):

@@ -18,6 +18,7 @@ class KeyValueStore:
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
         self._memory = like.new_zeros(0)
+        self._expected = 0
         self.data = like.new_zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim)
 
     @property
@@ -32,6 +33,14 @@ class KeyValueStore:
     def num_bytes(self) -> int:
         return self._memory.nbytes
 
+    def free(self, *, will_return: bool) -> None:
+        """Give all memory back. `will_return`: as much will be needed again, and is then taken at once: to grow as
+        sequences do costs new pages and a copy each time."""
+        self._expected = max(len(self._memory), self._expected) if will_return else 0
+        self._memory = self._memory.new_zeros(0)
+        layers, parts, _, num_kv_heads, _, head_dim = self.data.shape
+        self.data = self._memory.view(layers, parts, 0, num_kv_heads, 0, head_dim)
+
     def reserve(self, slots: int, columns: int, *, live: int) -> None:
         """Make room for so many slots or more, and for just so many columns; keeps what fits of the `live` first."""
         have_slots, have_columns = self.data.shape[2], self.columns
@@ -42,7 +51,7 @@ class KeyValueStore:
         live = min(live, have_slots)
         kept = self.data[:, :, :live, :, :columns]
         if math.prod(shape) > len(self._memory):
-            self._memory = self._memory.new_zeros(math.prod(shape))
+            self._memory = self._memory.new_zeros(max(math.prod(shape), self._expected))
         else:
             kept = kept.clone()  # the new layout lies over the old one
         self.data = self._memory[: math.prod(shape)].view(shape)

@@ -41,19 +41,19 @@ class DecoderStepper:
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._group_heads = model.num_heads // model.num_kv_heads
+        shape, weight = (model.num_layers, model.num_kv_heads, model.head_dim), model.output_weight
+        self._prompt_store, self._response_store = KeyValueStore(*shape, weight), KeyValueStore(*shape, weight)
         self.clear()
 
-    def clear(self) -> None:
-        model = self._model
-        weight = model.output_weight
-        shape = (model.num_layers, model.num_kv_heads, model.head_dim)
-        self._prompt_store, self._response_store = KeyValueStore(*shape, weight), KeyValueStore(*shape, weight)
+    def clear(self, *, will_return: bool = False) -> None:
+        for store in (self._prompt_store, self._response_store):
+            store.free(will_return=will_return)
         self._slot_of_prompt: dict[int, int] = {}
         self._next_prompt_id = 0
         self._prompt_ids: list[int] = []
         self._prompt_length_N = np.zeros(0, np.int64)
         self._prompt_released_N = np.zeros(0, bool)
-        self._prompt_hidden_NH = weight.new_zeros(0, model.hidden_size)
+        self._prompt_hidden_NH = self._model.output_weight.new_zeros(0, self._model.hidden_size)
         self._branch_B = np.zeros(0, np.int64)  # branch of each row
         self._slot_C = np.zeros(0, np.int64)  # prompt slot of each branch
         self._length_C = np.zeros(0, np.int64)  # response tokens with keys and values

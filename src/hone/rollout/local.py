@@ -109,7 +109,7 @@ class LocalEngine:
 
         def clear_if_idle() -> bool:
             if idle := self._scheduler.idle:
-                self._scheduler.clear()
+                self._scheduler.clear(will_return=True)
             return idle
 
         self._send()

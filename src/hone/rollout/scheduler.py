@@ -113,13 +113,13 @@ class Scheduler:
         self._rows.make_room(max_rows)
         self._stepper.limit(max_rows=max_rows, prefill_tokens=prefill_tokens)
 
-    def clear(self) -> None:
-        """Forget all jobs and free the cache."""
+    def clear(self, *, will_return: bool = False) -> None:
+        """Forget all jobs and free the cache. `will_return`: one as large will be needed again."""
         self._jobs.clear()
         self._waiting.clear()
         self._rows = Rows(self._max_rows)
         self._logits_BV = None
-        self._stepper.clear()
+        self._stepper.clear(will_return=will_return)
 
     def _admit(self) -> None:
         free = self._max_rows - self._rows.count

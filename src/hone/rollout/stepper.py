@@ -50,8 +50,8 @@ class Stepper(Protocol):
         """At most so many rows, and so many prompt tokens computed at one time, from now on."""
         ...
 
-    def clear(self) -> None:
-        """Forget everything and free all memory."""
+    def clear(self, *, will_return: bool = False) -> None:
+        """Forget everything and free all memory. `will_return`: as much will be needed again."""
         ...
 
 

@@ -35,7 +35,7 @@ class TransformersStepper:
         num_bytes = sum(tensor.nbytes for tensor in held if tensor is not None)  # a layer without attention has neither
         return CacheUse(int(self._real_BW.sum()), self._real_BW.numel(), num_bytes)
 
-    def clear(self) -> None:
+    def clear(self, *, will_return: bool = False) -> None:
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._next_prompt_id = 0
         self._forget_rows()
