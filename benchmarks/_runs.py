@@ -13,6 +13,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 QUIET = ["observe.console=quiet", "observe.tensorboard=false", "observe.trace=false", "observe.samples_max_mib=0"]
+DIGITS = """
+from hone.reward import reward
+
+
+@reward(minimum=0.0, maximum=1.0)
+def digits(group):
+    return [sum(c.isdigit() for c in sample.text) / max(len(sample.text), 1) for sample in group.samples]
+"""
+"""reward.py with something to learn from the first step of a random model: write digits."""
 STOP_TIMEOUT_S = 120
 """Until a run that was asked to stop has saved where it is."""
 

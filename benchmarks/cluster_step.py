@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _runs import QUIET, ROOT, lines_of
+from _runs import DIGITS, QUIET, ROOT, lines_of
 
 CHARACTERS = "0123456789+=" + "".join(map(chr, range(0x4E00, 0x4E00 + 488)))
 """So many that a model without training seldom ends a response before its 64 tokens."""
@@ -48,14 +48,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SHARED_PER_TOKEN, LEAST_PER_TOKEN = 20, 24
 """Bytes. The batch: token (8), mask, logprob, advantage. At least: token and logprob; those, mask and advantage."""
-REWARD = """
-from hone.reward import reward
-
-
-@reward(minimum=0.0, maximum=1.0)
-def digits(group):
-    return [sum(c.isdigit() for c in sample.text) / max(len(sample.text), 1) for sample in group.samples]
-"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +89,7 @@ def measure(size: str, layout: str, number: int, options: argparse.Namespace) ->
     folder.mkdir(parents=True)
     rows = ({"prompt": f"{n % 90 + 10}+{n % 80 + 10}="} for n in range(PROMPTS * options.steps))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(DIGITS)
     (folder / "run.yaml").write_text(json.dumps(run_file(size, layout, options)))
     command = [sys.executable, "-m", "hone.cli.main", "train", str(folder / "run.yaml"), *QUIET]
     started, arrived, metrics = time.monotonic(), [], folder / "run" / "metrics.jsonl"

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from _runs import DIGITS
 
 from hone.loop.audit import Audit, audit
 from hone.observe.events import read_events
@@ -49,7 +50,7 @@ model:
          num_key_value_heads: 2, head_dim: 32, intermediate_size: {hidden}, max_position_embeddings: 128,
          tie_word_embeddings: true}}
 data: {{train: sums.jsonl, answer_column: answer, max_prompt_tokens: 8}}
-reward: {{components: [{{use: exact}}]}}
+reward: {{components: [{{use: "reward.py:digits"}}]}}
 rollout: {{group_size: 8, max_response_tokens: {tokens}, max_staleness: 1}}
 train: {{prompts_per_step: 32, optimizer: {{lr: 1e-4}}}}
 algorithm: {{}}
@@ -116,6 +117,7 @@ def run(chance: float, options: argparse.Namespace) -> Outcome:
     folder.mkdir(parents=True)
     rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100) for b in range(100)]
     (folder / "sums.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "reward.py").write_text(DIGITS)
     names = {"steps": options.steps, "hidden": options.hidden, "tokens": options.tokens}
     (folder / "run.yaml").write_text(RUN.format(save_every=options.save_every, **names))
     faults = list(killed_run(folder, chance, random.Random(options.seed), last=options.steps - 3))
