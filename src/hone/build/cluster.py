@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from hone.build.job import Job
-from hone.build.models import apart, imitation_trainer, pair_trainer, policy_trainer, restored
+from hone.build.models import apart, imitation_trainer, pair_trainer, policy_trainer, restore
 from hone.build.processes import Blueprint, Held, embedded, rank, vllm
 from hone.build.scoring import Scoring
 from hone.build.vllm import starting_folder
@@ -294,7 +294,7 @@ class Crew:
 
     def _start_trainer(self, trainer: RemoteLearner, saved: Saved | None) -> None:
         trainer.start(is_one_machine=self.cluster.is_own, timeout_s=self._settings.start_timeout_s)
-        restored(trainer, saved)
+        restore(trainer, saved)
 
     async def start_engine(self, name: str) -> RemoteEngine:
         """Start an engine, or start it again after its process has ended."""

@@ -30,7 +30,6 @@ from hone.train.policy import PolicyTrainer
 from hone.train.ranks import ALONE, Ranks
 from hone.train.reference import Reference
 from hone.train.trainer import Keepable
-from hone.types import Progress
 
 
 class Source(Protocol):
@@ -275,9 +274,7 @@ def critic_from(place: str, config: RunConfig, device: torch.device) -> ScalarMo
     return ScalarModel(body)
 
 
-def restored(trainer: Keepable, saved: Saved | None) -> Progress | None:
-    """Put a checkpoint into the trainer; where it was taken, or None without one."""
-    if saved is None:
-        return None
-    trainer.restore(saved.tensors, saved.rest)
-    return saved.progress
+def restore(trainer: Keepable, saved: Saved | None) -> None:
+    """Put a checkpoint into the trainer, if there is one."""
+    if saved is not None:
+        trainer.restore(saved.tensors, saved.rest)

@@ -12,7 +12,7 @@ import torch
 
 from hone.build.job import Job
 from hone.build.memory import pair_knobs, trainer_knobs
-from hone.build.models import imitation_trainer, pair_trainer, policy_trainer, restored, tell_of_adapter
+from hone.build.models import imitation_trainer, pair_trainer, policy_trainer, restore, tell_of_adapter
 from hone.build.sampling import embedded_engine
 from hone.loop.run import Sleeper
 from hone.model.base import CausalModel
@@ -94,7 +94,7 @@ class Here:
     async def _begun(self, make: Callable[[], L], saved: Saved | None) -> L:
         def begun() -> L:
             trainer = make()
-            restored(trainer, saved)
+            restore(trainer, saved)
             return trainer
 
         return await self._job.computed(begun, phase="start")
@@ -108,7 +108,7 @@ async def workers_here(job: Job, needs: frozenset[str], saved: Saved | None) -> 
 
     def assemble() -> tuple[PolicyTrainer, CausalModel]:
         trainer = policy_trainer(job, needs=needs)
-        restored(trainer, saved)
+        restore(trainer, saved)
         if not shared and job.device.type == "cpu":  # sampling and training at the same time: half the cores each
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
         return trainer, trainer.model if shared else merged_copy(trainer.model)
