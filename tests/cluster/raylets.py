@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,14 +63,15 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def until_open(port: int, within_s: float = 60.0) -> None:
+def until_open(port: int, head: subprocess.Popen[bytes], log: Path, within_s: float = 120.0) -> None:
+    """Wait until Ray's head listens."""
     deadline = time.monotonic() + within_s
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
             return
         except OSError:
-            assert time.monotonic() < deadline, "Ray's head does not listen"
+            assert head.poll() is None and time.monotonic() < deadline, f"no head: {log.read_text()[-2000:]}"
             time.sleep(0.2)
 
 

@@ -61,7 +61,8 @@ def test_the_entrypoint_trains_on_two_raylets_and_goes_on_when_started_again(spe
     settings += ["run.dir=out", "cluster.nodes=2", "cluster.devices_per_node=2"]
     port = free_port()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"PATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     environment["HOME"] = str(tmp_path)  # as in a new pod, which has no token of Ray's
     start = ["ray", "start", "--num-cpus=2", "--num-gpus=0", "--block"]
     (head,) = [spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]]
@@ -73,7 +74,7 @@ def test_the_entrypoint_trains_on_two_raylets_and_goes_on_when_started_again(spe
         try:
             for pod in pods:
                 started.append(subprocess.Popen(pod, env=environment, stdout=log, stderr=log, start_new_session=True))
-                until_open(port)
+                until_open(port, started[0], tmp_path / "pods.log")
             environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
             for steps in (2, 4):
                 command = [hone, verb, "run.yaml", resume, *settings, f"run.steps={steps}"]

@@ -84,6 +84,7 @@ def test_what_this_process_starts_next_is_told_nothing_of_a_ray_on_the_loopback(
 
     assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in os.environ, "`ray start` would refuse to join another one"
     assert ray_constants.ENABLE_RAY_CLUSTER
+    assert "RAY_AUTH_MODE" not in os.environ, "nor does it ask others for this one's token"
 
 
 def test_signals_of_this_process_group_do_not_reach_ray(cluster):

@@ -176,7 +176,7 @@ def test_a_ray_that_wants_the_machines_token_is_joined(tmp_path, monkeypatch):
         monkeypatch.setenv("RAY_TMPDIR", str(short))
         head = subprocess.Popen([*ray, "--include-dashboard=false", "--block"], stdout=log, stderr=log)
         try:
-            until_open(port)
+            until_open(port, head, tmp_path / "head.log")
             life = Life(run_file, *ONE_AND_ONE, "cluster.devices_per_node=1", f"cluster.address=127.0.0.1:{port}")
             assert life.end() == 0, life.text()
             monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_AUTH_MODE = "RAY_AUTH_MODE"
+"""Set by a `ray.init` that starts Ray, and by whoever shows a token."""
 _POLL_S = 1.0
 """How long Ctrl-C may have to wait while devices are not there yet."""
 _SHARE = 0.01
@@ -183,9 +185,14 @@ class RayCluster:
 
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": self._name}
         if address is not None:
-            _show_token()
             try:
-                ray.init(address=address, **quiet)
+                with _kept_as_it_is(_AUTH_MODE):
+                    try:
+                        ray.init(address=address, **quiet)
+                    except ConnectionError:
+                        if not _shows_token():
+                            raise
+                        ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ClusterError(
                     f"cluster.address = {address}: there is no Ray to join ({_first_line(error)}). Start one with "
@@ -197,7 +204,7 @@ class RayCluster:
         self._folder = Scratch("hone-ray-")
         own = {"num_gpus": 0, "num_cpus": max(cores, self._num_devices)} if self._kind == "CPU" else {"num_cpus": cores}
         try:
-            with _on_loopback(), _in_sessions_of_their_own():
+            with _kept_as_it_is(_AUTH_MODE), _on_loopback(), _in_sessions_of_their_own():
                 ray.init(address="local", include_dashboard=False, _temp_dir=str(self._folder.path), **own, **quiet)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(f"Ray could not be started on this machine: {_first_line(error)}") from error
@@ -232,18 +239,21 @@ class RayCluster:
         self._nodes = [where[bundle] for bundle in self._places]
 
 
-def _show_token() -> None:
-    """Have Ray show its token, where this machine has one, to whom it joins. One that wants none does not mind.
+def _shows_token() -> bool:
+    """Have Ray show its token to whom it joins; whether there is one that it did not show before.
 
     `ray start` asks for a token where it finds one, and a `ray.init` that starts Ray leaves one in the home directory;
-    but a `ray.init` that joins shows none unless RAY_AUTH_MODE says so, and is told nothing of why it failed. Before
-    2.60 nobody asks for a token unless RAY_AUTH_MODE says so.
+    but a `ray.init` that joins shows none unless RAY_AUTH_MODE says so, and is not told why it failed. To one that
+    wants none it must not be shown: its actors would never start. Before 2.60 only RAY_AUTH_MODE had any asked for.
     """
-    with contextlib.suppress(ImportError, AttributeError):
+    try:
         from ray._private.authentication import authentication_token_setup
 
         logging.getLogger(authentication_token_setup.__name__).setLevel(logging.ERROR)
-        authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        enable = authentication_token_setup.maybe_enable_token_auth_if_token_available
+    except (ImportError, AttributeError):
+        return False
+    return _AUTH_MODE not in os.environ and enable(warn_if_disabled=False)
 
 
 def end_with_ray() -> None:
@@ -280,18 +290,26 @@ def _on_loopback() -> Iterator[None]:
     no clusters. What this process starts later may join one, and is told nothing of it."""
     from ray._private import ray_constants
 
-    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    before = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[name] = "0"  # for the processes that Ray starts
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    with _kept_as_it_is(name):
+        os.environ[name] = "0"  # for the processes that Ray starts
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        try:
+            yield
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _kept_as_it_is(variable: str) -> Iterator[None]:
+    """What is said in an environment variable meanwhile is for Ray, and not for what this process starts later."""
+    before = os.environ.get(variable)
     try:
         yield
     finally:
-        was_set, ray_constants.ENABLE_RAY_CLUSTER = before
-        if was_set is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = was_set
+        os.environ.pop(variable, None)
+        if before is not None:
+            os.environ[variable] = before
 
 
 @contextlib.contextmanager
