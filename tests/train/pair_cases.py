@@ -50,20 +50,25 @@ class Found:
     master: dict[str, Tensor]
 
 
-def learnt(case: Case, *, alone: bool = False) -> Found:
-    """Builds the trainer, updates, and measures; on this rank or, where `alone`, in this process only."""
-    model = ScalarModel(make_model(implementation=case.implementation))
+def make_trainer(tokens_per_microbatch=1000, *, implementation="hone", ranks=ALONE, **options) -> PairTrainer:
+    """`options` are of the optimizer."""
+    model = ScalarModel(make_model(implementation=implementation))
     with torch.no_grad():  # a head of zeros would know nothing of the body
         model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel()).reshape(1, -1))
-    ranks = ALONE if alone else Sharded(make_mesh(torch.device("cpu"), **case.mesh), offload=case.offload)
-    trainer = PairTrainer(
+    return PairTrainer(
         model,
-        optimizer=OptimizerSection(lr=1e-2, grad_clip=0),
+        optimizer=OptimizerSection(lr=1e-2, grad_clip=0, **options),
         total_optimizer_steps=4,
-        tokens_per_microbatch=case.tokens_per_microbatch,
+        tokens_per_microbatch=tokens_per_microbatch,
         precision="float64",
         ranks=ranks,
     )
+
+
+def learnt(case: Case, *, alone: bool = False) -> Found:
+    """Builds the trainer, updates, and measures; on this rank or, where `alone`, in this process only."""
+    ranks = ALONE if alone else Sharded(make_mesh(torch.device("cpu"), **case.mesh), offload=case.offload)
+    trainer = make_trainer(case.tokens_per_microbatch, implementation=case.implementation, ranks=ranks)
     gradients: list[dict[str, Tensor]] = []
     watch(trainer, gradients)
     metrics = [trainer.update(PAIRS[: case.num_pairs]) for _ in range(case.updates)]

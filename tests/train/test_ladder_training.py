@@ -6,9 +6,9 @@ import pytest
 import torch
 from cases import algorithm_of, make_batch, make_groups, make_model, make_trainer
 from measuring import FakeGauge
+from pair_cases import make_trainer as make_pair_trainer
 from test_critic import make_critic
 from test_reward_model_loss import PAIRS
-from test_reward_model_loss import make_trainer as make_pair_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.errors import MemoryExhausted

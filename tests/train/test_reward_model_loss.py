@@ -4,15 +4,12 @@ import math
 
 import pytest
 import torch
-from cases import caught_gradient, make_model
-from pair_cases import PAIRS
+from cases import caught_gradient
+from pair_cases import PAIRS, make_trainer
 
 from hone.algo.pairwise import pairwise_loss
-from hone.config.run import OptimizerSection
 from hone.errors import DataError
-from hone.model.heads import ScalarModel
 from hone.model.layout import Layout
-from hone.train.pairs import PairTrainer
 
 
 def test_golden_losses():
@@ -25,20 +22,6 @@ def test_golden_losses():
 def test_extreme_differences_stay_finite():
     loss = pairwise_loss(torch.tensor([-500.0]), torch.tensor([500.0]), torch.zeros(1))
     assert loss.tolist() == [1000.0]
-
-
-def make_trainer(tokens_per_microbatch=1000, **options):
-    model = ScalarModel(make_model())
-    with torch.no_grad():  # a head of zeros would know nothing of the body
-        model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel()).reshape(1, -1))
-    optimizer = OptimizerSection(lr=1e-2, grad_clip=0, **options)
-    return PairTrainer(
-        model,
-        optimizer=optimizer,
-        total_optimizer_steps=4,
-        tokens_per_microbatch=tokens_per_microbatch,
-        precision="float64",
-    )
 
 
 def gradient(trainer, pairs):

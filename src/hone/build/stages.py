@@ -7,11 +7,12 @@ that is resumed goes on from the same bytes as one that never stopped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from hone.algo.algorithm import Algorithm
 from hone.build.job import Job, first_cause, set_up_arithmetic, signals_ask_to_stop, tell_where_it_starts
@@ -45,6 +46,8 @@ from hone.rollout.router import Router
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 from hone.types import Progress
+
+R = TypeVar("R", SftRun, RewardModelRun)
 
 
 def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
@@ -164,11 +167,7 @@ async def imitate_once(job: Job, backend: Backend, saved: Saved | None, ready: C
         ready()
         job.observer.begin("sft", steps)
         run = SftRun(job.config, progress, trainer, *job.doors, rows=rows, guard=job.guard)
-        try:
-            await train_sft(run)
-            await finish_stage(job, run)
-        finally:
-            await run.settle()
+        await run_to_end(job, run, train_sft)
 
 
 async def learn_preferences_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
@@ -184,11 +183,7 @@ async def learn_preferences_once(job: Job, backend: Backend, saved: Saved | None
         ready()
         job.observer.begin("reward_model", steps)
         run = RewardModelRun(config, progress, trainer, *job.doors, pairs=pairs, held_out=held_out, guard=job.guard)
-        try:
-            await train_reward_model(run)
-            await finish_stage(job, run)
-        finally:
-            await run.settle()
+        await run_to_end(job, run, train_reward_model)
 
 
 async def optimise_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
@@ -277,6 +272,15 @@ def begin_stage(job: Job, stage: Stage, saved: Saved | None, predict: Predict | 
     progress = saved.progress if saved else Progress(stage=stage)
     job.memory.ladder.begin(progress, predict)
     return progress
+
+
+async def run_to_end(job: Job, run: R, train: Callable[[R], Awaitable[None]]) -> None:
+    """A supervised stage: what it learns, and what it leaves."""
+    try:
+        await train(run)
+        await finish_stage(job, run)
+    finally:
+        await run.settle()
 
 
 async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> None:
