@@ -37,6 +37,7 @@ BROKEN = [
     ({"stages": "[rl, rl]"}, "stages: must name each stage once (got rl, rl)"),
     ({"reward__components": "[]"}, "reward.components: is required for stage rl"),
     ({"reward__components": "[{use: exact, weight: 0}]"}, "reward.components: every weight is 0"),
+    ({"data__last_turn": "answer"}, "data.last_turn: answer needs data.chat = true"),
     (SFT | {"data__answer_column": None}, "sft.response_column: is required for stage sft (or data.answer_column)"),
     (
         {"stages": "[sft, reward_model, rl]"},

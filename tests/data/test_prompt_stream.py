@@ -9,6 +9,8 @@ from hone.data.chat import load_tokenizer
 from hone.data.prompts import epoch_order, load_prompts, load_sft_rows
 from hone.errors import DataError
 
+USER, ASSISTANT = {"role": "user", "content": "how many"}, {"role": "assistant", "content": "four"}
+
 
 @pytest.fixture
 def load(tmp_path, words):
@@ -53,13 +55,13 @@ def test_a_template_without_a_column_is_refused(write_rows, load):
 def test_chat_takes_text_or_messages_and_puts_the_system_message_first(write_rows, load, model_directory):
     name = write_rows(
         {"prompt": "how many"},
-        {"prompt": [{"role": "user", "content": "four"}, {"role": "assistant", "content": "left"}]},
+        {"prompt": [{"role": r, "content": c} for r, c in (("user", "four"), ("assistant", "left"), ("user", "how"))]},
         {"prompt": [{"role": "system", "content": "own"}, {"role": "user", "content": "four"}]},
     )
     tokenizer = load_tokenizer(ModelSection(path="model"), model_directory.parent)
     assert texts(load(name, tokenizer=tokenizer, chat=True, system="be brief")) == [
         "<|system|>be brief<eos><|user|>how many<eos><|assistant|>",
-        "<|system|>be brief<eos><|user|>four<eos><|assistant|>left<eos><|assistant|>",
+        "<|system|>be brief<eos><|user|>four<eos><|assistant|>left<eos><|user|>how<eos><|assistant|>",
         "<|system|>own<eos><|user|>four<eos><|assistant|>",
     ]
 
@@ -72,12 +74,35 @@ def test_chat_takes_text_or_messages_and_puts_the_system_message_first(write_row
         ([{"content": "x"}], r"message 1 is no \{role, content\} object"),
         ([{"role": "user", "content": None}], "message 1 has NoneType as content"),
         ([{"role": "tool", "content": "x"}], "the chat template refuses it: no tools here"),
+        ([USER, ASSISTANT], "the last message is the assistant's, .* Set data.last_turn=answer to take it off"),
     ],
 )
 def test_bad_messages_are_named(write_rows, load, model_directory, prompt, problem):
     tokenizer = load_tokenizer(ModelSection(path="model"), model_directory.parent)
     with pytest.raises(DataError, match=f"rows.jsonl:1 prompt: .*{problem}"):
         load(write_rows({"prompt": prompt}), tokenizer=tokenizer, chat=True)
+
+
+def test_the_last_turn_can_be_the_answer(write_rows, load, model_directory, tmp_path):
+    tokenizer = load_tokenizer(ModelSection(path="model"), model_directory.parent)
+    name = write_rows({"messages": [USER, ASSISTANT], "short": 4})
+    chat = {"prompt_column": "messages", "chat": True, "last_turn": "answer"}
+    (prompt,) = load(name, tokenizer=tokenizer, **chat).rows()
+    assert (prompt.text, prompt.answer, prompt.messages) == ("<|user|>how many<eos><|assistant|>", "four", (USER,))
+    (prompt,) = load(name, tokenizer=tokenizer, answer_column="short", **chat).rows()
+    assert (prompt.text, prompt.answer) == ("<|user|>how many<eos><|assistant|>", 4)
+    rows, _ = load_sft_rows(DataSection(train=name, **chat), SftSection(), tokenizer, tmp_path)
+    assert tokenizer.decode(rows[0].response) == "four"
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [([USER], "of role user; data.last_turn=answer needs the assistant's"), ([ASSISTANT], "there is no prompt")],
+)
+def test_a_conversation_without_an_answer_is_named(write_rows, load, model_directory, messages, problem):
+    tokenizer = load_tokenizer(ModelSection(path="model"), model_directory.parent)
+    with pytest.raises(DataError, match=f"rows.jsonl:1 prompt: .*{problem}"):
+        load(write_rows({"prompt": messages}), tokenizer=tokenizer, chat=True, last_turn="answer")
 
 
 @pytest.mark.parametrize(
@@ -142,9 +167,16 @@ def test_ids_come_from_the_column_or_the_content(write_rows, load):
     assert by_content == ["e1a44f2d627e53a5", "f20cbed271f70e5c"]  # on every machine, for ever
 
 
-def test_repeated_rows_get_numbered_ids(write_rows, load):
-    rows = [{"prompt": "a", "key": key} for key in ("k", "k", "k#2", "k")]
-    assert [p.id for p in load(write_rows(*rows), id_column="key").rows()] == ["k", "k#2", "k#2#2", "k#3"]
+def test_equal_rows_get_numbered_ids(write_rows, load):
+    first, second, third = (p.id for p in load(write_rows(*[{"prompt": "a"}] * 3)).rows())
+    assert (second, third) == (f"{first}#2", f"{first}#3")
+
+
+def test_rows_that_share_an_id_are_an_error(write_rows, load):
+    name = write_rows({"prompt": "a", "key": 7}, {"prompt": "b", "key": "x"}, {"prompt": "c", "key": "7"})
+    with pytest.raises(DataError, match=r"rows.jsonl:3 key: '7' is also the id of rows.jsonl:1; ids must be unique"):
+        load(name, id_column="key")
+    assert texts(load(name, id_column="key", on_bad_row="skip")) == ["a", "b"]
 
 
 def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own(write_rows, load):

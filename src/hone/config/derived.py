@@ -59,6 +59,11 @@ def samples_ahead_on_ray(config: RunConfig) -> bool:
     return config.cluster.backend == "ray" and config.rollout.max_staleness > 0 and "rl" in config.stages
 
 
+def has_answers(config: RunConfig) -> bool:
+    """Whether prompts come with gold answers."""
+    return config.data.answer_column is not None or config.data.last_turn == "answer"
+
+
 def longest_tokens(config: RunConfig) -> int:
     """Most tokens of one prompt and its response."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens

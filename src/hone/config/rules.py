@@ -15,7 +15,7 @@ from pathlib import Path
 from hone.config.algorithm_rules import ALGORITHM_RULES
 from hone.config.breach import Breach
 from hone.config.cluster_rules import CLUSTER_RULES
-from hone.config.derived import longest_tokens, run_dir, samples_per_update
+from hone.config.derived import has_answers, longest_tokens, run_dir, samples_per_update
 from hone.config.division_rules import heads_divide
 from hone.config.files import FILE_RULES, context_limit, template_columns
 from hone.config.lora_rules import LORA_RULES
@@ -79,6 +79,9 @@ def template_or_chat(config: RunConfig) -> Iterator[Breach]:
         )
     if data.system is not None and not data.chat:
         yield Breach(("data.system", "data.chat"), "is only used by a chat template: set data.chat to true, or drop it")
+    if data.last_turn == "answer" and not data.chat:
+        keys = ("data.last_turn", "data.chat")
+        yield Breach(keys, "answer needs data.chat = true: only a list of messages has turns")
     if data.template is not None and not template_columns(data.template):
         yield Breach(("data.template",), "names no column in braces, so every prompt would be the same. Add {prompt}")
 
@@ -107,7 +110,7 @@ def stages_have_what_they_train_on(config: RunConfig) -> Iterator[Breach]:
     if "rl" in config.stages and weights and not any(weights) and not environment_rewards:
         yield Breach(("reward.components",), "every weight is 0, so there is nothing to learn. Give one a weight")
     sft = config.sft
-    if "sft" in config.stages and not (sft.response_column or sft.messages_column or config.data.answer_column):
+    if "sft" in config.stages and not (sft.response_column or sft.messages_column or has_answers(config)):
         keys = ("sft.response_column", "data.answer_column", "stages")
         yield Breach(keys, "is required for stage sft (or data.answer_column): the column with the text to imitate")
 

@@ -68,6 +68,9 @@ class DataSection(Section):
     """Plain template such as "Q: {prompt}\\nA:"; any column may be named in braces. Not together with `chat`."""
     chat: bool = key(False)
     """Render through the tokenizer's chat template, with a generation prompt."""
+    last_turn: Literal["prompt", "answer"] = key("prompt")
+    """Where messages end in the assistant's, `answer` takes that one off the prompt; it is the gold answer unless
+    `answer_column` names another. With `prompt`, such rows are refused: their prompts would contain the answer."""
     system: str | None = key(None)
     """System message put first when `chat` is on."""
     shuffle: bool = key(True)
@@ -318,7 +321,7 @@ class SftSection(Section):
     rows: str | None = key(None)
     """Rows to use, `start:stop`; null takes all."""
     response_column: str | None = key(None)
-    """Column with the text to imitate after the prompt; null takes `data.answer_column`."""
+    """Column with the text to imitate after the prompt; null takes the gold answer."""
     messages_column: str | None = key(None)
     """Column with whole conversations to imitate the assistant's turns of, through the chat template; null: none."""
     epochs: float = key(1.0, unit="passes over the rows", gt=0)

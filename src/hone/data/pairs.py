@@ -79,7 +79,7 @@ class _Reading:
 
     def question(self, values: Mapping[str, Any]) -> str | list[Message]:
         if not self.data.chat:
-            return self.renderer.render(values)
+            return self.renderer.render(values).text
         return self.renderer.messages(column(values, self.data.prompt_column))
 
     def conversation(self, question: str | list[Message], values: Mapping[str, Any], name: str) -> tuple[int, ...]:

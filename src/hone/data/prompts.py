@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -41,12 +41,15 @@ class PromptStream:
 
     Attributes:
         report: what was read, dropped and skipped.
+        where: file and line of each prompt's row, by the prompt's id.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], report: LoadReport, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], report: LoadReport, where: Mapping[str, str], *, seed: int, shuffle: bool
+    ) -> None:
         if not prompts:
             raise DataError(nothing_left(report))
-        self.report = report
+        self.report, self.where = report, where
         self._prompts = tuple(prompts)
         self._seed, self._shuffle = seed, shuffle
 
@@ -82,7 +85,7 @@ def load_prompts(
     source, split, rows = source_of(data, part, lacking="there is nothing to evaluate on")
     loading = _Loading(data, tokenizer, source)
     prompts = loading.prompts(read_rows(source, folder, split=split, rows=rows))
-    return PromptStream(prompts, loading.report(), seed=seed, shuffle=data.shuffle and part == "train")
+    return PromptStream(prompts, loading.report(), loading.where, seed=seed, shuffle=data.shuffle and part == "train")
 
 
 def load_sft_rows(
@@ -90,13 +93,12 @@ def load_sft_rows(
 ) -> tuple[list[SftRow], LoadReport]:
     """Rows to imitate, in the order of the source: prompts as `load_prompts` makes them, and responses with EOS.
 
-    Raises DataError as `load_prompts` does, and when no column is named for the response.
+    Raises DataError as `load_prompts` does, and when nothing says what the response is.
     """
-    response_column = sft.response_column or data.answer_column
-    if response_column is None:
+    if not (sft.response_column or data.answer_column or data.last_turn == "answer"):
         raise DataError("sft.response_column: not set, and neither is data.answer_column; what should be imitated?")
     source = sft.data or data.train
-    loading = _Loading(data, tokenizer, source, response_column=response_column)
+    loading = _Loading(data, tokenizer, source, sft=sft)
     prompts = loading.prompts(read_rows(source, folder, split=data.train_split, rows=sft.rows))
     if not prompts:
         raise DataError(nothing_left(loading.report()))
@@ -133,18 +135,17 @@ class _Draft:
 class _Loading(Tally):
     """One pass over one source: what it makes of each row."""
 
-    def __init__(
-        self, data: DataSection, tokenizer: Tokenizer, source: str, *, response_column: str | None = None
-    ) -> None:
+    def __init__(self, data: DataSection, tokenizer: Tokenizer, source: str, *, sft: SftSection | None = None) -> None:
         super().__init__(data, source, max_tokens=data.max_prompt_tokens)
         self.tokenizer = tokenizer
         self.renderer = Renderer(data, tokenizer)
-        self.response_column = response_column
+        self.sft = sft
         self.responses: dict[str, str] = {}
-        """Prompt id -> text to imitate, when `response_column` is given."""
-        self.used_ids: set[str] = set()
+        """Prompt id -> text to imitate, when `sft` is given."""
+        self.where: dict[str, str] = {}
+        """Prompt id -> file and line of its row."""
         self.repeats = Counter[str]()
-        """How often an id came up before suffixes made it unique."""
+        """How often rows of one content came up."""
 
     def prompts(self, rows: Iterable[Row | BadRow]) -> list[Prompt]:
         """The well-formed rows that are short enough."""
@@ -172,17 +173,18 @@ class _Loading(Tally):
     def draft(self, row: Row) -> _Draft | None:
         data, values = self.data, row.values
         try:
-            text = self.spelled(self.renderer.render(values), data.prompt_column, rendered=data.chat)
-            answer = column(values, data.answer_column) if data.answer_column is not None else None
-            row_id = self.row_id(values, answer)
-            if self.response_column is not None:
-                response = as_text(column(values, self.response_column), self.response_column)
-                self.responses[row_id] = self.spelled(response, self.response_column)
+            rendered = self.renderer.render(values)
+            text = self.spelled(rendered.text, data.prompt_column, rendered=data.chat)
+            answer = column(values, data.answer_column) if data.answer_column is not None else rendered.answer
+            row_id = self.row_id(row, answer)
+            if self.sft is not None:
+                field = self.sft.response_column or data.answer_column or data.prompt_column
+                response = column(values, field) if self.sft.response_column else answer
+                self.responses[row_id] = self.spelled(as_text(response, field), field)
         except Malformed as error:
             return self.reject(f"{row.where} {error.field}: {error}")
         others = {k: v for k, v in values.items() if k != data.prompt_column}
-        messages = tuple(self.renderer.messages(values[data.prompt_column])) if data.chat else None
-        return _Draft(row.where, row_id, text, answer, others, messages)
+        return _Draft(row.where, row_id, text, answer, others, rendered.messages)
 
     def spelled(self, text: str, field: str, *, rendered: bool = False) -> str:
         """`text`, once it is certain that the tokenizer can spell it."""
@@ -192,16 +194,17 @@ class _Loading(Tally):
             raise Malformed(field, str(error)) from error
         return text
 
-    def row_id(self, values: Any, answer: Any) -> str:
-        """Stable: the id column, else a hash of what the row asks and answers; a repeated one gets `#2`, `#3`, ..."""
-        if self.data.id_column is not None:
-            base = as_text(column(values, self.data.id_column), self.data.id_column)
+    def row_id(self, row: Row, answer: Any) -> str:
+        """Stable: the id column, else a hash of what the row asks and answers; equal rows get `#2`, `#3`, ..."""
+        name = self.data.id_column
+        if name is not None:
+            row_id = as_text(column(row.values, name), name)
+            if row_id in self.where:
+                raise Malformed(name, f"{row_id!r} is also the id of {self.where[row_id]}; ids must be unique")
         else:
-            content = json.dumps([self.renderer.asks(values), answer], sort_keys=True, default=str)
+            content = json.dumps([self.renderer.asks(row.values), answer], sort_keys=True, default=str)
             base = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
-        number = self.repeats[base] + 1
-        while (row_id := base if number == 1 else f"{base}#{number}") in self.used_ids:
-            number += 1
-        self.repeats[base] = number
-        self.used_ids.add(row_id)
+            self.repeats[base] += 1
+            row_id = base if self.repeats[base] == 1 else f"{base}#{self.repeats[base]}"
+        self.where[row_id] = row.where
         return row_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -80,6 +80,16 @@ class Template:
         return "".join(pieces)
 
 
+class Rendered(NamedTuple):
+    """The prompt of one row."""
+
+    text: str
+    messages: tuple[Message, ...] | None = None
+    """What `text` renders, with `data.chat`."""
+    answer: str | None = None
+    """The assistant's turn that was taken off, with `data.last_turn: answer`."""
+
+
 class Renderer:
     """A row to the text of its prompt, as `data` says."""
 
@@ -88,20 +98,41 @@ class Renderer:
         self.system = [{"role": "system", "content": data.system}] if data.system is not None else []
         self.template = Template(data.template, prompt_column=data.prompt_column) if data.template is not None else None
 
-    def render(self, values: Mapping[str, Any]) -> str:
+    def render(self, values: Mapping[str, Any]) -> Rendered:
         """Raises Malformed, naming the column."""
         name = self.data.prompt_column
         if self.template is not None:
-            return self.template.fill(values)
+            return Rendered(self.template.fill(values))
         value = column(values, name)
         if not self.data.chat:
             if not isinstance(value, str):
                 raise Malformed(name, f"got {type(value).__name__}; must be text (messages need data.chat=true)")
-            return value
+            return Rendered(value)
+        messages, answer = self._without_answer(self.messages(value))
         try:
-            return self.tokenizer.render(self.messages(value))
+            return Rendered(self.tokenizer.render(messages), tuple(messages), answer)
         except jinja2.TemplateError as error:
             raise Malformed(name, f"the chat template refuses it: {error}") from error
+
+    def _without_answer(self, messages: list[Message]) -> tuple[list[Message], str | None]:
+        """The messages of a prompt, and the answer that `data.last_turn` says stands behind them."""
+        name, takes_answer = self.data.prompt_column, self.data.last_turn == "answer"
+        ends_in_answer = messages[-1]["role"] == "assistant"
+        if ends_in_answer and not takes_answer:
+            raise Malformed(
+                name,
+                "the last message is the assistant's, so the prompt would contain the answer. Set "
+                "data.last_turn=answer to take it off the prompt and use it as the gold answer",
+            )
+        if not takes_answer:
+            return messages, None
+        if not ends_in_answer:
+            raise Malformed(
+                name, f"the last message is of role {messages[-1]['role']}; data.last_turn=answer needs the assistant's"
+            )
+        if not messages[:-1]:
+            raise Malformed(name, "holds the assistant's message alone, so there is no prompt")
+        return messages[:-1], as_text(messages[-1]["content"], name)
 
     def asks(self, values: Mapping[str, Any]) -> list[Any]:
         """The values that the prompt is made of, before any template: what makes two rows ask the same."""
