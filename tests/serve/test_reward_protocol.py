@@ -312,8 +312,18 @@ def test_openrlhf_is_told_that_a_row_is_unusable_rather_than_a_number(served):
     assert (response.status_code, response.json()["retryable"]) == (422, False)
 
 
+def test_openrlhf_s_special_tokens_are_no_part_of_the_response_and_its_prompts_are_not_scored(served):
+    url = f"{served.url}/get_reward?reward=exact"
+    prompt = "<|im_start|>user\n2+2? Say 4 or 5.<|im_end|>\n<|im_start|>assistant\n"
+    queries = [prompt + "4<|im_end|>", prompt[20:] + "4<|im_end|>", prompt[20:] + "5<|im_end|>", "<s>" + prompt + "4"]
+    (reply,) = openrlhf_get_rewards([url], queries, [prompt] * 4, ["4"] * 4)
+    assert reply["rewards"] == [1.0, 1.0, 0.0, 1.0]
+    uncut = served.post("/get_reward", {"query": ["no prompt of ours: 4"], "prompts": [prompt], "labels": ["4"]})
+    assert uncut.status_code == 422 and "does not begin with its prompt" in uncut.json()["detail"]
+
+
 def test_slime_takes_the_answer_as_the_reward(served):
-    asked = {"prompt": [{"role": "user", "content": "2+2?"}], "response": "4", "label": "4", "metadata": {}}
+    asked = {"prompt": [{"role": "user", "content": "2+2?"}], "response": "4<|im_end|>", "label": "4", "metadata": {}}
     assert served.post("/slime", asked).json() == {
         "score": 1.25,
         "exact_score": 1.0,

@@ -4,21 +4,37 @@
 slime's. Each becomes items of our own and gets our own results; only the outside differs. These callers send what they
 always send, so fields that mean nothing here are ignored. What cannot be scored is an HTTP error: none of these shapes
 has a place for "no score", and a number in its place would be a lie.
+
+OpenRLHF and slime decode responses with their special tokens: those at the end are no part of the response. OpenRLHF
+sends prompt and response as one text, decoded from tokens: the prompt in it may have lost its beginning, have a BOS in
+front, or other white space.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from hone.reward.wire import Item, ItemResult, Message, decode_json
+from hone.reward.wire import Item, ItemError, ItemResult, Message, decode_json, printable
 from hone.serve.problem import Problem
 
 _POSTER_PARTS = ("structure", "accuracy", "visual")
 """Parts of the poster reward that have a field of their own in /compute_reward's answer, as its callers expect."""
 _IGNORED = "jsonl_file_path"
+_SPECIAL = (
+    r"(?:<\|[^|<>\n]{1,64}\|>|<｜[^｜<>\n]{1,64}｜>|\[\|[^|\[\]\n]{1,64}\|\]"  # <|im_end|>, [|endofturn|]
+    r"|</?(?:s|bos|eos|eod|eot|pad|unk|start_of_turn|end_of_turn|end_of_utterance|turn\|)>|<\|turn>)"
+)
+"""What tokenizers call their special tokens."""
+_LEADING = re.compile(rf"(?:\s*{_SPECIAL})+")
+_TRAILING = re.compile(rf"{_SPECIAL}\s{{0,8}}\Z")
+_TRAILING_CHARACTERS = 80
+_SURE_CHARACTERS = 16
+"""Less of a prompt than this may stand at the beginning of a response by chance."""
+_MOST_PLACES = 64
 
 
 class Foreign(BaseModel):
@@ -132,8 +148,9 @@ class OpenRlhfRequest(Foreign):
     """The body of `POST /get_reward`: lists of one length, often of one entry, sometimes of none."""
 
     query: list[str]
-    """Prompt and response in one text."""
+    """Prompt and response in one text, with special tokens."""
     prompts: list[str] | None = None
+    """What each query begins with; left out: the queries are responses alone."""
     labels: list[Any] | None = None
     """The rows' answers."""
 
@@ -145,19 +162,70 @@ class OpenRlhfRequest(Foreign):
                 raise ValueError(f"{len(values)} {name} for {len(self.query)} queries")
         return self
 
-    def items(self) -> list[Item]:
-        """The response is what follows the prompt; the whole text where it does not start with it."""
+    def items(self) -> list[Item | ItemResult]:
+        """What is to be scored; where prompt and response cannot be told apart, the error that says so."""
         num = len(self.query)
         rows = zip(self.query, self.prompts or [""] * num, self.labels or [None] * num, strict=True)
-        return [
-            Item(
-                id=f"item-{number}",
-                prompt=prompt,
-                solution_str=query.removeprefix(prompt),
-                ground_truth=_object_of(label),
-            )
-            for number, (query, prompt, label) in enumerate(rows)
-        ]
+        return [_item_of_query(f"item-{number}", *row) for number, row in enumerate(rows)]
+
+
+def _item_of_query(name: str, query: str, prompt: str, label: Any) -> Item | ItemResult:
+    response = response_of(query, prompt)
+    if response is None:
+        detail = f"the query does not begin with its prompt, so its response is not known: {query[:40]!r}"
+        error = ItemError(fault="data", retryable=False, detail=printable(detail))
+        return ItemResult(id=name, status="error", score=None, error=error)
+    return Item(id=name, prompt=prompt, solution_str=response, ground_truth=_object_of(label))
+
+
+def response_of(query: str, prompt: str) -> str | None:
+    """What follows the prompt in a query, without the special tokens at its end; None where that is not sure."""
+    if query.startswith(prompt):
+        return without_end(query[len(prompt) :])
+    query, prompt = without_start(query), without_start(prompt)
+    words, wanted = "".join(query.split()), "".join(prompt.split())
+    length = len(wanted) if words.startswith(wanted) else _overlap(wanted, words)
+    if length is None:
+        return None
+    rest = query[_end_of(query, length) :].removeprefix(prompt[len(prompt.rstrip()) :])
+    return without_end(rest)
+
+
+def without_start(text: str) -> str:
+    """Without the special tokens at its beginning, and the rest of a character that was cut there."""
+    found = _LEADING.match(text)
+    return text[found.end() if found else 0 :].lstrip("\ufffd")
+
+
+def without_end(text: str) -> str:
+    """Without the special tokens at its end."""
+    end = len(text)
+    while found := _TRAILING.search(text, max(0, end - _TRAILING_CHARACTERS), end):
+        end = found.start()
+    return text[:end]
+
+
+def _overlap(prompt: str, query: str) -> int | None:
+    """Characters of the one end of the prompt that the query begins with, as it does after truncation from the left;
+    None where there is no such end, or several."""
+    head, lengths = query[:_SURE_CHARACTERS], []
+    place = prompt.find(head) if len(head) == _SURE_CHARACTERS else -1
+    for _ in range(_MOST_PLACES):
+        if place < 0:
+            return lengths[0] if len(lengths) == 1 else None
+        if query.startswith(prompt[place:]):
+            lengths.append(len(prompt) - place)
+        place = prompt.find(head, place + 1)
+    return None
+
+
+def _end_of(text: str, length: int) -> int:
+    """Where the first `length` characters end, white space not counted."""
+    for word in re.finditer(r"\S+", text):
+        if length <= len(word[0]):
+            return word.start() + length
+        length -= len(word[0])
+    return len(text)
 
 
 class OpenRlhfReply(BaseModel):
@@ -190,7 +258,8 @@ class SlimeRequest(Foreign):
     label: Any = None
 
     def item(self) -> Item:
-        return Item(id="item-0", prompt=self.prompt, solution_str=self.response, ground_truth=_object_of(self.label))
+        response = without_end(self.response)
+        return Item(id="item-0", prompt=self.prompt, solution_str=response, ground_truth=_object_of(self.label))
 
 
 def slime_reply(result: ItemResult, constant: float | None) -> dict[str, float]:

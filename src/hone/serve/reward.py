@@ -138,7 +138,10 @@ class RewardServer:
 
     async def get_reward(self, body: OpenRlhfRequest, request: Request, reward: Named = None) -> Response:
         """OpenRLHF's remote reward model (`--reward.remote_url`). No queries, no rewards: empty lists."""
-        results = await self._score(request, RewardRequest(reward=reward, items=body.items()))
+        items = body.items()
+        to_score = [item for item in items if isinstance(item, Item)]
+        scored = iter(await self._score(request, RewardRequest(reward=reward, items=to_score)))
+        results = [next(scored) if isinstance(item, Item) else item for item in items]
         weighted = [name for name, weight in self._scoring.asked(reward).weights.items() if weight]
         reply = openrlhf_reply(results, weighted, self._settings.unscored_constant)
         return _json(reply.model_dump_json().encode())
