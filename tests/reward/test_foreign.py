@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,16 @@ def weighted(completions, *, bonus, **kwargs):
 
 def too_few(completions, **kwargs):
     return [1.0]
+
+class Overlong:
+    # as TRL's own are: an object, which looks at token ids alone
+    def __init__(self, most, room):
+        self.most, self.room = most, room
+    def __call__(self, completion_ids, **kwargs):
+        assert kwargs["answer"] == ["4"] * len(completion_ids)
+        return [-min(1.0, max(0, len(ids) - self.most + self.room) / self.room) for ids in completion_ids]
+
+overlong = Overlong(most=4, room=2)
 
 def blocks_on_a_loop_of_its_own(completions, **kwargs):
     async def one(text):
@@ -122,6 +133,22 @@ def test_trl_gets_columns_ids_and_may_log(score):
     group = score("right", make_group("4", "55"))
     assert group.rewards == (1.0, 0.0)
     assert [s.metrics for s in group.scores["it"]] == [{"level": 3.0, "tokens": 1.0}, {"level": 3.0, "tokens": 2.0}]
+
+
+def test_trl_s_rewards_of_token_ids_alone(score):
+    assert score("overlong", make_group("4", "444", "55555")).rewards == (0.0, -0.5, -1.0)
+
+
+def test_token_ids_that_did_not_come_are_not_made_up(score):
+    group = make_group("4", "55")
+    for ids in ((), (-1, -1)):  # a service was sent the text alone, or the number of its tokens
+        without = replace(group, samples=(group.samples[0], replace(group.samples[1], token_ids=ids)))
+        found = score("overlong", without)
+        assert found.rewards == (None, None)
+        assert first_fault(found) == (
+            "it: data fault: the responses came without 'completion_ids', which the reward asks for"
+        )
+        assert score("lengths", without).rewards == (1.0, 2.0)
 
 
 def test_trl_none_for_some_responses_of_a_prompt_is_no_score(score):

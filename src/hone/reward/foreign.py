@@ -5,7 +5,7 @@ Which form a function has is told by the names of its parameters:
 | form | told by | called with |
 |---|---|---|
 | ours | a first parameter of any other name | the group, `args` |
-| TRL | `completions` | `prompts`, `completions`, `completion_ids`, columns of the row, `log_metric`, `args` |
+| TRL | `completions`, `completion_ids` | `prompts`, both of these, columns of the row, `log_metric`, `args` |
 | OpenRLHF | `queries` | `queries` (prompt and response), `prompts`, `labels` (answers), `args` |
 | verl | `solution_str` | for each sample `data_source`, `solution_str`, `ground_truth`, `extra_info`, `args` |
 
@@ -70,15 +70,15 @@ def adapted(function: Callable[..., Any], name: str) -> RewardFunction:
         Unfit: its parameters fit none of the forms, or several of them.
     """
     parameters = inspect.signature(function).parameters
-    marks = [mark for mark in _FORMS if mark in parameters]
-    if len(marks) > 1:
-        raise Unfit(f"{name} has parameters of several forms, {' and '.join(marks)}. {FORMS}")
-    if not marks:
+    forms = {_FORMS[mark]: mark for mark in _FORMS if mark in parameters}
+    if len(forms) > 1:
+        raise Unfit(f"{name} has parameters of several forms, {' and '.join(forms.values())}. {FORMS}")
+    if not forms:
         _check_own_form(parameters, name)
         return function
     if any(parameter.kind is Parameter.POSITIONAL_ONLY for parameter in parameters.values()):
         raise Unfit(f"{name} has parameters that cannot be given by name. {FORMS}")
-    form = _FORMS[marks[0]]
+    (form,) = forms
 
     @functools.wraps(function)  # keeps a declared range, and a check of args of its own
     def score(group: Group, **args: Any) -> Any:
@@ -114,7 +114,8 @@ def _attempt(function: Callable[..., Any], parameters: Mapping[str, Parameter], 
     takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name, parameter in parameters.items():
         if name not in offered and parameter.default is Parameter.empty and parameter.kind not in _VARIABLE:
-            return Score(None, Fault.DATA, f"the row has no column {name!r}, which the reward asks for")
+            lacks = "responses came without" if name == "completion_ids" else "row has no column"
+            return Score(None, Fault.DATA, f"the {lacks} {name!r}, which the reward asks for")
     try:
         return function(**{name: value for name, value in offered.items() if takes_all or name in parameters})
     except Exception as error:  # boundary: a user's function may raise anything
@@ -139,11 +140,17 @@ def _trl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_Call]:
     offered = {
         "prompts": [[dict(m) for m in prompt.messages] if prompt.messages else prompt.text for _ in samples],
         "completions": [_said(sample) if prompt.messages else sample.text for sample in samples],
-        "completion_ids": [list(sample.token_ids) for sample in samples],
         "log_metric": logged.__setitem__,
         "log_extra": logged.__setitem__,
     }
+    if all(_has_tokens(sample) for sample in samples):
+        offered["completion_ids"] = [list(sample.token_ids) for sample in samples]
     return [_Call({**columns, **offered, **args}, logged)]
+
+
+def _has_tokens(sample: Sample) -> bool:
+    """A service may be sent a response without them, or with their number alone."""
+    return not sample.text or (bool(sample.token_ids) and min(sample.token_ids) >= 0)
 
 
 def _said(sample: Sample) -> list[dict[str, str]]:
@@ -204,13 +211,15 @@ def _read_verl_score(returned: Any) -> Any:
     return _with_metrics([_number(returned["score"])], others)[0]
 
 
+_TRL = _Form(
+    frozenset({"prompts", "completions", "completion_ids", "log_metric", "log_extra"}),
+    _trl_calls,
+    _read_trl,
+    takes_columns=True,
+)
 _FORMS = {
-    "completions": _Form(
-        frozenset({"prompts", "completions", "completion_ids", "log_metric", "log_extra"}),
-        _trl_calls,
-        _read_trl,
-        takes_columns=True,
-    ),
+    "completion_ids": _TRL,
+    "completions": _TRL,
     "queries": _Form(frozenset({"queries", "prompts", "labels"}), _openrlhf_calls, _read_openrlhf),
     "solution_str": _Form(
         frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}), _verl_calls, _read_verl
