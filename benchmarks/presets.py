@@ -59,7 +59,6 @@ FIGURE = ROOT / "docs" / "presets.svg"
 NAMES = [name.removeprefix("algorithm/") for name in preset_names() if name.startswith("algorithm/")]
 BASELINE = "grpo"
 ADJUSTED: dict[str, list[str]] = {
-    "dapo": ["algorithm.overlong_buffer_tokens=2"],  # a fifth of the limit, as in the paper
     "ppo": [
         "algorithm.kl_reward_coef=0.001",  # over answers of a few tokens 0.02 pays more than being right
         "critic.warmup_updates=10",  # its head starts from nothing

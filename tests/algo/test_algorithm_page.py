@@ -193,6 +193,8 @@ def estimators():
     for d, values in at.items():
         *some, last = (f"{round(value, 5):g}" for value in values)
         yield f"d = {d:g} gives {', '.join(some)} and {last}"
+    yield f"within +-`kl_clip`, {AlgorithmSection().kl_clip:g} by default"
+    yield f"at d = -15, k3 is {float(KL['k3'].function(float64(-15))):,.0f}"
     yield f"coef *= 1 + clip(KL / target - 1, -{MAX_KL_ERROR:g}, {MAX_KL_ERROR:g})"
     yield f"{ALARM_STEPS} updates in a row beyond +-{MAX_KL_ERROR:.0%} on one side"
 

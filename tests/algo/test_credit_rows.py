@@ -7,9 +7,10 @@ import torch
 
 from hone.algo.advantage import CREDIT
 from hone.algo.algorithm import Algorithm
-from hone.algo.loss import covariance_outliers
+from hone.algo.kl import KL as KL_TABLE
+from hone.algo.loss import Tokens, covariance_outliers
 from hone.config.run import AlgorithmSection
-from hone.types import Batch, Control
+from hone.types import Batch, Control, Totals
 
 NAN = math.nan
 
@@ -75,6 +76,41 @@ def test_what_kl_costs_is_measured_and_the_trainers_logprobs_are_asked_for():
     more, alarm = algorithm.after_update(batch, metrics)
     assert more == {"train/kl_coef": 0.1, "train/kl_ref_sequence": 3.5}
     assert alarm is None
+
+
+@pytest.mark.parametrize(("estimator", "clip", "expected"), [("k1", 2.5, -2.5), ("k1", None, -3), ("k2", 4, 4)])
+def test_a_tokens_kl_in_the_reward_is_bounded_and_counted(estimator, clip, expected):
+    """k1 of 1, 2, -3 and 1 nats: only the third is outside; it is paid by the second sample's first token."""
+    section = AlgorithmSection(credit="group_mean", kl_reward_coef=0.1, kl_estimator=estimator, kl_clip=clip)
+    batch, metrics = Algorithm(section).assign(batch_of([4.0, 0.0], [2, 2], **KL))
+    third, fourth = batch.columns["advantages_T"].tolist()[2:]
+    assert third - fourth == pytest.approx(-0.1 * expected)
+    assert metrics["train/kl_clipped_frac"] == (0 if clip is None else 0.25)
+
+
+@pytest.mark.parametrize(("estimator", "d"), [("k3", -15.0), ("k2", 15.0), ("abs", -15.0)])
+def test_one_unlikely_token_cannot_outweigh_the_loss(estimator, d):
+    """At d = -15 k3 is 3.3 million: with the default bound it adds 10 times the coefficient, and has no gradient."""
+    algorithm = Algorithm(AlgorithmSection(aggregate="token_sum", kl_loss_coef=0.01, kl_estimator=estimator))
+    zeros = torch.zeros(2, dtype=torch.float64)
+    logprobs_T = zeros.clone().requires_grad_()
+    tokens = Tokens(
+        logprobs_T=logprobs_T,
+        entropy_T=zeros,
+        old_logprobs_T=zeros,
+        sampler_logprobs_T=zeros,
+        advantages_T=zeros,
+        ref_logprobs_T=torch.tensor([-d, 1.0], dtype=torch.float64),
+        loss_mask_T=zeros + 1,
+        sample_T=torch.zeros(2, dtype=torch.int64),
+        num_samples=1,
+    )
+    loss, measured = algorithm.loss(tokens, Totals(2, 1))
+    loss.backward()
+    alone = float(KL_TABLE[estimator].function(zeros[:1] - 1))
+    assert loss.item() == pytest.approx(0.01 * (10 + alone))
+    assert logprobs_T.grad[0] == 0 and logprobs_T.grad[1] != 0
+    assert algorithm.summarize([measured.tolist()], 1)["train/kl_clipped_frac"] == 0.5
 
 
 # ---- steering -----------------------------------------------------------------------------------------------------
@@ -198,7 +234,7 @@ def test_the_greedy_reward_is_shaped_as_the_others_are():
     """Clipped to 2, halved when cut, and 1 less at the length limit of 4 with a buffer of 2."""
     columns = {"greedy_reward_N": [9.0], "greedy_length_N": [4.0], "greedy_truncated_N": [1.0], "truncated_S": [0.0]}
     section = AlgorithmSection(
-        credit="remax", reward_clip=(-1, 2), truncated_reward_factor=0.5, overlong_buffer_tokens=2
+        credit="remax", reward_clip=(-1, 2), truncated_reward_factor=0.5, overlong_buffer_frac=0.5
     )
     assert advantages(section, batch_of([1.5], [1], **columns), max_response_tokens=4) == [1.5 - (1 - 1)]
 
@@ -215,7 +251,7 @@ def test_a_truncated_sample_keeps_a_fraction_of_a_positive_reward_only():
 def test_rewards_are_clipped_before_they_are_normalised_and_penalised_after():
     """Clipped to 1 and 3: mean 2, std sqrt(2). Lengths 1 and 4 of 4 with a buffer of 2: the second loses 1."""
     section = AlgorithmSection(
-        credit="group_mean", reward_clip=(1, 3), normalize_rewards=True, overlong_buffer_tokens=2
+        credit="group_mean", reward_clip=(1, 3), normalize_rewards=True, overlong_buffer_frac=0.5
     )
     control = Control()
     algorithm = Algorithm(section, max_response_tokens=4, control=control)

@@ -201,6 +201,7 @@ def test_measures_by_hand():
     expected = {
         "loss": float(loss),
         "kl_ref": 4.5 / 3,
+        "kl_clipped_frac": 0,
         "tokens": 3,
         "entropy": 2,
         "clip_low_frac": 1 / 3,

@@ -37,7 +37,7 @@ def test_a_key_with_every_layer_and_what_derives_from_it(run_file, capsys):
 
 def test_a_preset_and_the_default_are_layers_too(run_file, capsys):
     out = explain(capsys, run_file, "algorithm.clip_high")
-    assert "> preset algorithm/dapo:10  0.28  wins" in out
+    assert "> preset algorithm/dapo:9  0.28  wins" in out
     assert "policy ratio kept in = 0.8 to 1.28" in out
     assert "> default  1.0  wins" in explain(capsys, run_file, "rollout.temperature")
 

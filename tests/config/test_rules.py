@@ -161,7 +161,6 @@ BROKEN = [
     (init("max_position_embeddings: 1200"), "= 1024 + 256 = 1280, exceeds the model's context"),
     (init("max_position_embeddings: 1200"), "rollout.max_response_tokens = 176 or data.max_prompt_tokens = 944"),
     (init("max_position_embeddings: 100"), "100. Lower both"),
-    ({"algorithm__overlong_buffer_tokens": "300"}, "must be at most rollout.max_response_tokens = 256 (got 300)"),
     ({"algorithm__reward_clip": "[1, 1]"}, "must be [low, high] with low below high (got [1.0, 1.0])"),
     ({"train__optimizer": "{betas: [0.9, 1.0]}"}, "train.optimizer.betas: must be at least 0 and below 1 each"),
     ({"critic__optimizer": "{betas: [0.9, 1.0]}"}, "critic.optimizer.betas: must be at least 0 and below 1 each"),

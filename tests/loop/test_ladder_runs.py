@@ -33,7 +33,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.
 SAME = 2e-4
 """Largest difference of weights that the order of float32 sums makes in these runs, at a learning rate of 1e-3."""
 
-REWARDED = "algorithm.overlong_buffer_tokens=3"
+REWARDED = "algorithm.overlong_buffer_frac=0.75"
 """So that these beginners' responses differ in reward."""
 
 SITES = {

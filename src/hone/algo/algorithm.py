@@ -6,6 +6,7 @@ says in `needs`; what it measured it returns as sums, so that a mean over microb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,7 @@ from hone.types import Batch, Control, Totals
 
 TOKEN_MEANS = {
     "kl": "train/kl_ref",
+    "kl_clipped": "train/kl_clipped_frac",
     "entropy": "train/entropy",
     "clip_low": "train/clip_low_frac",
     "clip_high": "train/clip_high_frac",
@@ -70,7 +72,7 @@ class Algorithm:
         correction: str | None = None,
         control: Control | None = None,
     ) -> None:
-        if max_response_tokens is None and (section.aggregate == "fixed_length" or section.overlong_buffer_tokens):
+        if max_response_tokens is None and (section.aggregate == "fixed_length" or section.overlong_buffer_frac):
             raise ValueError("fixed_length and the overlong penalty need max_response_tokens")
         self.section = section
         self.max_response_tokens = max_response_tokens or 0
@@ -96,6 +98,7 @@ class Algorithm:
         section, means = self.section, dict(TOKEN_MEANS)
         meaningless = {
             "kl": not section.kl_loss_coef,
+            "kl_clipped": not section.kl_loss_coef,
             "clip_dual": section.dual_clip is None,
             "dropped": self._correction is CORRECTION["none"],
             "correction": self._correction is CORRECTION["none"],
@@ -217,10 +220,18 @@ class Algorithm:
         """(T,) minus the weighted KL of each token, or None without KL in the reward; and the mean KL."""
         if self._kl is None or not self.section.kl_reward_coef:
             return None, {}
-        difference_T = batch.columns["old_logprobs_T"] - batch.columns["ref_logprobs_T"]
-        kl_T = self._kl.function(difference_T) * batch.loss_mask_T
-        mean = float(kl_T.sum() / batch.loss_mask_T.sum().clamp(min=1))
-        return -self.kl_coef * kl_T, {"train/kl_ref": mean}
+        mask_T = batch.loss_mask_T
+        kl_T, clipped_T = self._kl_of(batch.columns["old_logprobs_T"], batch.columns["ref_logprobs_T"])
+        means = torch.stack([kl_T, clipped_T.to(kl_T.dtype)]) @ mask_T.to(kl_T.dtype) / mask_T.sum().clamp(min=1)
+        metrics = dict(zip(("train/kl_ref", "train/kl_clipped_frac"), means.tolist(), strict=True))
+        return -self.kl_coef * kl_T * mask_T, metrics
+
+    def _kl_of(self, logprobs_T: Tensor, ref_logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(T,) estimates of the KL to the reference within +-`kl_clip`, and (T,) bool: which were outside."""
+        assert self._kl is not None
+        kl_T = self._kl.function(logprobs_T - ref_logprobs_T)
+        bound = math.inf if self.section.kl_clip is None else self.section.kl_clip
+        return kl_T.clamp(-bound, bound), kl_T.abs() > bound
 
     def weigh(self, tokens: Ragged, totals: Totals) -> Tensor:
         """(T,) weights by which the row adds token losses up."""
@@ -240,17 +251,17 @@ class Algorithm:
         objective = self._clip.function(ratio_T, tokens, self._bounds)
         correction_T = self._correction.function(tokens, section.correction_low, section.correction_high)
         loss_T = -objective.value_T * correction_T
-        kl_T = torch.zeros_like(weight_T)
-        if self._kl is not None and section.kl_loss_coef:
+        kl_T = kl_clipped_T = torch.zeros_like(weight_T)
+        if section.kl_loss_coef:
             assert tokens.ref_logprobs_T is not None, "the row has a KL term but the batch no ref_logprobs_T"
-            kl_T = self._kl.function(tokens.logprobs_T - tokens.ref_logprobs_T)
+            kl_T, kl_clipped_T = self._kl_of(tokens.logprobs_T, tokens.ref_logprobs_T)
             loss_T = loss_T + self.kl_coef * kl_T
         if section.entropy_coef:
             loss_T = loss_T - section.entropy_coef * tokens.entropy_T
         loss = (weight_T * loss_T).sum()
         with torch.no_grad():
             bounded_T = ratio_T.clamp(1 - section.clip_low, 1 + section.clip_high)
-            measured = _measure(tokens, loss, kl_T, objective, correction_T, bounded_T)
+            measured = _measure(tokens, loss, kl_T, kl_clipped_T, objective, correction_T, bounded_T)
         return loss, measured
 
     def summarize(self, measured: Sequence[Sequence[float]], optimizer_steps: int) -> dict[str, float]:
@@ -269,7 +280,13 @@ class Algorithm:
 
 
 def _measure(
-    tokens: Tokens, loss: Tensor, kl_T: Tensor, objective: Objective, correction_T: Tensor, bounded_T: Tensor
+    tokens: Tokens,
+    loss: Tensor,
+    kl_T: Tensor,
+    kl_clipped_T: Tensor,
+    objective: Objective,
+    correction_T: Tensor,
+    bounded_T: Tensor,
 ) -> Tensor:
     """(len(MEASURES),) values in that order. One product with the mask instead of one reduction per metric."""
     mask_T, dtype = tokens.loss_mask_T, tokens.logprobs_T.dtype
@@ -279,6 +296,7 @@ def _measure(
         [
             torch.ones_like(mask_T),
             kl_T,
+            kl_clipped_T.to(dtype),
             tokens.entropy_T,
             objective.clipped_low_T.to(dtype),
             objective.clipped_high_T.to(dtype),

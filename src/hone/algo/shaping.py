@@ -42,7 +42,7 @@ class Shaping:
             metrics["train/reward_running_std"] = reward_std(self.control)
         before_S = self._normalized(cut_S)
         reward_S = self._penalised(before_S, batch.length_S)
-        if section.overlong_buffer_tokens:
+        if section.overlong_buffer_frac:
             metrics["train/overlong_penalty_mean"] = float((reward_S - before_S)[scored_S].sum()) / num_scored
         return reward_S, metrics
 
@@ -81,12 +81,12 @@ class Shaping:
 
     def _penalised(self, reward: Tensor, length: Tensor) -> Tensor:
         section = self.section
-        if not section.overlong_buffer_tokens:
+        if not section.overlong_buffer_frac:
             return reward
         penalty = overlong_penalty(
             length,
             max_tokens=self.max_response_tokens,
-            buffer_tokens=section.overlong_buffer_tokens,
+            buffer_frac=section.overlong_buffer_frac,
             factor=section.overlong_penalty,
         )
         return reward + penalty.to(reward.dtype)
@@ -117,14 +117,15 @@ def keep_fraction(reward_S: Tensor, truncated_S: Tensor, factor: float) -> Tenso
     return torch.where((truncated_S > 0) & (reward_S > 0), reward_S * factor, reward_S)
 
 
-def overlong_penalty(length_S: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float) -> Tensor:
-    """DAPO's soft length penalty (arXiv:2503.14476): 0 up to `max_tokens - buffer_tokens`, then linear to -factor.
+def overlong_penalty(length_S: Tensor, *, max_tokens: int, buffer_frac: float, factor: float) -> Tensor:
+    """DAPO's soft length penalty (arXiv:2503.14476): linear over the last `buffer_frac` of the limit, to -factor.
 
     Args:
         length_S: (S,) response tokens.
     Returns:
         (S,) float, in [-factor, 0] for lengths up to `max_tokens`; to be added to the reward.
     """
+    buffer_tokens = buffer_frac * max_tokens
     excess_S = length_S - (max_tokens - buffer_tokens)
     return (-excess_S / buffer_tokens * factor).clamp(max=0)
 

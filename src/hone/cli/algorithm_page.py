@@ -50,7 +50,7 @@ one run tells little of a difference of a point or two. What the size of the tas
 
 _CREDIT = """\
 Rewards are shaped first, each step optional: `reward_clip` of the raw reward, `truncated_reward_factor`,
-`normalize_rewards` (running mean and deviation, in the checkpoint), `overlong_buffer_tokens`. What a sample earned over
+`normalize_rewards` (running mean and deviation, in the checkpoint), `overlong_buffer_frac`. What a sample earned over
 its baseline is a reward at its last own token; `kl_reward_coef` takes each token's KL from that token's reward; an
 advantage is the return from there on, discounted by `gamma`, and `advantage_clip` bounds it last of all. `gae` and
 `reinforce_pp` take no baseline from whole samples: with them an environment's reward for a turn stands at the turn's
@@ -68,8 +68,10 @@ with m = 0 unchanged. The critic's target is A + V before whitening, its loss 0.
 V_old, +-value_clip) - target)^2), weighted as the row weighs tokens. V_t is of the state before token t."""
 
 _KL = """\
-d = 0.5 gives 0.5, 0.125, 0.10653 and 0.5; d = -1 gives -1, 0.5, 0.71828 and 1. With `kl_target` the one coefficient
-that is set follows
+d = 0.5 gives 0.5, 0.125, 0.10653 and 0.5; d = -1 gives -1, 0.5, 0.71828 and 1. In loss and reward each token's
+estimate is kept within +-`kl_clip`, 10 by default, so that one token cannot outweigh all others: at d = -15, k3 is
+3,269,001. A bounded token has no gradient from the KL; `train/kl_clipped_frac` counts them. With `kl_target` the one
+coefficient that is set follows
 
     coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples of the update / kl_horizon_samples
 

@@ -168,15 +168,6 @@ def truncated_sampling_is_correctable(config: RunConfig) -> Iterator[Breach]:
             )
 
 
-def overlong_buffer_fits(config: RunConfig) -> Iterator[Breach]:
-    buffer, limit = config.algorithm.overlong_buffer_tokens, config.rollout.max_response_tokens
-    if buffer > limit:
-        yield Breach(
-            ("algorithm.overlong_buffer_tokens", "rollout.max_response_tokens"),
-            f"must be at most rollout.max_response_tokens = {limit} (got {buffer}). Nearest: {limit}",
-        )
-
-
 def reward_clip_is_a_range(config: RunConfig) -> Iterator[Breach]:
     clip = config.algorithm.reward_clip
     if clip is not None and clip[0] >= clip[1]:
@@ -196,6 +187,5 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], Iterator[Breach]], ...] = (
     correction_has_a_difference_to_correct,
     covariances_are_a_range,
     truncated_sampling_is_correctable,
-    overlong_buffer_fits,
     reward_clip_is_a_range,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +80,10 @@ def response_tokens_per_update(config: RunConfig) -> int:
     return samples_per_update(config) * config.rollout.max_response_tokens
 
 
-def penalty_starts_at_tokens(config: RunConfig) -> int | None:
-    """Response length from which the overlong penalty applies; None when it is off."""
-    buffer = config.algorithm.overlong_buffer_tokens
-    return config.rollout.max_response_tokens - buffer if buffer else None
+def longest_without_penalty_tokens(config: RunConfig) -> int | None:
+    """Length of the longest response that the overlong penalty spares; None when it is off."""
+    limit, buffer = config.rollout.max_response_tokens, config.algorithm.overlong_buffer_frac
+    return limit - math.ceil(round(limit * buffer, 6)) if buffer else None
 
 
 def ratio_range(config: RunConfig) -> str | None:
@@ -208,11 +209,11 @@ DERIVED: tuple[Derived, ...] = (
         response_tokens_per_update,
     ),
     Derived(
-        "length penalty starts at",
+        "longest response without length penalty",
         "tokens",
-        "max_response_tokens - overlong_buffer_tokens",
-        (_R, "algorithm.overlong_buffer_tokens"),
-        penalty_starts_at_tokens,
+        "max_response_tokens x (1 - overlong_buffer_frac)",
+        (_R, "algorithm.overlong_buffer_frac"),
+        longest_without_penalty_tokens,
     ),
     Derived(
         "policy ratio kept in",

@@ -228,6 +228,8 @@ class AlgorithmSection(Section):
     """Weight of each token's KL to the frozen reference, taken from its reward; 0 needs no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = key("k3")
     """Per-token estimator of that KL; k1 has zero expected gradient in a loss and is refused there."""
+    kl_clip: float | None = key(10.0, unit="nats", gt=0)
+    """Each token's estimate is kept within +- this, in loss and reward; beyond it has no gradient. null is off."""
     kl_target: float | None = key(None, unit="nats, by kl_target_unit", gt=0)
     """Steer the one KL coefficient that is set so that the KL stays here; null keeps the coefficient."""
     kl_target_unit: Literal["per_token", "per_sequence"] = key("per_token")
@@ -246,8 +248,8 @@ class AlgorithmSection(Section):
     """What a response cut at the length limit keeps of a positive reward; 1 is off."""
     normalize_rewards: bool = key(False)
     """Take the running mean of all rewards so far from each and divide by their standard deviation."""
-    overlong_buffer_tokens: int = key(0, unit="tokens", ge=0)
-    """DAPO's soft length penalty starts this many tokens before the limit; 0 is off."""
+    overlong_buffer_frac: float = key(0.0, unit="fraction of rollout.max_response_tokens", ge=0, le=1)
+    """DAPO's soft length penalty applies to the last part of the limit, this share of it; 0 is off."""
     overlong_penalty: float = key(1.0, unit="reward", ge=0)
     """Penalty at the limit; grows linearly over the buffer."""
     drop_uninformative: bool = key(False)

@@ -98,6 +98,9 @@ METRICS: dict[str, Metric] = {
         "nats", "Mean entropy of the policy at the trained tokens; near 0 it no longer explores.", (0.01, None)
     ),
     "train/kl_ref": Metric("nats per token", "KL to the frozen reference, by algorithm.kl_estimator.", (0.0, 0.5)),
+    "train/kl_clipped_frac": Metric(
+        "fraction", "Tokens whose estimate of that KL was bounded by algorithm.kl_clip.", (0.0, 0.01)
+    ),
     "train/kl_ref_sequence": Metric("nats per sequence", "The same summed over a response, mean over responses."),
     "train/kl_coef": Metric("reward or loss per nat", "KL coefficient of the update; moves with algorithm.kl_target."),
     "train/clip_low_frac": Metric("fraction", "Tokens whose ratio was clipped from below.", (0.0, 0.3)),
