@@ -2,17 +2,23 @@
 
 import asyncio
 import os
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from needs import missing
 
+import hone
 from hone.reward.sandbox import local
 from hone.reward.sandbox.base import Call, Ending, Limits, Run, SandboxLost, SandboxUnavailable, Stdin
-from hone.reward.sandbox.bubblewrap import FIRST_USER, NUM_USERS, Bubblewrap
+from hone.reward.sandbox.bubblewrap import Bubblewrap
+from hone.reward.sandbox.local import FIRST_USER, NUM_USERS
 
 LIMITS = Limits(cpu_s=1, wall_s=3.0, memory_bytes=256 << 20, processes=8, output_bytes=64 << 10, disk_bytes=8 << 20)
 ADD = "def add(a, b):\n    return a + b\nif __name__ == '__main__' and False: pass\n"
@@ -24,7 +30,7 @@ def sandbox():
     try:
         asyncio.run(found.start())
     except SandboxUnavailable as error:
-        pytest.skip(f"needs bubblewrap: {error}")
+        missing(f"needs bubblewrap: {error}")
     return found
 
 
@@ -162,6 +168,25 @@ time.sleep(30)
     assert b"64 MiB" in ended.output
 
 
+def test_shared_memory_counts_too(run):
+    program = """
+import mmap, os, time
+for _ in range(6):
+    shared = mmap.mmap(-1, 64 << 20)  # a quarter of the limit each
+    if os.fork() == 0:
+        for at in range(0, len(shared), mmap.PAGESIZE): shared[at] = 1
+        os.write(1, b"64 MiB ")
+        time.sleep(30)
+    shared.close()
+    time.sleep(0.1)
+time.sleep(30)
+"""
+    (ended,) = run(program)
+    assert ended.ending is Ending.MEMORY
+    assert b"64 MiB" in ended.output
+    assert run("import mmap\nshared = mmap.mmap(-1, 64 << 20)\nprint(len(shared))")[0].output == b"67108864\n"
+
+
 def test_memory_that_no_limit_counts_is_refused(run):
     program = """
 import ctypes, errno
@@ -243,21 +268,75 @@ for act in (lambda: posix.kill(me, 9), lambda: ctypes.CDLL(None).kill(me, 9) and
         act(); print("killed")
     except OSError as error:
         print(type(error).__name__)
-print(sorted(int(p) for p in os.listdir("/proc") if p.isdigit())[:2], os.getuid() != 0)
+print(sorted(int(p) for p in os.listdir("/proc") if p.isdigit()) == [1, os.getpid()], os.getuid() != 0)
 """
-    assert run(program)[0].output == b"ProcessLookupError\nProcessLookupError\n[1, 2] True\n"
+    assert run(program)[0].output == b"ProcessLookupError\nProcessLookupError\nTrue True\n"
 
 
-@pytest.mark.parametrize("attack", ["os.kill(2, 9)", "os.kill(-1, 9)", "ctypes.CDLL(None).kill(2, 9)"])
-def test_who_kills_the_warden_loses_the_sandbox(run, attack):
-    with pytest.raises(SandboxLost, match="ended"):
-        run(f"import ctypes, os, posix, time\n{attack}\ntime.sleep(30)")
+def test_no_signal_ends_or_stops_the_warden(run):
+    program = """
+import os, time
+for number in range(1, 65):
+    try: os.kill(1, number)
+    except OSError: pass
+try: os.kill(-1, 9)
+except ProcessLookupError: print("nobody", end=" ")
+time.sleep(0.1)
+print(input())
+"""
+    assert [ended.output for ended in run(program, Stdin("a"), Stdin("b"))] == [b"nobody a\n", b"nobody b\n"]
 
 
-def test_who_stops_the_warden_loses_the_sandbox(run, monkeypatch):
+def test_limits_of_the_warden_are_out_of_reach(run):
+    program = """
+import os, resource
+for act in (lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0)), lambda: os.sched_setaffinity(1, {0})):
+    try: act(); print("done")
+    except PermissionError as error: print(error.errno)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0, len(os.sched_getaffinity(0)) > 0)
+"""
+    assert [ended.output for ended in run(program, *[Stdin("")] * 2)] == [b"1\n1\nTrue True\n"] * 2
+
+
+@pytest.mark.parametrize(("signal", "match"), [(9, "ended"), (19, "said nothing")])
+def test_a_warden_killed_or_stopped_from_outside_is_a_lost_sandbox(sandbox, monkeypatch, signal, match):
     monkeypatch.setattr(local, "GRACE_S", -2.5)  # of 3 s of wall time
-    with pytest.raises(SandboxLost, match="said nothing"):
-        run("import os, time\nos.kill(2, 19)\ntime.sleep(30)")
+
+    async def go():
+        async with sandbox.open("import time\ntime.sleep(30)") as session:
+            running = asyncio.create_task(session.run(Stdin("")))
+            await asyncio.sleep(0.1)
+            ((warden,),) = (p.children() for p in psutil.Process().children() if p.name() == "bwrap")
+            warden.send_signal(signal)
+            await running
+
+    with pytest.raises(SandboxLost, match=match):
+        asyncio.run(go())
+
+
+MEMORY_ATTACK = """
+import ctypes, os, time
+def attempt(pid):
+    try:
+        with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+            memory.seek(ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "Py_Version")))
+            memory.write(b"x")
+        return "written"
+    except OSError as error:
+        return type(error).__name__
+if (child := os.fork()) == 0:
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # opens its memory again, as the warden's would be
+    time.sleep(30)
+time.sleep(0.2)
+print(*(attempt(pid) for pid in (1, os.getppid(), child)))
+"""
+MEMORY_IS_CLOSED = b"PermissionError PermissionError written\n"
+"""Of the first process, of the parent; and of an open one, as a witness."""
+
+
+def test_memory_of_the_warden_is_out_of_reach(run):
+    (ended,) = run(MEMORY_ATTACK)
+    assert ended.output == MEMORY_IS_CLOSED
 
 
 def test_a_killed_program_is_lost_not_wrong(run):
@@ -332,7 +411,7 @@ def test_all_at_once_leave_the_good_ones_alone(sandbox):
     hostile = [
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
         "while True: print('y' * 1000)",
-        "import os\nos.kill(-1, 9)",
+        "import os\nos.kill(-1, 9)\nos.kill(os.getpid(), 9)",
         "x = [bytearray(10**6) for _ in range(10**5)]",
     ]
 
@@ -349,45 +428,67 @@ def test_all_at_once_leave_the_good_ones_alone(sandbox):
 
     outputs = asyncio.run(go())
     assert [output for number, output in enumerate(outputs) if number % 3] == [b"7\n"] * 8
-    assert outputs[6] == "lost"
+    assert [output for number, output in enumerate(outputs) if not number % 3] == [b""] * 4
 
 
-def test_the_wall_of_an_ordinary_user_stands_too():
-    """Root has no user namespace to build on, others have; here an ordinary user's way, with the system's Python."""
-    import shutil
-    import subprocess
-    import tempfile
-
-    import hone
-
+@pytest.fixture(scope="module")
+def as_ordinary_user(tmp_path_factory):
+    """Run a script as user 65534, with the system's Python: root has no user namespace to build on, others have."""
+    if os.geteuid() != 0:
+        pytest.skip("all tests here run as an ordinary user already")
     python = shutil.which("python3", path="/usr/bin")
-    if os.geteuid() != 0 or python is None or shutil.which("setpriv") is None or shutil.which("bwrap") is None:
-        pytest.skip("needs root, setpriv, bwrap and /usr/bin/python3")
+    if python is None or shutil.which("setpriv") is None or shutil.which("bwrap") is None:
+        missing("needs setpriv, bwrap and /usr/bin/python3")
     if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
-        pytest.skip("/usr/bin/python3 is older than 3.11")
-    program = f"""
-import asyncio, os
-from hone.reward.sandbox.base import *
-from hone.reward.sandbox.bubblewrap import Bubblewrap
-async def main():
-    sandbox = Bubblewrap(Limits(1, 4.0, 256 << 20, 8, 1 << 16, 8 << 20), num_places=1)
-    try:
-        await sandbox.start()  # tries network, files, processes
-    except SandboxUnavailable as error:
-        print("unavailable", error); return
-    async with sandbox.open({ADD!r}) as session:
-        print(os.getuid(), (await session.run(Call("add", (3, 4)))).output)
-asyncio.run(main())
-"""
+        missing("/usr/bin/python3 is older than 3.11")
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(Path(hone.__file__).parent, Path(folder, "hone"), ignore=shutil.ignore_patterns("__pycache__"))
         for path in (Path(folder), *Path(folder).rglob("*")):
             path.chmod(0o755)
         user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", f"PYTHONPATH={folder}"]
-        ran = subprocess.run([*user, python, "-B", "-c", program], capture_output=True, text=True, timeout=60)
-    if ran.stdout.startswith("unavailable"):
-        pytest.skip(f"ordinary users cannot have sandboxes here: {ran.stdout}")
-    assert ran.stdout == "65534 b'7\\n'\n", ran.stderr
+
+        def run_script(script: str) -> str:
+            command = [*user, python, "-B", "-c", ORDINARY + script]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert ran.returncode == 0, ran.stderr
+            return ran.stdout
+
+        if unavailable := run_script("print(asyncio.run(started()) or '', end='')"):
+            missing(f"ordinary users cannot have sandboxes here: {unavailable}")
+        yield run_script
+
+
+ORDINARY = """
+import asyncio, os
+from hone.reward.sandbox import local
+from hone.reward.sandbox.base import *
+from hone.reward.sandbox.bubblewrap import Bubblewrap
+sandbox = Bubblewrap(Limits(1, 4.0, 256 << 20, 8, 1 << 16, 8 << 20), num_places=1)
+async def started():
+    try: await sandbox.start()  # tries network, files, processes, memory
+    except SandboxUnavailable as error: return str(error)
+async def run(source, given):
+    await sandbox.start()
+    async with sandbox.open(source) as session:
+        return (await session.run(given)).output
+"""
+
+
+def test_the_wall_of_an_ordinary_user_stands_too(as_ordinary_user):
+    script = f"print(os.getuid(), asyncio.run(run({ADD!r}, Call('add', (3, 4)))))"
+    assert as_ordinary_user(script) == "65534 b'7\\n'\n"
+
+
+def test_memory_of_an_ordinary_users_warden_is_out_of_reach(as_ordinary_user):
+    assert as_ordinary_user(f"print(asyncio.run(run({MEMORY_ATTACK!r}, Stdin(''))))") == f"{MEMORY_IS_CLOSED!r}\n"
+
+
+def test_the_trial_of_the_walls_finds_a_warden_that_can_be_written(as_ordinary_user):
+    script = """
+local.WARDEN = local.WARDEN.replace("(PR_SET_DUMPABLE, 0)", "(PR_SET_DUMPABLE, 1)")
+print(asyncio.run(started()))
+"""
+    assert as_ordinary_user(script) == "its walls do not stand: the memory of process 1 can be written\n"
 
 
 def test_this_file_runs_with_the_interpreter_of_the_sandbox(run):

@@ -2,11 +2,14 @@
 
 import asyncio
 import errno
+import os
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from needs import PYTHON_OF_ALL, missing
 
 from hone.reward.code import CodeSettings
 from hone.reward.sandbox import local
@@ -61,6 +64,8 @@ def test_the_filter_refuses_what_it_says(machine, architecture, calls):
     assert verdict(program, architecture, numbers["clone"], new_user | 17) == EPERM
     assert verdict(program, architecture, numbers["clone"], plain_fork) == ALLOW
     assert verdict(program, architecture, numbers["clone"], thread) == ALLOW
+    prlimit = {"x86_64": 302, "aarch64": 261}[machine]
+    assert (verdict(program, architecture, prlimit, 0), verdict(program, architecture, prlimit, 1)) == (ALLOW, EPERM)
     assert verdict(program, architecture, 435) == ENOSYS  # clone3
     assert verdict(program, architecture, 425) == EPERM  # io_uring_setup
     assert verdict(program, architecture, 0x40000000) == ENOSYS  # x32
@@ -78,7 +83,7 @@ def test_only_what_the_interpreter_needs_is_shown():
     allowed = {interpreter.executable, f"{interpreter.prefix}/lib", f"{interpreter.prefix}/lib64"}
     assert shown <= allowed | {"/usr/lib", "/usr/lib64", "/lib", "/lib64"}
     assert not any(word.startswith(("--bind", "--dev-bind")) for word in arguments)
-    assert {"--die-with-parent", "--new-session", "--clearenv"} <= set(arguments)
+    assert {"--die-with-parent", "--as-pid-1", "--clearenv"} <= set(arguments)
     assert arguments[arguments.index("--cap-drop") + 1] == "ALL"
 
 
@@ -98,7 +103,7 @@ def run(sandbox, source):
         try:
             await sandbox.start()
         except SandboxUnavailable as error:
-            pytest.skip(f"needs bubblewrap: {error}")
+            missing(f"needs {sandbox.name}: {error}")
         async with sandbox.open(source) as session:
             return await session.run(Stdin(""))
 
@@ -130,10 +135,10 @@ def test_walls_that_do_not_stand_are_found(monkeypatch):
             walls += ["--unshare-user", "--unshare-pid", "--unshare-ipc"]
         return ["--ro-bind", "/etc", "/etc", *walls]
 
-    run(Bubblewrap(LIMITS, num_places=1), "pass")  # or skip
+    run(Bubblewrap(LIMITS, num_places=1), "pass")  # or missing
     monkeypatch.setattr(Bubblewrap, "_walls", leaky)
     monkeypatch.setattr(
-        "hone.reward.sandbox.local.WARDEN", local.WARDEN.replace('most = setup["processes"] + 2', "most = 40")
+        "hone.reward.sandbox.local.WARDEN", local.WARDEN.replace('most = setup["processes"] + 1', "most = 40")
     )
     with pytest.raises(SandboxUnavailable) as refused:
         asyncio.run(sandbox.start())
@@ -176,11 +181,50 @@ if os.fork() == 0:
     os._exit(0)
 print("born")
 """
-    assert run(BareProcess(LIMITS, num_places=1), source).output == b"born\n"
+    tmp_path.chmod(0o777)
+    for folder in (tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    assert run(BareProcess(LIMITS, num_places=1, python=PYTHON_OF_ALL), source).output == b"born\n"
     asyncio.run(asyncio.sleep(0.5))
     assert not mark.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="without a sandbox an ordinary user's programs are that user's")
+def test_the_bare_process_of_root_has_no_rights_of_root():
+    victim = subprocess.Popen(["sleep", "60"])
+    program = f"""
+import os
+print(0 in os.getresuid() + os.getresgid() or os.getgroups())
+try: os.kill({victim.pid}, 9)
+except PermissionError: print("refused")
+open("mine", "w").close()
+"""
+    try:
+        ended = run(BareProcess(LIMITS, num_places=1, python=PYTHON_OF_ALL), program)
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+    assert (ended.ending, ended.output) == (Ending.FINISHED, b"[]\nrefused\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs change their user")
+def test_root_without_an_interpreter_that_others_can_read_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        "hone.reward.sandbox.local.WARDEN",
+        local.WARDEN.replace("sys.path +=", "sys.path = []; sys.path_importer_cache.clear(); sys.path +="),
+    )
+    with pytest.raises(SandboxUnavailable, match=r"No module named 'decimal' \(as root, programs run as user \d+, who"):
+        asyncio.run(BareProcess(LIMITS, num_places=1).start())
 
 
 def test_every_setting_is_documented():
     page = (Path(__file__).parents[2] / "docs/rewards-code.md").read_text()
     assert [name for name in CodeSettings.model_fields if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_what_a_ci_machine_lacks_is_a_failure(monkeypatch, ci, outcome):
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="needs x"):
+        missing("needs x")

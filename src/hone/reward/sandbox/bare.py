@@ -1,20 +1,22 @@
 """No sandbox: a process of this user with resource limits. It stops accidents, not malice.
 
 A program can read and change whatever the user can, use the network, and start processes that survive it. It exists
-for machines where nothing better works and programs are trusted, and only by the run file's explicit leave.
+for machines where nothing better works and programs are trusted, and only by the run file's explicit leave. Where this
+process is root's, programs run as a user who owns nothing, or not at all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator
 
 from hone.reward.sandbox.base import Limits, SandboxFault, SandboxUnavailable
 from hone.reward.sandbox.interpreter import Interpreter
-from hone.reward.sandbox.local import Command, LocalSession, Places
+from hone.reward.sandbox.local import Command, LocalSession, Places, user_of_place
 from hone.reward.sandbox.probe import prove
 
 
@@ -34,15 +36,25 @@ class BareProcess:
         if sys.platform != "linux":
             raise SandboxUnavailable(f"local processes need Linux, this is {sys.platform}; use a remote sandbox")
         self._interpreter = await asyncio.to_thread(Interpreter.find, self._python)
-        await prove(self, isolated=False)
+        try:
+            await prove(self, isolated=False)
+        except SandboxUnavailable as error:
+            if (user := user_of_place(0)) is None:
+                raise
+            raise SandboxUnavailable(
+                f"{error} (as root, programs run as user {user}, who must be able to read {self._interpreter.prefix}; "
+                "set `python` to an interpreter that every user can read)"
+            ) from error
 
     @contextlib.asynccontextmanager
     async def open(self, source: str) -> AsyncIterator[LocalSession]:
         if self._interpreter is None:
             raise SandboxFault("the sandbox was not started")
-        async with self._places.place():
+        async with self._places.place() as number:
             with tempfile.TemporaryDirectory(prefix="hone-code-", ignore_cleanup_errors=True) as folder:
-                command = Command(self._interpreter.command, folder=folder, isolated=False)
+                if (user := user_of_place(number)) is not None:
+                    os.chown(folder, user, user)
+                command = Command(self._interpreter.command, folder=folder, user_id=user, isolated=False)
                 session = LocalSession(command, source, self._limits, self._interpreter.packages)
                 async with self._places.started(session):
                     yield session

@@ -4,7 +4,7 @@ Namespaces of its own for everything, no capability, a filter of system calls, a
 folder in memory of bounded size. Limits are by user, and root has none, so a run as root drops to a user that owns
 nothing: not before bubblewrap (it could then not read an interpreter in root's home) but as the first act of the
 warden, before it has seen the program. Each place has a user of its own, because the limit on processes is counted
-per user.
+per user. The warden is process 1 there: bubblewrap's own would be one that a program of the same user can write to.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from pathlib import Path
 
 from hone.reward.sandbox.base import Limits, SandboxFault, SandboxUnavailable
 from hone.reward.sandbox.interpreter import Interpreter
-from hone.reward.sandbox.local import Command, LocalSession, Places, environment
+from hone.reward.sandbox.local import Command, LocalSession, Places, environment, user_of_place
 from hone.reward.sandbox.probe import prove
 from hone.reward.sandbox.seccomp import seccomp_filter
 
-FIRST_USER, NUM_USERS = 61_184, 4_336
-"""Users that Linux distributions leave to services without an account (systemd's DynamicUser)."""
 SCRATCH = "/tmp"
 SHARED_MEMORY_BYTES = 1 << 20
 """/dev/shm: enough for the locks of multiprocessing."""
@@ -38,7 +36,6 @@ class Bubblewrap:
     def __init__(self, limits: Limits, *, num_places: int, python: str | None = None) -> None:
         self._limits = limits
         self._python = python
-        self._as_root = os.geteuid() == 0
         self._places = Places(num_places)
         self._arguments: tuple[str, ...] = ()
         self._packages: tuple[str, ...] = ()
@@ -57,8 +54,8 @@ class Bubblewrap:
 
     def _walls(self, interpreter: Interpreter) -> list[str]:
         """Options of bubblewrap. As root a user namespace would be one user for all, root again, so there is none."""
-        walls = ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-        if self._as_root:
+        walls = ["--die-with-parent", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
+        if os.geteuid() == 0:
             walls += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
             walls += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # gone when the warden changes its user
         else:
@@ -83,7 +80,7 @@ class Bubblewrap:
                 guarded = [] if filter_fd is None else ["--seccomp", str(filter_fd)]
                 command = Command(
                     (program, *guarded, *rest),
-                    user_id=FIRST_USER + (64 * os.getpid() + number) % NUM_USERS if self._as_root else None,
+                    user_id=user_of_place(number),
                     pass_fds=() if filter_fd is None else (filter_fd,),
                 )
                 session = LocalSession(command, source, self._limits, self._packages)

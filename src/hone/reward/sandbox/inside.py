@@ -8,6 +8,7 @@ and when it ends, or hits a limit, everything that it started is killed before t
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -30,11 +31,12 @@ GONE_TIMEOUT_S = 2.0
 VALUE_FD = 3
 """Where a program's process gives a returned value to the warden."""
 OPEN_FILES = 64
-PAGE_BYTES = resource.getpagesize()
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def main():
     channel = _take_channel()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one signal that Python handles: a program could send it
     setup, _ = _receive(channel)
     try:
         _enter(setup)
@@ -62,20 +64,27 @@ def _take_channel():
 
 
 def _enter(setup):
-    """Give up what privileges there are, and be sure that killing everything kills only what is in here."""
+    """Give up what privileges there are, and be sure that killing everything kills only what is in here.
+
+    A program is a process of the same user, so the warden's memory is closed to it (`/proc/1/mem`): the kernel opens it
+    again at an exec, so this is done here and not before.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
     if setup["uid"] is not None:
         os.setgroups([])
         os.setresgid(setup["uid"], setup["uid"], setup["uid"])
         os.setresuid(setup["uid"], setup["uid"], setup["uid"])
+    options = [(PR_SET_DUMPABLE, 0)]
     if setup["isolated"]:
-        if os.getpid() != 2 or os.getppid() != 1:
+        if os.getpid() != 1:  # the first process, which no signal from inside can end
             raise OSError("it has no process numbers of its own")
-        most = setup["processes"] + 2  # the warden and the first process of the sandbox count too
+        most = setup["processes"] + 1  # the warden counts too
         resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-    else:
-        import ctypes  # what a program leaves behind becomes a child of the warden, where it can be found
-
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    else:  # what a program leaves behind becomes a child of the warden, where it can be found
+        options.append((PR_SET_CHILD_SUBREAPER, 1))
+    for option, value in options:
+        if prctl(option, value, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"prctl {option} failed")
     sys.path += setup["packages"]
 
 
@@ -215,15 +224,16 @@ def _watch(setup, pid, streams, channel, deadline):
     readable = {fd: name for name, fd in streams.outputs.items()}
     for fd in readable:
         poll.register(fd, select.POLLIN)
-    base, look_at = _anonymous_bytes(os.getpid()), time.monotonic() + WATCH_S
+    base, look_at = _memory_bytes(os.getpid()), time.monotonic() + WATCH_S
     try:
         while True:
             now = time.monotonic()
             if now >= deadline:
                 return "time"
-            if setup["isolated"] and now >= look_at:
-                if _memory_bytes(base) > setup["memory_bytes"]:
+            if now >= look_at:
+                if setup["isolated"] and _total_memory_bytes(base) > setup["memory_bytes"]:
                     return "memory"
+                _reap_orphans(pid)
                 look_at = now + WATCH_S
             events = poll.poll(1000 * min(deadline - now, WATCH_S))
             for fd, _ in events:
@@ -247,26 +257,33 @@ def _watch(setup, pid, streams, channel, deadline):
         os.close(process)
 
 
-def _memory_bytes(base):
+def _total_memory_bytes(base):
     """Memory of all processes in here beyond what a fork of the warden shares with it."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return sum(max(0, _anonymous_bytes(pid) - base) for pid in pids if pid > 2)
+    return sum(max(0, _memory_bytes(pid) - base) for pid in pids if pid > 1)
 
 
-def _anonymous_bytes(pid):
+def _memory_bytes(pid):
+    """Anonymous memory of a process, private and shared; what processes share counts for each that uses it."""
     try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            _, resident, shared, *_ = file.read().split()
-    except (OSError, ValueError):  # it ended meanwhile
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().split(b"\n")
+    except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
         return 0
-    return (int(resident) - int(shared)) * PAGE_BYTES
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
+
+
+def _reap_orphans(pid):
+    """Processes that were left to the warden and have ended: they count as processes until they are waited for."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != pid:
+        os.waitpid(ended.si_pid, 0)
 
 
 def _kill_all(setup, pid):
     """End the program and everything that it started, whatever session or parent that now has."""
     if setup["isolated"]:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # all but the caller and process 1: at one moment, so no fork slips through
+            os.kill(-1, signal.SIGKILL)  # all but the caller: at one moment, so no fork slips through
     else:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
@@ -275,12 +292,12 @@ def _kill_all(setup, pid):
 
 
 def _until_gone():
-    """Wait until process 1 has reaped what was killed: the next run finds an empty sandbox and all of its processes."""
+    """Wait for all that was killed: the next run finds an empty sandbox and all of its processes."""
     deadline = time.monotonic() + GONE_TIMEOUT_S
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline:
-            os.kill(-1, signal.SIGKILL)
-            time.sleep(0.001)
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.001)
 
 
 def _kill_orphans():

@@ -29,6 +29,8 @@ GRACE_S = 5.0
 END_TIMEOUT_S = 1.0
 """Until a sandbox that was asked to end is killed."""
 MAX_HEADER_BYTES = 1 << 16
+FIRST_USER, NUM_USERS = 61_184, 4_336
+"""Users that Linux distributions leave to services without an account (systemd's DynamicUser)."""
 _FRAME = struct.Struct("!II")
 _ENVIRONMENT = {
     "HOME": "/tmp",
@@ -57,6 +59,11 @@ class Command:
 def environment() -> dict[str, str]:
     """What a program finds in its environment, and nothing else."""
     return dict(_ENVIRONMENT)
+
+
+def user_of_place(number: int) -> int | None:
+    """A user of its own for each place, who owns nothing, where this process is root's; else None: its own user."""
+    return FIRST_USER + (64 * os.getpid() + number) % NUM_USERS if os.geteuid() == 0 else None
 
 
 class LocalSession:
@@ -91,7 +98,7 @@ class LocalSession:
                     cwd=self._command.folder,
                     env=environment(),
                     pass_fds=self._command.pass_fds,
-                    start_new_session=True,
+                    start_new_session=True,  # no terminal; and what is killed as one group, warden included
                 )
             except OSError as error:
                 raise SandboxFault(f"no process for a sandbox: {error}") from error

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hone.reward.sandbox.base import Sandbox
 
 _PROGRAM = """
-import os, sys
+import decimal, os, sys  # the first from a file, which a user without rights may not be able to read
 
 def breaches(processes, port):
     found = []
@@ -28,6 +28,13 @@ def breaches(processes, port):
     for path in ("/", "/usr/lib", "/dev"):
         if os.access(path, os.W_OK):
             found.append(f"{path} can be written")
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if int(pid) != os.getpid():
+                os.close(os.open(f"/proc/{pid}/mem", os.O_RDWR))
+                found.append(f"the memory of process {pid} can be written")
+        except OSError:
+            pass
     import socket
     try:
         socket.create_connection(("127.0.0.1", port), timeout=2).close()

@@ -1,8 +1,8 @@
 """A filter of system calls for the sandbox: what no program needs that reads, computes and prints.
 
 Left out on purpose are memory that no limit counts (shared memory segments, memfd), looking into other processes,
-namespaces inside the sandbox, and parts of the kernel with a long record of holes. The rest of a program's calls are
-unaffected; a refused call fails with EPERM.
+setting their limits, namespaces inside the sandbox, and parts of the kernel with a long record of holes. The rest of a
+program's calls are unaffected; a refused call fails with EPERM.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ _REFUSED = {
         *(105, 273, 265, 264, 92, 272),
     ),
 }
+_OWN_PROCESS_ONLY = {"x86_64": (302, 203, 144, 142, 314), "aarch64": (261, 122, 119, 118, 274)}
+"""prlimit64, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr: not those of the warden, which is a
+process of the same user. Their first argument is a process, 0 being the caller."""
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 
@@ -54,6 +57,9 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
     ]
     for number in (*_REFUSED[machine], *_COMMON):
         program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _FAIL | errno.EPERM)]
+    for number in _OWN_PROCESS_ONLY[machine]:
+        program += [(_EQUAL, 0, 4, number), (_LOAD, 0, 0, _FIRST_ARGUMENT_AT), (_EQUAL, 0, 1, 0)]
+        program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _FAIL | errno.EPERM)]
     program += [
         (_EQUAL, 0, 3, _CLONE[machine]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
