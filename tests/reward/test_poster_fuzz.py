@@ -1,8 +1,10 @@
 """Whatever a policy writes: a finite score in [0, 1], soon."""
 
 import asyncio
+import itertools
 import json
 import math
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from hone.reward.poster import judge_of
 from hone.reward.poster.parse import MAX_LAYERS
 from hone.reward.poster.scoring import score_posters
 from hone.reward.poster.table import GROUND_TRUTH
+from hone.types import Fault
 
 NUMBERS = st.one_of(
     st.integers(-100, 1200),
@@ -47,8 +50,8 @@ ANYTHING = st.recursive(
 )
 
 
-def check(response: str) -> None:
-    (score,) = asyncio.run(score_posters([response], GROUND_TRUTH, judge_of({})))
+def check(response: str, truth: dict = GROUND_TRUTH, **args: object) -> None:
+    (score,) = asyncio.run(score_posters([response], truth, judge_of(args)))
     assert score.value is not None and 0.0 <= score.value <= 1.0
     for name, value in score.metrics.items():
         assert math.isfinite(value), name
@@ -101,3 +104,58 @@ FULL = {"type": "text", "x": 0, "y": 0, "width": 1000, "height": 1000}
 )  # fmt: skip
 def test_as_many_layers_as_there_may_be_of_the_worst_kind(layer):
     check(json.dumps({"layers": [FULL | layer] * MAX_LAYERS}, ensure_ascii=False))
+
+
+EDGES = [
+    0.0, -0.0, 5e-324, -5e-324, 1.1e-311, 2.3e-308, 1e-160, 1e-9, 1e-3, math.nextafter(1e-3, 1), 0.5, 1.0,
+    math.nextafter(1e6, 0), 1e6, -1e6, 1e16, 1.4e154, 1e308, sys.float_info.max, -sys.float_info.max,
+]  # fmt: skip
+"""Numbers whose products, quotients, sums or squares leave float64, and the bounds that a poster has itself."""
+NUMERIC = {"x": 5, "y": 5, "width": 400, "height": 200, "font_size": 40, "opacity": 1}
+CORNERS = {"left": 5, "top": 5, "right": 400, "bottom": 200}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(NUMERIC, 2)))
+def test_numbers_at_the_edges_of_float64_in_every_pair_of_fields(one, other):
+    layer, kinds = NUMERIC | {"text": "so far"}, itertools.cycle(["text", "shape", "image"])
+    layers = [layer | {"type": next(kinds), one: a, other: b} for a in EDGES for b in EDGES]
+    for start in range(0, len(layers), MAX_LAYERS):
+        check(json.dumps({"layers": [*layers[start : start + MAX_LAYERS - 1], layer]}))
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(CORNERS, 2)))
+def test_corners_at_the_edges_of_float64(one, other):
+    layer = CORNERS | {"type": "text", "text": "so far"}
+    truth = {"canvas_size": [500, 500], "layers": [layer]}
+    layers = [layer | {one: a, other: b} for a in EDGES for b in EDGES]
+    for start in range(0, len(layers), MAX_LAYERS):
+        check(json.dumps({"layers": [*layers[start : start + MAX_LAYERS - 1], layer]}), truth, geometry="ltrb")
+
+
+@pytest.mark.parametrize("canvas", [(1, 1), (1e6, 1), (1, 1e6), (1e6, 1e6), (math.nextafter(1, 2), 3)])
+def test_numbers_at_the_edges_of_float64_on_canvases_at_theirs(canvas):
+    layer = NUMERIC | {"type": "text", "text": "so far"}
+    truth = {"canvas_size": list(canvas), "layers": [layer | {"font_size": 1e-3}]}
+    check(json.dumps({"layers": [layer | {name: edge} for name in NUMERIC for edge in EDGES]}), truth)
+
+
+COLORS = [
+    *([edge, 255, edge] for edge in EDGES),
+    *("hsl(0,9999%,50%)", "hsl(0,0%,9999%)", "hsv(720,900%,900%)", "rgb(900%,0%,0%)", f"rgb({'9' * 80},0,0)"),
+    f"hsl({'9' * 80},{'9' * 9}%,50%)",
+]
+
+
+@pytest.mark.parametrize("color", COLORS, ids=str)
+def test_colours_beyond_what_a_channel_holds(color):
+    check(json.dumps({"layers": [NUMERIC | {"text": "so far", "color": color, "fill": color}]}))
+
+
+@pytest.mark.parametrize("number", [10**400, 10**5000, -(10**400)], ids=["400", "5000", "-400"])
+def test_integers_of_a_ground_truth_that_no_float_holds(number):
+    good = NUMERIC | {"image_id": number, "color": [number] * 3, "font_size": number, "opacity": number}
+    truth = {"canvas_size": [500, 500], "layers": [good], "image_id": [{"id": number, "image": "a.png"}]}
+    check(json.dumps({"layers": [NUMERIC]}), truth)
+    for name in ("x", "width"):
+        (score,) = asyncio.run(score_posters(["x"], truth | {"layers": [good | {name: number}]}, judge_of({})))
+        assert (score.value, score.fault) == (None, Fault.DATA)

@@ -23,7 +23,7 @@ MAX_BROKEN = 1000
 MAX_COORDINATE = 1e6
 """Canvas pixels. Beyond it a layer is malformed: sums of such numbers lose the small ones."""
 MIN_SIDE = 1e-3
-"""Canvas pixels. Areas of smaller boxes are no longer safe to divide by."""
+"""Canvas pixels. Areas of smaller boxes, and smaller font sizes, are no longer safe to divide by."""
 
 Geometry = Literal["xywh", "ltrb"]
 MultiObject = Literal["reject", "last"]
@@ -222,14 +222,18 @@ def _text(found: Any) -> str:
 
 def _number(value: Any) -> float | None:
     """A finite number; None for strings, booleans, infinities and everything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of a row that was read elsewhere
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _font_size(value: Any) -> float:
     size = _number(value)
-    return 0.0 if size is None or size < 0 else min(size, MAX_COORDINATE)
+    return 0.0 if size is None or size < MIN_SIDE else min(size, MAX_COORDINATE)
 
 
 def _color(value: Any) -> Color | None:
@@ -239,10 +243,10 @@ def _color(value: Any) -> Color | None:
     if not isinstance(value, str):
         return None
     try:
-        red, green, blue = ImageColor.getrgb(value)[:3]
+        red, green, blue = (min(255, max(0, channel)) for channel in ImageColor.getrgb(value)[:3])
     except ValueError:
         return None
-    return (min(red, 255), min(green, 255), min(blue, 255))  # rgb(999,0,0) passes Pillow
+    return red, green, blue  # rgb(999,0,0) and hsl(0,9999%,50%) pass Pillow, as numbers beyond a channel
 
 
 def _is_channel(value: Any) -> bool:
@@ -251,7 +255,10 @@ def _is_channel(value: Any) -> bool:
 
 
 def _handle(value: Any) -> str | None:
-    return str(value) if isinstance(value, str | int) else None
+    """A handle as text; None for what is none, and for integers that Python refuses to write out."""
+    if isinstance(value, int):
+        return str(value) if abs(value) < 1 << 64 else None
+    return value if isinstance(value, str) else None
 
 
 def _canvas(found: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -271,7 +278,8 @@ def _images(truth: Mapping[str, Any]) -> dict[str, str]:
     """`image_id: [{id, image}]` of a row: which file a handle stands for."""
     listed = truth.get("image_id")
     rows = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
-    return {str(row["id"]): str(row["image"]) for row in rows if "id" in row and "image" in row}
+    handles = [(_handle(row.get("id")), row.get("image")) for row in rows]
+    return {handle: image for handle, image in handles if handle is not None and isinstance(image, str)}
 
 
 def _check_depth(value: Any) -> None:

@@ -42,8 +42,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         weights = (self.structure_weight, self.accuracy_weight, self.visual_weight)
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-            raise ValueError(f"weights must be 0 or more, got {weights}")
+        if not all(weight >= 0 for weight in weights) or not math.isfinite(sum(weights)):
+            raise ValueError(f"weights must be 0 or more, and their sum finite; got {weights}")
         if self.structure_weight + self.accuracy_weight <= 0:
             raise ValueError("structure_weight and accuracy_weight are both 0: looks alone are no poster")
         choices = {"on_component_missing": OnMissing, "geometry": Geometry, "multi_object": MultiObject}
