@@ -1,6 +1,7 @@
 # Everything a newcomer needs: `make quickstart`, then `make test`. `make` alone lists the targets.
 PYTHON ?= python3.11
 VENV   := .venv
+SEED   := $(or $(SEED),$(shell date +%s))
 STAMP  := $(VENV)/.installed
 RUN    := $(VENV)/bin/python -m
 VLLM       := .venv-vllm
@@ -8,7 +9,7 @@ VLLM_STAMP := $(VLLM)/.installed
 VLLM_PIP   := $(VLLM)/bin/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-vllm lint format bench docs clean
+.PHONY: help setup quickstart test test-slow test-orders test-vllm lint format bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,8 +40,19 @@ quickstart: $(STAMP)  ## train, evaluate and report: GRPO on GSM8K's arithmetic,
 test: $(STAMP)  ## the tests a newcomer runs, under 5 minutes
 	$(RUN) pytest -q -m "not slow and not gpu and not vllm" -n logical --maxprocesses 4 --dist loadfile
 
-test-slow: $(STAMP)  ## the tests that take longer than 20 s each
-	$(RUN) pytest -q -m "slow and not gpu and not vllm" --timeout 900 -n logical --maxprocesses 4 --dist loadfile
+test-slow: $(STAMP)  ## the tests that take longer than 20 s each, and a longer random search by the property tests
+	$(RUN) pytest -q -m "(slow or property) and not gpu and not vllm" --hypothesis-profile search --timeout 900 \
+	    -n logical --maxprocesses 4 --dist loadfile
+
+# Each order on another number of workers; the second run finds a Ray token in the home directory, the others none.
+test-orders: $(STAMP)  ## the tests of `make test` in three random orders, about 15 minutes (SEED=n repeats them)
+	@home=$$(mktemp -d) && trap 'rm -rf "$$home"' EXIT && for workers in 2 4 1; do \
+	    seed=$$(($(SEED) + workers)); echo "random order $$seed, $$workers workers (make test-orders SEED=$(SEED))"; \
+	    rm -rf "$$home/.ray"; \
+	    if [ $$workers = 4 ]; then mkdir "$$home/.ray" && printf '%064d' $$seed > "$$home/.ray/auth_token"; fi; \
+	    HOME=$$home $(RUN) pytest -q -m "not slow and not gpu and not vllm" -n $$workers --dist loadfile \
+	        --random-order-bucket=module --random-order-seed=$$seed || exit 1; \
+	done
 
 test-vllm: $(VLLM_STAMP)  ## the tests with vLLM, in an environment of its own, about 4 minutes
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_*.py)

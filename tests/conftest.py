@@ -1,4 +1,4 @@
-"""Shared by all tests: one arithmetic thread, so that they are as fast beside each other as alone, file by file."""
+"""Shared by all tests: one arithmetic thread, fixed random search, and a check that no test leaves anything behind."""
 
 import os
 
@@ -6,7 +6,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+import random_search  # noqa: F401  loads how long property tests search
 import torch
+from leftovers import leaves_nothing
+
+
+def pytest_itemcollected(item):
+    if hasattr(getattr(item, "obj", None), "hypothesis"):
+        item.add_marker("property")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,3 +25,16 @@ def state_of_its_own(tmp_path_factory):
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def module_leaves_nothing(state_of_its_own, request):
+    """Fixtures of a module end after its tests, and are checked here."""
+    with leaves_nothing(request.node.name):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def test_leaves_nothing(request):
+    with leaves_nothing(request.node.name):
+        yield

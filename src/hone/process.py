@@ -18,6 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 HEADER = struct.Struct("!Q")
@@ -59,6 +60,22 @@ def end_with(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:  # it died before the line above
             os._exit(1)
+
+
+@contextlib.contextmanager
+def stop_signals_handled(handle: Callable[[signal.Signals], object]) -> Iterator[None]:
+    """The running event loop calls `handle` for SIGINT and SIGTERM; on exit the handlers from before are back."""
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        loop.add_signal_handler(number, handle, number)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            if handler is not None:  # None: installed by C code, and not to be had from Python
+                signal.signal(number, handler)
 
 
 def framed(message: Any) -> bytes:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_search import examples
 
 from hone.cluster.weights import Bucket, Manifest, Packer, Unpacker, bucket_bytes
 from hone.errors import EngineError
@@ -33,7 +34,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(TENSORS, st.integers(1, 40).map(lambda n: 16 * n))
 def test_every_bit_comes_back_in_buckets_of_any_size(weights, size):
     buckets, manifest = packed(weights, size)

@@ -14,6 +14,7 @@ from publishing import BUCKET_BYTES, make_engine, tiny_model, tiny_model_with_ad
 
 from hone.cluster.publish import publish
 from hone.cluster.publish_ray import Intake, RayOutlet
+from hone.cluster.ray import environment_for_ray
 from hone.cluster.weights import Manifest
 from hone.errors import EngineError
 from hone.model.fingerprint import weights_fingerprint
@@ -44,16 +45,19 @@ class EngineActor:
 def cluster():
     here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # for the actors to import `publishing`
     store = 80 << 20  # the least that Ray takes
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=store,
-        runtime_env=here,
-    )
+    handler = signal.getsignal(signal.SIGTERM)  # `ray.init` replaces it
+    with environment_for_ray():
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=store,
+            runtime_env=here,
+        )
     yield
     ray.shutdown()
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,9 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from random_search import examples
 
 from hone.config import schema
 from hone.config.load import load_config
@@ -298,7 +299,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5), key=st.sampled_from(KEYS), value=VALUES)
 def test_any_tree_loads_or_is_a_config_error(folder, tree, key, value):
     import json
@@ -313,7 +314,7 @@ def test_any_tree_loads_or_is_a_config_error(folder, tree, key, value):
         assert not any("Input should" in problem for problem in error.problems)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(garbage=st.binary(max_size=80) | st.text(max_size=80).map(str.encode), cut=st.integers(0, len(BASE)))
 def test_garbage_in_a_file_is_a_config_error(folder, garbage, cut):
     (folder / "run.yaml").write_bytes(BASE[:cut].encode() + garbage + BASE[cut:].encode())

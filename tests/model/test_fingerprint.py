@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_search import examples
 
 from hone.model.fingerprint import Fingerprint, byte_sum, weights_fingerprint
 
@@ -16,7 +17,7 @@ def bytes_of(size: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(0, 3 * BLOCK_BYTES + 9), st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=4))
 def test_a_sum_may_be_made_of_pieces(size, cuts):
     data = bytes_of(size)
@@ -25,7 +26,7 @@ def test_a_sum_may_be_made_of_pieces(size, cuts):
     assert sum(pieces) % 2**64 == byte_sum(data)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(1, 2 * BLOCK_BYTES + 9), st.data())
 def test_one_flipped_bit_is_always_seen(size, data):
     content = bytes_of(size)

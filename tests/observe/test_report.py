@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 
-import pytest
+from needs import needs
 from observed import Settings, decode, make_group
 from PIL import Image
 
@@ -136,7 +136,7 @@ def facts_in_a_browser(page, tmp_path):
     return json.loads(html.unescape(re.search(r'<pre id="facts">(.*?)</pre>', out, re.S)[1]))
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@needs("chromium", shutil.which("chromium"))
 def test_a_browser_shows_the_pictures(tmp_path):
     file = io.BytesIO()
     Image.new("RGB", (8, 6), "red").save(file, "PNG")
@@ -149,7 +149,7 @@ def test_a_browser_shows_the_pictures(tmp_path):
     assert found["errors"] == [] and found["images"] == 2  # the one row found, in the list and opened
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@needs("chromium", shutil.which("chromium"))
 def test_a_browser_draws_it_without_errors_and_runs_nothing_that_the_model_wrote(tmp_path):
     page = make_run(tmp_path / "run").read_text()
     found = facts_in_a_browser(page, tmp_path)

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_search import examples
 
 from hone.reward.rules.answer import after_reasoning, final_answer, last_boxed
 from hone.reward.rules.mathematics import Unreadable, gold_answer, score_response
@@ -164,7 +165,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(PIECES, max_size=12).map("".join).filter(lambda text: "^" not in text and "!" not in text))
 def test_any_answer_has_a_finite_score_in_range(text):
     """Without powers and factorials, which may compute without end; those are the pool's to end, below."""

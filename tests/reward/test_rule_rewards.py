@@ -5,8 +5,9 @@ import math
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_search import examples
 
 from hone.errors import ConfigError
 from hone.reward.builtin import BUILTIN, POOLED
@@ -408,7 +409,7 @@ LINEAR = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(text=TEXT, use=st.sampled_from(sorted(LINEAR)))
 def test_any_text_has_a_finite_score_in_range(text, use, tmp_path_factory):
     (score,) = scores(use, group(text, answer="A"), tmp_path_factory.getbasetemp(), **LINEAR[use])

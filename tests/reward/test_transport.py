@@ -11,6 +11,7 @@ import time
 
 import pytest
 from faulty_server import SILENCE, Answer, FaultyServer, good_reply
+from needs import needs
 
 from hone.reward import transport
 from hone.reward.transport import Endpoints, Refused, RetryBudget, Unavailable
@@ -314,7 +315,7 @@ def test_urls_that_cannot_be_used(urls, message):
     assert "pw" not in str(caught.value)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+@needs("openssl", shutil.which("openssl"))
 def test_https_with_an_authority_of_ones_own(tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from needs import needs
 from tiny_engines import generate, random_prompts, request, tiny_model
 
 from hone.build.sampling import make_engine
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.c
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+@needs("a C++ compiler", any(map(shutil.which, ("c++", "g++", "clang++"))))
 def test_compiled_equals_eager():
     requests = [
         request(prompt, index=i, samples=3, max_tokens=20, temperature=t)

@@ -7,8 +7,9 @@ import random
 import pytest
 import requests
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
+from random_search import examples
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -37,18 +38,12 @@ def served(tmp_path_factory):
         assert "Traceback" not in running.log.read_text()
 
 
-def limits(examples):
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=QUIET,
-        phases=[Phase.explicit, Phase.generate],
-    )
+def limits(count):
+    return examples(count, suppress_health_check=QUIET, phases=[Phase.explicit, Phase.generate])
 
 
-def follow_the_schema(served, examples):
+@pytest.mark.property
+def test_every_route_keeps_to_its_description(served):
     document = served.client.get("/openapi.json").json()
     schema = schemathesis.openapi.from_dict(document)
     tried = 0
@@ -56,7 +51,7 @@ def follow_the_schema(served, examples):
     for found in schema.get_all_operations():
         operation = found.ok()
 
-        @limits(examples)
+        @limits(6)
         @given(case=operation.as_strategy())
         def one(case):
             case.call_and_validate(base_url=served.url, checks=CHECKS, session=session)
@@ -65,15 +60,6 @@ def follow_the_schema(served, examples):
         tried += 1
     session.close()
     assert tried == 8
-
-
-def test_every_route_keeps_to_its_description(served):
-    follow_the_schema(served, 6)
-
-
-@pytest.mark.slow
-def test_every_route_keeps_to_its_description_for_long(served):
-    follow_the_schema(served, 400)
 
 
 JSON = st.recursive(
@@ -118,6 +104,7 @@ def ask_for_rewards(served, request):
         assert len({tuple(result.metrics) for result in reply.results}) <= 1
 
 
+@pytest.mark.property
 def test_any_items_are_answered_or_refused(served):
     ask_for_rewards(served)
 
@@ -129,6 +116,7 @@ def send_bytes(served, body, path):
     assert response.status_code in (200, 400, 422), response.text
 
 
+@pytest.mark.property
 def test_any_bytes_are_answered_or_refused(served):
     send_bytes(served)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hone.process import begin, framed, receive, start
 
@@ -27,8 +28,8 @@ class Gang:
 
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gang")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self._members: list[tuple[subprocess.Popen[bytes], socket.socket]] = [start(__name__) for _ in range(size)]
+        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
+            self._members: list[tuple[subprocess.Popen[bytes], socket.socket]] = [start(__name__) for _ in range(size)]
         for rank, (_, channel) in enumerate(self._members):
             channel.sendall(framed((rank, size, f"file://{Path(self._folder.name) / 'meet'}")))
 

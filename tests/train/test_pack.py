@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_search import examples
 
 from hone.data.pack import (
     Shape,
@@ -148,7 +149,7 @@ def test_no_samples_no_microbatches():
     assert plan_microbatches(shape_of([4], [0], [2]), np.arange(0), 10) == []
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_any_plan_holds_every_sample_once_within_the_budget(data):
     num_prompts = data.draw(st.integers(1, 8))
@@ -192,7 +193,7 @@ def test_rewards_of_turns_are_at_the_turns_last_tokens():
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_ranks_divide_all_samples_in_step_and_within_budget(data):
     prompt_tokens = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=8))

@@ -24,6 +24,7 @@ from hone.errors import DataError, HoneError, Stopped
 from hone.loop.folder import RunFolder
 from hone.observe.observer import Observer
 from hone.plan.guard import Guard
+from hone.process import stop_signals_handled
 from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 
@@ -118,20 +119,14 @@ def use_fast_float32_products() -> None:
 def signals_ask_to_stop(stop: asyncio.Event, observer: Observer) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks for a clean end, a second one ends the process at once."""
 
-    def handle() -> None:
+    def handle(_: signal.Signals) -> None:
         if stop.is_set():
             os._exit(Stopped.exit_code)
         observer.say("stopping: the step in flight is finished or dropped, then a checkpoint; again to exit at once")
         stop.set()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, handle)
-    try:
+    with stop_signals_handled(handle):
         yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 def tell_where_it_starts(job: Job, saved: Saved | None) -> None:

@@ -180,13 +180,12 @@ class RayCluster:
 
     def _connect(self) -> None:
         address, cores = self._settings.address, len(os.sched_getaffinity(0))
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": self._name}
         if address is not None:
             try:
-                with _kept_as_it_is(_AUTH_MODE):
+                with environment_for_ray():
                     try:
                         ray.init(address=address, **quiet)
                     except ConnectionError:
@@ -204,7 +203,7 @@ class RayCluster:
         self._folder = Scratch("hone-ray-")
         own = {"num_gpus": 0, "num_cpus": max(cores, self._num_devices)} if self._kind == "CPU" else {"num_cpus": cores}
         try:
-            with _kept_as_it_is(_AUTH_MODE), _on_loopback(), _in_sessions_of_their_own():
+            with environment_for_ray(), _on_loopback(), _in_sessions_of_their_own():
                 ray.init(address="local", include_dashboard=False, _temp_dir=str(self._folder.path), **own, **quiet)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(f"Ray could not be started on this machine: {_first_line(error)}") from error
@@ -291,25 +290,26 @@ def _on_loopback() -> Iterator[None]:
     from ray._private import ray_constants
 
     name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
-    with _kept_as_it_is(name):
-        os.environ[name] = "0"  # for the processes that Ray starts
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        try:
-            yield
-        finally:
-            ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-@contextlib.contextmanager
-def _kept_as_it_is(variable: str) -> Iterator[None]:
-    """What is said in an environment variable meanwhile is for Ray, and not for what this process starts later."""
-    before = os.environ.get(variable)
+    os.environ[name] = "0"  # for the processes that Ray starts
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        os.environ.pop(variable, None)
-        if before is not None:
-            os.environ[variable] = before
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def environment_for_ray() -> Iterator[None]:
+    """What Ray and this module set in the environment meanwhile is for Ray's processes; afterwards it is as before, so
+    that processes that this one starts later do not inherit it."""
+    before = dict(os.environ)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from hone.cluster.services import Services
 from hone.cluster.state import Supervision, read_state
 from hone.config.load import Loaded
 from hone.errors import ConfigError, DataError, ServiceError
+from hone.process import stop_signals_handled
 
 _LOCK, _LOG = ".lock", "supervisor.log"
 _POLL_S = 0.05
@@ -52,8 +53,6 @@ def keep_up(loaded: Loaded, folder: Path, say: Say) -> None:
 
 async def _keep_up(loaded: Loaded, folder: Path, say: Say) -> None:
     split, stop = split_devices(loaded.config, visible_devices()), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     for note in split.notes:
         say(note)
 
@@ -63,10 +62,11 @@ async def _keep_up(loaded: Loaded, folder: Path, say: Say) -> None:
     services = Services.from_config(
         loaded, split, folder=folder, logs=folder / "logs", say=say, relay=relay, stop=stop, may_reuse=False
     )
-    async with services:
-        await services.ready()
-        await stop.wait()
-        services.check()
+    with stop_signals_handled(lambda _: stop.set()):
+        async with services:
+            await services.ready()
+            await stop.wait()
+            services.check()
     say(f"stopped: {services.summary()}")
 
 

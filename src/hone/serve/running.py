@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from hone.errors import DataError, Stopped
+from hone.process import stop_signals_handled
 from hone.serve.access import log
 from hone.serve.http import HttpSettings, Lifecycle
 
@@ -60,7 +61,7 @@ async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: 
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(_start(service, lifecycle, name))
     try:
-        with stop.on_signals():
+        with stop_signals_handled(stop.signalled):
             await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
                 await starting  # raises what went wrong
@@ -99,18 +100,7 @@ class _Stop:
         self._draining: asyncio.Task[None] | None = None
         self.forced = False
 
-    @contextlib.contextmanager
-    def on_signals(self) -> Iterator[None]:
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self._signalled)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-    def _signalled(self) -> None:
+    def signalled(self, _: signal.Signals) -> None:
         if self._draining is None:
             self._lifecycle.phase = "draining"
             self._draining = asyncio.create_task(self._drain())
