@@ -160,6 +160,14 @@ def test_nobody_there():
     assert isinstance(error, Unavailable) and "ConnectError" in str(error)
 
 
+def test_a_last_try_that_the_deadline_cut_hides_no_earlier_failure():
+    started = time.monotonic()
+    with FaultyServer(lambda _: SILENCE if time.monotonic() > started + 0.6 else Answer(500)) as server:
+        (error,), _ = ask(server, deadline_s=1.0)
+    assert server.requests[-1].time > started + 0.6, "the last try was cut"
+    assert isinstance(error, Unavailable) and "HTTP 500" in str(error)
+
+
 def test_a_rest_that_is_asked_for_is_kept_by_all():
     busy = Answer(503, headers={"Retry-After": "1"})
     with FaultyServer(first(1, busy)) as server:

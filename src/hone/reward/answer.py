@@ -28,12 +28,16 @@ class Refused(Exception):
 class TryAgain(Exception):
     """One try failed in a way that another may not."""
 
-    def __init__(self, why: str, *, rest_s: float | None = None, is_invalid: bool = False) -> None:
+    def __init__(
+        self, why: str, *, rest_s: float | None = None, is_invalid: bool = False, is_cut: bool = False
+    ) -> None:
         super().__init__(why)
         self.rest_s = rest_s
         """How long the endpoint wants to be left alone; None: it did not say."""
         self.is_invalid = is_invalid
         """It answered, but not with what an answer must be."""
+        self.is_cut = is_cut
+        """The deadline left less time than a try has."""
 
 
 class TooLong(TryAgain):

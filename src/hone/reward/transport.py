@@ -300,12 +300,14 @@ class Call:
         content = encode_json(body)
         self._endpoints.counts.requests += 1
         self._endpoints.budget.earn()
+        problem = ""
         while True:
             async with self._endpoints.place(self) as endpoint:
                 try:
                     return await self._try(endpoint, path, content, check)
                 except TryAgain as failure:
-                    problem = f"{endpoint.url}{path}: {failure}"
+                    if not (failure.is_cut and problem):  # what went wrong before says more
+                        problem = f"{endpoint.url}{path}: {failure}"
             await self.again(problem)
 
     async def again(self, problem: str) -> None:
@@ -333,7 +335,7 @@ class Call:
                 async with asyncio.timeout(seconds):
                     answer = await self._endpoints.send(endpoint, path, content)
             except TimeoutError:
-                raise TryAgain(f"no answer in {seconds:.3g} s") from None
+                raise TryAgain(f"no answer in {seconds:.3g} s", is_cut=seconds < self.try_s) from None
             try:
                 result = check(answer)
             except ValueError as error:
