@@ -1,7 +1,7 @@
 """A Python process of our own beside the run: started anew, killed with all that it started, never outliving the run.
 
 What the pools of rewards (`reward/pool.py`) and environments (`rollout/env_pool.py`) and the reader of large bodies
-(`serve/bodies.py`) share: starting, messages, ending.
+(`serve/bodies.py`) share: starting, messages, ending. And which signals ask the run itself to end.
 Not here: what is said over the channel, and when a process has taken too long. Imports nothing heavy, because what runs
 in such a process imports it too.
 """
@@ -18,6 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,9 +65,15 @@ def end_with(parent_pid: int) -> None:
 
 @contextlib.contextmanager
 def stop_signals_handled(handle: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """The running event loop calls `handle` for SIGINT and SIGTERM; on exit the handlers from before are back."""
+    """The running event loop calls `handle` for SIGINT, SIGTERM and, unless it is ignored as by `nohup`, SIGHUP; on exit
+    the handlers from before are back. Outside the main thread, where Python allows no handlers, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
     for number in before:
         loop.add_signal_handler(number, handle, number)
     try:

@@ -67,6 +67,26 @@ def test_other_settings_cannot_be_resumed(trained, capsys):
     assert main(["train", str(trained / "tiny.yaml"), "--resume", "rollout.group_size=2", "seed=3"]) == 2
     message = capsys.readouterr().err
     assert "rollout.group_size: 4 -> 2" in message and "seed: 0 -> 3" in message
+    assert f"`hone train --resume {trained / 'run'}` takes that run's settings" in message
+
+
+def test_a_run_is_resumed_and_evaluated_by_its_folder_with_its_own_settings(tmp_path, monkeypatch, capsys):
+    """It was started with an override, is resumed from another directory, and its run file is another by then."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert main(["train", str(write_run(whole, steps=4)), "train.optimizer.lr=2e-3"]) == 0
+    run_file = write_run(resumed, steps=2)
+    assert main(["train", str(run_file), "train.optimizer.lr=2e-3"]) == 0
+    run_file.unlink()
+    (resumed / "run").rename(resumed / "moved")
+    monkeypatch.chdir(resumed)
+    assert main(["train", "--resume", "moved", "run.steps=4"]) == 0
+    (resumed / "moved").rename(resumed / "run")
+    assert weights_of(resumed) == weights_of(whole)
+    updates = [[line for line in metrics_of(folder) if "train/loss" in line] for folder in (resumed, whole)]
+    assert updates[0] == updates[1] and len(updates[0]) == 4
+    capsys.readouterr()
+    assert main(["eval", "run", "--json"]) == 0
+    assert "eval/accuracy" in capsys.readouterr().out
 
 
 def test_a_missing_shard_is_named(trained, tmp_path, capsys):

@@ -52,7 +52,7 @@ def test_up_status_and_stop(runtime, tmp_path, capsys):
     capsys.readouterr()
     assert shown(capsys, "status") == {}
     assert main(["stop", "shared"]) == 2
-    assert "shared is not up. Up: nothing." in capsys.readouterr().err
+    assert "shared is not up, and no run's folder is there. Up: nothing." in capsys.readouterr().err
 
 
 def test_what_does_not_start_is_told_and_is_not_up(runtime, tmp_path, capsys):

@@ -24,7 +24,7 @@ CONFIG = {
 
 
 def start(path: Path, config=CONFIG, **how) -> RunFolder:
-    return RunFolder.open(path, run_yaml="seed: 0  # default\n", config=config, **how)
+    return RunFolder.open(path, run_file=Path("run.yaml"), run_yaml="seed: 0  # default\n", config=config, **how)
 
 
 def changed(**sections) -> dict:
@@ -113,10 +113,39 @@ def test_resume_may_go_on_longer_and_show_more(tmp_path):
         assert folder.resumed and folder.identity()["run"]["steps"] == 200
 
 
+def test_a_resumption_that_changes_nothing_keeps_what_run_yaml_says(tmp_path):
+    start(tmp_path).close()
+    (tmp_path / "run.yaml").write_text("seed: 0  # run.yaml:3\n")
+    start(tmp_path, resume=True).close()
+    assert (tmp_path / "run.yaml").read_text() == "seed: 0  # run.yaml:3\n"
+    assert RunFolder.read(tmp_path).run_file == Path("run.yaml").absolute()
+    start(tmp_path, changed(run={"steps": 200}), resume=True).close()
+    assert (tmp_path / "run.yaml").read_text() == "seed: 0  # default\n"
+
+
+def test_a_hint_only_where_there_is_a_checkpoint(tmp_path):
+    with start(tmp_path / "a b") as folder:
+        assert folder.how_to_go_on() == "stopped before the first checkpoint"
+        (folder.checkpoints / ".tmp-step-000003").mkdir(parents=True)
+        assert folder.how_to_go_on() == "stopped before the first checkpoint"
+        (folder.checkpoints / "step-000003").mkdir()
+        assert f"`hone train --resume '{folder.path}'`" in folder.how_to_go_on()
+
+
+def test_only_a_run_that_is_going_on_can_be_stopped(tmp_path):
+    start(tmp_path).close()
+    with pytest.raises(RunFolderError, match="no run is going on there"):
+        RunFolder.read(tmp_path).stop()
+    with start(tmp_path, resume=True) as folder:
+        (tmp_path / ".lock").write_text("process 1 on another-host")
+        with pytest.raises(RunFolderError, match="process 1 on another-host cannot be asked to stop"):
+            folder.stop()
+
+
 def test_a_second_run_in_the_folder_is_told_who_holds_it(tmp_path):
     script = (
         "import sys, time; from pathlib import Path; from hone.loop.folder import RunFolder\n"
-        "folder = RunFolder.open(Path(sys.argv[1]), run_yaml='', config={})\n"
+        "folder = RunFolder.open(Path(sys.argv[1]), run_file=Path('x'), run_yaml='', config={})\n"
         "print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True)
@@ -180,7 +209,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
 
 
 def test_a_look_at_a_run_that_goes_on(tmp_path):
-    with RunFolder.open(tmp_path / "run", run_yaml="", config={}) as held:
+    with RunFolder.open(tmp_path / "run", run_file=Path("x"), run_yaml="", config={}) as held:
         folder = RunFolder.read(tmp_path / "run")
         assert folder.is_in_use() and folder.last_metrics(1) == []
         held.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st')
@@ -192,7 +221,9 @@ def test_services_may_move_between_a_run_and_its_resumption(tmp_path):
     def config(**service):
         return {"services": {"judge": {"command": ["serve"], "port": 0} | service}}
 
-    RunFolder.open(tmp_path / "run", run_yaml="", config=config()).close()
-    RunFolder.open(tmp_path / "run", run_yaml="", config=config(port=8000, devices=[7]), resume=True).close()
+    RunFolder.open(tmp_path / "run", run_file=Path("x"), run_yaml="", config=config()).close()
+    RunFolder.open(
+        tmp_path / "run", run_file=Path("x"), run_yaml="", config=config(port=8000, devices=[7]), resume=True
+    ).close()
     with pytest.raises(RunFolderError, match=r"services.judge.command: .* -> "):
-        RunFolder.open(tmp_path / "run", run_yaml="", config=config(command=["other"]), resume=True)
+        RunFolder.open(tmp_path / "run", run_file=Path("x"), run_yaml="", config=config(command=["other"]), resume=True)

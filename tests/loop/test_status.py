@@ -14,7 +14,7 @@ from hone.observe.events import EventLog
 @pytest.fixture
 def folder(tmp_path):
     """A run that goes on, with two engines of which one was lost, at step 12 of 20."""
-    with RunFolder.open(tmp_path / "run", run_yaml="", config={"seed": 0}) as folder:
+    with RunFolder.open(tmp_path / "run", run_file=tmp_path / "run.yaml", run_yaml="", config={"seed": 0}) as folder:
         log = EventLog(folder.events, resume=False, warn=pytest.fail)
         log.write("stage", stage="rl", steps=20)
         log.write("trainer_up", ranks=2)
@@ -72,7 +72,7 @@ def test_a_killed_run_says_so(folder, capsys):
 
 
 def test_an_empty_run_has_a_status_too(tmp_path):
-    with RunFolder.open(tmp_path / "run", run_yaml="", config={}) as folder:
+    with RunFolder.open(tmp_path / "run", run_file=tmp_path / "run.yaml", run_yaml="", config={}) as folder:
         status = read_status(folder)
     assert (status.running, status.stage, status.last, status.replicas) == (True, None, None, {})
 

@@ -61,9 +61,13 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
     split = claim_devices(config)
     device = set_up_arithmetic(config.run)
     tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
-    identity = config.model_dump(mode="json")
     with RunFolder.open(
-        loaded.run_dir, run_yaml=loaded.as_yaml(), config=identity, resume=resume, fresh=fresh
+        loaded.run_dir,
+        run_file=loaded.run_file,
+        run_yaml=loaded.as_yaml(),
+        config=config.model_dump(mode="json"),
+        resume=resume,
+        fresh=fresh,
     ) as folder:
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         saved = checkpoints.newest() if folder.resumed else None
@@ -98,12 +102,13 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
                 for note in (*placement, *split.notes, *unused_notes(config)):
                     observer.say(note)
                 try:
-                    asyncio.run(run_stages(job, saved))
+                    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # leaves the thread's own loop
+                        runner.run(run_stages(job, saved))
                 finally:
                     memory.tell()
             outcome = "finished"
         except Stopped:
-            outcome = "stopped by the user; --resume goes on"
+            outcome = "stopped by the user"
             raise
         except BaseExceptionGroup as group:
             cause = first_cause(group)
@@ -133,7 +138,7 @@ async def run_stages_on(job: Job, backend: Backend, saved: Saved | None) -> None
         await run_stage(job, backend, stage, saved if saved and saved.progress.stage == stage else None)
         if job.stop.is_set():
             job.services.check()
-            raise Stopped(f"stopped; `hone train {job.loaded.run_file} --resume` goes on from the checkpoint")
+            raise Stopped(job.folder.how_to_go_on())
         if number + 1 == len(stages):
             job.observer.say(f"final weights: {job.folder.hf}")
 

@@ -8,6 +8,14 @@ from typing import Annotated
 import typer
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)]
+RunOrFolder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN.yaml | RUN_DIR",
+        help="The run file; or a run's folder, with the settings that the run was started with.",
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.arguments import AsJson, Overrides, RunFile, examples
-from hone.config.load import Loaded, load_config
+from hone.cli.arguments import AsJson, Overrides, RunOrFolder, examples
+from hone.config.load import Loaded
+from hone.loop.folder import load_run
 
 EXAMPLES = examples(
     "hone eval run.yaml",
@@ -20,7 +21,7 @@ EXAMPLES = examples(
 
 
 def evaluate(
-    run_file: RunFile,
+    run: RunOrFolder,
     overrides: Overrides = None,
     model: Annotated[
         Path | None, typer.Option(help="Hugging Face directory to evaluate, instead of the run's result.")
@@ -28,7 +29,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate the trained model: unbiased pass@k, sampled or greedy."""
-    loaded = load_config(run_file, overrides or ())
+    loaded = load_run(run, overrides or ())
     from hone import build
 
     evaluation = build.evaluate_run(loaded, model=model)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.arguments import Overrides, RunFile, examples
-from hone.config.load import load_config
+from hone.cli.arguments import Overrides, RunOrFolder, examples
+from hone.loop.folder import load_run
 
 EXAMPLES = examples(
     "hone export run.yaml --to my-model",
@@ -19,7 +19,7 @@ EXAMPLES = examples(
 
 
 def export(
-    run_file: RunFile,
+    run: RunOrFolder,
     overrides: Overrides = None,
     to: Annotated[Path, typer.Option(help="Folder to write; must not exist.")] = Path("hf"),
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest whole one if left out.")] = None,
@@ -29,7 +29,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a checkpoint as a directory that Transformers loads."""
-    loaded = load_config(run_file, overrides or ())
+    loaded = load_run(run, overrides or ())
     from hone import build
 
     typer.echo(build.export_run(loaded, to=to, step=step, best=best, adapter=adapter))

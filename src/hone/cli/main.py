@@ -10,13 +10,15 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any
+from contextlib import redirect_stderr
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 
 import hone
 from hone.cli import check, evaluate, evaluate_judge, explain, export, plan, serve, services, train
 from hone.errors import HoneError, Stopped
+from hone.observe.console import Lasting
 
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 """What a wrong option or argument raises: of the click inside Typer or of the installed one, by Typer's version."""
@@ -68,6 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # OpenMP threads that wait by spinning starve each other as soon as anything else runs: steps of 0.1 s became steps
     # of 4 s beside one busy process. It is read when torch is loaded, which happens after this.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    with redirect_stderr(cast(TextIO, Lasting(sys.stderr))):  # a closed terminal ends no run
+        return _outcome(arguments)
+
+
+def _outcome(arguments: Sequence[str] | None) -> int:
     try:
         outcome = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0

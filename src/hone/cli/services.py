@@ -1,4 +1,4 @@
-"""`hone up`, `hone status`, `hone stop`: services that stay when a run ends, and a look at what is running."""
+"""`hone up`, `hone status`, `hone stop`: services that stay when a run ends; what is running, and how to end it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hone.cli.arguments import AsJson, Overrides, RunFile, examples
 from hone.cli.run_status import show_run
 from hone.config.load import load_services
 from hone.errors import DataError
+from hone.loop.folder import RunFolder
 
 UP_EXAMPLES = examples("hone up run.yaml", "hone up judge.yaml --name judge services.judge.port=8000")
 STATUS_EXAMPLES = examples("hone status", "hone status judge --json", "hone status runs/poster --audit")
-STOP_EXAMPLES = examples("hone stop judge", "hone stop --all")
+STOP_EXAMPLES = examples("hone stop judge", "hone stop runs/poster", "hone stop --all")
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
 
@@ -74,19 +75,27 @@ def status(
 
 
 def stop(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="As `hone status` lists it.")] = None,
+    what: Annotated[
+        str | None, typer.Argument(metavar="[NAME | RUN_DIR]", help="As `hone status` takes it; Ctrl-C stops waiting.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop all that `hone up` started.")] = False,
 ) -> None:
-    """Stop services that `hone up` started, and wait until nothing of them is left."""
-    if (name is None) == (not everything):
-        raise typer.BadParameter("name one of `hone status`, or say --all")
+    """Stop what is running and wait until it has ended: services of `hone up`, or a training run, which ends with a
+    checkpoint."""
+    if (what is None) == (not everything):
+        raise typer.BadParameter("name one of `hone status` or a run's folder, or say --all")
     from hone.cluster.state import kept_up, runtime_folder
     from hone.cluster.up import stop_supervisor
 
     running = kept_up(runtime_folder())
-    if name is not None and name not in running:
-        raise DataError(f"{name} is not up. Up: {', '.join(running) or 'nothing'}.")
-    for known in running if everything else [str(name)]:
+    if what is not None and what not in running:
+        if not Path(what).is_dir():
+            raise DataError(f"{what} is not up, and no run's folder is there. Up: {', '.join(running) or 'nothing'}.")
+        folder = RunFolder.read(Path(what))
+        folder.stop()
+        typer.echo(folder.how_to_go_on())
+        return
+    for known in running if everything else [str(what)]:
         stop_supervisor(running[known])
         typer.echo(f"stopped {known}")
 

@@ -6,18 +6,18 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.arguments import Overrides, RunFile, examples
-from hone.config.load import load_config
+from hone.cli.arguments import Overrides, RunOrFolder, examples
+from hone.loop.folder import load_run
 
 EXAMPLES = examples(
     "hone train run.yaml",
     "hone train run.yaml train.optimizer.lr=3e-4 seed=1 run.dir=runs/seed-1",
-    "hone train run.yaml --resume",
+    "hone train --resume runs/seed-1",
 )
 
 
 def train(
-    run_file: RunFile,
+    run: RunOrFolder,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is moved aside.")] = False,
@@ -25,8 +25,7 @@ def train(
     """Train: every stage of the run file, in order."""
     if resume and fresh:
         raise typer.BadParameter("--resume and --fresh exclude each other")
-    loaded = load_config(run_file, overrides or ())
+    loaded = load_run(run, overrides or ())
     from hone import build
 
-    folder = build.train(loaded, resume=resume, fresh=fresh)
-    typer.echo(f"report: {folder / 'report.html'}")
+    build.train(loaded, resume=resume, fresh=fresh)

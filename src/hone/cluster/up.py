@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 
 def keep_up(loaded: Loaded, folder: Path, say: Say) -> None:
-    """Start the services of a file and keep them until SIGINT or SIGTERM.
+    """Start the services of a file and keep them until a signal asks to stop.
 
     Raises:
         ServiceError: one of them cannot be had (any more); the others are stopped.

@@ -47,15 +47,20 @@ class Stack:
             return (
                 None if problems else self._refuse(Where(source, 1), "", "is empty; it needs at least model and data")
             )
+        self._open.append(identity)
+        merged = self.take(root, path)
+        self._open.pop()
+        return merged
+
+    def take(self, root: Node, path: Path) -> Node | None:
+        """A tree merged with what it extends; `path` is the file that it stands for. None if it cannot be used."""
         if not isinstance(root.value, dict):
             return self._refuse(root.where, "", "must be sections of `key: value` lines, such as `model:`")
         own = _without_empty_sections(Node({k: v for k, v in root.value.items() if k != "extends"}, root.where))
-        self._open.append(identity)
         merged = Node({}, root.where)
         for name in self._extended(root.value.get("extends")):
             below = self._extend(name, path)
             merged = merge(merged, below) if below else merged
-        self._open.pop()
         self.layers.append(own)
         return merge(merged, own)
 

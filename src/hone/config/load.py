@@ -97,6 +97,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     return _load(path, overrides, needed=None)
 
 
+def load_mapping(sections: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str, run_file: Path) -> Loaded:
+    """As `load_config`, of the content of a run file as plain data.
+
+    Args:
+        source: how problems name where the data is from.
+        run_file: gives the name of the run and the folder where relative paths start; it is not read.
+    """
+    stack = Stack()
+    return _resolved(stack, stack.take(Node.of(sections, Where(source)), run_file), run_file, overrides)
+
+
 def load_rewards(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Resolve a run file for its `reward` section alone, for who only scores: a file with nothing else will do.
 
@@ -112,9 +123,14 @@ def load_services(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _load(path: str | Path, overrides: Sequence[str], *, needed: str | None) -> Loaded:
+    stack = Stack()
+    return _resolved(stack, stack.read(Path(path), str(path), asked_by=None), Path(path), overrides, needed)
+
+
+def _resolved(
+    stack: Stack, tree: Node | None, run_file: Path, overrides: Sequence[str], needed: str | None = None
+) -> Loaded:
     """`needed`: the one section that must be whole and keep the rules; None: all of them."""
-    run_file, stack = Path(path), Stack()
-    tree = stack.read(run_file, str(path), asked_by=None)
     if tree is None:
         raise _error(stack.problems)
     problems = list(stack.problems)

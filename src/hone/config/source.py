@@ -8,8 +8,9 @@ keys that are not text and keys written twice are refused, because each of them 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -72,6 +73,15 @@ class Node:
 
     value: Any
     where: Where
+
+    @classmethod
+    def of(cls, plain: Any, where: Where) -> Node:
+        """The tree of ordinary Python data, all of it from one place."""
+        if isinstance(plain, Mapping):
+            return cls({str(name): cls.of(child, where) for name, child in plain.items()}, where)
+        if isinstance(plain, list | tuple):
+            return cls([cls.of(child, where) for child in plain], where)
+        return cls(str(plain) if isinstance(plain, Path) else plain, where)
 
     def plain(self) -> Any:
         """The value as ordinary Python data."""

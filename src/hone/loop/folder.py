@@ -1,6 +1,6 @@
 """The folder of a run: where everything in it lies, who may write there, and whether it is this run's at all.
 
-    run.yaml         the resolved configuration, for people       .identity.json   the same, for comparing
+    run.yaml         the resolved configuration     .identity.json   the same, for comparing, and where it came from
     metrics.jsonl    events.jsonl           samples/    logs/     tensorboard/     trace.json         report.html
     checkpoints/     hf/    hf-best/        services.json         memory.json      .lock  held while a run is going
 
@@ -13,14 +13,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
+import signal
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from hone.config import schema
 from hone.config.cluster import ClusterSection
+from hone.config.load import Loaded, load_config, load_mapping
 from hone.config.run import ServiceSection
 from hone.errors import RunFolderError
 from hone.observe.whole import ASIDE, write_whole
@@ -115,11 +120,19 @@ class RunFolder:
 
     @classmethod
     def open(
-        cls, path: Path, *, run_yaml: str, config: Mapping[str, Any], resume: bool = False, fresh: bool = False
+        cls,
+        path: Path,
+        *,
+        run_file: Path,
+        run_yaml: str,
+        config: Mapping[str, Any],
+        resume: bool = False,
+        fresh: bool = False,
     ) -> RunFolder:
         """Take the folder for a run of `config` (a nested mapping of JSON values) and write who the run is.
 
         Args:
+            run_file: relative paths in `config` start at its folder.
             run_yaml: the same configuration as text for people, written as run.yaml.
             resume: go on with the run that is there; an absent or empty folder starts a new one, so that a job
                 that is restarted by a scheduler can always say it.
@@ -149,9 +162,11 @@ class RunFolder:
             elif found:
                 _refuse_changed(path, folder.identity(), _plain(config))
                 folder.resumed = True
-            # The identity comes first: a folder with any other file in it always has one.
-            write_whole(path / _IDENTITY, json.dumps(config, indent=1))
-            write_whole(folder.run_yaml, run_yaml)
+            identity = _plain({"run_file": str(run_file.absolute()), "config": config})
+            if not (folder.resumed and folder.run_yaml.is_file() and folder._read_identity() == identity):
+                # The identity comes first: a folder with any other file in it always has one.
+                write_whole(path / _IDENTITY, json.dumps(identity, indent=1))
+                write_whole(folder.run_yaml, run_yaml)
         except BaseException:
             folder.close()
             raise
@@ -179,6 +194,37 @@ class RunFolder:
             pass
         return False
 
+    def holder(self) -> tuple[int, str] | None:
+        """Number and host of the process that holds the folder for a run right now."""
+        if not self.is_in_use():
+            return None
+        _, number, _, host = (self.path / _LOCK).read_text().split()
+        return int(number), host
+
+    def stop(self) -> None:
+        """Ask the run to end with a checkpoint, and wait until it has. Raises RunFolderError if it cannot be asked."""
+        holder = self.holder()
+        if holder is None:
+            raise RunFolderError(f"{self.path}: no run is going on there.")
+        number, host = holder
+        try:
+            if host != socket.gethostname():
+                raise PermissionError("it runs on another machine")
+            os.kill(number, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it ended meanwhile
+        except PermissionError as error:
+            message = f"{self.path}: process {number} on {host} cannot be asked to stop: {error.strerror or error}."
+            raise RunFolderError(message) from error
+        while self.holder() == holder:
+            time.sleep(0.1)
+
+    def how_to_go_on(self) -> str:
+        """For a user who has stopped the run."""
+        if not self.checkpoints.is_dir() or all(path.name.startswith(".") for path in self.checkpoints.iterdir()):
+            return "stopped before the first checkpoint"
+        return f"stopped with a checkpoint; `hone train --resume {shlex.quote(str(self.path))}` goes on from it"
+
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """The last whole lines of metrics.jsonl, so many at most."""
         if not self.metrics.is_file():
@@ -192,6 +238,14 @@ class RunFolder:
 
     def identity(self) -> dict[str, Any]:
         """The resolved configuration that the run was last started with."""
+        return self._read_identity()["config"]
+
+    @property
+    def run_file(self) -> Path:
+        """The file that the run was last started with; it need not exist any more."""
+        return Path(self._read_identity()["run_file"])
+
+    def _read_identity(self) -> dict[str, Any]:
         try:
             return json.loads((self.path / _IDENTITY).read_text())
         except (OSError, ValueError) as error:
@@ -244,6 +298,21 @@ class RunFolder:
         self._acquire()
 
 
+def load_run(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Resolve a run file; of a run's folder, the settings that the run was last started with.
+
+    Raises ConfigError, and RunFolderError for a folder that is not a run's.
+    """
+    if not path.is_dir():
+        return load_config(path, overrides)
+    folder = RunFolder.read(path)
+    load = partial(load_mapping, folder.identity(), source=str(folder.run_yaml), run_file=folder.run_file)
+    loaded = load(overrides)
+    if loaded.run_dir.resolve() != path.resolve():  # seen from another directory, or moved
+        loaded = load([f"run.dir={path}", *overrides])
+    return loaded
+
+
 def _contents(path: Path) -> list[str]:
     """What lies in the folder besides what an interrupted `open` may leave."""
     return sorted(child.name for child in path.iterdir() if child.name not in (_LOCK, _IDENTITY + ASIDE))
@@ -282,7 +351,8 @@ def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) 
     if changed:
         raise RunFolderError(
             "\n".join([f"{path}: the run there was made with other settings, so it cannot be resumed:", *changed])
-            + "\nSet them back, or start a new run with --fresh or run.dir=..."
+            + f"\n`hone train --resume {shlex.quote(str(path))}` takes that run's settings; --fresh or run.dir=... "
+            "starts a new one."
         )
 
 

@@ -1,20 +1,22 @@
 """What a person sees while a run goes on: a live view on a terminal, plain lines elsewhere, or only warnings.
 
 And logs/training.log, which keeps the plain lines. The live view draws on its own thread from a snapshot, so logging
-never waits for a terminal; plain output never contains control characters.
+never waits for a terminal; plain output never contains control characters. A console that is gone (a closed pipe or
+terminal, a full disk) ends nothing but the output there.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO, TypeVar, cast
 
 from rich.console import Console as RichConsole
 from rich.console import Group as Stack
@@ -24,6 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hone.observe.metrics import PHASES
+
+T = TypeVar("T")
 
 REFRESHES_PER_S = 2
 PLAIN_INTERVAL_S = 2.0
@@ -127,6 +131,32 @@ class State:
         return max(0, self.total_steps - last) * (now - then) / (last - first)
 
 
+class Lasting:
+    """A text stream whose first failed write sends it, and all that is written there later, to /dev/null."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._kept(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        self._kept(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _kept(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except OSError:
+            # The descriptor is replaced: what the stream has in its buffer would fail again, at the latest at exit.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            return work()
+
+
 class QuietView:
     """Only warnings, on stderr."""
 
@@ -140,7 +170,7 @@ class QuietView:
         pass
 
     def warn(self, message: str) -> None:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"warning: {message}", file=Lasting(sys.stderr), flush=True)
 
     def close(self, message: str) -> None:
         pass
@@ -246,12 +276,13 @@ class LiveView:
 
 def open_view(kind: str, title: str, total_steps: int) -> View:
     """The view that `observe.console` names; auto is live on a terminal and plain elsewhere."""
-    console = RichConsole()
+    stdout = cast(TextIO, Lasting(sys.stdout))
+    console = RichConsole(file=stdout)
     if kind == "quiet":
         return QuietView()
     if kind == "live" or (kind == "auto" and console.is_terminal and not console.is_dumb_terminal):
         return LiveView(title, total_steps, console)
-    return PlainView(title, total_steps, sys.stdout)
+    return PlainView(title, total_steps, stdout)
 
 
 def plain_line(state: State) -> str:
