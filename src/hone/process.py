@@ -65,7 +65,7 @@ def end_with(parent_pid: int) -> None:
 
 @contextlib.contextmanager
 def stop_signals_handled(handle: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """The running event loop calls `handle` for SIGINT, SIGTERM and, unless it is ignored as by `nohup`, SIGHUP; on exit
+    """The running event loop calls `handle` for SIGINT, SIGTERM and, unless `nohup` has it ignored, SIGHUP; on exit
     the handlers from before are back. Outside the main thread, where Python allows no handlers, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
