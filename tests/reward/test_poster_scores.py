@@ -1,8 +1,12 @@
 """Structure, text accuracy, lint and their combination: numbers worked out by hand, and what must always hold."""
 
 import asyncio
+import gzip
+import itertools
 import json
 import math
+import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ from hone.observe.metrics import find_metric
 from hone.reward.base import component_metrics
 from hone.reward.poster import judge_of
 from hone.reward.poster.accuracy import Text, normalize, score_accuracy
-from hone.reward.poster.lint import WEIGHTS, lint, lint_score, misalignment, overlap
+from hone.reward.poster.lint import PARTS, WEIGHTS, lint, lint_score, misalignment, overlap
 from hone.reward.poster.parse import Layer, Poster
 from hone.reward.poster.render import render
 from hone.reward.poster.scoring import score_posters
@@ -19,6 +23,8 @@ from hone.reward.poster.structure import score_structure
 from hone.reward.poster.table import GROUND_TRUTH
 from hone.reward.poster.tasks import make_task
 from hone.types import Fault
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "poster"
 
 
 def canvas(*layers: Layer, malformed: int = 0) -> Poster:
@@ -150,7 +156,8 @@ def test_texts_are_compared_as_they_are_read(written, normal):
 def test_case_counts_unless_told_otherwise():
     loud = GOOD.replace("SUMMER SALE", "summer sale")
     assert rewards([loud])[0] < rewards([GOOD])[0]
-    assert rewards([loud], ignore_case=True) == rewards([GOOD], ignore_case=True)
+    quiet, loud = rewards([GOOD, loud], ignore_case=True, visual="none")
+    assert quiet == loud
 
 
 def test_chinese_is_compared_by_character():
@@ -166,16 +173,36 @@ def test_lint_overlap_and_alignment_by_hand():
 
 
 def test_lint_names_each_defect():
-    def parts(*layers: Layer) -> dict[str, float]:
+    def parts(*layers: Layer, gold: Poster | None = None) -> dict[str, float]:
         poster = canvas(*layers)
-        return lint(poster, render(poster, 512))
+        return lint(poster, render(poster, 512), render(gold or poster, 512))
 
     good = parts(Layer("title", 10, 10, 80, 20, "SALE"), Layer("image", 10, 40, 80, 40))
-    assert good["contrast"] == good["fit"] == good["overlap"] == good["margin"] == good["alignment"] == 1.0
+    assert all(value == 1.0 for name, value in good.items() if name != "density")
     assert good["density"] == pytest.approx((1 - 0.48) / 0.65, abs=0.03)
     gray = parts(Layer("title", 10, 10, 80, 20, "SALE", color=(255, 255, 255), fill=(119, 119, 119)))
     assert gray["contrast"] == pytest.approx((4.48 - 1) / 3.5, abs=0.01)  # WCAG's example of what just fails 4.5
-    assert parts(Layer("body", 10, 10, 20, 5, "far too much for it", font_size=5))["fit"] < 0.5
+    assert parts(Layer("body", 10, 10, 20, 5, "far too much for it", font_size=5))["seen"] < 0.5
+    assert parts(Layer("body", 10, 10, 80, 5, "small", font_size=1.5))["seen"] == pytest.approx(0.5, abs=0.01)
+    half = Layer("shape", 50, 0, 50, 100, fill=(255, 255, 255))
+    assert parts(Layer("image", 10, 40, 80, 40), half)["seen"] == pytest.approx(0.5)
+    veil = Layer("shape", 0, 0, 100, 100, fill=(255, 255, 255), opacity=0.8)
+    assert parts(Layer("title", 10, 10, 80, 20, "SALE", color=(0, 0, 0)), veil)["contrast"] < 0.2  # 1.6 : 1
+    red, pink = (
+        Layer("background", 0, 0, 100, 100, fill=(255, 0, 0)),
+        Layer("background", 0, 0, 100, 100, fill=(255, 128, 128)),
+    )
+    assert parts(red, gold=canvas(red))["colour"] == 1.0
+    assert (
+        parts(pink, gold=canvas(red))["colour"]
+        == parts(red, gold=canvas(pink))["colour"]
+        == pytest.approx(0.5, abs=0.01)
+    )
+    assert parts(Layer("background", 0, 0, 100, 100), gold=canvas(red))["colour"] == 0.0
+    assert parts(red, gold=canvas(Layer("background", 0, 0, 100, 100)))["colour"] == 1.0  # no colours were asked for
+    assert parts(*[red, half] * 5, gold=canvas(red, half))["clutter"] == 1.0  # the upper two hide the others
+    dots = [Layer("shape", 10 * n, 10, 5, 5) for n in range(10)]
+    assert parts(*dots, gold=canvas(*dots[:4]))["clutter"] == 0.5
     assert parts(Layer("title", 0, 0, 80, 20, "A"), Layer("body", 0, 0, 80, 20, "B"))["overlap"] < 0.1
     assert parts(Layer("title", 1, 10, 80, 20, "A"))["margin"] == 0.0
     assert parts(Layer("image", 10, 10, 30, 30), Layer("title", 10, 10, 30, 30, "X" * 9))["readability"] < 1.0
@@ -183,7 +210,58 @@ def test_lint_names_each_defect():
 
 def test_lint_weights_add_up():
     assert sum(WEIGHTS.values()) == pytest.approx(1.0)
-    assert lint_score(dict.fromkeys(WEIGHTS, 1.0)) == 1.0
+    assert lint_score(dict.fromkeys(PARTS, 1.0)) == 1.0
+    assert lint_score(dict.fromkeys(PARTS, 1.0) | {"seen": 0.25}) == 0.25
+
+
+def real_posters() -> list[dict]:
+    """Ground truths of examples/poster (without colours), generated ones with colours, and the documented one."""
+    with gzip.open(EXAMPLE / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
+        shipped = [json.loads(json.loads(line)["poster"]) for line in itertools.islice(lines, 12)]
+    return [GROUND_TRUTH, *(make_task(5, number).poster for number in range(12)), *shipped]
+
+
+def looks(layers: list[dict], truth: dict) -> float:
+    (score,) = asyncio.run(score_posters([json.dumps({"layers": layers})], truth, judge_of({})))
+    return score.metrics["visual"]
+
+
+def covered(layers: list[dict], width: float, height: float) -> list[dict]:
+    return [*layers, {"type": "shape", "x": 0, "y": 0, "width": width, "height": height, "fill": "#123456"}]
+
+
+def cluttered(layers: list[dict], width: float, height: float) -> list[dict]:
+    chance, side = random.Random(0), 0.05 * max(width, height)
+    squares = [
+        {
+            "x": chance.uniform(0, width - side),
+            "y": chance.uniform(0, height - side),
+            "fill": f"#{chance.randrange(1 << 24):06x}",
+        }
+        for _ in range(50)
+    ]
+    return [*layers, *({"type": "shape", "width": side, "height": side} | square for square in squares)]
+
+
+def small(layers: list[dict], width: float, height: float) -> list[dict]:
+    """12.5 pixels on a canvas of 1000."""
+    kinds = ("subtitle", "body")
+    return [layer | ({"font_size": 0.0125 * max(width, height)} if layer["type"] in kinds else {}) for layer in layers]
+
+
+def colourless(layers: list[dict], width: float, height: float) -> list[dict]:
+    return [{key: value for key, value in layer.items() if key not in ("color", "fill")} for layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("cheat", "most"), [(covered, 0.01), (cluttered, 0.7), (small, 0.85), (colourless, 0.8)]
+)  # fmt: skip
+def test_what_cannot_be_seen_in_the_picture_earns_no_looks(cheat, most):
+    for truth in real_posters():
+        layers, canvas_size = truth["layers"], truth["canvas_size"].values()
+        assert looks(layers, truth) > 0.9
+        if cheat(layers, *canvas_size) != layers:
+            assert looks(cheat(layers, *canvas_size), truth) < most
 
 
 def test_rewards_of_a_perfect_poster_with_a_constant_judge():
@@ -245,6 +323,8 @@ def test_the_parts_of_the_score_are_metrics_of_their_own(make_group):
     metrics = component_metrics([scored, same])
     assert metrics["reward/poster_structure_mean"] == pytest.approx(5 / 6)
     assert metrics["reward/poster_structure_zero_std_group_frac"] == 0.5
-    assert {"reward/poster_accuracy_mean", "reward/poster_visual_mean", "reward/poster_visual_fit_mean"} <= set(metrics)
+    assert {"reward/poster_accuracy_mean", "reward/poster_visual_mean", "reward/poster_visual_seen_mean"} <= set(
+        metrics
+    )
     for name in metrics:
         find_metric(name)

@@ -1,5 +1,9 @@
-"""`heuristic_v1`: a layout lint in [0, 1]. It catches defects; it cannot see beauty.
+"""`heuristic_v1`: a lint of the finished picture, in [0, 1]. It catches defects; it cannot see beauty.
 
+    V = seen x (weighted sum of the parts)
+
+`seen` is the mean over texts and pictures of how much of each can be seen and read, so that nothing under a box, off
+the canvas or too small to read counts for its place. Colour and clutter are taken against the ground truth's picture.
 Weights and scales are priors, not fitted to anybody's ratings. Every part is 1 when nothing is wrong, also when there
 is nothing of its kind to look at (a poster without text has no contrast to complain about; what it lacks is the
 business of the other scores). Overlap and alignment are those of LayoutGAN++ (arXiv:2108.00871), after the losses
@@ -16,38 +20,62 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.reward.poster.parse import Layer, Poster
-from hone.reward.poster.render import PICTURES, SHAPES, Rendering
+from hone.reward.poster.render import LEGIBLE_FRAC, PICTURES, SHAPES, Rendering
 
 Array = NDArray[np.float64]
 
 WEIGHTS: Mapping[str, float] = {
-    "contrast": 0.25,
-    "fit": 0.20,
-    "overlap": 0.20,
+    "contrast": 0.20,
+    "colour": 0.20,
+    "clutter": 0.20,
+    "overlap": 0.15,
     "readability": 0.10,
-    "alignment": 0.10,
-    "density": 0.10,
+    "alignment": 0.05,
+    "density": 0.05,
     "margin": 0.05,
 }
+PARTS = ("seen", *WEIGHTS)
 GOOD_CONTRAST = 4.5
 """WCAG 2.1's ratio for body text; where the contrast part reaches 1."""
 BEST_DENSITY = 0.35
 """Share of the canvas that elements cover where the density part is 1."""
 MARGIN = 0.02
 """Of the canvas's width and height, that elements should keep from its edges."""
+READABLE_FRAC = 0.02
+"""Font size, as a fraction of the canvas's long side, from which a text is read with ease; none is at LEGIBLE_FRAC."""
+SPARE_LAYERS = 1.25
+"""As many layers as the ground truth shows, times this, are no clutter."""
+HUES = 12
+"""Sectors that colours are counted in."""
+COLOURLESS = 0.005
+"""Mean chroma of a picture, up to 1, below which it has no colours to compare with."""
+SAMPLE_PX = 4
+"""Colours are taken from every fourth pixel, across and down."""
 GROUND_AREA = 0.5
 """A picture that covers more of the canvas than this is a ground for others, not an element among them."""
 _CELLS = 64
 """Cells per side of the grid that the covered area is counted on."""
 
 
-def lint(poster: Poster, rendering: Rendering) -> dict[str, float]:
-    """Every part of the lint, each in [0, 1]."""
-    boxes_N4 = _boxes([layer for layer in poster.layers if not _is_ground(layer, poster)], poster)
+def lint(poster: Poster, rendering: Rendering, gold: Rendering) -> dict[str, float]:
+    """`seen` and every part of the lint, each in [0, 1].
+
+    Args:
+        gold: the ground truth's picture.
+    """
     texts = rendering.texts
+    readable = {text.layer: text.visible * _with_ease(text.size) for text in texts}
+    seen = {
+        number: readable.get(number, rendering.shown[number])
+        for number, layer in enumerate(poster.layers)
+        if number in readable or not _is_ground(layer, poster)
+    }
+    boxes_N4 = _boxes([poster.layers[number] for number in seen], poster)
     return {
+        "seen": _mean(list(seen.values())),
         "contrast": _mean([min(1.0, (text.contrast - 1) / (GOOD_CONTRAST - 1)) for text in texts]),
-        "fit": _mean([text.fit for text in texts]),
+        "colour": _same_colours(colours(rendering), colours(gold)),
+        "clutter": min(1.0, SPARE_LAYERS * max(1, _num_shown(gold)) / max(1, _num_shown(rendering))),
         "overlap": math.exp(-3 * overlap(boxes_N4)),
         "readability": _mean([1 - text.gradient for text in texts]),
         "alignment": math.exp(-20 * misalignment(boxes_N4)),
@@ -57,8 +85,22 @@ def lint(poster: Poster, rendering: Rendering) -> dict[str, float]:
 
 
 def lint_score(parts: Mapping[str, float]) -> float:
-    """The weighted sum of the parts, in [0, 1]."""
-    return min(1.0, math.fsum(weight * parts[name] for name, weight in WEIGHTS.items()))
+    """The weighted sum of the parts, as far as the poster is seen; in [0, 1]."""
+    return parts["seen"] * min(1.0, math.fsum(weight * parts[name] for name, weight in WEIGHTS.items()))
+
+
+def colours(rendering: Rendering) -> Array:
+    """(HUES,) mean chroma of the picture's pixels in each sector of hue, without pictures that are not at hand."""
+    pixels_N3 = np.asarray(rendering.image, np.float64)[::SAMPLE_PX, ::SAMPLE_PX].reshape(-1, 3) / 255
+    red, green, blue = pixels_N3[~rendering.pictured[::SAMPLE_PX, ::SAMPLE_PX].reshape(-1)].T
+    across, up = red - (green + blue) / 2, math.sqrt(3) / 2 * (green - blue)
+    place, chroma = np.arctan2(up, across) / (2 * np.pi) % 1 * HUES, np.hypot(across, up)
+    sector, share = place.astype(int), place % 1
+    # Shared between neighbouring sectors: a little another hue is a little another colour.
+    counted = np.bincount(sector % HUES, chroma * (1 - share), HUES) + np.bincount(
+        (sector + 1) % HUES, chroma * share, HUES
+    )
+    return counted / max(1, len(red))
 
 
 def overlap(boxes_N4: Array) -> float:
@@ -98,6 +140,22 @@ def _is_ground(layer: Layer, poster: Poster) -> bool:
         return True
     large = layer.width * layer.height > GROUND_AREA * poster.width * poster.height
     return large and layer.kind in PICTURES
+
+
+def _with_ease(size: float) -> float:
+    """How easily text of a size is read, from 0 to 1."""
+    return min(1.0, max(0.0, (size - LEGIBLE_FRAC) / (READABLE_FRAC - LEGIBLE_FRAC)))
+
+
+def _same_colours(found: Array, gold: Array) -> float:
+    """What two pictures share of their colours; 1 when the ground truth has none."""
+    if gold.sum() < COLOURLESS:
+        return 1.0
+    return float(np.minimum(found, gold).sum() / max(found.sum(), gold.sum()))
+
+
+def _num_shown(rendering: Rendering) -> int:
+    return sum(share > 0 for share in rendering.shown)
 
 
 def _density(boxes_N4: Array) -> float:

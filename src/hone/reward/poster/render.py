@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image, ImageChops, ImageDraw, ImageStat
 
 from hone.reward.poster.fonts import advance, font
 from hone.reward.poster.parse import Color, Layer, Poster
@@ -25,6 +25,9 @@ MIN_CONTRAST = 1.5
 """WCAG contrast ratio below which a text cannot be seen."""
 LEGIBLE_FRAC = 0.01
 """Font size, as a fraction of the canvas's long side, below which a text fades out of sight."""
+FULL_INK = 0.95
+"""Of the most that drawing a text changed a pixel: from here on a pixel is a glyph's, not the edge of one."""
+RIM_PX = 2
 OPAQUE = 0.9
 """Opacity from which a box hides what is under it."""
 MAX_PICTURE_PIXELS = 40_000_000
@@ -53,11 +56,11 @@ class TextFacts:
     visible: float
     """Inside the canvas x not covered x seen against its ground x fits its box x large enough to read."""
     contrast: float
-    """WCAG 2 ratio to the mean colour under the text, 1 to 21."""
+    """WCAG 2 ratio of its glyphs to what is around them in the finished picture, 1 to 21."""
     gradient: float
     """Mean steepness of what is under the text; 1 is black against white at every pixel."""
-    fit: float
-    """Share of its characters that fit its box."""
+    size: float
+    """Of its font, as a fraction of the canvas's long side; 0 when nothing of it was drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,10 @@ class Rendering:
 
     image: Image.Image
     texts: tuple[TextFacts, ...]
+    shown: tuple[float, ...]
+    """Of each layer's box the share that is inside the canvas and under no opaque box drawn later."""
+    pictured: NDArray[np.bool_]
+    """Where a picture lies on top whose colours are not known."""
 
     def png(self) -> bytes:
         """The picture as a PNG file."""
@@ -98,10 +105,9 @@ class _Drawing:
         self.image = Image.new("RGB", (self.width, self.height), _WHITE)
         self.characters_left = MAX_CHARACTERS_DRAWN
         self.pictured = np.zeros((self.height, self.width), bool)
-        """Where a picture lies on top whose colours are not known."""
 
     def render(self) -> Rendering:
-        drawn: list[tuple[int, Block, _Under]] = []
+        drawn: list[tuple[int, Block, _Under, Image.Image]] = []
         for number, layer in enumerate(self.poster.layers):
             self.box(layer)
             if layer.text.strip():
@@ -109,20 +115,18 @@ class _Drawing:
                 block = typeset(layer, self.scale, padded=fill_of(layer) is not None, max_characters=room)
                 self.characters_left -= min(len(layer.text), self.characters_left)
                 under = self.look_under(layer, block)
+                before = self.image.crop(self.around(block))
                 self.text(layer, block, under)
-                drawn.append((number, block, under))
-        hidden = self.covered([(number, block) for number, block, _ in drawn])
-        texts = [
-            TextFacts(
-                number,
-                visible=self.visible(block, under, covered),
-                contrast=under.contrast,
-                gradient=under.gradient,
-                fit=block.fit,
-            )
-            for (number, block, under), covered in zip(drawn, hidden, strict=True)
-        ]
-        return Rendering(self.image, tuple(texts))
+                glyphs = ImageChops.difference(before, self.image.crop(self.around(block))).convert("L")
+                drawn.append((number, block, under, glyphs))
+        hidden, shown = self.covered([(number, block) for number, block, _, _ in drawn])
+        texts = []
+        for (number, block, under, glyphs), covered in zip(drawn, hidden, strict=True):
+            contrast = self.contrast(block, glyphs)
+            visible = self.visible(block, contrast, under.pictured, covered)
+            size = block.size / max(self.width, self.height)
+            texts.append(TextFacts(number, visible, contrast, under.gradient, size))
+        return Rendering(self.image, tuple(texts), tuple(shown), self.pictured)
 
     def clip(self, box: Sequence[float]) -> Box:
         """A box in whole pixels of the picture; may be empty."""
@@ -135,8 +139,7 @@ class _Drawing:
         )
 
     def layer_box(self, layer: Layer) -> Box:
-        corners = (layer.x, layer.y, layer.x + layer.width, layer.y + layer.height)
-        return self.clip([corner * self.scale for corner in corners])
+        return self.clip(corners_of(layer, self.scale))
 
     def box(self, layer: Layer) -> None:
         """Fill a layer's box, or draw its picture."""
@@ -200,16 +203,13 @@ class _Drawing:
         """What lies under a text that is about to be drawn."""
         left, top, right, bottom = self.clip(block.box)
         if right <= left or bottom <= top:
-            return _Under(_BLACK, 1.0, 0.0, 0.0)
+            return _Under(_BLACK, 0.0, 0.0)
         area = self.image.crop((left, top, right, bottom))
         mean: Color = area.resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))  # type: ignore[assignment]
         gray = np.asarray(area.convert("L"), np.int16)
         color = layer.color or max((_BLACK, _WHITE), key=lambda c: contrast_ratio(c, mean))
-        seen: Color = tuple(
-            round(layer.opacity * c + (1 - layer.opacity) * m) for c, m in zip(color, mean, strict=True)
-        )  # type: ignore[assignment]
-        pictured = float(self.pictured[top:bottom, left:right].mean())
-        return _Under(color, contrast_ratio(seen, mean), _steepness(gray), pictured)
+        pictured = float(self.pictured[top:bottom, left:right].mean()) if layer.opacity >= 0.5 else 0.0
+        return _Under(color, _steepness(gray), pictured)
 
     def text(self, layer: Layer, block: Block, under: _Under) -> None:
         if layer.opacity == 0 or not self.is_drawable(block):
@@ -239,33 +239,63 @@ class _Drawing:
             x = after
         return run.text[first or 0 : last], start
 
-    def covered(self, texts: Sequence[tuple[int, Block]]) -> list[float]:
-        """For each text the share of its area that what was drawn after it hides: opaque boxes, and other texts."""
-        shares: dict[int, float] = {}
+    def covered(self, texts: Sequence[tuple[int, Block]]) -> tuple[list[float], list[float]]:
+        """For each text the share of its area that what was drawn after it hides: opaque boxes, and other texts. And
+        for each layer the share of its box that opaque boxes leave to be seen."""
+        hidden: dict[int, float] = {}
+        shown = [0.0] * len(self.poster.layers)
         blocks = dict(texts)
-        cover = np.zeros((self.height, self.width), bool)
+        cover, boxes = np.zeros((2, self.height, self.width), bool)
         for number in range(len(self.poster.layers) - 1, -1, -1):
             layer = self.poster.layers[number]
             if number in blocks:
                 left, top, right, bottom = self.clip(blocks[number].box)
                 area = cover[top:bottom, left:right]
-                shares[number] = float(area.mean()) if area.size else 0.0
+                hidden[number] = float(area.mean()) if area.size else 0.0
                 if layer.opacity > 0:
                     cover[top:bottom, left:right] = True
+            left, top, right, bottom = self.layer_box(layer)
+            area = boxes[top:bottom, left:right]
+            if area.size and layer.opacity > 0:
+                shown[number] = self.inside(corners_of(layer, self.scale)) * (1 - float(area.mean()))
             if is_opaque(layer):
-                left, top, right, bottom = self.layer_box(layer)
-                cover[top:bottom, left:right] = True
-        return [shares[number] for number, _ in texts]
+                cover[top:bottom, left:right] = boxes[top:bottom, left:right] = True
+        return [hidden[number] for number, _ in texts], shown
 
-    def visible(self, block: Block, under: _Under, covered: float) -> float:
-        left, top, right, bottom = block.box
+    def inside(self, box: Sequence[float]) -> float:
+        """Share of a box's area that lies inside the canvas."""
+        left, top, right, bottom = box
         area = (right - left) * (bottom - top)
-        if area <= 0 or not self.is_drawable(block) or (under.contrast < MIN_CONTRAST and under.pictured < 0.5):
-            return 0.0
         width = max(0.0, min(right, self.width) - max(left, 0.0))
         height = max(0.0, min(bottom, self.height) - max(top, 0.0))
+        return min(1.0, width * height / area) if area > 0 else 0.0
+
+    def around(self, block: Block) -> Box:
+        """A text's part of the picture, with a rim that no glyph fills."""
+        left, top, right, bottom = block.box
+        return self.clip((left - RIM_PX, top - RIM_PX, right + RIM_PX, bottom + RIM_PX))
+
+    def contrast(self, block: Block, glyphs: Image.Image) -> float:
+        """Of a text's glyphs to the pixels around them, in the picture as it is now.
+
+        Args:
+            glyphs: how much drawing the text changed each pixel.
+        """
+        most = int(np.asarray(glyphs).max(initial=0))
+        if most == 0:
+            return 1.0
+        area = self.image.crop(self.around(block))
+        ink = glyphs.point([255 * (level >= FULL_INK * most) for level in range(256)])
+        ground = glyphs.point([255 * (level <= (1 - FULL_INK) * most) for level in range(256)])
+        if ground.getbbox() is None:
+            return 1.0
+        return contrast_ratio(ImageStat.Stat(area, ink).mean, ImageStat.Stat(area, ground).mean)
+
+    def visible(self, block: Block, contrast: float, pictured: float, covered: float) -> float:
+        if not self.is_drawable(block) or (contrast < MIN_CONTRAST and pictured < 0.5):
+            return 0.0
         legible = min(1.0, block.size / (LEGIBLE_FRAC * max(self.width, self.height)))
-        return min(1.0, width * height / area) * (1 - covered) * block.fit * legible
+        return self.inside(block.box) * (1 - covered) * block.fit * legible
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +303,14 @@ class _Under:
     """What a text is drawn on, and the colour it is drawn in."""
 
     color: Color
-    contrast: float
     gradient: float
     pictured: float
-    """Share of its area with a picture of unknown colours on top; contrast says nothing there."""
+    """Share of its area with a picture of unknown colours on top, where contrast says nothing; 0 if it is faint."""
+
+
+def corners_of(layer: Layer, scale: float) -> list[float]:
+    """Left, top, right and bottom of a layer, in pixels drawn."""
+    return [scale * corner for corner in (layer.x, layer.y, layer.x + layer.width, layer.y + layer.height)]
 
 
 def fill_of(layer: Layer) -> Color | None:
@@ -293,7 +327,7 @@ def is_opaque(layer: Layer) -> bool:
     return layer.opacity >= OPAQUE and (layer.kind in PICTURES or fill_of(layer) is not None)
 
 
-def contrast_ratio(one: Color, other: Color) -> float:
+def contrast_ratio(one: Sequence[float], other: Sequence[float]) -> float:
     """WCAG 2.1's contrast ratio of two sRGB colours, 1 to 21."""
     low, high = sorted((_luminance(one), _luminance(other)))
     return (high + 0.05) / (low + 0.05)
@@ -312,7 +346,7 @@ def load_picture(root: Path, name: str) -> Image.Image | None:
         return None
 
 
-def _luminance(color: Color) -> float:
+def _luminance(color: Sequence[float]) -> float:
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in color))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 

@@ -40,6 +40,7 @@ class Gold:
     """The ground truth of a group, measured once."""
 
     poster: Poster
+    rendering: Rendering
     texts: tuple[Text, ...]
     """Its texts that are not empty."""
     layer_texts: tuple[str, ...]
@@ -49,7 +50,7 @@ class Gold:
     def of(cls, poster: Poster, settings: Settings) -> Gold:
         rendering = render(poster, settings.picture_px, images=poster.images, image_root=settings.folder)
         texts = tuple(texts_of(poster, rendering, ignore_case=settings.ignore_case))
-        return cls(poster, texts, layer_texts(poster, settings))
+        return cls(poster, rendering, texts, layer_texts(poster, settings))
 
 
 async def score_posters(responses: Sequence[str], ground_truth: Any, judge: Judge) -> list[Score]:
@@ -61,7 +62,7 @@ async def score_posters(responses: Sequence[str], ground_truth: Any, judge: Judg
         return list(all_faulty(len(responses), str(error), Fault.DATA))
     measured = {response: measure(response, gold, settings) for response in dict.fromkeys(responses)}
     posters = {response: found for response, found in measured.items() if isinstance(found, Measured)}
-    looks = dict(zip(posters, await _looks(list(posters.values()), judge), strict=True))
+    looks = dict(zip(posters, await _looks(list(posters.values()), gold, judge), strict=True))
     missing = next((look.fault for look in looks.values() if look.score is None), None)
     if missing is not None and settings.on_component_missing == "fail":
         return list(all_faulty(len(responses), f"visual: {missing}"))
@@ -90,11 +91,11 @@ def layer_texts(poster: Poster, settings: Settings) -> tuple[str, ...]:
     return tuple(normalize(layer.text, ignore_case=settings.ignore_case) for layer in poster.layers)
 
 
-async def _looks(measured: Sequence[Measured], judge: Judge) -> list[VisualResult]:
+async def _looks(measured: Sequence[Measured], gold: Gold, judge: Judge) -> list[VisualResult]:
     """How the posters look; 0 for each when nobody judges that, where it has no weight."""
     if judge.scorer is None:
         return [VisualResult(0.0)] * len(measured)
-    return await judge.scorer.score([(found.poster, found.rendering) for found in measured])
+    return await judge.scorer.score([(found.poster, found.rendering) for found in measured], gold.rendering)
 
 
 def _combine(found: Measured, look: VisualResult, weights: tuple[float, float, float], judge: Judge) -> Score:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hone.reward.poster.lint import WEIGHTS, lint, lint_score
+from hone.reward.poster.lint import PARTS, lint, lint_score
 from hone.reward.poster.parse import Poster
 from hone.reward.poster.render import Rendering
 from hone.reward.poster.visualquality import VisualQuality
@@ -42,19 +42,19 @@ class VisualScorer(Protocol):
         """Keys of every result's `parts`."""
         ...
 
-    async def score(self, posters: Sequence[tuple[Poster, Rendering]]) -> list[VisualResult]:
-        """One result per poster, in order."""
+    async def score(self, posters: Sequence[tuple[Poster, Rendering]], gold: Rendering) -> list[VisualResult]:
+        """One result per poster, in order; `gold` is the picture of the ground truth."""
         ...
 
 
 class Heuristic:
-    """The local default: a lint of the layout, see `lint`."""
+    """The local default: a lint of the picture, see `lint`."""
 
     model = "heuristic_v1"
-    part_names = tuple(WEIGHTS)
+    part_names = PARTS
 
-    async def score(self, posters: Sequence[tuple[Poster, Rendering]]) -> list[VisualResult]:
-        parts = [lint(poster, rendering) for poster, rendering in posters]
+    async def score(self, posters: Sequence[tuple[Poster, Rendering]], gold: Rendering) -> list[VisualResult]:
+        parts = [lint(poster, rendering, gold) for poster, rendering in posters]
         return [VisualResult(lint_score(found), parts=found) for found in parts]
 
 
@@ -69,7 +69,7 @@ class Constant:
             raise ValueError(f"value {value} is not in [0, 1]")
         self.result = VisualResult(value, "this scorer always fails" if value is None else "")
 
-    async def score(self, posters: Sequence[tuple[Poster, Rendering]]) -> list[VisualResult]:
+    async def score(self, posters: Sequence[tuple[Poster, Rendering]], gold: Rendering) -> list[VisualResult]:
         return [self.result] * len(posters)
 
 
@@ -82,7 +82,7 @@ class Endpoint:
         self.client = VisualQuality(**args)
         self.model = f"visualquality_r1 ({self.client.model})"
 
-    async def score(self, posters: Sequence[tuple[Poster, Rendering]]) -> list[VisualResult]:
+    async def score(self, posters: Sequence[tuple[Poster, Rendering]], gold: Rendering) -> list[VisualResult]:
         ratings = await self.client.rate([rendering.png() for _, rendering in posters])
         return [VisualResult(None, r) if isinstance(r, str) else VisualResult((r - 1) / 4) for r in ratings]
 
