@@ -160,6 +160,7 @@ PIECES = st.sampled_from(
     [
         *"0123456789xyie+-*/^_=(){}[],.!|<>%$ \ud800中\x00",
         *(r"\frac{", r"\sqrt{", r"\pi", r"\boxed{", r"\text{", r"\infty", r"\cup", r"\begin{pmatrix}", r"\\"),
+        *("½", "√", "²", "∞", "0.", r"\overline{", r"\text{or}", " or ", "...", r"^\circ", r"\ "),
         *(r"\left(", r"\{", r"\}", r"\le", r"\sin", r"\log_", r"\pm"),
     ]
 )

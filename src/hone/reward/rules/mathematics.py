@@ -4,31 +4,60 @@ The answer is the last balanced `\boxed{}` after the reasoning, else what follow
 solution that ends in one of these. Both are read and compared by math-verify, with its time-outs off: an alarm cannot
 interrupt code that is stuck in C, and a thread cannot be stopped at all, so the guard is the pool that kills the
 process. An answer that stalls the comparison earns the minimum; a row that does so is a fault of the data.
+
+What people write besides LaTeX is made LaTeX first (`latex.py`). A decimal is compared as the fraction that it is, and
+where that is not equal, six digits decide.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy import (
+    Basic,
+    Equality,
+    Expr,
+    Float,
+    I,
+    Integer,
+    MatrixBase,
+    Rational,
+    UnevaluatedExpr,
+    Union,
+    preorder_traversal,
+)
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import And, Boolean
 
 from hone.reward.rules.answer import after_hashes, final_answer, last_boxed
+from hone.reward.rules.latex import as_latex
 from hone.reward.signature import all_faulty, reward
 from hone.types import Fault, Group, Score
+from hone.user_code import describe
 
 MAX_ANSWER_CHARACTERS = 1000
 """Longer final answers are none: nothing worth comparing is that long."""
 _AS_LATEX = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0),)
 _TEXT = re.compile(r"\s*\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}\s*")
 _WORD = re.compile(r"[^\W\d_]{4}")
-_SCIENTIFIC = re.compile(r"[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,2}", re.ASCII)
-_NARROW = {0xFF01 + place: 0x21 + place for place in range(94)}
 _NOT_WORDS = re.compile(r"[\\^_={}<>+*/$|]|\d")
+_PERCENT = re.compile(r"([^%]*?)\s*\\?%")
+_LISTED = re.compile(r"(\\\{|[(\[]).*,.*(\\\}|[)\]])", re.DOTALL)
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|\bor\b|\\lor\b|\\vee\b")
+_DECIMAL = re.compile(r"\.\d")
+_PLUS_MINUS = r"\pm"
+_SYMPY_RAISES = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
+"""Over formulas that make no sense."""
+_DIGITS = 6
+_PRECISION = 50
+"""Digits to which formulas are compared: what differs from 10^-50 on is equal."""
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off; so they should be
 
@@ -42,8 +71,19 @@ class Answer:
     """An answer as mathematics and as words."""
 
     parsed: list[Any]
+    """Readings of it, in fractions."""
     words: str | None
     """Of an answer that is words, not a formula: how it reads, for comparing as text."""
+    is_percent: bool = False
+    """What was read stands before a percent sign."""
+    has_decimals: bool = False
+    is_set: bool | None = None
+    """Whether braces are around it, or other brackets; None for what is no list in brackets."""
+
+    @property
+    def value(self) -> list[Any]:
+        """The readings with the percent sign counted."""
+        return [part / 100 if isinstance(part, Expr) and self.is_percent else part for part in self.parsed]
 
 
 @reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
@@ -63,8 +103,8 @@ def score_response(text: str, gold: Answer) -> Score:
         return Score(0.0, Fault.MODEL, "no \\boxed{} and no ####")
     try:
         return Score(float(equal(gold, read(found))))
-    except Unreadable as error:
-        return Score(0.0, Fault.MODEL, str(error))
+    except _SYMPY_RAISES as error:
+        return Score(0.0, Fault.MODEL, str(error) if isinstance(error, Unreadable) else describe(error))
 
 
 def gold_answer(answer: Any) -> Answer:
@@ -77,8 +117,13 @@ def gold_answer(answer: Any) -> Answer:
 @lru_cache(maxsize=4096)
 def _gold(text: str) -> Answer:
     boxed = last_boxed(text)
-    gold = read(boxed if boxed is not None else after_hashes(text) or text)
-    equal(gold, read("0"))  # what cannot be compared with this in time cannot be compared with anything
+    try:
+        gold = read(boxed if boxed is not None else after_hashes(text) or text)
+        equal(gold, read("0"))  # what cannot be compared with this in time cannot be compared with anything
+    except Unreadable:
+        raise
+    except _SYMPY_RAISES as error:
+        raise Unreadable(describe(error)) from error
     return gold
 
 
@@ -86,19 +131,103 @@ def read(text: str) -> Answer:
     """One answer. Raises Unreadable."""
     if len(text) > MAX_ANSWER_CHARACTERS:
         raise Unreadable(f"an answer of {len(text)} characters; at most {MAX_ANSWER_CHARACTERS} are read")
-    text = _in_ascii(text)
-    parsed = parse(f"\\boxed{{{text}}}", extraction_config=_AS_LATEX, parsing_timeout=0)
+    text = as_latex(text)
+    percent, listed = _PERCENT.fullmatch(text), _LISTED.fullmatch(text)
+    formula = percent[1] if percent else text
+    parsed = _either(formula) or _parsed(formula)
     words = _words(text)
+    if percent:
+        parsed = [part for part in parsed if not isinstance(part, str)]
     if words is None and all(isinstance(part, str) for part in parsed):
         raise Unreadable(f"cannot be read as mathematics: {text[:60]!r}")
-    return Answer(parsed, words)
+    return Answer(
+        parsed=_map(parsed, _exact),
+        words=words,
+        is_percent=percent is not None,
+        has_decimals=_DECIMAL.search(text) is not None,
+        is_set=listed[1] == "\\{" if listed else None,
+    )
+
+
+def _parsed(formula: str) -> list[Any]:
+    parts = parse(f"\\boxed{{{formula}}}", extraction_config=_AS_LATEX, parsing_timeout=0)
+    if formula.count(_PLUS_MINUS) == 1 and all(isinstance(part, str) for part in parts):
+        return _parsed(f"{formula.replace(_PLUS_MINUS, '+')},{formula.replace(_PLUS_MINUS, '-')}")
+    return [part.xreplace(dict.fromkeys(part.free_symbols, I)) if _has_only_i(part) else part for part in parts]
+
+
+def _has_only_i(part: Any) -> bool:
+    """Whether the only variable is `i`: not a variable then."""
+    return isinstance(part, Basic) and not isinstance(part, Boolean) and [str(v) for v in part.free_symbols] == ["i"]
+
+
+def _either(formula: str) -> list[Any]:
+    """`x<1 or x>2` as a set; nothing where it is not all inequalities."""
+    parts = [_parsed(part) for part in _OR.split(formula)]
+    if len(parts) < 2 or not all(part and isinstance(part[0], Relational | And) for part in parts):
+        return []
+    if any(isinstance(part[0], Equality) for part in parts) or len({v for p in parts for v in p[0].free_symbols}) != 1:
+        return []
+    return [Union(*(part[0].as_set() for part in parts))]
 
 
 def equal(gold: Answer, found: Answer) -> bool:
     """Whether an answer is the gold one. Words are compared as words, without regard to case."""
     if gold.words is not None and found.words is not None:
         return gold.words == found.words
-    return bool(verify(gold.parsed, found.parsed, timeout_seconds=0))
+    if gold.is_set is not None and found.is_set is not None and gold.is_set != found.is_set:
+        return False
+    pairs = [(gold.value, found.value)]
+    if gold.is_percent != found.is_percent and _is_large(gold if gold.is_percent else found):
+        pairs.append((gold.parsed, found.parsed))  # 50 is 50%, but 0.5 is not 0.5%
+    if gold.has_decimals or found.has_decimals:
+        pairs += [(_map(g, _rounded), _map(f, _rounded)) for g, f in pairs]
+    return any(
+        verify(g, f, numeric_precision=_PRECISION, allow_set_relation_comp=True, timeout_seconds=0) for g, f in pairs
+    )
+
+
+def _is_large(percentage: Answer) -> bool:
+    number = percentage.parsed[0] if percentage.parsed else None
+    return isinstance(number, Expr) and number.is_real is True and bool(abs(number) >= 1)
+
+
+def _map(parts: list[Any], change: Callable[[Expr], Expr]) -> list[Any]:
+    """The readings with every number of theirs changed, a number being as much of a formula as has no variable."""
+    return [_changed(part, change) for part in parts]
+
+
+def _changed(part: Any, change: Callable[[Expr], Expr]) -> Any:
+    if isinstance(part, MatrixBase):
+        return part.applyfunc(lambda element: _changed(element, change))
+    if not isinstance(part, Basic):
+        return part
+    changed = {number: new for number in _numbers(part) if (new := change(number)) != number}
+    return part.xreplace(changed) if changed else part  # an untouched formula keeps the order of its factors
+
+
+def _numbers(part: Basic) -> Iterator[Expr]:
+    walk = preorder_traversal(part)
+    for node in walk:
+        if isinstance(node, Expr) and node.is_number:
+            walk.skip()
+            if not node.has(UnevaluatedExpr):  # a percentage, which is compared as such
+                yield node
+
+
+def _exact(number: Expr) -> Expr:
+    """Decimals as the fractions that they are, and what can be computed computed."""
+    return number.xreplace({decimal: Rational(str(decimal)) for decimal in number.atoms(Float)}).doit()
+
+
+def _rounded(number: Expr) -> Expr:
+    """To six digits behind the point, or six that count where it is smaller than 1; but no fraction becomes whole."""
+    if isinstance(number, Integer) or not number.is_real or not number.is_finite:
+        return number
+    text = str(number.evalf(_PRECISION))
+    scale = 10 ** (_DIGITS - min(0, Decimal(text).adjusted() + 1))
+    rounded = Rational(round(Rational(text) * scale), scale)
+    return number if isinstance(rounded, Integer) else rounded
 
 
 def _words(text: str) -> str | None:
@@ -108,9 +237,3 @@ def _words(text: str) -> str | None:
     if _NOT_WORDS.search(plain) or not _WORD.search(plain):
         return None
     return " ".join(plain.casefold().split())
-
-
-def _in_ascii(text: str) -> str:
-    """Without a final full stop, full-width signs narrowed, and 1.5e3 written out."""
-    text = text.translate(_NARROW).strip().removesuffix(".")
-    return f"{Decimal(text):f}" if _SCIENTIFIC.fullmatch(text) else text
