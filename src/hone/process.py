@@ -74,8 +74,17 @@ def stop_signals_handled(handle: Callable[[signal.Signals], object]) -> Iterator
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     if before[signal.SIGHUP] is signal.SIG_IGN:
         del before[signal.SIGHUP]
+    came: set[signal.Signals] = set()
+
+    def handle_hangup_once(number: signal.Signals) -> None:
+        if (
+            number is not signal.SIGHUP or not came
+        ):  # a terminal that closes sends it twice: the kernel and the shell do
+            handle(number)
+        came.add(number)
+
     for number in before:
-        loop.add_signal_handler(number, handle, number)
+        loop.add_signal_handler(number, handle_hangup_once, number)
     try:
         yield
     finally:

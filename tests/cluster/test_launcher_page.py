@@ -34,7 +34,7 @@ def test_the_page_s_commands_exist():
 def test_every_key_of_the_page_exists():
     from hone.config.run import ServiceSection
 
-    for key in ("reward", "policy", "command", "devices", "port", "health", "reuse", "restarts", "start_timeout_s"):
+    for key in ("reward", "policy", "command", "devices", "port", "health", "restarts", "start_timeout_s"):
         assert key in ServiceSection.model_fields and f"`{key}" in PAGE
 
 

@@ -13,7 +13,6 @@ from hone.cluster import service as one
 from hone.cluster import services as module
 from hone.cluster.devices import Split
 from hone.cluster.launch import plan_launches
-from hone.cluster.ports import free_port
 from hone.cluster.services import Services
 from hone.cluster.state import read_state
 from hone.config.run import RunConfig
@@ -135,39 +134,6 @@ def test_a_taken_port_is_told_with_who_has_it_and_nothing_is_started(tmp_path, q
             assert not processes_of(second.port)
 
     asyncio.run(run())
-
-
-def test_a_reward_service_of_the_same_fingerprint_is_taken_and_left_running(tmp_path, quick):
-    """One is started by somebody else; a run with the same rewards takes it, one with others must not."""
-    rewards, others = tmp_path / "rewards.yaml", tmp_path / "others.yaml"
-    rewards.write_text("reward: {components: [{use: exact}]}\n")
-    others.write_text("reward: {components: [{use: exact, weight: 0.5}]}\n")
-    port = free_port()
-
-    def sections(file, **more):
-        return {"rewards": {"reward": file.name, "port": port, **more}}
-
-    async def main():
-        theirs = Watched(tmp_path / "a", **sections(rewards))
-        async with theirs.services as running:
-            await running.ready()
-            ours = Watched(tmp_path / "b", **sections(rewards, reuse=True))
-            async with ours.services as taken:
-                await taken.ready()
-                assert taken.urls == {"rewards": f"http://127.0.0.1:{port}"} == running.urls
-            assert any("of the same fingerprint that runs at" in said for said in ours.said)
-            assert listens(port)  # still
-            for options in ({}, {"reuse": True}):
-                wrong = Watched(tmp_path / "c", **sections(others if options else rewards, **options))
-                with pytest.raises(ServiceError, match="is taken by"):
-                    await wrong.services.start()
-        assert not listens(port)
-
-    for folder in "abc":
-        (tmp_path / folder).mkdir()
-        for file in (rewards, others):
-            (tmp_path / folder / file.name).write_text(file.read_text())
-    asyncio.run(main())
 
 
 def test_a_killed_service_starts_again_on_its_port(tmp_path, quick):

@@ -10,6 +10,7 @@ import time
 
 import psutil
 import pytest
+from service_run import write_run
 from test_services import Watched
 from watching import gone, listens, toy, wait_for
 
@@ -27,7 +28,7 @@ def runtime(tmp_path, monkeypatch):
 
 def write_file(folder, *flags):
     file = folder / "shared.yaml"
-    file.write_text(f"services: {{judge: {{command: {json.dumps(toy(*flags))}, reuse: true}}}}\n")
+    file.write_text(f"services: {{judge: {{command: {json.dumps(toy(*flags))}}}}}\n")
     return str(file)
 
 
@@ -91,13 +92,26 @@ def test_a_run_takes_the_same_service_that_is_up_and_leaves_it(runtime, tmp_path
             await services.ready()
             return services.urls["judge"], watched.said
 
-    taken, said = asyncio.run(run(reuse=True))
+    taken, said = asyncio.run(run())
     assert taken == url and said == [f"service judge: the one that `hone up` keeps as shared, at {url}"]
     assert listens(int(url.rpartition(":")[2])), "it was not ours to stop"
     other = shown(capsys, "up", str(tmp_path / "shared.yaml"), "--name", "other")
     assert other["services"][0]["url"] != url, "what is told to be up is started"
-    assert asyncio.run(run())[0] != url
-    assert asyncio.run(run(reuse=True, command=toy("--deaf"), stop_timeout_s=0.1))[0] != url, "another service"
+    assert asyncio.run(run(command=toy("--deaf"), stop_timeout_s=0.1))[0] != url, "another service"
+
+
+def test_a_run_uses_a_reward_service_that_is_up_only_while_its_rewards_are_the_same(runtime, tmp_path, capsys):
+    run_file = str(write_run(tmp_path, service="reward: rewards.yaml", steps=1))
+    url = shown(capsys, "up", run_file)["services"][0]["url"]
+    log = tmp_path / "run" / "logs" / "training.log"
+    assert main(["train", run_file]) == 0
+    assert f"service reward_server: the one that `hone up` keeps as tiny, at {url}" in log.read_text()
+    assert not (tmp_path / "run" / "logs" / "reward_server.log").exists(), "no second copy"
+    with (tmp_path / "digits.py").open("a") as code:
+        code.write("# other rewards, as far as files can tell\n")
+    assert main(["train", run_file, "--fresh"]) == 0
+    assert f"tiny at {url} scores by other rewards; `hone stop tiny`" in log.read_text()
+    assert "POST /v1/rewards 200" in (tmp_path / "run" / "logs" / "reward_server.log").read_text()
 
 
 def test_a_number_that_is_used_again_is_not_killed(runtime, tmp_path, capsys):

@@ -229,12 +229,6 @@ BROKEN = [
     ),
     (
         JUDGED
-        | ray(pools=pools(a=(1, "policy rollout"), j=(1, "judge")))
-        | {"services": {"grm": {"policy": "a/b", "reuse": True}}},
-        "services.grm.reuse: takes a service that runs already, and pool j has devices for one that the run starts",
-    ),
-    (
-        JUDGED
         | ray(pools=pools(a=(1, "policy rollout"), j=(2, "judge")))
         | {"services": {"grm": {"policy": "a/b", "engine": {"use": "hone", "tensor_model_parallel_size": 2}}}},
         "services.grm.engine: use: hone is an engine on one device (got tensor_model_parallel_size = 2). Set it to 1",

@@ -117,13 +117,11 @@ def use_fast_float32_products() -> None:
 
 @contextlib.contextmanager
 def signals_ask_to_stop(stop: asyncio.Event, observer: Observer) -> Iterator[None]:
-    """The first stop signal asks for a clean end, a second SIGINT or SIGTERM ends the process at once."""
+    """The first stop signal asks for a clean end, a second one ends the process at once."""
 
-    def handle(number: signal.Signals) -> None:
+    def handle(_: signal.Signals) -> None:
         if stop.is_set():
-            if number != signal.SIGHUP:  # a terminal that closes sends it twice: the kernel and the shell do
-                os._exit(Stopped.exit_code)
-            return
+            os._exit(Stopped.exit_code)
         observer.say("stopping: the step in flight is finished or dropped, then a checkpoint; again to exit at once")
         stop.set()
 

@@ -29,7 +29,7 @@ def up(
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay, and stop them with Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start the services of a file and leave them running; runs take them with `reuse: true`."""
+    """Start the services of a file and leave them running; runs of the same file use them."""
     loaded = load_services(run_file, overrides or ())
     from hone.cluster import up as supervisor
     from hone.cluster.state import runtime_folder

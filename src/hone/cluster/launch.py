@@ -37,7 +37,7 @@ class Launch:
     port: int
     log: Path
     fingerprint: str
-    """Hash of what makes two services the same: command, folder and devices; not the port."""
+    """Hash of what makes two services the same: command, folder, devices and model files; not the port."""
     note: str = ""
     """On the engine in it, for people."""
     host: str = HOST
@@ -79,7 +79,7 @@ def plan_launches(
                 environment_with(devices),
                 port,
                 logs.absolute() / f"{name}.log",
-                _fingerprint(command, folder, devices),
+                _fingerprint(service, command, folder, devices),
                 engine_note(service, folder),
             )
         )
@@ -130,7 +130,7 @@ def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, log
         environment,
         port,
         logs.absolute() / f"{place.name}.log",
-        _fingerprint(command, folder, ""),
+        _fingerprint(service, command, folder, ""),
         engine_note(service, folder),
         host,
         place.token,
@@ -182,6 +182,9 @@ def environment_with(devices: str) -> dict[str, str]:
     return {**os.environ, VARIABLE: devices, "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def _fingerprint(command: list[str], folder: Path, devices: str) -> str:
-    what = json.dumps([command, str(folder.resolve()), devices])
+def _fingerprint(service: ServiceSection, command: list[str], folder: Path, devices: str) -> str:
+    model = folder / Path(service.policy).expanduser() if service.policy else None
+    files = [file for file in sorted(model.iterdir()) if file.is_file()] if model and model.is_dir() else []
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    what = json.dumps([command, str(folder.resolve()), devices, stamps])
     return hashlib.sha256(what.encode()).hexdigest()[:16]

@@ -55,15 +55,15 @@ class Services:
         say: Say,
         relay: Relay,
         stop: asyncio.Event,
-        may_reuse: bool = True,
+        may_share: bool = True,
     ) -> None:
         """
         Args:
             folder: where services.json is written.
             stop: set when a service is lost for good, and by others; waiting ends then.
-            may_reuse: heed `reuse`; False starts each in any case.
+            may_share: use what `hone up` keeps running; False starts each in any case.
         """
-        self._may_reuse = may_reuse
+        self._may_share = may_share
         self._folder, self._run_file, self._stop = folder, run_file, stop
         self._say, self._relay = say, relay
         self._launches = tuple(launches)
@@ -105,14 +105,11 @@ class Services:
         """
         if not self._launches:
             return
-        borrowed = {launch.name: url for launch in self._launches if (url := self._borrow(launch))}
-        for launch in self._launches:
-            if launch.name not in borrowed and await self._serves_the_same(launch):
-                borrowed[launch.name] = launch.url
-        own = [launch for launch in self._launches if launch.name not in borrowed]
+        shared = {launch.name: await self._kept_up(launch) if self._may_share else None for launch in self._launches}
+        own = [launch for launch in self._launches if shared[launch.name] is None]
         for launch in own:
             await self._see_that_port_is_free(launch)
-        self.urls = {launch.name: borrowed.get(launch.name, launch.url) for launch in self._launches}
+        self.urls = {launch.name: shared[launch.name] or launch.url for launch in self._launches}
         for launch in own:
             self.add(launch, begin_here)
 
@@ -192,30 +189,27 @@ class Services:
     ) -> None:
         await self.stop()
 
-    def _borrow(self, launch: Launch) -> str | None:
-        """Where `hone up` keeps the same service running, if this one may be it."""
-        if not (launch.service.reuse and self._may_reuse):
-            return None
+    async def _kept_up(self, launch: Launch) -> str | None:
+        """Where `hone up` keeps a service of these settings, if it is ready and serves what the files say by now."""
         for name, supervision in kept_up(runtime_folder()).items():
             for service in supervision.services:
-                if service.fingerprint == launch.fingerprint and service.state == "ready":
-                    self._say(f"service {launch.name}: the one that `hone up` keeps as {name}, at {service.url}")
-                    return service.url
+                if service.fingerprint != launch.fingerprint or service.state != "ready":
+                    continue
+                if launch.service.reward and not await self._scores_alike(launch, service.url):
+                    self._say(
+                        f"service {launch.name}: {name} at {service.url} scores by other rewards; `hone stop {name}`"
+                    )
+                    continue
+                self._say(f"service {launch.name}: the one that `hone up` keeps as {name}, at {service.url}")
+                return service.url
         return None
 
-    async def _serves_the_same(self, launch: Launch) -> bool:
-        """Whether a healthy service of these rewards is at the port that the file sets, whoever started it."""
-        service = launch.service
-        if not (service.reuse and self._may_reuse and service.reward and service.port):
-            return False
-        with contextlib.suppress(httpx.HTTPError, ValueError):  # nobody, or somebody else, who is in the way then
+    async def _scores_alike(self, launch: Launch, url: str) -> bool:
+        loaded = await asyncio.to_thread(load_rewards, launch.folder / Path(str(launch.service.reward)).expanduser())
+        ours = await asyncio.to_thread(fingerprint, loaded)
+        with contextlib.suppress(httpx.HTTPError, ValueError):
             async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
-                answer = await client.get(f"{launch.url}/health")
-            said = answer.json() if answer.status_code == 200 else None
-            loaded = await asyncio.to_thread(load_rewards, launch.folder / Path(service.reward).expanduser())
-            if isinstance(said, dict) and said.get("fingerprint") == await asyncio.to_thread(fingerprint, loaded):
-                self._say(f"service {launch.name}: the one of the same fingerprint that runs at {launch.url} already")
-                return True
+                return (await client.get(f"{url}/health")).json()["fingerprint"] == ours
         return False
 
     async def _see_that_port_is_free(self, launch: Launch) -> None:
@@ -225,7 +219,7 @@ class Services:
                 if time.monotonic() >= deadline:
                     raise ServiceError(
                         f"services.{launch.name}.port = {launch.port} is taken by {holder(launch.port)}. End that, "
-                        "choose another port, or 0 for a free one; reuse: true takes a service of the same settings."
+                        "choose another port, or 0 for a free one."
                     )
                 await asyncio.sleep(0.1)
         except PermissionError:

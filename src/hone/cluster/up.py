@@ -60,7 +60,7 @@ async def _keep_up(loaded: Loaded, folder: Path, say: Say) -> None:
         say(f"[{name}] {line}")
 
     services = Services.from_config(
-        loaded, split, folder=folder, logs=folder / "logs", say=say, relay=relay, stop=stop, may_reuse=False
+        loaded, split, folder=folder, logs=folder / "logs", say=say, relay=relay, stop=stop, may_share=False
     )
     with stop_signals_handled(lambda _: stop.set()):
         async with services:

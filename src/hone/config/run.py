@@ -131,9 +131,6 @@ class ServiceSection(Section):
     """How often it is started again after it ended by itself; once more ends the run, with a checkpoint (exit 3)."""
     stop_timeout_s: float = key(15.0, unit="seconds", gt=0)
     """Time between asking it to stop (SIGTERM) and killing it."""
-    reuse: bool = key(False)
-    """Take a service of the same settings that runs already instead of starting one: one of `hone up`, or, with
-    `reward` and a `port`, a healthy one there with the same fingerprint."""
 
 
 class EnvironmentSection(Section):

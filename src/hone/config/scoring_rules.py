@@ -41,12 +41,6 @@ def judges_are_services(config: RunConfig) -> Iterator[Breach]:
                 f"= {service.port} is of a service beside the run; in pool {pool} every replica takes a free port. Set "
                 f"it to 0, or take judge out of the roles of {pool}",
             )
-        if service.reuse:
-            yield Breach(
-                (f"{key}.reuse", roles),
-                f"takes a service that runs already, and pool {pool} has devices for one that the run starts. Set it "
-                f"to false, or take judge out of the roles of {pool}",
-            )
 
 
 def judges_engines_fit_their_pool(config: RunConfig) -> Iterator[Breach]:
