@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,6 +189,14 @@ class Control:
     """Sum of squared deviations from that mean."""
 
 
+class Position(NamedTuple):
+    """How far a run's records go; fields as in `Progress`."""
+
+    metrics_bytes: int = 0
+    events_bytes: int = 0
+    sample_files: int = 0
+
+
 @dataclass(slots=True)
 class Progress:
     """Where a run is; everything the loop needs besides weights to continue. Written into every checkpoint."""
@@ -208,10 +216,23 @@ class Progress:
     best_value: float | None = None
     metrics_bytes: int = 0
     """Length of metrics.jsonl when the checkpoint was written; a resumed run truncates the file to it."""
+    events_bytes: int = 0
+    """Length of events.jsonl then, at least; less of it means that its end was lost."""
+    sample_files: int = 0
+    """Files in samples/ then."""
     reward_fingerprints: dict[str, str] = field(default_factory=dict)
     """Reward component -> fingerprint of the rules that its service scores by."""
     control: Control = field(default_factory=Control)
     """Of the stage's algorithm, which changes this very object."""
+
+    @property
+    def position(self) -> Position:
+        """How far the run's records went when the checkpoint was written."""
+        return Position(self.metrics_bytes, self.events_bytes, self.sample_files)
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.metrics_bytes, self.events_bytes, self.sample_files = position
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:

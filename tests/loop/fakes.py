@@ -14,7 +14,7 @@ from hone.loop.run import PolicyRun
 from hone.rollout.engine import Sampling
 from hone.train.shards import LiveSnapshot
 from hone.train.trainer import measured
-from hone.types import Group, Progress, Prompt, Sample, Score
+from hone.types import Group, Position, Progress, Prompt, Sample, Score
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
@@ -165,7 +165,7 @@ class Observer:
         self.records.append((step, [g.prompt.index for g in groups], advantages is not None))
 
     def position(self):
-        return 0
+        return Position()
 
 
 def fake_run(

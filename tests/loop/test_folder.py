@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from hone.errors import RunFolderError
-from hone.loop.folder import RunFolder
+from hone.loop.folder import RunFolder, identity_of
+from hone.train.checkpoint import Checkpoints
+from hone.train.shards import LiveSnapshot
+from hone.types import Progress
 
 CONFIG = {
     "seed": 0,
@@ -227,3 +230,44 @@ def test_services_may_move_between_a_run_and_its_resumption(tmp_path):
     ).close()
     with pytest.raises(RunFolderError, match=r"services.judge.command: .* -> "):
         RunFolder.open(tmp_path / "run", run_file=Path("x"), run_yaml="", config=config(command=["other"]), resume=True)
+
+
+def test_a_torn_identity_is_rebuilt_from_the_newest_checkpoint(tmp_path):
+    start(tmp_path).close()
+    for torn in ("", None):  # None: gone
+        run = identity_of(Path("run.yaml"), CONFIG)
+        Checkpoints(tmp_path / "checkpoints", 2, lambda run=run: run).save(Progress(step=3), LiveSnapshot({}, {}))
+        identity = tmp_path / ".identity.json"
+        identity.write_text(torn) if torn is not None else identity.unlink()
+        with pytest.raises(RunFolderError, match="seed: 0 -> 1"):
+            start(tmp_path, CONFIG | {"seed": 1}, resume=True)
+        with start(tmp_path, resume=True) as folder:
+            assert "rebuilt from the newest checkpoint" in folder.repairs[0] and folder.identity()["seed"] == 0
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "a link to nothing"])
+def test_records_without_their_checkpoints_are_no_new_run(tmp_path, how):
+    start(tmp_path).close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "events.jsonl").write_text('{"kind": "saved", "step": 1}\n')
+    if how != "empty":
+        (tmp_path / "checkpoints").rmdir()
+    if how == "a link to nothing":
+        (tmp_path / "checkpoints").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(
+        RunFolderError, match=r"checkpoints is (empty or missing|a link to nothing), though the run has"
+    ):
+        start(tmp_path, resume=True)
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_what_leads_nowhere_and_what_is_half_written_is_set_aside(tmp_path):
+    start(tmp_path).close()
+    (tmp_path / ".hf-abc").mkdir()
+    (tmp_path / "hf").symlink_to(tmp_path / "gone")
+    (tmp_path / "checkpoints" / "step-000009").symlink_to(tmp_path / "gone")
+    for round in ("first", "second"):
+        with start(tmp_path, resume=True) as folder:
+            assert len(folder.repairs) == (3 if round == "first" else 1)
+        (tmp_path / ".hf-abc").mkdir()
+    assert {path.name for path in (tmp_path / "set-aside").iterdir()} == {"hf", "step-000009", ".hf-abc", ".hf-abc.2"}

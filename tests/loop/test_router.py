@@ -232,7 +232,7 @@ def test_tokens_of_weights_that_are_not_known_to_be_whole_are_held_back(torn):
         await publishing
 
     def audit_of(fleet):
-        drawn = [(e["replica"], e["versions"]) for e in fleet.events("sampled") if e["prompt"] == 1]
+        drawn = [(e["replica"], e["versions"]) for e in fleet.events("sampled") if e["prompts"] == [1]]
         order = [e["kind"] for e in fleet.events("sampled", "published") if e.get("replica") == "b"]
         return drawn, order
 

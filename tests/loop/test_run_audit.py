@@ -36,16 +36,16 @@ replica_up replica=b
 published version=0 replica=a fingerprint=x
 published version=0 replica=b fingerprint=x
 published version=0
-group_started prompt=0
-group_started prompt=1
-group_started prompt=2
-group_started prompt=3
-sampled prompt=0 stream=train replica=a versions=[0,0]
-group_finished prompt=0 versions=[0,0]
+group_started prompts=[0]
+group_started prompts=[1]
+group_started prompts=[2]
+group_started prompts=[3]
+sampled prompts=[0] stream=train replica=a versions=[0,0]
+group_finished prompts=[0] versions=[0,0]
 replica_down replica=b why=killed
 requeued prompt=1 stream=train replica=b why=killed
-sampled prompt=1 stream=train replica=a versions=[0,0]
-group_finished prompt=1 versions=[0,0]
+sampled prompts=[1] stream=train replica=a versions=[0,0]
+group_finished prompts=[1] versions=[0,0]
 training step=1
 trained step=1 prompts=[0,1] oldest=0
 published version=1 replica=a fingerprint=y
@@ -53,21 +53,21 @@ published version=1
 replica_up replica=b
 published version=1 replica=b fingerprint=y
 saved step=1
-group_started prompt=4
-group_finished prompt=2 versions=[0,1]
-group_finished prompt=3 versions=[0,1]
+group_started prompts=[4]
+group_finished prompts=[2] versions=[0,1]
+group_finished prompts=[3] versions=[0,1]
 trained step=2 prompts=[2,3] oldest=0
 started step=1 permits=4 max_staleness=1
 replica_up replica=a
 published version=1 replica=a fingerprint=y
 published version=1
-group_started prompt=2
-group_started prompt=3
-group_started prompt=4
-sampled prompt=2 stream=train replica=a versions=[1,1]
-group_finished prompt=2 versions=[1,1]
-group_dropped prompt=3
-group_finished prompt=4 versions=[1,1]
+group_started prompts=[2]
+group_started prompts=[3]
+group_started prompts=[4]
+sampled prompts=[2] stream=train replica=a versions=[1,1]
+group_finished prompts=[2] versions=[1,1]
+group_dropped prompts=[3]
+group_finished prompts=[4] versions=[1,1]
 trained step=2 prompts=[2,4] oldest=1
 published version=2 replica=a fingerprint=z
 published version=2
@@ -100,29 +100,31 @@ PLANTED = {
         "steps", "published version=2\nstopped", "published version=1\nstopped"),
     "a replica samples before it was given weights": (
         "unsynced", "published version=1 replica=b fingerprint=y\n",
-        "sampled prompt=2 stream=train replica=b versions=[0,0]\n"),
+        "sampled prompts=[2] stream=train replica=b versions=[0,0]\n"),
     "a replica samples with the version before": (
-        "unsynced", "sampled prompt=2 stream=train replica=a versions=[1,1]",
-        "sampled prompt=2 stream=train replica=a versions=[0,1]"),
+        "unsynced", "sampled prompts=[2] stream=train replica=a versions=[1,1]",
+        "sampled prompts=[2] stream=train replica=a versions=[0,1]"),
     "a dead replica samples": (
-        "unsynced", "sampled prompt=1 stream=train replica=a", "sampled prompt=1 stream=train replica=b"),
+        "unsynced", "sampled prompts=[1] stream=train replica=a", "sampled prompts=[1] stream=train replica=b"),
     "a replica nobody knows samples": (
-        "unsynced", "sampled prompt=1 stream=train replica=a", "sampled prompt=1 stream=train replica=c"),
+        "unsynced", "sampled prompts=[1] stream=train replica=a", "sampled prompts=[1] stream=train replica=c"),
     "a replica holds other bytes": (
         "unsynced", "published version=1 replica=b fingerprint=y", "published version=1 replica=b fingerprint=q"),
     "a group has tokens of a version that was not published": (
-        "unsynced", "group_finished prompt=4 versions=[1,1]", "group_finished prompt=4 versions=[1,2]"),
+        "unsynced", "group_finished prompts=[4] versions=[1,1]", "group_finished prompts=[4] versions=[1,2]"),
     "a token is too old": ("stale", "trained step=2 prompts=[2,3] oldest=0", "trained step=2 prompts=[2,3] oldest=-1"),
-    "a group is passed over": ("lost", "group_dropped prompt=3\n", ""),
-    "a group is trained that did not finish": ("lost", "group_finished prompt=4 versions=[1,1]\n", ""),
-    "a group is started twice": ("lost", "group_started prompt=4\nsampled", "group_started prompt=2\nsampled"),
+    "a group is passed over": ("lost", "group_dropped prompts=[3]\n", ""),
+    "a group is trained that did not finish": ("lost", "group_finished prompts=[4] versions=[1,1]\n", ""),
+    "a group is started twice": ("lost", "group_started prompts=[4]\nsampled", "group_started prompts=[2]\nsampled"),
     "a group finishes twice": (
-        "lost", "group_dropped prompt=3", "group_dropped prompt=3\ngroup_finished prompt=3 versions=[1,1]"),
-    "a group is dropped twice": ("lost", "group_dropped prompt=3", "group_dropped prompt=3\ngroup_dropped prompt=3"),
+        "lost", "group_dropped prompts=[3]", "group_dropped prompts=[3]\ngroup_finished prompts=[3] versions=[1,1]"),
+    "a group is dropped twice": (
+        "lost", "group_dropped prompts=[3]", "group_dropped prompts=[3]\ngroup_dropped prompts=[3]"),
     "a group that is not in flight is requeued": (
         "lost", "requeued prompt=1", "requeued prompt=9"),
     "one group too many in flight": (
-        "permits", "group_started prompt=3\nsampled", "group_started prompt=3\ngroup_started prompt=4\nsampled"),
+        "permits", "group_started prompts=[3]\nsampled",
+        "group_started prompts=[3]\ngroup_started prompts=[4]\nsampled"),
 }  # fmt: skip
 
 
@@ -136,6 +138,41 @@ def test_a_planted_violation_is_caught(name):
 
 def test_each_rule_has_a_planted_violation():
     assert {rule for rule, _, _ in PLANTED.values()} == set(RULES)
+
+
+def spoiled(events, first, last, what="events"):
+    """The same without those from one line to another, which are lost."""
+    gap = {"at": 0.0, "kind": "gap", "what": what, "why": "the disk took nothing"}
+    return [*events[:first], gap, *events[last:]]
+
+
+def test_an_end_that_was_lost_is_named_and_breaks_no_rule():
+    story = list(events_in(STORY))
+    second_start = max(place for place, event in enumerate(story) if event["kind"] == "started")
+    for first in range(1, second_start + 1):
+        found = audit(spoiled(story, first, second_start))
+        assert found.violations == () and found.updates == 2
+        assert found.gaps == (f"line {first + 1}: records are missing: the disk took nothing",)
+    assert "steps" in {violation.rule for violation in audit(story[:9] + story[second_start:]).violations}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_a_gap_anywhere_accuses_nobody(max_staleness):
+    events = events_of(max_staleness, seed=1)
+    for first in range(1, len(events), 7):
+        for length in (1, 5, 40):
+            found = audit(spoiled(events, first, first + length))
+            assert found.violations == (), (first, length)
+    story = list(events_in(STORY))
+    for first in range(len(story)):
+        for last in range(first + 1, len(story)):
+            assert audit(spoiled(story, first, last)).violations == (), (first, last)
+
+
+def test_after_a_gap_the_rules_are_held_against_again():
+    story = list(events_in(STORY.replace("group_finished prompts=[4] versions=[1,1]\n", "")))
+    found = audit(spoiled(story, 2, 10))
+    assert {violation.rule for violation in found.violations} == {"lost"}
 
 
 def test_permits_returned_before_publishing_are_caught():

@@ -15,7 +15,7 @@ from hone.observe.events import EventLog
 def folder(tmp_path):
     """A run that goes on, with two engines of which one was lost, at step 12 of 20."""
     with RunFolder.open(tmp_path / "run", run_file=tmp_path / "run.yaml", run_yaml="", config={"seed": 0}) as folder:
-        log = EventLog(folder.events, resume=False, warn=pytest.fail)
+        log = EventLog(folder.events, resume_bytes=None, warn=pytest.fail)
         log.write("stage", stage="rl", steps=20)
         log.write("trainer_up", ranks=2)
         for name in ("engine-0", "engine-1"):
@@ -25,8 +25,8 @@ def folder(tmp_path):
             log.write("published", version=10, replica=name, fingerprint="ab")
         log.write("published", version=10)
         for prompt in (40, 41, 42):
-            log.write("group_started", prompt=prompt, id=f"p{prompt}")
-        log.write("group_finished", prompt=40, versions=(10, 10))
+            log.write("group_started", prompts=[prompt])
+        log.write("group_finished", prompts=[40], versions=(10, 10))
         log.write("replica_down", replica="engine-1", why="engine-1 died.\nA long trace")
         log.write("requeued", prompt=41, stream="train", replica="engine-1", why="engine-1 died.")
         log.write("replica_restarting", replica="engine-1", attempt=1)

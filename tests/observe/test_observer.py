@@ -10,6 +10,7 @@ from observed import Settings, decode, make_group
 from hone.errors import RunFolderError
 from hone.observe.observer import Observer
 from hone.observe.recorder import read_samples, recorded_steps
+from hone.types import Position
 
 
 def lines(folder):
@@ -70,7 +71,7 @@ def test_a_resumed_run_has_the_metrics_and_samples_of_the_uninterrupted_one(tmp_
     steps_of_a_run(killed, 5, 7)
     killed.position()  # ... and here the process dies: nothing is closed
 
-    resumed = open_observer(tmp_path / "cut", resume_bytes=position)
+    resumed = open_observer(tmp_path / "cut", resume=position)
     steps_of_a_run(resumed, 5, 9)
     resumed.close("done")
     assert [*map(computed, lines(tmp_path / "cut"))] == [*map(computed, lines(tmp_path / "whole"))]
@@ -82,7 +83,7 @@ def test_a_resumed_run_has_the_metrics_and_samples_of_the_uninterrupted_one(tmp_
 def test_a_folder_that_lost_metrics_is_refused(tmp_path):
     open_observer(tmp_path).close("done")
     with pytest.raises(RunFolderError, match="metrics are missing"):
-        open_observer(tmp_path, resume_bytes=100)
+        open_observer(tmp_path, resume=Position(100))
 
 
 def test_an_unregistered_metric_is_our_mistake_and_leaves_no_line(tmp_path):
@@ -182,3 +183,17 @@ assert "torch" not in sys.modules
 """
     here = __file__.rpartition("/")[0]
     subprocess.run([sys.executable, "-c", script, str(tmp_path), here], check=True, timeout=60)
+
+
+def test_a_torn_summary_and_a_cut_sample_file_are_in_nobodys_way(tmp_path):
+    killed = open_observer(tmp_path)
+    steps_of_a_run(killed, 1, 3)
+    position = killed.position()
+    killed.close("died")
+    (tmp_path / "logs" / "summary.json").write_text('{"titl')
+    resumed = open_observer(tmp_path, resume=position)
+    cut = tmp_path / "samples" / "rl" / "step-000002.jsonl.gz"
+    cut.write_bytes(cut.read_bytes()[:-9])  # while it runs
+    resumed.close("done")
+    assert "summary.json is torn" in (tmp_path / "logs" / "training.log").read_text()
+    assert (tmp_path / "set-aside" / "summary.json").exists() and (tmp_path / "report.html").exists()

@@ -142,3 +142,27 @@ def test_answers_of_any_type_are_recorded(tmp_path, background):
     recorder(tmp_path, background).record("rl", 0, [group], None)
     background.drain()
     assert json.dumps(read_samples(tmp_path, 0)[0].answer) == '"2024-01-02"'
+
+
+def test_files_that_are_lost_or_cut_short_are_named_and_out_of_the_way(tmp_path, background):
+    r = recorder(tmp_path, background)
+    for step in range(1, 5):
+        r.record("rl", step, [make_group()], None)
+    background.submit(r.sync)
+    background.drain()
+    assert r.num_files == 4
+    cut = samples_file(tmp_path / "samples", "rl", 3)
+    cut.write_bytes(cut.read_bytes()[:-9])
+    samples_file(tmp_path / "samples", "rl", 2).write_bytes(b"")
+    samples_file(tmp_path / "samples", "rl", 4).unlink()
+    (tmp_path / "samples" / "full.json").write_text("{")
+    said = []
+    resumed = Recorder(
+        tmp_path / "samples", max_bytes=2**20, background=background, warn=said.append, last_step={"rl": 4},
+        expected_files=4,
+    )  # fmt: skip
+    assert resumed.num_files == 1 and recorded_steps(tmp_path) == {"rl": [1]}
+    assert {path.name for path in (tmp_path / "set-aside").iterdir()} == {
+        "step-000002.jsonl.gz", "step-000003.jsonl.gz", "full.json",
+    }  # fmt: skip
+    assert [message.partition(": ")[2].split()[0] for message in said] == ["moved", "moved", "3", "moved"], said

@@ -31,7 +31,7 @@ from hone.data.chat import load_tokenizer
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
 from hone.errors import Stopped
-from hone.loop.folder import RunFolder
+from hone.loop.folder import RunFolder, identity_of
 from hone.loop.policy import train_policy
 from hone.loop.reward_model import RewardModelRun, train_reward_model
 from hone.loop.reward_model import total_steps as pair_steps
@@ -61,22 +61,24 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
     split = claim_devices(config)
     device = set_up_arithmetic(config.run)
     tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
+    settings = config.model_dump(mode="json")
     with RunFolder.open(
         loaded.run_dir,
         run_file=loaded.run_file,
         run_yaml=loaded.as_yaml(),
-        config=config.model_dump(mode="json"),
+        config=settings,
         resume=resume,
         fresh=fresh,
     ) as folder:
-        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+        identity = identity_of(loaded.run_file, settings)
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, lambda: identity)
         saved = checkpoints.newest() if folder.resumed else None
         observer = Observer(
             folder.path,
             config.observe,
             title=loaded.name,
             total_steps=config.run.steps,
-            resume_bytes=saved.progress.metrics_bytes if saved else None,
+            resume=saved.progress.position if saved else None,
             decode=tokenizer.decode,
             picture=picture_of_responses(config),
         )

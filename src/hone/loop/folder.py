@@ -3,6 +3,7 @@
     run.yaml         the resolved configuration     .identity.json   the same, for comparing, and where it came from
     metrics.jsonl    events.jsonl           samples/    logs/     tensorboard/     trace.json         report.html
     checkpoints/     hf/    hf-best/        services.json         memory.json      .lock  held while a run is going
+    set-aside/       what was found damaged
 
 Opening answers one question: new, resumed, or refused? A folder with other people's files is refused in any case,
 and nothing is ever deleted: `fresh` moves the old run aside. What is in the files is the business of others.
@@ -28,7 +29,8 @@ from hone.config.cluster import ClusterSection
 from hone.config.load import Loaded, load_config, load_mapping
 from hone.config.run import ServiceSection
 from hone.errors import RunFolderError
-from hone.observe.whole import ASIDE, write_whole
+from hone.observe.events import read_events
+from hone.observe.whole import ASIDE, make_folder, set_aside, write_whole
 
 SAME_NUMBERS = (
     "run.dir",
@@ -72,6 +74,8 @@ class RunFolder:
         """Whether this run goes on from an earlier one; its checkpoints may still be none."""
         self.moved_aside: Path | None = None
         """Where `fresh` put the run that was here."""
+        self.repairs: list[str] = []
+        """What was found damaged and how the run continues without it, for people."""
         self._lock: int | None = None
 
     @property
@@ -147,7 +151,7 @@ class RunFolder:
         folder._acquire()
         try:
             found = _contents(path)
-            if found and not (path / _IDENTITY).exists():
+            if found and not (path / _IDENTITY).exists() and not folder._saved_run():
                 raise RunFolderError(
                     f"{path} is not the folder of a Hone run: it holds {_some(found)}. Nothing was touched; "
                     "give the run a folder of its own with run.dir=..."
@@ -161,12 +165,15 @@ class RunFolder:
                 )
             elif found:
                 _refuse_changed(path, folder.identity(), _plain(config))
+                folder._repair(found)
                 folder.resumed = True
-            identity = _plain({"run_file": str(run_file.absolute()), "config": config})
-            if not (folder.resumed and folder.run_yaml.is_file() and folder._read_identity() == identity):
+            identity = identity_of(run_file, config)
+            is_known = folder.resumed and folder.run_yaml.is_file() and folder._read_identity() == identity
+            if folder.repairs or not is_known:
                 # The identity comes first: a folder with any other file in it always has one.
                 write_whole(path / _IDENTITY, json.dumps(identity, indent=1))
                 write_whole(folder.run_yaml, run_yaml)
+            make_folder(folder.checkpoints)
         except BaseException:
             folder.close()
             raise
@@ -175,7 +182,7 @@ class RunFolder:
     @classmethod
     def read(cls, path: Path) -> RunFolder:
         """The folder of an existing run, unlocked, to look at. Raises RunFolderError when there is none."""
-        if not (path / _IDENTITY).is_file():
+        if not (path / _IDENTITY).is_file() and not cls(path)._saved_run():
             raise RunFolderError(f"{path}: there is no run here. Name the run.dir that `hone train` printed.")
         return cls(path)
 
@@ -236,6 +243,23 @@ class RunFolder:
         found = whole.split(b"\n")[1 if skipped else 0 :]
         return [json.loads(line) for line in found[-count:] if line]
 
+    def _read_identity(self) -> dict[str, Any]:
+        """The run file and the resolved configuration that the run was last started with.
+
+        They are the newest checkpoint's where their file is lost.
+        """
+        file = self.path / _IDENTITY
+        try:
+            return json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            run = self._saved_run()
+            if run is None:
+                raise RunFolderError(
+                    f"{file} cannot be read: {error}. Restore it, or start again with --fresh."
+                ) from error
+            self.repairs.append(f"{file} cannot be read ({error}): rebuilt from the newest checkpoint")
+            return {name: run[name] for name in ("run_file", "config")}
+
     def identity(self) -> dict[str, Any]:
         """The resolved configuration that the run was last started with."""
         return self._read_identity()["config"]
@@ -244,14 +268,6 @@ class RunFolder:
     def run_file(self) -> Path:
         """The file that the run was last started with; it need not exist any more."""
         return Path(self._read_identity()["run_file"])
-
-    def _read_identity(self) -> dict[str, Any]:
-        try:
-            return json.loads((self.path / _IDENTITY).read_text())
-        except (OSError, ValueError) as error:
-            raise RunFolderError(
-                f"{self.path / _IDENTITY} cannot be read: {error}. Restore it, or start again with --fresh."
-            ) from error
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -265,12 +281,39 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def _saved_run(self) -> Mapping[str, Any] | None:
+        """What run the newest checkpoint is of."""
+        from hone.train.checkpoint import Checkpoints  # torch, which `hone status` does without
+
+        return Checkpoints(self.checkpoints, 1).newest_run()
+
+    def _repair(self, found: list[str]) -> None:
+        """Set aside what would be in the way of going on. Raises RunFolderError when that is where checkpoints were."""
+        if self._lacks_checkpoints(found):
+            what = "a link to nothing" if self.checkpoints.is_symlink() else "empty or missing"
+            raise RunFolderError(
+                f"{self.checkpoints} is {what}, though the run has records. Restore it (is its disk mounted?), or "
+                "start again with --fresh."
+            )
+        for path in sorted((*self.path.iterdir(), *self.checkpoints.glob("*"), *self.samples.glob("*"))):
+            if path.is_symlink() and not path.exists():
+                self.repairs.append(set_aside(self.path, path, f"is a link to nothing ({path.readlink()})"))
+            elif path.name.startswith(".hf"):
+                self.repairs.append(set_aside(self.path, path, "is an export that was not finished"))
+
+    def _lacks_checkpoints(self, found: list[str]) -> bool:
+        """Whether there must have been some. The folder is made with the run, so it is there even before the first."""
+        if not self.checkpoints.is_dir():
+            return self.metrics.name in found
+        has_none = not any(self.checkpoints.iterdir())
+        return has_none and any(event["kind"] == "saved" for event in read_events(self.events))
+
     def _acquire(self) -> None:
         """Lock the folder, making it if need be. Never waits: the other run may take days."""
         lock = self.path / _LOCK
         while self._lock is None:
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
+                make_folder(self.path)
                 handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
             except OSError as error:
                 raise RunFolderError(
@@ -311,6 +354,11 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     if loaded.run_dir.resolve() != path.resolve():  # seen from another directory, or moved
         loaded = load([f"run.dir={path}", *overrides])
     return loaded
+
+
+def identity_of(run_file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What says which run this is, in the folder and in each checkpoint."""
+    return _plain({"run_file": str(run_file.absolute()), "config": config})
 
 
 def _contents(path: Path) -> list[str]:

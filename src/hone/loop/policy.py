@@ -81,7 +81,7 @@ async def produce(run: PolicyRun, buffer: GroupBuffer[Finished], tasks: asyncio.
 async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
     """Sample a group and score it. None: nothing to learn here, the permit goes back."""
     config = run.config
-    run.observer.event("group_started", prompt=prompt.index, id=prompt.id)
+    run.observer.event("group_started", prompts=[prompt.index])
     request = Request(prompt, config.rollout.group_size, run.sampling, config.seed, "train")
     greedy = Request(prompt, 1, replace(run.sampling, temperature=0.0), config.seed, "train")
     requests = [request, greedy] if "greedy_reward" in run.algorithm.needs else [request]

@@ -88,7 +88,7 @@ class Stage(Generic[AnyTrainer]):
         await self.saved()
         self.observer.event("saving", step=self.progress.step)
         with self.observer.work("trainer", "checkpoint"):
-            self.progress.metrics_bytes = self.observer.position()
+            self.progress.position = self.observer.position()
             progress = copy.deepcopy(self.progress)
 
             def save() -> Snapshot | None:
@@ -180,9 +180,9 @@ class PolicyRun(Stage[Trainer]):
         """Whether a scored group is worth a place in the update; a dropped one is remembered for the record."""
         informative = not self.config.algorithm.drop_uninformative or self.algorithm.informative(group.rewards)
         if informative and self.rewards.enough(group):
-            self.observer.event("group_finished", prompt=group.prompt.index, versions=versions_of(group.samples))
+            self.observer.event("group_finished", prompts=[group.prompt.index], versions=versions_of(group.samples))
             return True
-        self.observer.event("group_dropped", prompt=group.prompt.index)
+        self.observer.event("group_dropped", prompts=[group.prompt.index])
         self.dropped.append(group)
         return False
 

@@ -124,9 +124,9 @@ def _follow(status: RunStatus, events: Iterable[Mapping[str, Any]]) -> float | N
                 status.step = event["step"]
                 sampling.clear()
             case "group_started":
-                sampling.add(event["prompt"])
+                sampling.update(event["prompts"])
             case "group_finished" | "group_dropped":
-                sampling.discard(event["prompt"])
+                sampling.difference_update(event["prompts"])
             case "published" if event.get("replica"):
                 status.replicas[event["replica"]] = ReplicaStatus(version=event["version"])
             case "published":

@@ -46,7 +46,7 @@ async def run_with_restarts(
         nonlocal was_ready
         was_ready = True
 
-    first_bytes = saved.progress.metrics_bytes if saved else observer.position()
+    first = saved.progress.position if saved else observer.position()
     while True:
         try:
             await attempt(saved, ready)
@@ -64,7 +64,7 @@ async def run_with_restarts(
         where = f"step {saved.progress.step}" if saved else "the beginning of the stage: no checkpoint was written yet"
         count = f"{restarts.count} of {restarts.bound} an hour"
         observer.warn(f"{lost} Started again in {wait_s:g} s from {where} ({count})")
-        observer.rewind(saved.progress.metrics_bytes if saved else first_bytes)
+        observer.rewind(saved.progress.position if saved else first)
         try:
             async with asyncio.timeout(wait_s):
                 await stop.wait()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +31,7 @@ from hone.model.contents import Contents
 from hone.model.decoder import Decoder, unsupported
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel, without_dropout
+from hone.observe.whole import make_folder, sync, sync_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,15 +128,20 @@ def save_hf(
 
 @contextmanager
 def replaced_when_whole(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` to write into, which takes its place at the end, and is gone if that fails."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """A new folder beside `folder` to write into, which takes its place at the end, once it is on the disk; it is gone
+    if that fails."""
+    make_folder(folder.parent)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    replaced = aside.with_name(f"{aside.name}.replaced")
     try:
         yield aside
         aside.chmod(0o755)  # mkdtemp makes it private
+        sync_tree(aside)
         if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(aside, folder)
+            folder.rename(replaced)
+        aside.rename(folder)
+        sync(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

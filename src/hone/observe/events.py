@@ -1,34 +1,45 @@
-"""events.jsonl: what happened to each group, each version of the weights and each process, one line per event.
+"""events.jsonl: what happened to each group, each version of the weights and each process, in lines of JSON.
 
 For people (`hone status`) and for the checker (`loop/audit.py`), which proves from it that no fault had a sample
 trained twice or drawn from weights that were not published. Numbers to look at are in metrics.jsonl. A resumed run goes
 on with the file: its `started` says at which step, and what was trained after that step counts as undone.
 
-Written by the caller's thread and handed to the operating system at once, so that a kill loses nothing: some eight
-microseconds an event, two events a group. Samples of evaluations are in it only where several engines draw them.
+A thread writes, so that a disk that stalls holds up no training. It gathers events for `BATCH_S` and puts groups to
+which the same happens one after the other into one line, which keeps the order of everything the checker looks at. A
+kill loses at most that batch, never what a checkpoint relies on: `position` waits until all of it is on the disk.
+Samples of evaluations are in it only where several engines draw them.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+from hone.observe.whole import line_start
 from hone.types import Sample
 
 FILE = "events.jsonl"
+BATCH_S = 0.1
+"""How long events are gathered before they are written."""
+MOST_WAITING = 20_000
+"""Events kept while the disk takes none; some megabytes."""
+OF_GROUPS = ("group_started", "sampled", "group_finished", "group_dropped")
+"""Kinds that have a list of groups, and that are merged."""
 
 KINDS: dict[str, str] = {
     "stage": "A stage of the run began (stage, steps): in this process, anew or resumed.",
     "started": "The policy loop began at a step, with so many permits (step, permits, max_staleness).",
-    "group_started": "A group got its permit and is being sampled (prompt, id).",
-    "sampled": "A replica drew samples of a group (prompt, stream, replica, versions).",
-    "group_finished": "A group is sampled, scored and will be trained on (prompt, versions).",
-    "group_dropped": "A group is sampled and scored, and will not be trained on (prompt).",
+    "group_started": "Groups got their permits and are being sampled (prompts).",
+    "sampled": "A replica drew samples of groups (prompts, stream, replica, versions).",
+    "group_finished": "Groups are sampled, scored and will be trained on (prompts, versions).",
+    "group_dropped": "Groups are sampled and scored, and will not be trained on (prompts).",
     "requeued": "What a replica was sampling goes to another one (prompt, stream, replica, why).",
     "training": "An update began (step).",
     "trained": "An update was made: its number, its groups, the oldest token's version (step, prompts, oldest).",
@@ -43,6 +54,7 @@ KINDS: dict[str, str] = {
     "trainer_up": "The trainer's processes are there (ranks).",
     "trainer_down": "A rank of the trainer died or hung (why).",
     "stopped": "The process ended in order: the run was finished, stopped or failed (outcome).",
+    "gap": "Records are missing: of events, those between this line and the one before it (what, why).",
 }
 """Kind -> what it means, and the fields it has besides `kind` and `at` (Unix seconds). `versions` is [min, max]."""
 
@@ -62,36 +74,139 @@ class Witness(Protocol):
 class EventLog:
     """Appends to one run's events.jsonl. Every method may be called from any thread."""
 
-    def __init__(self, path: Path, *, resume: bool, warn: Callable[[str], None]) -> None:
-        """Go on with the file, after its last whole line, or begin a new one."""
-        size = path.read_bytes().rfind(b"\n") + 1 if resume and path.exists() else 0
+    def __init__(
+        self, path: Path, *, resume_bytes: int | None, warn: Callable[[str], None], deadline_s: float = 10.0
+    ) -> None:
+        """Continue the file after its last whole line, or begin a new one.
+
+        Args:
+            resume_bytes: `position()` at the checkpoint that the run resumes from; a shorter file lost its end, which
+                is warned of and recorded. None begins a new file.
+            deadline_s: how long `position` and `close` wait for the disk.
+        """
+        size = _whole_bytes(path) if resume_bytes is not None else 0
         self._file = path.open("r+b" if size else "wb", buffering=0)
         if size:
             self._file.truncate(size)
             self._file.seek(size)
-        self._warn, self._lock = warn, threading.Lock()
+        self._bytes, self._warn, self._deadline_s = size, warn, deadline_s
+        self._changed = threading.Condition()
+        self._waiting: list[dict[str, Any]] = []
+        self._dropped = 0
+        self._to_sync = self._is_closing = self._is_stalled = self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="hone-events", daemon=True)
+        self._thread.start()
+        if resume_bytes is not None and size < resume_bytes:
+            why = f"{FILE} has {size:,} bytes, the checkpoint was written at {resume_bytes:,}"
+            warn(f"{why}: the end of it was lost")
+            self.write("gap", what="events", why=why)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event. A full disk ends the record with a warning, not the run.
+        """Append one event. A full disk ends the record with a warning, not the run; while a disk stalls, events beyond
+        the newest `MOST_WAITING` are counted and dropped.
 
         Raises:
             ValueError: the kind is not in KINDS. That is a mistake in Hone.
         """
         if kind not in KINDS:
             raise ValueError(f"event {kind!r} is not known: add one line for it to KINDS in hone/observe/events.py")
-        line = _encode({"at": round(time.time(), 4), "kind": kind, **fields}) + "\n"
-        with self._lock:
-            if self._file.closed:
+        event = {"at": round(time.time(), 4), "kind": kind, **fields}
+        with self._changed:
+            if self._has_failed or self._is_closing:
                 return
-            try:
-                self._file.write(line.encode())
-            except OSError as error:
-                self._file.close()
-                self._warn(f"{FILE} cannot be written ({error.strerror}): the record of events ends here")
+            if len(self._waiting) < MOST_WAITING and not self._dropped:
+                self._waiting.append(event)
+                if len(self._waiting) == 1:
+                    self._changed.notify_all()
+                return
+            self._dropped += 1
+        if self._dropped == 1:
+            self._warn(f"{FILE}: the disk takes nothing; {MOST_WAITING:,} events wait, more are counted and dropped")
+
+    def position(self) -> int:
+        """Length of the file, once all events so far are on the disk.
+
+        A disk that does not take them in time is warned of; what is said then is more than the file has.
+        """
+        with self._changed:
+            self._to_sync = True
+            self._changed.notify_all()
+            wait_s = 0.0 if self._is_stalled else self._deadline_s
+            is_done = self._changed.wait_for(lambda: not self._to_sync or self._has_failed, wait_s)
+            is_news, self._is_stalled = not is_done and not self._is_stalled, not is_done
+            size = self._bytes + (self._has_failed or not is_done)
+        if is_news:
+            self._warn(f"{FILE}: the disk has taken nothing for {self._deadline_s:g} s; the run continues without it")
+        return size
 
     def close(self) -> None:
-        with self._lock:
-            self._file.close()
+        with self._changed:
+            self._is_closing = self._to_sync = True
+            self._changed.notify_all()
+        self._thread.join(0.0 if self._is_stalled else self._deadline_s)
+
+    def _run(self) -> None:
+        with self._file:
+            try:
+                while self._write_batch():
+                    pass
+            except OSError as error:
+                self._warn(f"{FILE} cannot be written ({error.strerror}): the record of events ends here")
+                with self._changed:
+                    self._has_failed = True
+                    self._changed.notify_all()
+
+    def _write_batch(self) -> bool:
+        """Write what there is, once there is some and time to gather more of it has passed. False: that was all."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._to_sync or self._is_closing)
+            self._changed.wait_for(lambda: self._to_sync or self._is_closing, BATCH_S)
+            events, self._waiting = self._waiting, []
+            dropped, self._dropped = self._dropped, 0
+            to_sync, is_last = self._to_sync, self._is_closing
+        if dropped:
+            why = f"the disk took nothing for a while: {dropped:,} events were dropped"
+            events.append({"at": round(time.time(), 4), "kind": "gap", "what": "events", "why": why})
+            self._warn(f"{FILE}: {why}")
+        text = b"".join(_encode(event).encode() + b"\n" for event in merged(events))
+        if text and self._file.write(text) < len(text):  # of a regular file: the disk filled up within a line
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if to_sync:
+            os.fsync(self._file.fileno())
+        with self._changed:
+            self._bytes += len(text)
+            self._is_stalled = False
+            if to_sync:
+                self._to_sync = False
+                self._changed.notify_all()
+        return not is_last
+
+
+def merged(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same events, where neighbours differ only in when and to which groups they happened as one."""
+    last: dict[str, Any] | None = None
+    for event in events:
+        if last is not None and event["kind"] in OF_GROUPS and _but_groups(last) == _but_groups(event):
+            last["prompts"] += event["prompts"]
+            last["at"] = event["at"]
+            continue
+        if last is not None:
+            yield last
+        last = event
+    if last is not None:
+        yield last
+
+
+def _but_groups(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in event.items() if name not in ("at", "prompts")}
+
+
+def _whole_bytes(path: Path) -> int:
+    """Length of a file up to the end of its last whole line."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return line_start(file, path.stat().st_size)
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -119,4 +234,7 @@ def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[s
             lines.readline()
         for line in lines:
             if line.endswith(b"\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    yield {"at": 0.0, "kind": "gap", "what": "events", "why": f"a line is no JSON: {error}"}

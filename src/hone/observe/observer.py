@@ -30,7 +30,8 @@ from hone.observe.recorder import Recorder
 from hone.observe.report import Picture, Summary, write_report
 from hone.observe.sinks import MetricsFile, TensorBoard, Wandb
 from hone.observe.trace import Event, Spans, Timeline, TraceFile
-from hone.types import Group
+from hone.observe.whole import sync
+from hone.types import Group, Position
 
 
 class ObserveSettings(Protocol):
@@ -58,7 +59,7 @@ class Observer:
         *,
         title: str,
         total_steps: int,
-        resume_bytes: int | None = None,
+        resume: Position | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         picture: Picture | None = None,
     ) -> None:
@@ -66,36 +67,37 @@ class Observer:
 
         Args:
             total_steps: of the stage that runs first; `begin` announces the next one.
-            resume_bytes: `position()` at the checkpoint that the run continues from; metrics.jsonl is cut there and
-                samples beyond it go. None starts new records and removes old ones.
+            resume: `position()` at the checkpoint that the run continues from; metrics.jsonl is cut there and samples
+                beyond it go. None starts new records and removes old ones.
             decode: token ids to text, for the report's view of single tokens.
             picture: draws a response, for the report.
         Raises:
             ConfigError: Weights & Biases is asked for and its package or key is missing.
-            RunFolderError: metrics.jsonl is not the one that `resume_bytes` was taken from.
+            RunFolderError: metrics.jsonl is not the one that `resume` was taken from.
         """
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        resume = bool(resume_bytes)
+        is_resumed = resume is not None
         self._folder, self._decode, self._picture = folder, decode, picture
         self._lock = threading.Lock()
-        self._metrics = MetricsFile(folder / "metrics.jsonl", resume_bytes)
+        self._metrics = MetricsFile(folder / "metrics.jsonl", resume.metrics_bytes if resume else None)
+        log = LogView(folder / "logs" / "training.log", title, total_steps, resume=is_resumed)
+        self._views: tuple[View, View] = (log, open_view(settings.console, title, total_steps))
         self._wandb = Wandb(folder / "wandb", settings.wandb, title) if settings.wandb else None
-        self._tensorboard = TensorBoard(folder / "tensorboard", resume=resume) if settings.tensorboard else None
-        self._trace = TraceFile(folder / "trace.json", title=title, resume=resume) if settings.trace else None
+        self._tensorboard = TensorBoard(folder / "tensorboard", resume=is_resumed) if settings.tensorboard else None
+        self._trace = TraceFile(folder / "trace.json", title=title, resume=is_resumed) if settings.trace else None
         self._spans = Spans()
         self._timelines: dict[str, Timeline] = {}
         self._background = Background()
         self._samples_max_bytes = int(settings.samples_max_mib * 2**20)
-        self._recorder = self._new_recorder()
-        self._summary = Summary.begin(folder, title=title, versions=versions(), resume=resume)
+        self._recorder = self._new_recorder(resume)
+        self._summary = Summary.begin(folder, title=title, versions=versions(), resume=is_resumed, warn=self.warn)
         self._watched: list[Callable[[], Mapping[str, float]]] = []
         self._process = psutil.Process()
         self._peak_gib = 0.0
         self._not_finite: set[str] = set()
         """Metrics that were warned of."""
-        log = LogView(folder / "logs" / "training.log", title, total_steps, resume=resume)
-        self._views: tuple[View, View] = (log, open_view(settings.console, title, total_steps))
-        self._events = EventLog(folder / FILE, resume=resume, warn=self.warn)
+        events_bytes = resume.events_bytes if resume else None
+        self._events = EventLog(folder / FILE, resume_bytes=events_bytes, warn=self.warn)
 
     def begin(self, stage: str, total_steps: int) -> None:
         """A stage of so many steps begins; for the views' progress and remaining time."""
@@ -182,20 +184,24 @@ class Observer:
         for view in self._views:
             view.warn(message)
 
-    def position(self) -> int:
-        """Length of metrics.jsonl in bytes, once it and all samples recorded so far are on the disk."""
+    def position(self) -> Position:
+        """How far metrics, events and samples go, once all recorded so far is on the disk."""
+        self._background.submit(self._recorder.sync)
         self._background.drain()
+        events_bytes = self._events.position()
         with self._lock:
-            return self._metrics.position()
+            metrics_bytes = self._metrics.position()
+        sync(self._folder)
+        return Position(metrics_bytes, events_bytes, self._recorder.num_files)
 
-    def rewind(self, num_bytes: int) -> None:
+    def rewind(self, position: Position) -> None:
         """Take metrics and samples back to `position()` at a checkpoint: this process goes on from there."""
         self._background.drain()
         self._spans.take_seconds()
         with self._lock:
             self._metrics.close()
-            self._metrics = MetricsFile(self._folder / "metrics.jsonl", num_bytes)
-        self._recorder = self._new_recorder()
+            self._metrics = MetricsFile(self._folder / "metrics.jsonl", position.metrics_bytes)
+        self._recorder = self._new_recorder(position)
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = TensorBoard(self._folder / "tensorboard", resume=True)
@@ -222,7 +228,7 @@ class Observer:
             for view in self._views:
                 view.close(message)  # whatever happened, the terminal is given back
 
-    def _new_recorder(self) -> Recorder:
+    def _new_recorder(self, resume: Position | None) -> Recorder:
         """Its samples go as far as the metrics do."""
         return Recorder(
             self._folder / "samples",
@@ -230,6 +236,7 @@ class Observer:
             background=self._background,
             warn=self.warn,
             last_step=self._metrics.last_step,
+            expected_files=resume.sample_files if resume else 0,
         )
 
     def _memory(self) -> dict[str, float]:

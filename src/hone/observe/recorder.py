@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from hone.observe.background import Background
-from hone.observe.whole import write_whole
+from hone.observe.whole import set_aside, sync, write_whole
 from hone.types import Group, Sample, Turn
 
+NUM_CHECKED = 32
+"""Newest files that are read when a run is resumed, to see whether they are whole."""
 FULL_MARK = "full.json"
 """Beside the stages' folders once the size limit was reached: where recording stopped."""
 
@@ -38,16 +41,30 @@ class Recorder:
         background: Background,
         warn: Callable[[str], None],
         last_step: Mapping[str, int],
+        expected_files: int = 0,
     ) -> None:
-        """Files beyond `last_step` (stage -> step that the run resumes after) are removed; empty removes all."""
+        """Files beyond `last_step` (stage -> step that the run resumes after) are removed; empty removes all. Those
+        that are not whole are set aside, and less than `expected_files` are warned of."""
         self._folder, self._max_bytes, self._background, self._warn = folder, max_bytes, background, warn
         self._sizes: dict[Path, int] = {}
+        self._unsynced: set[Path] = set()
         self._full = max_bytes == 0
+        kept: list[Path] = []
         for path in sorted(folder.glob("*/step-*.jsonl.gz*")):
             if path.suffix == ".gz" and _step_of(path) <= _limit(last_step, path.parent.name):
-                self._sizes[path] = path.stat().st_size
+                kept.append(path)
             else:
                 path.unlink()
+        newest = set(kept[-NUM_CHECKED:])
+        for path in kept:
+            size = path.stat().st_size
+            if size == 0 or (path in newest and not is_whole(path)):
+                warn(set_aside(folder.parent, path, "is not whole"))
+            else:
+                self._sizes[path] = size
+        if len(self._sizes) < expected_files:
+            gone = expected_files - len(self._sizes)
+            warn(f"{folder}: {gone} of {expected_files} files with samples of earlier steps are lost")
         self._restore_full_mark(last_step)
         self._fresh = set(self._sizes)
         """Files of an earlier process: the first record for one replaces it, later ones add to it."""
@@ -55,6 +72,17 @@ class Recorder:
     @property
     def total_bytes(self) -> int:
         return sum(self._sizes.copy().values())
+
+    @property
+    def num_files(self) -> int:
+        return len(self._sizes)
+
+    def sync(self) -> None:
+        """Have every file on the disk. For the background thread."""
+        written, self._unsynced = self._unsynced, set()
+        with contextlib.suppress(OSError):  # samples that are lost are named when the run is resumed
+            for path in (*written, *{path.parent for path in written}):
+                sync(path)
 
     def record(
         self, stage: str, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None
@@ -84,6 +112,7 @@ class Recorder:
             self._stop(stage, step, f"samples/ cannot be written ({error.strerror})")
             return
         self._fresh.discard(path)
+        self._unsynced.add(path)
         self._sizes[path] = len(packed)
 
     def _stop(self, stage: str, step: int, reason: str) -> None:
@@ -96,7 +125,11 @@ class Recorder:
         mark = self._folder / FULL_MARK
         if not mark.exists():
             return
-        where = json.loads(mark.read_text())
+        try:
+            where = json.loads(mark.read_text())
+        except ValueError:
+            self._warn(set_aside(self._folder.parent, mark, "is torn"))
+            return
         if where["step"] <= _limit(last_step, where["stage"]):
             self._full = True
         else:
@@ -145,6 +178,17 @@ def recorded_steps(run_folder: Path) -> dict[str, list[int]]:
 
 def samples_file(samples_folder: Path, stage: str, step: int) -> Path:
     return samples_folder / stage / f"step-{step:06d}.jsonl.gz"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file with samples can be read to its end."""
+    try:
+        with gzip.open(path) as file:
+            while file.read(1 << 20):
+                pass
+    except (OSError, EOFError, zlib.error):
+        return False
+    return True
 
 
 def _step_of(path: Path) -> int:

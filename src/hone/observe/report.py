@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hone.observe.metrics import PHASES, find_metric
-from hone.observe.recorder import RecordedSample, read_samples, recorded_steps
-from hone.observe.whole import write_whole
+from hone.observe.recorder import RecordedSample, is_whole, read_samples, recorded_steps, samples_file
+from hone.observe.whole import set_aside, write_whole
 
 SUMMARY = Path("logs") / "summary.json"
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -50,11 +50,16 @@ class Summary:
     outcome: str = "not finished"
 
     @classmethod
-    def begin(cls, folder: Path, *, title: str, versions: Mapping[str, str], resume: bool) -> Summary:
+    def begin(
+        cls, folder: Path, *, title: str, versions: Mapping[str, str], resume: bool, warn: Callable[[str], None]
+    ) -> Summary:
         """A run begins, or continues: then it keeps the time at which it began."""
         summary = cls(title=title, began_unix_s=time.time(), versions=versions)
         if resume and (folder / SUMMARY).exists():
-            summary.began_unix_s = cls.read(folder).began_unix_s
+            try:
+                summary.began_unix_s = cls.read(folder).began_unix_s
+            except (ValueError, TypeError) as error:
+                warn(set_aside(folder, folder / SUMMARY, f"is torn ({error})"))
         summary._write(folder)
         return summary
 
@@ -133,6 +138,7 @@ def choose_samples(run_folder: Path) -> list[RecordedSample]:
     """Whole groups from a few steps of each stage, `MAX_SAMPLES` in all."""
     steps = recorded_steps(run_folder)
     places = [(stage, step) for stage, found in steps.items() for step in _spread(found, STEPS_SHOWN)]
+    places = [place for place in places if is_whole(samples_file(run_folder / "samples", *place))]
     chosen: list[RecordedSample] = []
     for stage, step in places:
         groups: dict[str, list[RecordedSample]] = {}

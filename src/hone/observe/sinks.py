@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import ConfigError, HoneError, RunFolderError
-from hone.observe.whole import write_whole
+from hone.observe.whole import line_start, write_whole
 
 
 class MetricsFile:
@@ -35,14 +35,13 @@ class MetricsFile:
             RunFolderError: the file is shorter than that, or the position is not the end of a line.
         """
         self._path = path
-        kept = _first_lines(path, resume_bytes) if resume_bytes else b""
-        lines = [json.loads(line) for line in kept.splitlines()]
-        self.last_step: dict[str, int] = {line["stage"]: line["step"] for line in lines}
-        """Stage -> last step in the file when it was opened."""
-        self._began_s = time.perf_counter() - (lines[-1]["time_s"] if lines else 0.0)
-        self._file = path.open("r+b" if kept else "wb", buffering=0)
-        self._file.truncate(len(kept))
-        self._file.seek(len(kept))
+        last = _line_before(path, resume_bytes) if resume_bytes else None
+        self.last_step: dict[str, int] = {last["stage"]: last["step"]} if last else {}
+        """The stage of the last line when the file was opened -> its step there."""
+        self._began_s = time.perf_counter() - (last["time_s"] if last else 0.0)
+        self._file = path.open("r+b" if resume_bytes else "wb", buffering=0)
+        self._file.truncate(resume_bytes or 0)
+        self._file.seek(0, os.SEEK_END)
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> float:
         """Append one line and hand it to the operating system. Returns its `time_s`."""
@@ -68,16 +67,21 @@ class MetricsFile:
         self._file.close()
 
 
-def _first_lines(path: Path, num_bytes: int) -> bytes:
-    found = path.read_bytes() if path.exists() else b""
-    if len(found) < num_bytes:
+def _line_before(path: Path, num_bytes: int) -> dict[str, Any]:
+    """The last line of so much of a file."""
+    found = path.stat().st_size if path.exists() else 0
+    if found < num_bytes:
         raise RunFolderError(
-            f"{path}: has {len(found)} bytes, the checkpoint was written at {num_bytes}: metrics are missing. "
+            f"{path}: has {found} bytes, the checkpoint was written at {num_bytes}: metrics are missing. "
             "Restore the file, resume from an older checkpoint, or start over with --fresh."
         )
-    if not found[:num_bytes].endswith(b"\n"):
+    with path.open("rb") as file:
+        start = line_start(file, num_bytes - 1)
+        file.seek(start)
+        line = file.read(num_bytes - start)
+    if not line.endswith(b"\n"):
         raise RunFolderError(f"{path}: byte {num_bytes} is not the end of a line: the file is not the checkpoint's.")
-    return found[:num_bytes]
+    return json.loads(line)
 
 
 class TensorBoard:

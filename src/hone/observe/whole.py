@@ -1,15 +1,74 @@
-"""Files that are replaced as a whole: a kill at any moment leaves the old one or the new one, never a part."""
+"""Files and folders that survive kills and power cuts: replaced as a whole, on the disk before they are relied on.
+
+A kill at any moment leaves the old file or the new one, never a part. So does a power cut, because the new one is
+synced before it takes the name; a rename alone may reach the disk before the bytes do.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import BinaryIO
 
 ASIDE = ".new"
 """What a kill may leave beside a file: its name and this."""
+_BLOCK_BYTES = 1 << 16
+SET_ASIDE = "set-aside"
+"""Folder in a run's folder for what was found damaged there."""
 
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a file, or make it, in one step. Raises OSError; the old one is untouched then."""
     aside = path.with_name(path.name + ASIDE)
-    aside.write_text(text, encoding="utf-8")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     aside.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file's bytes, or a folder's names, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Have everything in a folder on the disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those it is in, on the disk."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+def set_aside(run_folder: Path, path: Path, why: str) -> str:
+    """Move something damaged in a run's folder out of the way. Returns the warning to show."""
+    target, number = run_folder / SET_ASIDE / path.name, 1
+    while os.path.lexists(target):
+        number += 1
+        target = target.with_name(f"{path.name}.{number}")
+    target.parent.mkdir(exist_ok=True)
+    path.rename(target)
+    return f"{path} {why}: moved to {target}"
+
+
+def line_start(file: BinaryIO, end: int) -> int:
+    """Where the line begins that byte `end` of a file is in. Reads backwards, and no more than that line."""
+    while end > 0:
+        start = max(0, end - _BLOCK_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0

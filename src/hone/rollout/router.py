@@ -244,7 +244,7 @@ class Router:
     def _tell_sampled(self, replica: Replica, draft: Draft, samples: list[Sample]) -> None:
         prompt, stream = draft.request.prompt.index, draft.request.stream
         self._witness.event(
-            "sampled", prompt=prompt, stream=stream, replica=replica.name, versions=versions_of(samples)
+            "sampled", prompts=[prompt], stream=stream, replica=replica.name, versions=versions_of(samples)
         )
 
     # ---- one replica

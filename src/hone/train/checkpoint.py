@@ -5,7 +5,8 @@ A checkpoint is a folder, `step-000100` in stage rl and `sft-step-000100` in sta
     tensors.safetensors   the tensors of a `Trainer.snapshot()`, in their own dtypes; of several ranks one file each,
                           tensors-00000-of-00004.safetensors and so on; of a critic or a reference on devices of
                           its own critic.safetensors and so on
-    state.json            the run's `Progress`, and what the snapshot had as plain values
+    state.json            the run's `Progress`, what the snapshot had as plain values, and what run it is: its resolved
+                          configuration and hashes of its inputs
     manifest.json         format, stage and step; size and BLAKE2b hash of the other files, and a hash of itself
 
 A folder under that name is whole by construction: it is written as `.tmp-<name>` and renamed when every byte has
@@ -25,7 +26,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hone.errors import CheckpointError
+from hone.observe.whole import make_folder, sync
 from hone.train.shards import FileFacts, SavedTensors, Snapshot, write_synced
 from hone.types import Progress
 
@@ -59,6 +61,8 @@ class Loaded:
     """Read from the disk, to the CPU, when they are asked for; in the dtypes they were saved in."""
     rest: dict[str, Any]
     path: Path
+    run: Mapping[str, Any]
+    """What run it is of, as `Checkpoints` was given it."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that were not whole: one line each, saying which file and why. For the user to see."""
 
@@ -66,9 +70,11 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of one run, in `folder`; the newest `keep` of them and the best one stay on disk."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, run: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """`run`: JSON values that say what run this is; every checkpoint has them."""
         self.folder = folder
         self.keep = keep
+        self._run = run
 
     def save(self, progress: Progress, snapshot: Snapshot) -> Path:
         """Write a checkpoint, then remove the ones older than the newest `keep`, except the one at
@@ -80,10 +86,11 @@ class Checkpoints:
         Raises CheckpointError when the disk is full or refuses; what was there before is untouched then.
         """
         name = _name(progress)
-        state = json.dumps({"progress": asdict(progress), "rest": snapshot.rest}, indent=1).encode()
+        told = {"progress": asdict(progress), "rest": snapshot.rest, "run": self._run()}
+        state = json.dumps(told, indent=1).encode()
         final, aside = self.folder / name, self.folder / (_ASIDE + name)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self._sweep()
             aside.mkdir()
             files = snapshot.write(aside)
@@ -91,11 +98,11 @@ class Checkpoints:
             facts = {file: asdict(one) for file, one in files.items()}
             manifest = {"format": FORMAT, "stage": progress.stage, "step": progress.step, "files": facts}
             write_synced(aside / MANIFEST, lambda file: file.write(_sealed(manifest)))
-            _sync_folder(aside)
+            sync(aside)
             if final.exists():
                 final.rename(self.folder / (_REPLACED + name))
             aside.rename(final)
-            _sync_folder(self.folder)
+            sync(self.folder)
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(self._refused(final, error, snapshot.num_bytes)) from error
@@ -118,11 +125,11 @@ class Checkpoints:
             try:
                 loaded = self.load(path)
             except CheckpointError as error:
-                if not path.exists():  # a run that is still going removed it: there is a newer one
+                if not os.path.lexists(path):  # a run that is still going removed it: there is a newer one
                     return self.newest()
                 skipped.append(str(error))
             else:
-                return Loaded(loaded.progress, loaded.tensors, loaded.rest, path, tuple(skipped))
+                return replace(loaded, skipped=tuple(skipped))
         if skipped:
             raise CheckpointError(
                 "\n".join([f"{self.folder}: none of {len(skipped)} checkpoints is whole:", *skipped])
@@ -149,9 +156,21 @@ class Checkpoints:
             if _NAME.fullmatch(name) and name != _name(progress):
                 raise _Torn(f"it holds {_name(progress)}")
             tensors = SavedTensors([path / name for name in sorted(manifest["files"]) if name != STATE])
-            return Loaded(progress, tensors, state["rest"], path)
+            return Loaded(progress, tensors, state["rest"], path, state.get("run", {}))
         except (_Torn, OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{path} is not whole: {_reason(error)}") from error
+
+    def newest_run(self) -> Mapping[str, Any] | None:
+        """What run the newest checkpoint says that it is of; None when none says it. Tensors are not read."""
+        for path in reversed(self.paths()):
+            try:
+                facts = FileFacts(**_unsealed((path / MANIFEST).read_bytes())["files"][STATE])
+                _verify(path, {STATE: facts})
+                if run := json.loads((path / STATE).read_bytes()).get("run"):
+                    return run
+            except (_Torn, OSError, ValueError, KeyError, TypeError):
+                continue
+        return None
 
     def paths(self) -> list[Path]:
         """Every checkpoint's folder, whole or not, oldest first."""
@@ -210,14 +229,6 @@ def _name(progress: Progress) -> str:
     if progress.stage not in STAGE_ORDER:
         raise ValueError(f"a checkpoint's stage must be one of {STAGE_ORDER}, got {progress.stage!r}")
     return ("" if progress.stage == "rl" else f"{progress.stage}-") + f"step-{progress.step:06d}"
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sealed(manifest: dict[str, Any]) -> bytes:
