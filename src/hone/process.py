@@ -1,7 +1,7 @@
 """A Python process of our own beside the run: started anew, killed with all that it started, never outliving the run.
 
-What the pools of rewards (`reward/pool.py`) and environments (`rollout/env_pool.py`) and the reader of large bodies
-(`serve/bodies.py`) share: starting, messages, ending. And which signals ask the run itself to end.
+What the pools of rewards (`reward/pool.py`) and environments (`rollout/env_pool.py`) share: starting, messages, ending.
+And which signals ask the run itself to end.
 Not here: what is said over the channel, and when a process has taken too long. Imports nothing heavy, because what runs
 in such a process imports it too.
 """

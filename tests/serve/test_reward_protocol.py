@@ -187,14 +187,6 @@ def test_the_same_content_is_scored_once_and_answered_alike(served):
     assert again["score"] == first["score"] and again["components"] == first["components"]
 
 
-def test_an_idempotency_key_belongs_to_one_body(served):
-    body = {"reward": "words", "items": [{"id": "a", "solution_str": "x"}]}
-    assert served.post("/v1/rewards", body, headers={"Idempotency-Key": "k1"}).status_code == 200
-    assert served.post("/v1/rewards", body, headers={"Idempotency-Key": "k1"}).status_code == 200
-    other = served.post("/v1/rewards", body | {"seed": 2}, headers={"Idempotency-Key": "k1"})
-    assert (other.status_code, other.json()["type"]) == (422, "urn:hone:problem:idempotency-key-reused")
-
-
 # ---- practice B: curl
 
 
@@ -392,6 +384,25 @@ def test_request_id_and_traceparent_come_back_and_are_logged(served):
     wait_for(lambda: line in served.log.read_text(), served.process, served.log)
     made = served.post("/v1/rewards", {"items": []}, headers={"X-Request-Id": "new\tline"})
     assert len(made.headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01 forged",
+        "00-4BF92F3577B34DA6A3CE929D0E0E4736-00F067AA0BA902B7-01",
+        "ff-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+        "00-00000000000000000000000000000000-00f067aa0ba902b7-01",
+        "00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01",
+        "POST /v1/rewards 200 0.1 ms request=forged",
+    ],
+)
+def test_a_traceparent_that_is_none_is_neither_logged_nor_sent_on(served, given):
+    sent = {"X-Request-Id": "after-trace", "traceparent": given}
+    response = served.post("/v1/rewards", {"items": []}, headers=sent)
+    assert response.status_code == 200 and "traceparent" not in response.headers
+    wait_for(lambda: "request=after-trace" in served.log.read_text(), served.process, served.log)
+    assert given not in served.log.read_text()
 
 
 @pytest.mark.parametrize("tokens", [10**30, 1 << 62, (1 << 18) + 1])

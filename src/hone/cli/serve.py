@@ -43,6 +43,9 @@ Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a fre
 TokenEnv = Annotated[str | None, typer.Option(help="Environment variable with the bearer tokens that are accepted.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with bearer tokens, one a line; read again on change.")]
 OpenMetrics = Annotated[bool | None, typer.Option("--open-metrics", help="Answer /metrics without a token.")]
+AllowedHost = Annotated[
+    list[str] | None, typer.Option(help="Name besides localhost that requests, and web pages, may use; repeatable.")
+]
 MaxBodyMib = Annotated[float | None, typer.Option(help="Largest body of a request, in MiB.")]
 DrainTimeout = Annotated[float | None, typer.Option(help="For requests in flight after SIGTERM, in seconds.")]
 
@@ -55,6 +58,7 @@ def reward(
     port: Port = None,
     token_env: TokenEnv = None,
     token_file: TokenFile = None,
+    allowed_host: AllowedHost = None,
     open_metrics: OpenMetrics = None,
     max_body_mib: MaxBodyMib = None,
     drain_timeout_s: DrainTimeout = None,
@@ -88,6 +92,7 @@ def reward(
         port=port,
         token_env=token_env,
         token_file=token_file,
+        allowed_hosts=allowed_host,
         open_metrics=open_metrics,
         max_body_mib=max_body_mib,
         drain_timeout_s=drain_timeout_s,
@@ -119,6 +124,7 @@ def policy(
     port: Port = None,
     token_env: TokenEnv = None,
     token_file: TokenFile = None,
+    allowed_host: AllowedHost = None,
     max_body_mib: MaxBodyMib = None,
     drain_timeout_s: DrainTimeout = None,
     name: Annotated[
@@ -143,6 +149,7 @@ def policy(
         port=POLICY_PORT if port is None else port,
         token_env=token_env,
         token_file=token_file,
+        allowed_hosts=allowed_host,
         max_body_mib=max_body_mib,
         drain_timeout_s=drain_timeout_s,
     )

@@ -23,6 +23,8 @@ from hone.types import Fault, FinishReason, Group, Prompt, Sample, Score, Turn
 SCHEMA_VERSION = "1"
 MAX_JSON_DEPTH = 64
 MAX_ID_CHARACTERS = 256
+MAX_ITEMS = 4096
+"""Of one request; a server's own limit is lower (`--max-items`)."""
 SUM_TOLERANCE = 1e-6
 """How far a score may be from the weighted sum of its components, relative to their size where that is above 1."""
 
@@ -120,7 +122,7 @@ class RewardRequest(Wire):
     """What is not scored by then is an error with `retryable: true`; null: the server's own limit."""
     seed: int = 0
     """Part of an item's identity: another seed asks a sampled judge again."""
-    items: list[Item]
+    items: list[Item] = Field(fail_fast=True, max_length=MAX_ITEMS)
 
     @model_validator(mode="after")
     def _ids_are_unique(self) -> Self:
@@ -396,7 +398,8 @@ def score_of(result: ItemResult) -> Score:
 
 _BRACKETS_ONLY = re.compile(rb'"(?:[^"\\]|\\.)*+"|[^\[\]{}"]++', re.DOTALL)
 _STEP = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+_HIGH, _LOW = rb"u[dD][89abAB][\da-fA-F][\da-fA-F]", rb"u[dD][c-fC-F][\da-fA-F][\da-fA-F]"
+_LONE_ESCAPE = re.compile(rb"\\(?<!\\\\)((?:\\\\)*)(?:%b(?!\\%b)|(?<!\\%b\\)%b)" % (_HIGH, _LOW, _HIGH, _LOW))
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -412,8 +415,13 @@ def decode_json(body: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     depth = max(accumulate(_STEP.get(bracket, 0) for bracket in brackets), default=0)
     if depth > max_depth:
         raise ValueError(f"nested {depth} deep; at most {max_depth} is allowed")
-    value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
-    return _whole_characters(value) if _SURROGATE_ESCAPE.search(body) else value
+    text = whole_characters(body).decode("utf-8")
+    return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+
+
+def whole_characters(body: bytes) -> bytes:
+    """JSON text with U+FFFD for each escape that is half of a surrogate pair; `body` itself where there is none."""
+    return _LONE_ESCAPE.sub(rb"\1\\ufffd", body) if _LONE_ESCAPE.search(body) else body
 
 
 def encode_json(value: Any) -> bytes:
@@ -456,12 +464,3 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is out of range")
     return number
-
-
-def _whole_characters(value: Any) -> Any:
-    """Recursion is bounded by the depth that was checked before."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {printable(name): _whole_characters(child) for name, child in value.items()}
-    return [_whole_characters(child) for child in value] if isinstance(value, list) else value

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from hone.reward.wire import Item, ItemError, ItemResult, Message, decode_json, printable
+from hone.reward.wire import MAX_ITEMS, Item, ItemError, ItemResult, Message, decode_json, printable
 from hone.serve.problem import Problem
+from hone.serve.routing import OrNone
 
 _POSTER_PARTS = ("structure", "accuracy", "visual")
 """Parts of the poster reward that have a field of their own in /compute_reward's answer, as its callers expect."""
@@ -73,6 +74,7 @@ class ComputeRequest(Foreign):
     """The body of `POST /compute_reward`: one response, or `items`."""
 
     model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[float | None, OrNone()]]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     solution_str: str | None = None
     ground_truth: Any = None
@@ -80,7 +82,7 @@ class ComputeRequest(Foreign):
     data_source: str | None = None
     prompt: str | list[Message] = ""
     id: str | None = Field(default=None, min_length=1, max_length=256)
-    items: list[ComputeItem] | None = None
+    items: list[ComputeItem] | None = Field(None, fail_fast=True, max_length=MAX_ITEMS)
     """Several responses; the answer then has a list of results."""
     weights: dict[str, FiniteFloat] | None = None
     """Component -> weight, where the server allows it; `<component>_weight` beside the other fields says the same."""
@@ -110,11 +112,11 @@ class ComputeRequest(Foreign):
         weights = dict(self.weights or {})
         for name, value in (self.model_extra or {}).items():
             if name.endswith("_weight"):
-                if isinstance(value, bool) or not isinstance(value, int | float):
+                if value is None:
                     raise Problem(
                         422, "unprocessable-body", f"{name}: not a number", errors=[(f"/{name}", "not a number")]
                     )
-                weights[name.removesuffix("_weight")] = float(value)
+                weights[name.removesuffix("_weight")] = value
         return weights
 
     def warnings(self, *, weights_allowed: bool) -> list[str]:
@@ -147,9 +149,9 @@ def flat_result(result: ItemResult) -> dict[str, Any]:
 class OpenRlhfRequest(Foreign):
     """The body of `POST /get_reward`: lists of one length, often of one entry, sometimes of none."""
 
-    query: list[str]
+    query: list[str] = Field(fail_fast=True, max_length=MAX_ITEMS)
     """Prompt and response in one text, with special tokens."""
-    prompts: list[str] | None = None
+    prompts: list[str] | None = Field(None, fail_fast=True)
     """What each query begins with; left out: the queries are responses alone."""
     labels: list[Any] | None = None
     """The rows' answers."""

@@ -4,9 +4,9 @@
     ... routes ...
     await running.serve(app, service, lifecycle, settings, name="hone-reward")
 
-`Guard` stands in front of an app: request id, bearer token, body limit while it streams in (after inflating too), no
-new work while starting or draining, a log of what was answered (`access.py`). Routes and what they do are their
-servers' own.
+`Guard` stands in front of an app: no web pages, request id, bearer token, body limit while it streams in (after
+inflating too), no new work while starting or draining, a log of what was answered (`access.py`). Routes and what
+they do are their servers' own.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import uuid
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
+from urllib.parse import urlsplit
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.routing import APIRoute
+from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import hone
 from hone.errors import ConfigError
 from hone.serve.access import AccessLog, Answered, log
-from hone.serve.bodies import BodyReader
-from hone.serve.problem import RESPONSES, Problem, answer_with_problems
+from hone.serve.problem import Problem, answer_with_problems
 
 T = TypeVar("T")
 
 _REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+_TRACEPARENT = re.compile(rb"(?!ff)[\da-f]{2}-(?!0{32})[\da-f]{32}-(?!0{16})[\da-f]{16}-[\da-f]{2}")
+"""As W3C's Trace Context has it."""
 _HEALTH = frozenset({"/livez", "/readyz", "/health"})
 """Routes that need no token, are answered at any time and are not logged while all is well."""
 _CHUNK_BYTES = 1 << 18
@@ -56,7 +56,10 @@ class HttpSettings(BaseModel):
     token_env: str | None = None
     """Environment variable with the bearer tokens that are accepted, separated by spaces or commas."""
     token_file: Path | None = None
-    """File with bearer tokens, one a line; read again when it changes, so that tokens can be rotated."""
+    """File with bearer tokens, one a line; read again when it changes: without a token in it, everything is refused."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may call this server by (`Host`), and whose pages may ask it (`Origin`), besides addresses
+    and localhost. Elsewhere than on this machine's own address, none means any name: a token is needed there."""
     open_metrics: bool = False
     """Answer /metrics without a token."""
     max_body_mib: float = Field(32.0, gt=0)
@@ -68,20 +71,21 @@ class HttpSettings(BaseModel):
 
 
 class Tokens:
-    """Bearer tokens that are accepted. None at all: everybody may ask."""
+    """Bearer tokens that are accepted. With no place for tokens named, everybody may ask."""
 
     def __init__(self, settings: HttpSettings) -> None:
         """Raises ConfigError when a place for tokens is named and holds none."""
         self._file = settings.token_file
-        self._of_env = _words(os.environ.get(settings.token_env, "")) if settings.token_env else []
+        # Taken out of the environment, which processes of scorers inherit.
+        self._of_env = _words(os.environ.pop(settings.token_env, "")) if settings.token_env else []
         self._of_file: list[bytes] = []
-        self._file_stamp: tuple[int, int] | None = None
+        self._file_stamp: tuple[int, ...] | None = None
+        self.required = bool(settings.token_env or settings.token_file)
         if settings.token_env and not self._of_env:
             raise ConfigError([f"--token-env: the environment has no {settings.token_env}, or it is empty; set it."])
         self._read_file()
         if self._file is not None and not self._of_file:
             raise ConfigError([f"--token-file: {self._file} is not there or holds no token; write one a line."])
-        self.required = bool(self._of_env or self._of_file)
 
     def accepts(self, authorization: bytes) -> bool:
         """Whether an Authorization header carries one of the tokens; takes the same time for any wrong one."""
@@ -93,14 +97,16 @@ class Tokens:
         return scheme.lower() == b"bearer" and any(matches)
 
     def _read_file(self) -> None:
-        """A file that is gone or empty for a moment, as while it is replaced, leaves the tokens as they were."""
+        """A file without tokens, or none at all, accepts nobody: that is how tokens are revoked."""
         if self._file is None:
             return
-        with contextlib.suppress(OSError):
+        try:
             status = self._file.stat()
-            stamp = (status.st_mtime_ns, status.st_ino)
-            if stamp != self._file_stamp and (tokens := _words(self._file.read_text("utf-8"))):
-                self._of_file, self._file_stamp = tokens, stamp
+            stamp = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+            if stamp != self._file_stamp:
+                self._of_file, self._file_stamp = _words(self._file.read_text("utf-8")), stamp
+        except (OSError, UnicodeError):
+            self._of_file, self._file_stamp = [], None
 
 
 def _words(text: str) -> list[bytes]:
@@ -116,6 +122,20 @@ def refuse_open_door(settings: HttpSettings, tokens: Tokens) -> None:
                 "environment and name it with --token-file or --token-env, or listen on 127.0.0.1."
             ]
         )
+
+
+def _host_of(address: bytes) -> str:
+    """The host in an `Origin`, or in a `Host` with `//` in front; empty when there is none."""
+    try:
+        return urlsplit(address.decode("ascii")).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 def _is_loopback(host: str) -> bool:
@@ -153,35 +173,6 @@ class Lifecycle:
         await self._idle.wait()
 
 
-def strict_router(limits: Mapping[str, int] = MappingProxyType({})) -> APIRouter:
-    """A router for endpoints whose body is one model, in JSON that is read strictly; see `bodies.parse`.
-
-    Args:
-        limits: most elements of a list in a body, by field.
-    """
-
-    class ReadRequest(Request):
-        parsed: BaseModel
-
-        async def json(self) -> BaseModel:
-            return self.parsed
-
-    class StrictRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Any]:
-            handle = super().get_route_handler()
-            assert self.body_field is not None, f"{self.path} takes no body"
-            model: type[BaseModel] = self.body_field.field_info.annotation  # type: ignore[assignment]
-
-            async def handle_strictly(request: Request) -> Any:
-                request = ReadRequest(request.scope, request.receive)
-                request.parsed = await request.app.state.bodies.read(model, await request.body(), limits)
-                return await handle(request)
-
-            return handle_strictly
-
-    return APIRouter(route_class=StrictRoute, responses=RESPONSES)
-
-
 def guarded_app(
     title: str,
     lifecycle: Lifecycle,
@@ -196,7 +187,6 @@ def guarded_app(
         on_done: told the route's path (`other` where there is none) and the status of every response.
     """
     app = FastAPI(title=title, version=hone.__version__, docs_url=None, redoc_url=None)
-    app.state.bodies = BodyReader()  # closed by `running.serve`
     answer_with_problems(app)
     app.add_middleware(Guard, lifecycle=lifecycle, settings=settings, tokens=tokens, on_done=on_done)
     return app
@@ -220,6 +210,8 @@ class Guard:
         self._routes: frozenset[str] | None = None
         self._log = AccessLog()
         self._open = _HEALTH | ({"/metrics"} if settings.open_metrics else frozenset())
+        self._allowed_hosts = frozenset(map(str.lower, settings.allowed_hosts))
+        self._any_host = not settings.allowed_hosts and not _is_loopback(settings.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -261,6 +253,7 @@ class Guard:
 
     def _admit(self, scope: Scope, exchange: _Exchange) -> None:
         path = scope["path"]
+        self._refuse_pages(exchange.headers)
         if path not in self._open and not self._tokens.accepts(exchange.headers.get(b"authorization", b"")):
             raise Problem(401, "unauthorized", "send one of the server's tokens: Authorization: Bearer TOKEN")
         if scope["method"] != "POST" or path in _HEALTH:
@@ -278,6 +271,17 @@ class Guard:
         length = exchange.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body_bytes:
             raise self._too_large()
+
+    def _refuse_pages(self, headers: Mapping[bytes, bytes]) -> None:
+        """A web page must not ask through its reader's browser: directly (`Origin`), or as a name that was made to mean
+        this machine's address (`Host`)."""
+        host = _host_of(b"//" + headers.get(b"host", b"localhost"))
+        if not (self._any_host or host == "localhost" or _is_address(host) or host in self._allowed_hosts):
+            detail = "this server is not known by that name; ask it by its address, or start it with --allowed-host"
+            raise Problem(403, "unknown-host", detail, close=True)
+        if b"origin" in headers and _host_of(headers[b"origin"]) not in self._allowed_hosts:
+            detail = "web pages may not ask this server; start it with --allowed-host to let those of a host"
+            raise Problem(403, "unknown-origin", detail, close=True)
 
     async def _with_body(self, scope: Scope, receive: Receive, exchange: _Exchange) -> Receive:
         """A `receive` that gives the whole body at once, inflated, and then waits for the client to hang up."""
@@ -316,7 +320,8 @@ class _Exchange:
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self._is_named = _REQUEST_ID.fullmatch(given) is not None
         self.request_id = given if self._is_named else uuid.uuid4().hex
-        self.traceparent = self.headers.get(b"traceparent", b"")[:128]
+        traceparent = self.headers.get(b"traceparent", b"")
+        self.traceparent = traceparent if _TRACEPARENT.fullmatch(traceparent) else b""
         self.status, self.started = 0, False
         self._send, self._began = send, time.monotonic()
         scope.setdefault("state", {})["request_id"] = self.request_id

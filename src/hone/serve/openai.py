@@ -8,7 +8,7 @@ penalty of 0). Fields beyond OpenAI's have vLLM's names (`top_k`, `min_p`, `stop
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -102,10 +102,15 @@ class SamplingRequest(Wire):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
+T = TypeVar("T")
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Several = Annotated[list[T], Field(fail_fast=True, max_length=MAX_CHOICES)]
+
+
 class CompletionRequest(SamplingRequest):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Tokens | Several[str] | Several[Tokens]
     """One prompt or several, each as text or as token ids, which are taken as they are."""
     max_tokens: int | None = Field(16, ge=1)
     """Most tokens of a sample; null: as many as the context has room for."""
@@ -125,7 +130,7 @@ class CompletionRequest(SamplingRequest):
 class ChatRequest(SamplingRequest):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     """Rendered through the model's chat template. Content is text, or a list of parts that are text."""
     max_tokens: int | None = Field(None, ge=1)
     """Most tokens of a sample; null: as many as the context has room for."""

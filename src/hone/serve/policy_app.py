@@ -15,9 +15,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
-from hone.serve.http import HttpSettings, Lifecycle, Tokens, guarded_app, strict_router, while_connected
+from hone.serve.http import HttpSettings, Lifecycle, Tokens, guarded_app, while_connected
 from hone.serve.openai import ChatReply, ChatRequest, CompletionReply, CompletionRequest, ModelList, OpenAIProblem
 from hone.serve.policy import PolicyService
+from hone.serve.routing import strict_router
 from hone.serve.streaming import as_events
 
 _STREAM: dict[int | str, dict[str, Any]] = {

@@ -34,17 +34,9 @@ from hone.serve.foreign import (
     scored_or,
     slime_reply,
 )
-from hone.serve.http import (
-    HttpSettings,
-    Lifecycle,
-    Tokens,
-    guarded_app,
-    refuse_open_door,
-    strict_router,
-    while_connected,
-)
-from hone.serve.idempotency import IdempotencyKeys
+from hone.serve.http import HttpSettings, Lifecycle, Tokens, guarded_app, refuse_open_door, while_connected
 from hone.serve.problem import Problem
+from hone.serve.routing import strict_router
 from hone.serve.running import serve
 from hone.serve.scoring import ScoringService
 from hone.serve.settings import ScoringSettings
@@ -79,7 +71,6 @@ class RewardServer:
 
     def __init__(self, scoring: ScoringService, settings: ScoringSettings, lifecycle: Lifecycle) -> None:
         self._scoring, self._settings, self._lifecycle = scoring, settings, lifecycle
-        self._keys = IdempotencyKeys(settings.cache_ttl_s)
 
     def app(self, http: HttpSettings, tokens: Tokens) -> FastAPI:
         metrics = self._scoring.metrics
@@ -110,8 +101,7 @@ class RewardServer:
     async def rewards(self, body: RewardRequest, request: Request) -> Response:
         """Score a batch. One result per item, in order; an item that cannot be scored is an error of its own."""
         began = time.monotonic()
-        with self._keys.use(_client(request), request.headers.get("idempotency-key"), await request.body()):
-            results = await self._score(request, body)
+        results = await self._score(request, body)
         num_ok = sum(result.error is None for result in results)
         reply = RewardReply(
             server=self._info(),

@@ -71,7 +71,6 @@ async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: 
         server.should_exit = True
         await asyncio.gather(serving, starting, return_exceptions=True)
         await service.close()
-        await app.state.bodies.close()
     if stop.forced:
         raise Stopped(f"{name}: requests in flight were cancelled")
     _say(f"{name}: drained")

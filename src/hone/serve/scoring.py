@@ -197,7 +197,12 @@ class ScoringService:
         known, began = [], time.monotonic()
         for work in works:
             if not self._too_long(work, request.items, asked, results):
-                known.append((_content_key(request, work), work))
+                try:
+                    known.append((_content_key(request, work), work))
+                except ValueError:
+                    detail = "a number that is not finite"
+                    errors = [(f"/items/{work.places[0]}", detail)]
+                    raise Problem(422, "unprocessable-body", detail, errors=errors) from None
             if time.monotonic() - began > _TURN_S:  # the keys of 32 MiB take half a second
                 await asyncio.sleep(0)
                 began = time.monotonic()
@@ -356,9 +361,10 @@ def _refusal(status: int, kind: str, detail: str, retry_after_s: float) -> Probl
 
 
 def _content_key(request: RewardRequest, work: Work) -> bytes:
-    """What a group's scores depend on, besides the rewards: everything in its items but their ids, and the seed."""
-    items = [
-        request.items[place].model_dump(mode="json", exclude={"id"}, exclude_defaults=True) for place in work.places
-    ]
-    text = json.dumps([request.mode, request.seed, items], sort_keys=True, separators=(",", ":"))
+    """What a group's scores depend on, besides the rewards: everything in its items but their ids, and the seed.
+
+    Raises ValueError for a number that is not finite: pydantic lets those through where any JSON may be.
+    """
+    items = [request.items[place].model_dump(exclude={"id"}, exclude_defaults=True) for place in work.places]
+    text = json.dumps([request.mode, request.seed, items], sort_keys=True, allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()

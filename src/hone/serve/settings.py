@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hone.reward.wire import MAX_ITEMS
+
 
 class ScoringSettings(BaseModel):
     """How much a reward service takes on, for how long, and what it remembers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
-    max_items: int = Field(1024, ge=1)
+    max_items: int = Field(1024, ge=1, le=MAX_ITEMS)
     """Items of one request."""
     max_solution_kib: int = Field(256, ge=1)
     """Longest response that is scored, in KiB of UTF-8; a longer one is an error of its item."""
