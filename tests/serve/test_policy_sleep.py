@@ -35,11 +35,10 @@ def asked_of(folder, scenario, *, may_sleep=True):
         await service.start()
         lifecycle.phase = "ready"
         try:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://judge") as client:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 return await scenario(client, service)
         finally:
             await service.close()
-            await app.state.bodies.close()
 
     return asyncio.run(asyncio.wait_for(main(), 60))
 

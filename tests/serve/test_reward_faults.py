@@ -413,7 +413,9 @@ def test_tokens_are_rotated_in_their_file_and_never_logged(strict):
     (strict.folder / "tokens.txt").write_text("old-token\n")
 
 
-@pytest.mark.parametrize("host", ["localhost:8899", "LOCALHOST", "127.0.0.1", "[::1]:8899", "10.0.0.7", "judge.example:1"])
+@pytest.mark.parametrize(
+    "host", ["localhost:8899", "LOCALHOST", "127.0.0.1", "[::1]:8899", "10.0.0.7", "judge.example:1"]
+)
 def test_a_server_is_asked_by_address_localhost_or_an_allowed_name(strict, host):
     allowed = {"Host": host, "Origin": "https://judge.example"}
     assert strict.post("/v1/rewards", {"items": []}, headers=allowed).status_code == 200

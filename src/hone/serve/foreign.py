@@ -73,7 +73,7 @@ class ComputeItem(Foreign):
 class ComputeRequest(Foreign):
     """The body of `POST /compute_reward`: one response, or `items`."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": True})
     __pydantic_extra__: dict[str, Annotated[float | None, OrNone()]]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     solution_str: str | None = None

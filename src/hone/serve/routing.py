@@ -87,7 +87,7 @@ def parse(model: type[ModelT], body: bytes, limits: Mapping[str, int]) -> ModelT
             raise Problem(422, "unprocessable-body", detail)
         found = _explained(model, body)
     for name, most in limits.items():
-        if len(listed := getattr(found, name, None) or ()) > most:
+        if len(listed := vars(found).get(name) or ()) > most:
             raise Problem(413, "too-many-items", f"{len(listed)} in {name}; at most {most} in a request (--max-items)")
     return found
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import uvicorn
@@ -22,10 +23,9 @@ from fastapi import FastAPI
 from hone.errors import DataError, Stopped
 from hone.process import stop_signals_handled
 from hone.serve.access import log
+from hone.serve.connection import KEEP_ALIVE_S, Connection
 from hone.serve.http import HttpSettings, Lifecycle
 
-_KEEP_ALIVE_S = 30
-"""An idle connection is kept so long: trainers pause between steps, and a new connection costs more than it does."""
 _CANCEL_TIMEOUT_S = 2
 """For requests that were cancelled to come to their end."""
 
@@ -54,8 +54,11 @@ async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: 
     log.setLevel(logging.INFO)
     listener = _listen(settings)
     _say(f"{name}: listening on {_url(settings.host, listener)}")
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False)
-    config.timeout_graceful_shutdown, config.timeout_keep_alive = _CANCEL_TIMEOUT_S, _KEEP_ALIVE_S
+    if not (settings.token_env or settings.token_file):
+        log.warning("no token: every program of this machine may ask; --token-file or --token-env bounds that")
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False, ws="none")
+    config.http = partial(Connection, waiting={})  # type: ignore[assignment]  # uvicorn calls it as it calls a class
+    config.timeout_graceful_shutdown, config.timeout_keep_alive = _CANCEL_TIMEOUT_S, int(KEEP_ALIVE_S)
     server = _Server(config)
     stop = _Stop(lifecycle, server, settings.drain_timeout_s)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
