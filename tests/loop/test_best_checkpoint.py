@@ -9,6 +9,7 @@ import pytest
 import torch
 from fakes import fake_run, run_virtually
 from tiny import metrics_of, write_run
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from hone.cli.main import main
 from hone.errors import DataError
@@ -100,6 +101,14 @@ def test_the_best_weights_are_exported_at_the_end_and_on_demand(spoiled, tmp_pat
     assert json.loads(capsys.readouterr().out)["eval/accuracy"] == found[best]
     assert main(["export", run_file, *SPOILED, "--best", "--step", "8", "--to", str(tmp_path / "x")]) == 2
     assert "exclude each other" in capsys.readouterr().err
+
+
+def test_every_exported_policy_says_what_ends_and_pads_a_response(spoiled, tmp_path):
+    assert main(["export", str(spoiled / "tiny.yaml"), *SPOILED, "--to", str(tmp_path / "out")]) == 0
+    for folder in (spoiled / "run" / "hf", spoiled / "run" / "hf-best", tmp_path / "out"):
+        tokenizer, generation = AutoTokenizer.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
+        assert generation.eos_token_id == AutoConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id
+        assert generation.pad_token_id == AutoConfig.from_pretrained(folder).pad_token_id == tokenizer.pad_token_id
 
 
 def test_a_resumed_run_knows_the_best_step(spoiled, tmp_path):

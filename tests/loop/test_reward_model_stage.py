@@ -71,6 +71,7 @@ def test_the_export_says_what_was_measured_and_transformers_agrees(trained):
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
     last = metrics_of(trained)[-1]
+    assert not (folder / "generation_config.json").exists()
     assert config["hone_reward_mean"] == last["rm/eval_score_mean"]
     assert config["hone_reward_std"] == last["rm/eval_score_std"]
     assert config["hone_reward_form"] == "text"
@@ -107,7 +108,7 @@ def test_a_run_that_dies_goes_on_bit_for_bit(trained, tmp_path, monkeypatch, die
 def test_death_between_the_last_step_and_the_export_loses_nothing(trained, tmp_path, monkeypatch):
     run_file = write_run(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build.stages, "save_hf", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(build.stages, "save_hf", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         build.train(load_config(run_file))
     assert main(["train", str(run_file), "--resume"]) == 0
     assert weights_of(tmp_path) == weights_of(trained)

@@ -71,6 +71,26 @@ def test_export_loads_in_transformers_to_the_same_logits(tmp_path, tied):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_generate_of_transformers_stops_where_an_exported_policy_ends(tmp_path, several):
+    """The third token of a greedy response ends it, once the export says so."""
+    model = init_model({**QWEN3, "initializer_range": 0.3}, vocab_size=None, seed=1, **CPU_FLOAT32)
+
+    def generate(**export) -> list[int]:
+        save_hf(tmp_path / "out", model.hf_config, model.named_weights(), **export)
+        hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        return hf.generate(torch.tensor([IDS]), max_new_tokens=12, do_sample=False)[0, len(IDS) :].tolist()
+
+    endless = generate()
+    assert len(endless) == 12 and endless[2] not in endless[:2]
+    never = next(token for token in range(40) if token not in endless)
+    eos_ids = (never, endless[2]) if several else (endless[2],)
+    assert generate(eos_ids=eos_ids) == endless[:3]
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["eos_token_id"] == (list(eos_ids) if several else eos_ids[0])
+    assert config["pad_token_id"] == eos_ids[0]
+
+
 def test_export_replaces_an_older_one_and_keeps_the_dtype(tmp_path):
     for dtype in (torch.float32, torch.bfloat16):
         model = init_model(QWEN3, vocab_size=None, seed=1, dtype=dtype, device="cpu")

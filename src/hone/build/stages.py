@@ -296,8 +296,13 @@ async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> No
     await run.saved()
     if not job.stop.is_set():
         folder = stage_weights(job.folder, job.config, run.progress.stage)
-        config, tokenizer = run.trainer.hf_config, job.tokenizer.hf
-        await job.computed(lambda: save_hf(folder, config, run.trainer.master_weights(), tokenizer), phase="checkpoint")
+        await job.computed(lambda: save_weights(job, run, folder), phase="checkpoint")
+
+
+def save_weights(job: Job, run: SftRun | RewardModelRun | PolicyRun, folder: Path) -> None:
+    """What a run trains as a Hugging Face directory; a policy with what ends its responses."""
+    eos_ids = () if run.progress.stage == "reward_model" else job.tokenizer.eos_ids
+    save_hf(folder, run.trainer.hf_config, run.trainer.master_weights(), job.tokenizer.hf, eos_ids=eos_ids)
 
 
 def export_best(job: Job, run: PolicyRun) -> None:
@@ -307,6 +312,6 @@ def export_best(job: Job, run: PolicyRun) -> None:
         return
     saved = job.checkpoints.at("rl", step)
     run.trainer.restore(saved.tensors, saved.rest)
-    save_hf(job.folder.hf_best, run.trainer.hf_config, run.trainer.master_weights(), job.tokenizer.hf)
+    save_weights(job, run, job.folder.hf_best)
     value = f"{job.config.checkpoint.best} = {run.progress.best_value:.4g}"
     job.observer.say(f"best weights: {job.folder.hf_best} ({value}, step {step})")

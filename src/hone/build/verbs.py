@@ -112,7 +112,9 @@ def export_run(loaded: Loaded, *, to: Path, step: int | None = None, best: bool 
         named = resolve_model(loaded.config.model.path or "", loaded.run_file.parent) if place is None else place
         save_adapter(to, model, str(Path(named).resolve()) if Path(named).is_dir() else str(named))
     else:
-        save_hf(to, model.hf_config, ((name, w.float()) for name, w in model.named_weights()), tokenizer.hf)
+        weights = ((name, w.float()) for name, w in model.named_weights())
+        eos_ids = tokenizer.eos_ids if isinstance(model, CausalModel) else ()
+        save_hf(to, model.hf_config, weights, tokenizer.hf, eos_ids=eos_ids)
     return to
 
 

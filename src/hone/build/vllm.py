@@ -24,7 +24,8 @@ def starting_folder(source: Source) -> Path:
         return model_folder(path, trust_remote_code=model.trust_remote_code)
     folder = source.folder.path / "hf-start"
     random = named_model(loaded.config, source.tokenizer, loaded.run_file.parent, source.device)
-    save_hf(folder, random.hf_config, random.named_weights(), source.tokenizer.hf)
+    tokenizer = source.tokenizer
+    save_hf(folder, random.hf_config, random.named_weights(), tokenizer.hf, eos_ids=tokenizer.eos_ids)
     return folder
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hone.errors import DataError
@@ -114,12 +114,27 @@ def save_hf(
     hf_config: PreTrainedConfig,
     weights: Iterable[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    eos_ids: Sequence[int] = (),
 ) -> None:
-    """Writes config.json, model.safetensors and the tokenizer; an existing `folder` is replaced when all is written."""
+    """Writes config.json, model.safetensors and the tokenizer; an existing `folder` is replaced when all is written.
+
+    Args:
+        eos_ids: of a policy, the tokens that end a response: written to config.json and generation_config.json, with
+            the tokenizer's padding token, so that Transformers and vLLM stop there too.
+    """
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights}
     with replaced_when_whole(folder) as aside:
         config = type(hf_config).from_dict(hf_config.to_dict())
         config.dtype = next(iter(tensors.values())).dtype
+        if eos_ids:
+            pad_id = tokenizer.pad_token_id if tokenizer is not None else None
+            ids: dict[str, Any] = {
+                "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else list(eos_ids),
+                "pad_token_id": eos_ids[0] if pad_id is None else pad_id,
+            }
+            config.update(ids)
+            GenerationConfig(**ids).save_pretrained(aside)
         config.save_pretrained(aside)
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         if tokenizer is not None:
