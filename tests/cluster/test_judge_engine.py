@@ -78,7 +78,7 @@ def test_a_judges_keys_become_a_vllm_server_that_is_asked(tmp_path, vllm, capfd)
         async with watched.services as services:
             await services.ready()
             args = {"service": "judge", "response_length": 64, "log_every_s": 0}
-            judge = JudgeReward.from_args(args, folder=tmp_path, timeout_s=5, services=services.urls)
+            judge = JudgeReward.from_args(args, folder=tmp_path, timeout_s=5, services=services.addresses)
             scores = await judge.score(group)
             while "Engine" not in (said := capfd.readouterr().err):
                 await asyncio.sleep(0.02)
@@ -111,7 +111,9 @@ def test_without_vllm_hones_own_server_runs_and_says_what_it_does_not_heed(tmp_p
     async def main():
         async with watched.services as services:
             await services.ready()
-            async with httpx.AsyncClient(base_url=services.urls["judge"], timeout=30) as client:
+            judge = services.addresses["judge"]
+            headers = {"Authorization": f"Bearer {judge.token}"}
+            async with httpx.AsyncClient(base_url=judge.urls[0], timeout=30, headers=headers) as client:
                 await client.post("/v1/completions", json={"prompt": "1+", "max_tokens": 4})
                 return (await client.get("/metrics")).text
 
@@ -119,7 +121,7 @@ def test_without_vllm_hones_own_server_runs_and_says_what_it_does_not_heed(tmp_p
     assert found["policy_memory_bytes"][0] > 1e7 and found["policy_samples_total"] == [
         2.0
     ]  # its own first one, and ours
-    assert watched.launches[0].command[-2:] == ("--max-concurrent", "8")
+    assert watched.launches[0].command[-4:-2] == ("--max-concurrent", "8")
     note = "service judge: Hone's own engine, 8 sequences; without vLLM these do nothing: enforce_eager"
     assert note in watched.said
 

@@ -17,6 +17,9 @@ from hone.cluster.services import Services
 from hone.cluster.state import read_state
 from hone.config.run import RunConfig
 from hone.errors import ServiceError
+from hone.reward.transport import Address
+
+TOKEN = "token-of-the-run"
 
 
 class Watched:
@@ -27,7 +30,9 @@ class Watched:
         self.said: list[str] = []
         self.relayed: list[tuple[str, str]] = []
         self.stop = asyncio.Event()
-        self.launches = plan_launches(config, folder, folder / "logs", Split(None, dict.fromkeys(services, "")))
+        self.launches = plan_launches(
+            config, folder, folder / "logs", Split(None, dict.fromkeys(services, "")), token=TOKEN
+        )
         self.services = Services(
             self.launches,
             folder=folder,
@@ -65,7 +70,7 @@ def test_a_service_is_waited_for_and_ended_with_all_it_started(tmp_path):
         watched = Watched(tmp_path, judge={"command": toy("--children", "--ready-after", "0.3")})
         async with watched.services as services:
             await services.ready()
-            assert services.urls == {"judge": f"http://127.0.0.1:{watched.port}"}
+            assert services.addresses == {"judge": Address((f"http://127.0.0.1:{watched.port}",), TOKEN)}
             assert listens(watched.port)
             (server,) = processes_of(watched.port)
             keeper = server.parent()
@@ -141,11 +146,11 @@ def test_a_killed_service_starts_again_on_its_port(tmp_path, quick):
         watched = Watched(tmp_path, judge={"command": toy("--children")})
         async with watched.services as services:
             await services.ready()
-            url, first = services.urls["judge"], watched.state().pid
+            address, first = services.addresses["judge"], watched.state().pid
             below = psutil.Process(first).children(recursive=True)
             psutil.Process(first).kill()
             await until(lambda: watched.state().state == "ready" and watched.state().pid != first)
-            assert services.urls["judge"] == url and listens(watched.port)
+            assert services.addresses["judge"] == address and listens(watched.port)
             assert gone(below), "what the first life left was ended with it"
             assert watched.state().restarts == 1 and services.summary() == "judge 1 restart"
             assert any("was ended by signal 9, Killed; started again in" in line for line in watched.said)

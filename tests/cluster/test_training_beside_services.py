@@ -86,7 +86,9 @@ def test_a_service_killed_in_mid_batch_changes_nothing(faultless, tmp_path):
 
 def test_the_logs_lie_beside_each_other(faultless):
     logs = faultless / "run" / "logs"
-    assert "POST /v1/rewards 200" in (logs / "reward_server.log").read_text()
+    said = (logs / "reward_server.log").read_text()
+    assert "POST /v1/rewards 200" in said and "no token" not in said
+    assert not (faultless / "run" / "services.token").exists()
     assert "service reward_server: ready after" in (logs / "training.log").read_text()
     assert "rl 6/6" in (logs / "training.log").read_text()
     assert not psutil.pid_exists(read_state(faultless / "run").services[0].pid)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import httpx
 import psutil
 import pytest
 from service_run import write_run
@@ -15,7 +16,7 @@ from test_services import Watched
 from watching import gone, listens, toy, wait_for
 
 from hone.cli.main import main
-from hone.cluster.state import ServiceState, Supervision, kept_up, read_state, runtime_folder, write_state
+from hone.cluster.state import ServiceState, Supervision, kept_up, read_state, read_token, runtime_folder, write_state
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_a_run_takes_the_same_service_that_is_up_and_leaves_it(runtime, tmp_path
         watched = Watched(tmp_path, judge={"command": toy(), **settings})
         async with watched.services as services:
             await services.ready()
-            return services.urls["judge"], watched.said
+            return services.addresses["judge"].urls[0], watched.said
 
     taken, said = asyncio.run(run())
     assert taken == url and said == [f"service judge: the one that `hone up` keeps as shared, at {url}"]
@@ -112,6 +113,25 @@ def test_a_run_uses_a_reward_service_that_is_up_only_while_its_rewards_are_the_s
     assert main(["train", run_file, "--fresh"]) == 0
     assert f"tiny at {url} scores by other rewards; `hone stop tiny`" in log.read_text()
     assert "POST /v1/rewards 200" in (tmp_path / "run" / "logs" / "reward_server.log").read_text()
+
+
+def test_what_is_up_asks_for_a_token_that_only_this_user_can_read(runtime, tmp_path, capsys):
+    up = shown(capsys, "up", str(write_run(tmp_path, service="reward: rewards.yaml")))
+    (service,), token = up["services"], read_token(runtime / "tiny")
+
+    def status(**headers):
+        item = {"id": "a", "solution_str": "4", "ground_truth": "4"}
+        return httpx.post(f"{service['url']}/v1/rewards", json={"items": [item]}, headers=headers).status_code
+
+    assert (status(), status(Authorization="Bearer x"), status(Authorization=f"Bearer {token}")) == (401, 401, 200)
+    assert (runtime / "tiny" / "services.token").stat().st_mode & 0o777 == 0o600
+    shown_to_others = [psutil.Process(up["pid"]), *psutil.Process(up["pid"]).children(recursive=True)]
+    shown_to_others = [word for process in shown_to_others for word in process.cmdline()]
+    shown_to_others += [file.read_text() for file in (runtime / "tiny").rglob("*.log")]
+    shown_to_others += [json.dumps(up), (runtime / "tiny" / "services.json").read_text()]
+    assert len(shown_to_others) > 10 and not any(token in text for text in shown_to_others)
+    assert main(["stop", "tiny"]) == 0
+    assert read_token(runtime / "tiny") is None
 
 
 def test_a_number_that_is_used_again_is_not_killed(runtime, tmp_path, capsys):

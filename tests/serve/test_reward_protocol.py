@@ -357,6 +357,7 @@ def test_health_names_what_scores_and_by_what_rules(served):
     assert list(body["components"]) == ["exact", "words", "gsm8k", "poster", "place"]
     assert body["fingerprint"].startswith("sha256:") and body["queue_depth"] == 0 and body["uptime_s"] > 0
     assert served.client.get("/livez").status_code == served.client.get("/readyz").status_code == 200
+    assert "no token: every program of this machine may ask" in served.log.read_text()
 
 
 def test_metrics_have_the_names_that_dashboards_use(served):

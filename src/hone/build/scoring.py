@@ -65,7 +65,7 @@ class Scoring:
         self._job, self._loaded, self._topology = job, loaded, job.topology
         self._spawn, self._processes, self._is_one_machine = spawn, processes, is_one_machine
         self._settings = job.config.cluster
-        self._token = None if is_one_machine else secrets.token_urlsafe(32)
+        self._token = secrets.token_urlsafe(32)
         self._hosts: list[Host] = []
         self._judges: list[Service] = []
         self._pool = ScorerPool(

@@ -239,7 +239,7 @@ async def optimise_policy(
         config,
         job.base_dir,
         window_samples=window,
-        services={**job.services.urls, **workers.addresses},
+        services={**job.services.addresses, **workers.addresses},
         elsewhere=workers.scorers,
     )
     evaluation = held_out_evaluation(job, engine, rewards)

@@ -46,7 +46,7 @@ def check_run(loaded: Loaded, *, start_services: bool = False) -> CheckReport:
     async def run(services: Services) -> CheckReport:
         async with services:
             await services.ready()
-            return await preflight.check(loaded, services.urls)
+            return await preflight.check(loaded, services.addresses)
 
     with TemporaryDirectory(prefix="hone-check-") as folder:
         return asyncio.run(run(services_apart(loaded, split, Path(folder))))
@@ -78,8 +78,8 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
             engine = await make_engine(config, tokenizer, policy, base_dir)
             try:
                 await services.ready()
-                window, urls = len(prompts), services.urls
-                async with make_rewards(config, base_dir, window_samples=window, services=urls) as rewards:
+                window, served = len(prompts), services.addresses
+                async with make_rewards(config, base_dir, window_samples=window, services=served) as rewards:
                     return await evaluate(engine, rewards, prompts.rows(), sampling, config.eval, seed=config.seed)
             finally:
                 await engine.close()

@@ -18,7 +18,7 @@ from hone.config.service_engine import engine_of
 from hone.config.service_rules import PORT_WORD
 
 TOKEN_VARIABLE = "HONE_SERVICE_TOKEN"
-"""Has the token of a replica that other machines can reach."""
+"""Has the token of the run's services, in the environment of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Launch:
     note: str = ""
     """On the engine in it, for people."""
     host: str = HOST
-    token: str | None = field(default=None, repr=False)
-    """What requests to it must carry; None: nobody else can reach it."""
+    token: str = field(default="", repr=False)
+    """What requests to it must carry."""
 
     @property
     def url(self) -> str:
@@ -54,7 +54,7 @@ class Launch:
 
 
 def plan_launches(
-    config: RunConfig, folder: Path, logs: Path, split: Split, without: Collection[str] = ()
+    config: RunConfig, folder: Path, logs: Path, split: Split, without: Collection[str] = (), *, token: str
 ) -> list[Launch]:
     """One launch for each service, in the order of the run file.
 
@@ -62,6 +62,7 @@ def plan_launches(
         folder: the run file's.
         logs: where each service's `<name>.log` goes.
         without: services that are started elsewhere.
+        token: that they accept.
     """
     launches = []
     for name, service in config.services.items():
@@ -69,21 +70,30 @@ def plan_launches(
             continue
         command, devices = _command(service, folder), split.services[name]
         port = service.port or free_port()
+        words, secrets = _accepting(token, service, folder)
         launches.append(
             Launch(
                 name,
                 name,
                 service,
-                tuple(word.replace(PORT_WORD, str(port)) for word in command),
+                tuple(word.replace(PORT_WORD, str(port)) for word in [*command, *words]),
                 folder.absolute(),
-                environment_with(devices),
+                environment_with(devices) | secrets,
                 port,
                 logs.absolute() / f"{name}.log",
                 _fingerprint(service, command, folder, devices),
                 engine_note(service, folder),
+                token=token,
             )
         )
     return launches
+
+
+def _accepting(token: str, service: ServiceSection, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Words and environment by which a service asks for the token. The program of a `command` may do so itself."""
+    if _is_vllm(service, folder):
+        return [], {TOKEN_VARIABLE: token, "VLLM_API_KEY": token}
+    return [] if service.command else ["--token-env", TOKEN_VARIABLE], {TOKEN_VARIABLE: token}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,7 @@ class ReplicaPlace:
     """Others work on its devices in turn, and it gives them its memory."""
     processes: int
     """That share the machine's cores while it works; for Hone's own engine."""
-    token: str | None = field(repr=False)
+    token: str = field(repr=False)
 
 
 def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, logs: Path, host: str) -> Launch:
@@ -111,16 +121,13 @@ def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, log
         host: address of that machine, for whoever asks it.
     """
     port, command = free_port(host), _command(service, folder, host)
-    words = ["--enable-sleep-mode"] if place.sleeps else []
-    environment: dict[str, str] = {}
+    words, environment = _accepting(place.token, service, folder)
+    words += ["--enable-sleep-mode"] if place.sleeps else []
     if _is_vllm(service, folder):
         environment |= {"VLLM_SERVER_DEV_MODE": "1"} if place.sleeps else {}
-        environment |= {"VLLM_API_KEY": place.token} if place.token else {}
     else:
         threads = max(1, len(os.sched_getaffinity(0)) // place.processes)
         words += ["--host", host, "--threads", str(threads)]
-        words += ["--token-env", TOKEN_VARIABLE] if place.token else []
-        environment |= {TOKEN_VARIABLE: place.token} if place.token else {}
     return Launch(
         place.name,
         place.section,

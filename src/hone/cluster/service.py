@@ -155,7 +155,7 @@ class Service:
     async def _told(self, path: str) -> bool:
         """Whether it did what it was told; else it is ended."""
         assert self._life is not None, "it was ready"
-        headers = {"Authorization": f"Bearer {self.launch.token}"} if self.launch.token else {}
+        headers = {"Authorization": f"Bearer {self.launch.token}"}
         try:
             answer = await self._client.post(
                 self.launch.url + path, json={}, headers=headers, timeout=self.launch.service.start_timeout_s

@@ -3,7 +3,7 @@
     services = Services.from_config(loaded, split, folder=..., logs=..., say=..., relay=..., stop=...)
     async with services:             # starts all of them and does not wait
         await services.ready()       # raises ServiceError, with the last lines of the log
-        ...                          # services.urls by name; a service that ends is started again on its port
+        ...                          # services.addresses by name; a service that ends is started again on its port
                                      # leaving asks them to stop, then kills; nothing of them is left
 
 A service that cannot be had any more sets `stop`, so that training ends with a checkpoint, and is told by `check`.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,10 +30,19 @@ from hone.cluster.log import Excerpt
 from hone.cluster.ports import holder, is_free
 from hone.cluster.process import Life
 from hone.cluster.service import Begin, Say, Service
-from hone.cluster.state import kept_up, runtime_folder, supervised_by_me, write_state
+from hone.cluster.state import (
+    TOKEN_FILE,
+    kept_up,
+    read_token,
+    runtime_folder,
+    supervised_by_me,
+    write_state,
+    write_token,
+)
 from hone.config.load import Loaded, load_rewards
 from hone.errors import ServiceError
 from hone.reward.fingerprint import fingerprint
+from hone.reward.transport import Address
 
 Relay = Callable[[str, str], None]
 """Shows one line of a service's log: its name, the line."""
@@ -74,8 +84,8 @@ class Services:
         self._logs: dict[str, Excerpt] = {}
         self.failure: Exception | None = None
         """Why a service is lost for good."""
-        self.urls: Mapping[str, str] = {}
-        """Base URLs by name; they stay what they are when a service is started again."""
+        self.addresses: Mapping[str, Address] = {}
+        """By name; they stay what they are when a service is started again."""
 
     @classmethod
     def from_config(
@@ -94,7 +104,8 @@ class Services:
             without: services that are started elsewhere.
             options: those of the class.
         """
-        launches = plan_launches(loaded.config, loaded.run_file.parent, logs, split, without)
+        token = secrets.token_urlsafe(32)
+        launches = plan_launches(loaded.config, loaded.run_file.parent, logs, split, without, token=token)
         return cls(launches, folder=folder, run_file=loaded.run_file, **options)
 
     async def start(self) -> None:
@@ -109,7 +120,11 @@ class Services:
         own = [launch for launch in self._launches if shared[launch.name] is None]
         for launch in own:
             await self._see_that_port_is_free(launch)
-        self.urls = {launch.name: shared[launch.name] or launch.url for launch in self._launches}
+        addresses = {launch.name: Address((launch.url,), launch.token) for launch in own}
+        self.addresses = {launch.name: shared[launch.name] or addresses[launch.name] for launch in self._launches}
+        if own:
+            with contextlib.suppress(OSError):  # a full disk: the services run all the same, and nobody shares them
+                write_token(self._folder, own[0].token)
         for launch in own:
             self.add(launch, begin_here)
 
@@ -175,6 +190,7 @@ class Services:
                 self._relay(name, line)
         if self._client is not None:
             await self._client.aclose()
+            (self._folder / TOKEN_FILE).unlink(missing_ok=True)
 
     def summary(self) -> str:
         """How often which was started again, on one line; empty without services."""
@@ -189,7 +205,7 @@ class Services:
     ) -> None:
         await self.stop()
 
-    async def _kept_up(self, launch: Launch) -> str | None:
+    async def _kept_up(self, launch: Launch) -> Address | None:
         """Where `hone up` keeps a service of these settings, if it is ready and serves what the files say by now."""
         for name, supervision in kept_up(runtime_folder()).items():
             for service in supervision.services:
@@ -201,7 +217,7 @@ class Services:
                     )
                     continue
                 self._say(f"service {launch.name}: the one that `hone up` keeps as {name}, at {service.url}")
-                return service.url
+                return Address((service.url,), read_token(runtime_folder() / name))
         return None
 
     async def _scores_alike(self, launch: Launch, url: str) -> bool:

@@ -6,6 +6,7 @@ process number only together with the time that process started at: numbers are 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -19,7 +20,7 @@ import psutil
 from hone.errors import DataError
 from hone.observe.whole import write_whole
 
-FILE = "services.json"
+FILE, TOKEN_FILE = "services.json", "services.token"
 _SAME_START_S = 1.0
 """psutil computes a start from the clock, which is set now and then; a number that is used again starts much later."""
 
@@ -82,6 +83,21 @@ def read_state(folder: Path) -> Supervision | None:
         return Supervision(services=services, **found)
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
+
+
+def write_token(folder: Path, token: str) -> None:
+    """Put the token of a folder's services where only this user can read it."""
+    path = folder / TOKEN_FILE
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token + "\n")
+
+
+def read_token(folder: Path) -> str | None:
+    """The token of a folder's services; None without one."""
+    with contextlib.suppress(OSError):
+        return (folder / TOKEN_FILE).read_text().strip() or None
+    return None
 
 
 def runtime_folder() -> Path:

@@ -34,6 +34,7 @@ from hone.model.load import describe_model, init_config, read_config
 from hone.model.lora import check_targets
 from hone.reward.base import Rewards, component_name
 from hone.reward.builtin import BUILTIN, OF_ANSWERS, OF_SHAPE, POOLED, as_response
+from hone.reward.transport import Address
 from hone.rollout.env_pool import EnvironmentPool
 from hone.types import Fault, Group, Prompt, Sample
 
@@ -57,11 +58,11 @@ class Findings:
         return CheckReport(tuple(self.lines), tuple(self.problems), tuple(self.not_checked), self.figures, placement)
 
 
-async def check(loaded: Loaded, services: Mapping[str, str] = MappingProxyType({})) -> CheckReport:
+async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyType({})) -> CheckReport:
     """Look at everything a run of this file would use. Problems are collected; only a bug raises.
 
     Args:
-        services: base URLs of those services of the run file that are running, by name.
+        services: addresses of those services of the run file that are running, by name.
     """
     config, folder, findings = loaded.config, loaded.run_file.parent, Findings()
     if config.cluster.backend != "local":
@@ -225,7 +226,7 @@ async def check_environment(config: RunConfig, folder: Path, findings: Findings)
         await environments.close()
 
 
-def check_services(config: RunConfig, folder: Path, services: Mapping[str, str], findings: Findings) -> None:
+def check_services(config: RunConfig, folder: Path, services: Mapping[str, Address], findings: Findings) -> None:
     """What would be started, with which GPUs. Their programs and files are looked at with the configuration."""
     try:
         split = split_devices(config, visible_devices())
@@ -241,13 +242,13 @@ def check_services(config: RunConfig, folder: Path, services: Mapping[str, str],
         replicas = 1
         if name in judge_services(config) and (pool := judges_pool(config)):
             gpus, replicas = f"in pool {pool}", len(findings.topology.judges) if findings.topology else 1
-        where = f"running at {services[name]}" if name in services else "started with the run"
+        where = f"running at {', '.join(services[name].urls)}" if name in services else "started with the run"
         parts = (what, gpus, engine_note(service, folder, replicas), where)
         findings.lines.append(f"service {name}: {'; '.join(filter(None, parts))}")
     findings.lines += [f"service {name}: no reward names it in its args" for name in unused_services(config)]
 
 
-async def can_be_had(loaded: Loaded, services: Mapping[str, str], findings: Findings) -> bool:
+async def can_be_had(loaded: Loaded, services: Mapping[str, Address], findings: Findings) -> bool:
     """Make every reward from its args, those that ask services and those that services serve too; start none."""
     config, num_problems = loaded.config, len(findings.problems)
     somewhere = dict.fromkeys(config.services, "http://127.0.0.1:1") | dict(services)
@@ -269,7 +270,7 @@ async def can_be_had(loaded: Loaded, services: Mapping[str, str], findings: Find
     return len(findings.problems) == num_problems
 
 
-async def check_rewards(config: RunConfig, folder: Path, services: Mapping[str, str], findings: Findings) -> None:
+async def check_rewards(config: RunConfig, folder: Path, services: Mapping[str, Address], findings: Findings) -> None:
     """Score each gold answer as if the policy had written it, then each gold answer under another row's question."""
     waiting = {name for _, name in service_uses(config)} - services.keys()
     findings.not_checked += [

@@ -76,8 +76,7 @@ class Tokens:
     def __init__(self, settings: HttpSettings) -> None:
         """Raises ConfigError when a place for tokens is named and holds none."""
         self._file = settings.token_file
-        # Taken out of the environment, which processes of scorers inherit.
-        self._of_env = _words(os.environ.pop(settings.token_env, "")) if settings.token_env else []
+        self._of_env = _words(os.environ.get(settings.token_env, "")) if settings.token_env else []
         self._of_file: list[bytes] = []
         self._file_stamp: tuple[int, ...] | None = None
         self.required = bool(settings.token_env or settings.token_file)
