@@ -236,13 +236,13 @@ def test_a_torn_identity_is_rebuilt_from_the_newest_checkpoint(tmp_path):
     start(tmp_path).close()
     for torn in ("", None):  # None: gone
         run = identity_of(Path("run.yaml"), CONFIG)
-        Checkpoints(tmp_path / "checkpoints", 2, lambda run=run: run).save(Progress(step=3), LiveSnapshot({}, {}))
+        Checkpoints(tmp_path / "checkpoints", 2, run).save(Progress(step=3), LiveSnapshot({}, {}))
         identity = tmp_path / ".identity.json"
         identity.write_text(torn) if torn is not None else identity.unlink()
         with pytest.raises(RunFolderError, match="seed: 0 -> 1"):
             start(tmp_path, CONFIG | {"seed": 1}, resume=True)
         with start(tmp_path, resume=True) as folder:
-            assert "rebuilt from the newest checkpoint" in folder.repairs[0] and folder.identity()["seed"] == 0
+            assert "rebuilt from the newest checkpoint" in folder.notes[0] and folder.identity()["seed"] == 0
 
 
 @pytest.mark.parametrize("how", ["gone", "empty", "a link to nothing"])
@@ -268,6 +268,6 @@ def test_what_leads_nowhere_and_what_is_half_written_is_set_aside(tmp_path):
     (tmp_path / "checkpoints" / "step-000009").symlink_to(tmp_path / "gone")
     for round in ("first", "second"):
         with start(tmp_path, resume=True) as folder:
-            assert len(folder.repairs) == (3 if round == "first" else 1)
+            assert len(folder.notes) == (3 if round == "first" else 1)
         (tmp_path / ".hf-abc").mkdir()
     assert {path.name for path in (tmp_path / "set-aside").iterdir()} == {"hf", "step-000009", ".hf-abc", ".hf-abc.2"}

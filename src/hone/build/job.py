@@ -133,8 +133,8 @@ def tell_where_it_starts(job: Job, saved: Saved | None) -> None:
     """What a person wants to know of a start: moved folders, skipped checkpoints, where it goes on."""
     if job.folder.moved_aside is not None:
         job.observer.say(f"the run that was here is now in {job.folder.moved_aside}")
-    for repair in job.folder.repairs:
-        job.observer.warn(repair)
+    for note in job.folder.notes:
+        job.observer.warn(note)
     if saved is not None:
         for torn in saved.skipped:
             job.observer.warn(f"checkpoint skipped: {torn}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hone.algo.algorithm import Algorithm
+from hone.build.inputs import changed_inputs, input_hashes, refuse_changed_inputs
 from hone.build.job import Job, first_cause, set_up_arithmetic, signals_ask_to_stop, tell_where_it_starts
 from hone.build.memory import RunMemory, exhausted
 from hone.build.models import stage_weights
@@ -50,9 +51,12 @@ from hone.types import Progress
 R = TypeVar("R", SftRun, RewardModelRun)
 
 
-def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
+def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False, accept_changed_inputs: bool = False) -> Path:
     """Run every stage of a run file, or go on with it. Returns the run's folder.
 
+    Args:
+        accept_changed_inputs: resume also where data, tokenizer, model, the user's code or Hone are others than the
+            checkpoint was trained with.
     Raises:
         HoneError: what went wrong; its `exit_code` is the process's. The newest checkpoint is then still there.
     """
@@ -70,9 +74,13 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False) -> Path:
         resume=resume,
         fresh=fresh,
     ) as folder:
-        identity = identity_of(loaded.run_file, settings)
-        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, lambda: identity)
+        identity = identity_of(loaded.run_file, settings) | {"inputs": input_hashes(loaded, tokenizer)}
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, identity)
         saved = checkpoints.newest() if folder.resumed else None
+        changes = changed_inputs(saved.run["inputs"], identity["inputs"]) if saved else []
+        if saved and not accept_changed_inputs:
+            refuse_changed_inputs(folder.path, changes, checkpoint=saved.path)
+        folder.notes += [f"continues with another input than before: {change}" for change in changes]
         observer = Observer(
             folder.path,
             config.observe,

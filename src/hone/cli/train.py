@@ -21,6 +21,9 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is moved aside.")] = False,
+    accept_changed_inputs: Annotated[
+        bool, typer.Option("--accept-changed-inputs", help="Resume with other data, weights or code than before.")
+    ] = False,
 ) -> None:
     """Train: every stage of the run file, in order."""
     if resume and fresh:
@@ -28,4 +31,4 @@ def train(
     loaded = load_run(run, overrides or ())
     from hone import build
 
-    build.train(loaded, resume=resume, fresh=fresh)
+    build.train(loaded, resume=resume, fresh=fresh, accept_changed_inputs=accept_changed_inputs)

@@ -74,8 +74,8 @@ class RunFolder:
         """Whether this run goes on from an earlier one; its checkpoints may still be none."""
         self.moved_aside: Path | None = None
         """Where `fresh` put the run that was here."""
-        self.repairs: list[str] = []
-        """What was found damaged and how the run continues without it, for people."""
+        self.notes: list[str] = []
+        """What was found damaged or changed, and how the run continues, for people."""
         self._lock: int | None = None
 
     @property
@@ -169,7 +169,7 @@ class RunFolder:
                 folder.resumed = True
             identity = identity_of(run_file, config)
             is_known = folder.resumed and folder.run_yaml.is_file() and folder._read_identity() == identity
-            if folder.repairs or not is_known:
+            if folder.notes or not is_known:
                 # The identity comes first: a folder with any other file in it always has one.
                 write_whole(path / _IDENTITY, json.dumps(identity, indent=1))
                 write_whole(folder.run_yaml, run_yaml)
@@ -257,7 +257,7 @@ class RunFolder:
                 raise RunFolderError(
                     f"{file} cannot be read: {error}. Restore it, or start again with --fresh."
                 ) from error
-            self.repairs.append(f"{file} cannot be read ({error}): rebuilt from the newest checkpoint")
+            self.notes.append(f"{file} cannot be read ({error}): rebuilt from the newest checkpoint")
             return {name: run[name] for name in ("run_file", "config")}
 
     def identity(self) -> dict[str, Any]:
@@ -297,9 +297,9 @@ class RunFolder:
             )
         for path in sorted((*self.path.iterdir(), *self.checkpoints.glob("*"), *self.samples.glob("*"))):
             if path.is_symlink() and not path.exists():
-                self.repairs.append(set_aside(self.path, path, f"is a link to nothing ({path.readlink()})"))
+                self.notes.append(set_aside(self.path, path, f"is a link to nothing ({path.readlink()})"))
             elif path.name.startswith(".hf"):
-                self.repairs.append(set_aside(self.path, path, "is an export that was not finished"))
+                self.notes.append(set_aside(self.path, path, "is an export that was not finished"))
 
     def _lacks_checkpoints(self, found: list[str]) -> bool:
         """Whether there must have been some. The folder is made with the run, so it is there even before the first."""

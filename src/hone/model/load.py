@@ -61,7 +61,7 @@ def load_model(
     """
     folder = model_folder(path, trust_remote_code=trust_remote_code)
     config = read_config(folder, trust_remote_code=trust_remote_code)
-    _shards(folder)  # so that a missing one is told in our words, whoever reads them
+    weight_files(folder)  # so that a missing one is told in our words, whoever reads them
     if is_ours(config, implementation):
         model = Decoder(config, dtype=dtype, device=device)
         return _filled(model, Contents(partial(read_weights, folder)))
@@ -280,7 +280,7 @@ def _random_weights(shapes: Mapping[str, torch.Size], seed: int, std: float) -> 
             yield name, torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def _shards(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The folder's weight files, each present and whole (the header of a safetensors file tells its length)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -313,7 +313,7 @@ def _shards(folder: Path) -> list[Path]:
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model directory's weights, without reading them. Raises DataError as `load_model`."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _shards(folder):
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return shapes
@@ -321,7 +321,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of a model directory, one at a time. Raises DataError when files are missing or corrupt."""
-    for file in _shards(folder):
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 yield name, tensors.get_tensor(name)

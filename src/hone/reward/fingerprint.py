@@ -29,13 +29,15 @@ def fingerprint(loaded: Loaded) -> str:
     folder = loaded.run_file.parent.resolve()
     components = loaded.config.reward.components
     settings = [{"use": c.use, "name": c.name, "weight": c.weight, "args": c.args} for c in components]
-    files = [*_own_files(), *_users_files(loaded, folder), *_named_files([c.args for c in components], folder)]
-    contents = sorted((path.name, _digest(path)) for path in set(files))  # by name: folders differ between machines
+    users = code_files((component.use for component in components), folder)
+    files = [*_own_files(), *users, *named_files([c.args for c in components], folder)]
+    contents = sorted((path.name, digest(path)) for path in set(files))  # by name: folders differ between machines
     text = json.dumps([hone.__version__, settings, contents], sort_keys=True, default=str)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """Of all bytes of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -47,11 +49,11 @@ def _own_files() -> Iterator[Path]:
             yield path
 
 
-def _users_files(loaded: Loaded, folder: Path) -> Iterator[Path]:
+def code_files(uses: Iterable[str], folder: Path) -> Iterator[Path]:
     """The files of the user's functions, and of modules beside them that they import, directly or not."""
     pending: list[Path] = []
-    for component in loaded.config.reward.components:
-        if component.use not in HELD and (target := resolve(component.use, folder)).place:
+    for use in uses:
+        if use not in HELD and (target := resolve(use, folder)).place:
             found = Path(target.place) if target.place.endswith(".py") else _module_file(target.place, folder)
             pending += [found] if found is not None else []
     seen: set[Path] = set()
@@ -92,13 +94,13 @@ def _module_file(name: str, folder: Path) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
 
 
-def _named_files(value: Any, folder: Path) -> Iterator[Path]:
+def named_files(value: Any, folder: Path) -> Iterator[Path]:
     """Files, and files of model directories, that a text somewhere in args is the path of."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, Iterable) and not isinstance(value, str):
         for child in value:
-            yield from _named_files(child, folder)
+            yield from named_files(child, folder)
     elif isinstance(value, str) and 0 < len(value) < 1024 and "\0" not in value:
         path = folder / Path(value).expanduser()
         if path.is_file():

@@ -26,7 +26,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -70,11 +70,11 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of one run, in `folder`; the newest `keep` of them and the best one stay on disk."""
 
-    def __init__(self, folder: Path, keep: int, run: Callable[[], Mapping[str, Any]] = dict) -> None:
+    def __init__(self, folder: Path, keep: int, run: Mapping[str, Any] | None = None) -> None:
         """`run`: JSON values that say what run this is; every checkpoint has them."""
         self.folder = folder
         self.keep = keep
-        self._run = run
+        self._run = dict(run or {})
 
     def save(self, progress: Progress, snapshot: Snapshot) -> Path:
         """Write a checkpoint, then remove the ones older than the newest `keep`, except the one at
@@ -86,7 +86,7 @@ class Checkpoints:
         Raises CheckpointError when the disk is full or refuses; what was there before is untouched then.
         """
         name = _name(progress)
-        told = {"progress": asdict(progress), "rest": snapshot.rest, "run": self._run()}
+        told = {"progress": asdict(progress), "rest": snapshot.rest, "run": self._run}
         state = json.dumps(told, indent=1).encode()
         final, aside = self.folder / name, self.folder / (_ASIDE + name)
         try:

@@ -1,0 +1,129 @@
+"""Hashes of what a run learns from besides its settings: data, tokenizer, model, the user's code, Hone itself.
+
+They stand in each checkpoint, and what differs when the run is resumed is named. Files are hashed byte by byte, weights
+by samples: size, header, and the first, middle and last 4 KiB of every tensor. Another training, another dtype or a
+replaced tensor changes them; single values edited between those places do not. Of a model on the hub it is the commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.constants import ENDPOINT
+
+import hone
+from hone.config.load import Loaded
+from hone.data.chat import Tokenizer, can_resolve, resolve_model
+from hone.data.sources import read_rows
+from hone.errors import DataError, RunFolderError
+from hone.model.load import weight_files
+from hone.reward.fingerprint import code_files, digest, named_files
+from hone.reward.resolve import Unusable
+
+FULL_BYTES = 16 << 20
+"""Weight files up to this size are hashed byte by byte too."""
+_SAMPLE_BYTES = 4096
+
+
+def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
+    """Input -> its hash.
+
+    Raises:
+        DataError: the weights are not there.
+    """
+    config, folder = loaded.config, loaded.run_file.parent.resolve()
+    backend = tokenizer.hf.backend_tokenizer.to_str()
+    spelling = json.dumps([backend, tokenizer.hf.chat_template, tokenizer.eos_ids], default=str)
+    hashes = {"hone": hone.__version__, "tokenizer": hashlib.sha256(spelling.encode()).hexdigest()}
+    data = config.data
+    sources = {
+        "data.train": (data.train, data.train_split),
+        "data.eval": (data.eval, data.eval_split),
+        "sft.data": (config.sft.data, data.train_split),
+    }
+    hashes |= {key: _rows(source, folder, split) for key, (source, split) in sources.items() if source is not None}
+    for key, place in (("model.path", config.model.path), ("critic.path", config.critic.path)):
+        if place is not None:
+            hashes |= {f"{key} {name}": found for name, found in _model(place, folder).items()}
+    environment = config.rollout.environment
+    uses = [component.use for component in config.reward.components]
+    uses += [environment.use] if environment.use is not None else []
+    args = [component.args for component in config.reward.components] + [environment.args]
+    hashes |= {f"code {_named(path, folder)}": digest(path) for use in uses for path in _code(use, folder)}
+    return hashes | {f"args {_named(path, folder)}": _file(path) for path in named_files(args, folder)}
+
+
+def refuse_changed_inputs(run_folder: Path, changes: list[str], *, checkpoint: Path) -> None:
+    """Raises RunFolderError when there are any."""
+    if changes:
+        raise RunFolderError(
+            f"{run_folder}: inputs of the run differ from those that {checkpoint.name} was trained with:\n"
+            + "\n".join(f"  {change}" for change in changes)
+            + "\nRestore them, start a new run with --fresh or run.dir=..., or continue with the new ones: "
+            "--accept-changed-inputs."
+        )
+
+
+def changed_inputs(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """`input: old -> new` for each that differs; hashes by their first digits."""
+    return [
+        f"{name}: {old.get(name, 'none')[:12]} -> {new.get(name, 'none')[:12]}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _rows(source: str, folder: Path, split: str) -> str:
+    """Of a file its bytes, of a dataset its rows."""
+    path = folder / Path(source).expanduser()
+    if path.is_file():
+        return digest(path)
+    hashed = hashlib.sha256()
+    try:
+        for row in read_rows(source, folder, split=split):
+            hashed.update(json.dumps(getattr(row, "values", str(row)), sort_keys=True, default=str).encode())
+    except DataError:  # which is said by the stage that reads it
+        return "unreadable"
+    return hashed.hexdigest()
+
+
+def _model(place: str, folder: Path) -> dict[str, str]:
+    path = Path(resolve_model(place, folder))
+    if not path.is_dir():
+        is_offline = not can_resolve(ENDPOINT)
+        return {"commit": Path(hf_hub_download(place, "config.json", local_files_only=is_offline)).parent.name}
+    files = [path / "config.json", *sorted(path.glob("*.py")), *weight_files(path)]
+    return {file.name: _file(file) for file in files if file.is_file()}
+
+
+def _code(use: str, folder: Path) -> Iterator[Path]:
+    try:
+        yield from code_files([use], folder)
+    except Unusable:  # which is said when it is started
+        return
+
+
+def _named(path: Path, folder: Path) -> str:
+    """Within the run file's folder, so that it may be moved."""
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+
+
+def _file(path: Path) -> str:
+    if path.suffix != ".safetensors" or path.stat().st_size <= FULL_BYTES:
+        return digest(path)
+    hashed = hashlib.sha256(str(path.stat().st_size).encode())
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length)
+        hashed.update(header)
+        for name, tensor in json.loads(header).items():
+            if name != "__metadata__":
+                first, end = tensor["data_offsets"]
+                for place in (first, (first + end) // 2, end - _SAMPLE_BYTES):
+                    file.seek(8 + length + max(first, place))
+                    hashed.update(file.read(min(_SAMPLE_BYTES, end - first)))
+    return hashed.hexdigest()
