@@ -82,6 +82,12 @@ class ClusterError(HoneError):
     exit_code = 1
 
 
+class ClusterLost(HoneError):
+    """Ray itself ended under the run, and no process of it can be started again. The newest checkpoint is untouched."""
+
+    exit_code = 3
+
+
 class PlacementError(ClusterError):
     """The run file asks for devices that the cluster does not have."""
 

@@ -1,6 +1,7 @@
 """Not a test: a trainer and an engine without a model, for processes of Ray's."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import time
@@ -13,8 +14,25 @@ from hone.model.fingerprint import weights_fingerprint
 from hone.types import Sample
 
 
+class PickyError(Exception):
+    """Cannot be made again from its `args`, as pickle does."""
+
+    def __init__(self, code, detail):
+        super().__init__(f"code {code}: {detail}")
+
+
+FAILURES = {
+    "stumble": RuntimeError("connection to a peer was lost"),
+    "value": ValueError("shapes differ"),
+    "system": OSError(5, "Input/output error"),
+    "own": type("OwnError", (Exception,), {})("of a class made here"),
+    "picky": PickyError(7, "no such rank"),
+}
+
+
 class ToyTrainer:
-    """Weights that count updates. Its batch says what a rank is to do: {rank: "die" | "hang" | "refuse"}."""
+    """Weights that count updates. Its batch says what a rank is to do: {rank: "die" | "hang" | "hold" | "refuse"}, or
+    one of FAILURES."""
 
     def __init__(self, seat):
         self.seat, self.hf_config, self.updates = seat, {"ranks": seat.world_size}, 0
@@ -27,8 +45,10 @@ class ToyTrainer:
             time.sleep(600)
         if what == "refuse":
             raise DataError(f"rank {self.seat.rank} refuses")
-        if what == "stumble":
-            raise RuntimeError("connection to a peer was lost")
+        if what == "hold":
+            ctypes.PyDLL(None).sleep(600)  # with Python's lock
+        if what in FAILURES:
+            raise FAILURES[what]
         self.updates += 1
         return {"rank": self.seat.rank, "updates": self.updates}
 

@@ -119,6 +119,44 @@ def test_a_killed_rank_has_the_run_go_on_from_its_checkpoint_by_itself(tmp_path,
     assert life.nothing_is_left(within_s=10)
 
 
+@pytest.mark.parametrize("who", ["EngineActor", "TrainerRank"])
+def test_a_stopped_process_is_noticed_by_its_heartbeat_and_started_again(tmp_path, who):
+    run_file = write_run(tmp_path)
+    life = Life(run_file, *ASYNC, "run.steps=100000", "cluster.heartbeat_timeout_s=20")
+    life.until(lambda: trained(tmp_path) >= 3)
+    life.started(f"ray::{who}")[-1].suspend()
+    kind = "replica_down" if who == "EngineActor" else "trainer_down"
+    (down,) = life.until(lambda: events_of(tmp_path, kind))
+    assert "answered no heartbeat (cluster.heartbeat_timeout_s = 20)" in down["why"], "the fault really happened"
+    again = "replica_up" if who == "EngineActor" else "trainer_up"
+    life.until(lambda: [event for event in events_of(tmp_path, again) if event["at"] > down["at"]])
+    then = trained(tmp_path)
+    life.until(lambda: trained(tmp_path) >= then + 3)
+    assert life.end(signal.SIGINT) == 130, life.text()
+    assert audit(read_events(tmp_path / "run" / "events.jsonl")).violations == ()
+    assert life.nothing_is_left(within_s=10)
+
+
+@pytest.mark.parametrize("who", ["raylet/raylet", "gcs_server", "ray::RuntimeEnvAgent"])
+@pytest.mark.parametrize("layout", [APART, ASYNC], ids=["in step", "asynchronous"])
+def test_without_ray_itself_a_run_ends_with_a_message_and_goes_on_from_its_checkpoint(tmp_path, who, layout):
+    """A raylet ends when its agent does, and has the ranks with it; without a GCS they can write a checkpoint first."""
+    run_file = write_run(tmp_path)
+    life = Life(run_file, *layout, "run.steps=100000")
+    life.until(lambda: trained(tmp_path) >= 3)
+    life.started(who)[-1].kill()
+    assert life.end(within_s=120) == 3, life.text()
+    assert life.text().splitlines()[-1].count("Ray is lost: ") == 1 and "Traceback" not in life.text()
+    assert "--resume` continues from the newest checkpoint" in life.text()
+    assert life.nothing_is_left(within_s=30)
+    steps = max(int(folder.name[-6:]) for folder in (tmp_path / "run" / "checkpoints").iterdir()) + 2
+    if who == "gcs_server":
+        assert steps >= trained(tmp_path) + 1, "the checkpoint was written after Ray was lost"
+    resumed = Life(run_file, *layout, f"run.steps={steps}", "--resume")
+    assert resumed.end() == 0, resumed.text()
+    assert audit(read_events(tmp_path / "run" / "events.jsonl")).violations == ()
+
+
 def test_a_killed_controller_is_resumed_and_leaves_nothing(tmp_path, faultless):
     run_file = write_run(tmp_path)
     life = Life(run_file, *APART, f"run.steps={STEPS}")

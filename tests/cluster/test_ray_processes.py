@@ -2,26 +2,39 @@
 
 import asyncio
 import os
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
+from ray.exceptions import GetTimeoutError
 from ray_toys import toy_engine, toy_trainer
 
 from hone.cluster.actors import EngineActor, TrainerRank
+from hone.cluster.calls import kill
 from hone.cluster.engine import RemoteEngine
 from hone.cluster.gang import Gang
 from hone.cluster.ray import RayCluster
 from hone.cluster.trainer import RemoteTrainer
 from hone.config.cluster import ClusterSection
 from hone.errors import ClusterError, DataError, EngineError, PlacementError
+from hone.loop.supervisor import lost_process
 from hone.model.fingerprint import weights_fingerprint
 from hone.rollout.engine import Request, Sampling
 from hone.types import Prompt
 
 pytestmark = [pytest.mark.timeout(600)]
 
+FAILED = {
+    "stumble": " failed: RuntimeError: connection to a peer",
+    "value": " failed: ValueError: shapes differ",
+    "system": r" failed: OSError: \[Errno 5\]",
+    "own": " failed: OwnError: of a class made here",
+    "picky": ": UnserializableException: .*PickyError: code 7: no such rank",
+}
 SAMPLING = Sampling(4, 1.0, 0, 1.0, 0.0, (), ())
 
 
@@ -159,6 +172,10 @@ def test_engine_and_trainer_in_processes_of_their_own(cluster):
     asyncio.run(run())
     with pytest.raises(DataError, match="rank 1 refuses"):
         trainer.update({1: "refuse"}, None)
+    for failure, said in FAILED.items():
+        with pytest.raises(ClusterError, match=f"(?s)update: trainer rank 1{said}") as raised:
+            trainer.update({1: failure}, None)
+        assert lost_process(raised.value) is not None, "so the trainer is started again"
     with pytest.raises(ClusterError, match="update: trainer rank 1 died"):
         trainer.update({0: "stumble", 1: "die"}, None)  # the one who lost its peer is heard first
     trainer.close()
@@ -183,6 +200,29 @@ def test_who_is_stuck_is_named_and_ended(cluster):
     trainer.close()
     assert time.monotonic() - started < 5
     assert gone("TrainerRank") and gone("EngineActor")
+
+
+@pytest.mark.slow
+def test_a_heartbeat_is_answered_during_a_computation_and_not_by_a_process_that_is_stopped_or_holds_pythons_lock(
+    cluster,
+):
+    trainer = make_trainer(cluster, ranks=2, timeout_s=120.0)
+    computing, holding = trainer._gangs[0].ranks.values()
+    pids = [ray.get(rank.ping.remote()).pid for rank in (computing, holding)]
+    with ThreadPoolExecutor(1) as thread:
+        update = thread.submit(trainer.update, {0: "hang", 1: "hold"}, None)
+        time.sleep(1)
+        assert ray.get(computing.ping.remote(), timeout=30).pid == pids[0]
+        with pytest.raises(GetTimeoutError):
+            ray.get(holding.ping.remote(), timeout=3)
+        os.kill(pids[0], signal.SIGSTOP)
+        with pytest.raises(GetTimeoutError):
+            ray.get(computing.ping.remote(), timeout=3)
+        kill(holding, "It answered no heartbeat.")
+        with pytest.raises(ClusterError, match=r"update: trainer rank 1 died. It answered no heartbeat.$"):
+            update.result()
+    trainer.close()
+    assert gone("TrainerRank"), "the stopped one too"
 
 
 @pytest.mark.slow

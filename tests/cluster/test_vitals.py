@@ -44,6 +44,10 @@ def soon(monkeypatch):
         monkeypatch.setattr(vitals, name, 0.01)
 
 
+def watching(processes, silence_s=1e9, silent=None):
+    return VitalsWatch(processes, silence_s=silence_s, silent=silent)
+
+
 async def until(holds):
     async with asyncio.timeout(20):
         while not holds():
@@ -53,7 +57,7 @@ async def until(holds):
 def test_who_is_late_keeps_what_it_said_and_who_dies_is_left_out():
     async def run():
         busy, dying = Process(GIB), Process(2 * GIB, RayActorError())
-        async with VitalsWatch(lambda: {"rank-0": busy, "engine-0": dying}) as watch:
+        async with watching(lambda: {"rank-0": busy, "engine-0": dying}) as watch:
             await until(lambda: len(watch.metrics()) == 2)
             await until(lambda: busy.asked >= 4 and len(watch.metrics()) == 1)
             assert watch.metrics() == {"memory/rank-0_process_rss_gib": 1.0}
@@ -64,7 +68,7 @@ def test_who_is_late_keeps_what_it_said_and_who_dies_is_left_out():
 def test_one_that_is_started_again_is_not_taken_for_the_one_before():
     async def run():
         there = {"engine-0": Process(GIB)}
-        async with VitalsWatch(lambda: there) as watch:
+        async with watching(lambda: there) as watch:
             await until(watch.metrics)
             there["engine-0"] = Process()
             assert watch.metrics() == {}, "it has said nothing yet"
@@ -78,10 +82,26 @@ def test_one_that_is_started_again_is_not_taken_for_the_one_before():
 def test_a_cache_is_told_as_it_was_when_fullest_since_the_line_before():
     async def run():
         engine = Process(*(vitals_of(GIB, CacheUse(tokens, 100, 2**20)) for tokens in (10, 70, 30)))
-        async with VitalsWatch(lambda: {"engine-0": engine}) as watch:
+        async with watching(lambda: {"engine-0": engine}) as watch:
             await until(lambda: engine.asked == 4)
             first, second = watch.metrics(), watch.metrics()
         assert first["memory/engine-0_cache_tokens"] == 70 and first["memory/engine-0_cache_mib"] == 1
         assert second["memory/engine-0_cache_tokens"] == 30, "the last that is known"
+
+    asyncio.run(run())
+
+
+def test_one_that_stops_answering_is_reported_once_and_one_that_is_starting_or_late_is_not():
+    async def run():
+        silent = []
+        starting, late = Process(), Process(*[GIB, None] * 40)  # every other question is missed
+        stopped = Process(GIB)
+        there = {"rank-0": starting, "engine-0": late, "engine-1": stopped}
+        async with watching(lambda: there, silence_s=0.1, silent=lambda *who: silent.append(who)) as watch:
+            await until(lambda: silent)
+            assert stopped.asked == 6, "five questions of 0.02 s each were missed"
+            assert "memory/engine-1_process_rss_gib" not in watch.metrics()
+            await until(lambda: late.asked > 20 and starting.asked > 20)
+        assert silent == [("engine-1", stopped)]
 
     asyncio.run(run())

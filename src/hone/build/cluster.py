@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
 
-from hone.build.job import Job
+from hone.build.job import Job, first_cause
 from hone.build.models import apart, imitation_trainer, pair_trainer, policy_trainer, restore
 from hone.build.processes import Blueprint, Held, embedded, rank, vllm
 from hone.build.scoring import Scoring
@@ -20,10 +24,11 @@ from hone.build.vllm import starting_folder
 from hone.build.workers import Workers
 from hone.cluster.actors import EngineActor, MakeEngine, TrainerRank
 from hone.cluster.apart import CriticRank, ReferenceRank
+from hone.cluster.calls import kill
 from hone.cluster.engine import RemoteEngine
 from hone.cluster.gang import Gang
 from hone.cluster.publisher import Routes
-from hone.cluster.ray import RayCluster, take_sigterm_back
+from hone.cluster.ray import RayCluster, lost, take_sigterm_back
 from hone.cluster.sending import Way
 from hone.cluster.trainer import RemoteLearner, RemotePairTrainer, RemoteTrainer
 from hone.cluster.vitals import VitalsWatch
@@ -31,7 +36,7 @@ from hone.cluster.weights import bucket_bytes
 from hone.config.cluster import Role
 from hone.config.topology import TRAINED
 from hone.config.transport import in_words, transport_of
-from hone.errors import PlacementError, Stopped
+from hone.errors import ClusterLost, PlacementError, Stopped
 from hone.loop.run import Sleeper
 from hone.rollout.engine import Engine
 from hone.rollout.router import Router
@@ -42,14 +47,35 @@ from hone.train.trainer import Trainer
 T = TypeVar("T")
 L = TypeVar("L", bound=RemoteLearner)
 
+LOOK_S, LOST_LOOKS = 2.0, 5
+"""Ray is lost when it does not answer for so many looks in a row: a GCS may be started again by its owner."""
+STOP_S = 35.0
+"""How long a run whose Ray is lost may take to stop. Some 15 s later Ray would end this process by itself."""
+
 
 class OnRay:
     """The `Backend` with processes of their own, on the devices that the topology says. For each attempt the trainer is
-    made anew; engines, judges and reward models that are well go on to the next one, and so does Ray."""
+    made anew; engines, judges and reward models that are well go on to the next one, and so does Ray. The loss of Ray
+    itself ends the run with ClusterLost."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._crew: Crew | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._lost: str | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+        cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(cause, ClusterLost):
+            self._lost = self._lost or str(cause)
+        if self._lost is not None and cause is not None:
+            raise ClusterLost(self._farewell()) from error
 
     @asynccontextmanager
     async def workers(self, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
@@ -97,7 +123,8 @@ class OnRay:
             await self.close()
             raise
         try:
-            async with VitalsWatch(lambda: crew.processes) as vitals:
+            silence_s = self._job.config.cluster.heartbeat_timeout_s
+            async with VitalsWatch(lambda: crew.processes, silence_s=silence_s, silent=crew.end_silent) as vitals:
                 with self._job.observer.watching(vitals.metrics):
                     yield crew, begun
         finally:
@@ -106,6 +133,8 @@ class OnRay:
     async def close(self) -> None:
         """End all processes. May be called twice."""
         crew, self._crew = self._crew, None
+        if self._watching is not None:
+            self._watching.cancel()
         if crew is not None:
             await crew.dismiss()
             await asyncio.to_thread(crew.cluster.close)
@@ -126,7 +155,38 @@ class OnRay:
             self._crew = Crew(job, cluster, Blueprint.of(job))
             await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
             take_sigterm_back()
+            self._watching = asyncio.create_task(self._watch(), name="watching Ray")
         return self._crew
+
+    async def _watch(self) -> None:
+        """Stop the run when Ray is lost, as a signal does: with a checkpoint, where the trainer's ranks can still write
+        one. A run that cannot stop in time ends here."""
+        looks, why = 0, None
+        while looks < LOST_LOOKS:
+            await asyncio.sleep(LOOK_S)
+            why = await asyncio.to_thread(lost)
+            looks = looks + 1 if why else 0
+        self._lost = why
+        self._job.observer.warn(f"{why} Stopping within {STOP_S:g} s, with a checkpoint if the trainer still answers.")
+        self._job.stop.set()
+        deadline = threading.Timer(STOP_S, self._end_process)  # the event loop may be waiting for Ray
+        deadline.daemon = True
+        deadline.start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            deadline.cancel()
+
+    def _end_process(self) -> None:
+        print(self._farewell(), file=sys.stderr, flush=True)
+        os._exit(ClusterLost.exit_code)
+
+    def _farewell(self) -> str:
+        job = self._job
+        return (
+            f"{self._lost} Look into Ray's logs and the machine's (out of memory?); `hone train {job.loaded.run_file} "
+            f"--resume` continues from the newest checkpoint in {job.folder.checkpoints}."
+        )
 
 
 class Crew:
@@ -197,6 +257,11 @@ class Crew:
         """See `PolicyRun.sleepers`."""
         engines = (engine,) if self._job.topology.sleeps("rollout") else ()
         return (*engines, self.scoring) if self.scoring.sleeps else engines
+
+    def end_silent(self, name: str, actor: Any) -> None:
+        """Kill a process that answers no heartbeat; who waits for it starts it again."""
+        bound = f"cluster.heartbeat_timeout_s = {self._settings.heartbeat_timeout_s:g}"
+        kill(actor, f"It was killed because it answered no heartbeat ({bound}): it was stopped or deadlocked.")
 
     async def end_trainer(self) -> None:
         """End the trainer's ranks alone."""

@@ -229,11 +229,8 @@ async def backend_of(job: Job) -> AsyncIterator[Backend]:
         return
     from hone.build.cluster import OnRay  # Ray is an extra
 
-    on_ray = OnRay(job)
-    try:
+    async with OnRay(job) as on_ray:
         yield on_ray
-    finally:
-        await on_ray.close()
 
 
 async def optimise_policy(

@@ -1,7 +1,8 @@
 """What runs in the processes that Ray starts for a run: a trainer's rank, or an engine.
 
-Both hold what `build` makes in them, answer `ping` at any time, and compute on one thread. They know nothing of the
-run; who drives them is in `trainer.py` and `engine.py`.
+Both hold what `build` makes in them, compute on one thread, and answer `ping` on another one during any computation: a
+process that does not is stopped, or deadlocked holding Python's lock. They know nothing of the run; who drives them is
+in `trainer.py` and `engine.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import ray
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,7 +30,7 @@ from torch import Tensor
 from hone.cluster.meeting import Link
 from hone.cluster.publish import Published, publish
 from hone.cluster.publish_ray import Intake
-from hone.cluster.ray import end_with_ray, own_address
+from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
 from hone.cluster.receiving import GroupIntake
 from hone.cluster.sending import Sender, Target, Way, by_engine, make_sender
 from hone.errors import CheckpointError, EngineError, HoneError
@@ -108,6 +110,7 @@ class TrainerRank:
     def _is_first(self) -> bool:
         return self._number == 0
 
+    @ray.method(concurrency_group=HEARTBEAT)
     async def ping(self) -> Vitals:
         return Vitals.here()
 
@@ -235,6 +238,7 @@ class EngineActor:
         self._news: list[News] = []
         self._is_news, self._is_idle = asyncio.Event(), asyncio.Event()
 
+    @ray.method(concurrency_group=HEARTBEAT)
     async def ping(self) -> Vitals:
         vitals = Vitals.here()
         return replace(vitals, cache=self._engine.cache_use()) if isinstance(self._engine, Caching) else vitals

@@ -6,6 +6,7 @@ Used by the handles (`trainer.py`, `engine.py`); what is behind a call is in `ac
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +14,34 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from hone.errors import ClusterError, HoneError, MemoryExhausted
+from hone.cluster.ray import lost, raylet_lost
+from hone.errors import ClusterError, ClusterLost, HoneError, MemoryExhausted
 from hone.observe.memory import ran_out_of_memory
 
 CALL_KEY, START_KEY = "cluster.call_timeout_s", "cluster.start_timeout_s"
 GRACE_S = 5.0
 """How long to look for the one that died when another reports that it lost its connection to somebody."""
+
+_killed: dict[str, str] = {}
+"""Why this process killed an actor, by Ray's id of it; Ray itself reports only that it was killed."""
+
+
+def kill(actor: Any, why: str) -> None:
+    """End an actor's process. Calls that wait for it fail, and their errors say why."""
+    _killed[actor._actor_id.hex()] = why
+    ray.kill(actor)
+
+
+def why_killed(actor: Any) -> str | None:
+    """What `kill` was told, for failures that reach this process by way of another one."""
+    return _killed.get(actor._actor_id.hex())
+
+
+def put(value: Any) -> ray.ObjectRef:
+    """`ray.put`, which by itself ends this process when the object store is gone. Raises ClusterLost instead."""
+    if (why := raylet_lost()) is not None:
+        raise ClusterLost(why)
+    return ray.put(value)
 
 
 def wait_for_all(calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float, key: str = CALL_KEY) -> list[Any]:
@@ -61,16 +84,20 @@ async def wait_for_one(name: str, call: ray.ObjectRef, what: str, timeout_s: flo
 
 def told(name: str, error: RayError, what: str) -> HoneError:
     """A failure in our words: what the process itself raised if that is ours."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    if isinstance(cause, HoneError):
+        return cause
+    if (why := lost()) is not None:
+        return ClusterLost(f"{what}: {why}")
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(error))  # the remote traceback, coloured
     if isinstance(error, RayTaskError):
-        if isinstance(error.cause, HoneError):
-            return error.cause
-        cause = error.cause
         if isinstance(cause, Exception) and ran_out_of_memory(cause):
             return MemoryExhausted(f"{what}: {name} ran out of memory: {cause}")
-        return ClusterError(f"{what}: {name} failed: {type(cause).__name__}: {cause}\n{error.traceback_str}")
+        # `traceback_str` is missing from errors that are of the cause's class as well, which are most.
+        return ClusterError(f"{what}: {name} failed: {type(cause).__name__}: {cause}\n{text}")
     if isinstance(error, RayActorError):
-        return ClusterError(f"{what}: {name} died. {_last_line(error)}")
-    return ClusterError(f"{what}: {name}: {type(error).__name__}: {error}")
+        return ClusterError(f"{what}: {name} died. {_killed.get(error.actor_id) or _last_line(error)}")
+    return ClusterError(f"{what}: {name}: {type(error).__name__}: {text}")
 
 
 def _first_death(name: str, error: RayError, others: Mapping[str, ray.ObjectRef], what: str) -> HoneError:

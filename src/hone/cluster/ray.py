@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,11 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import psutil
+
 from hone.cluster.scratch import Scratch
 from hone.config.cluster import ClusterSection
-from hone.errors import ClusterError, PlacementError, Stopped
+from hone.errors import ClusterError, ClusterLost, PlacementError, Stopped
 from hone.process import end_with
 
 if TYPE_CHECKING:
@@ -30,10 +33,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+HEARTBEAT = "heartbeat"
+"""Concurrency group of an actor's `ping`."""
 _AUTH_MODE = "RAY_AUTH_MODE"
 """Set by a `ray.init` that starts Ray, and by whoever shows a token."""
 _POLL_S = 1.0
 """How long Ctrl-C may have to wait while devices are not there yet."""
+_CONNECT_S = 5.0
+"""How long Ray's own processes may take to accept a connection."""
 _SHARE = 0.01
 """Of a core, for who works on a GPU: Ray would count none at all as one."""
 
@@ -88,10 +95,15 @@ class RayCluster:
         import ray
 
         def close() -> None:
-            if self._group is not None and ray.is_initialized():
+            # A Ray of this run's own ends with all that is in it; one that is lost would be waited for.
+            if self._group is not None and ray.is_initialized() and not self.is_own and lost() is None:
                 with contextlib.suppress(Exception):  # boundary: the cluster may be gone, and so are the devices then
                     ray.util.remove_placement_group(self._group)
+            started = _processes_of_raylet() if self.is_own else []
             ray.shutdown()
+            for process in started:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
         self._on_thread(close)
         self._thread.shutdown()
@@ -100,8 +112,11 @@ class RayCluster:
             self._folder = None
 
     def is_whole(self) -> bool:
-        """Whether all machines with devices of the run are still there."""
+        """Whether all machines with devices of the run are still there. Raises ClusterLost when Ray itself is not."""
         import ray
+
+        if (why := lost()) is not None:
+            raise ClusterLost(why)
 
         def look() -> bool:
             return set(self._nodes) <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -144,6 +159,8 @@ class RayCluster:
             )
         bundle = self._at(self._places[devices[0]])
         options: dict[str, Any] = {"num_cpus": _SHARE, "max_restarts": 0, "scheduling_strategy": bundle}
+        if hasattr(actor, "ping"):  # answered on a thread of its own, whatever the process computes
+            options["concurrency_groups"] = {HEARTBEAT: 1}
         environment = dict(env or {})
         if self._kind == "CPU":
             options["num_cpus"] = 1 / shared_by
@@ -154,7 +171,7 @@ class RayCluster:
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         if environment:
             options["runtime_env"] = {"env_vars": environment}
-        return self._on_thread(lambda: ray.remote(actor).options(**options).remote(*args))
+        return self._on_thread(lambda: ray.remote(**options)(actor).remote(*args))
 
     def _on_thread(self, work: Callable[[], T]) -> T:
         return self._thread.submit(work).result()
@@ -253,6 +270,54 @@ def _shows_token() -> bool:
     except (ImportError, AttributeError):
         return False
     return _AUTH_MODE not in os.environ and enable(warn_if_disabled=False)
+
+
+def _processes_of_raylet() -> list[psutil.Process]:
+    """What the raylet that this process started has started. It ends them itself, unless it waits for a GCS that is
+    lost: they would outlive it for a minute."""
+    with contextlib.suppress(psutil.Error):
+        raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+        return [process for raylet in raylets for process in raylet.children(recursive=True)]
+    return []
+
+
+def raylet_lost() -> str | None:
+    """Why this machine's raylet is taken for dead, if it is. It has the object store, whose next use would end this
+    process without a word."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    if node is None:
+        return None
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_CONNECT_S)
+            probe.connect(node.raylet_socket_name)
+    except OSError as error:
+        return f"Ray is lost: the raylet of this machine does not answer ({error.strerror or error})."
+    return None
+
+
+def lost() -> str | None:
+    """Why Ray is taken for dead, if it is: this machine's raylet or the GCS takes no connection, or the GCS has given
+    the raylet up. Without a GCS calls to actors still succeed for a minute; then Ray ends its processes, and this one
+    without a word."""
+    import ray
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    why = raylet_lost()
+    if why is not None or node is None:
+        return why
+    host, _, port = node.gcs_address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError as error:
+        return f"Ray is lost: the GCS at {node.gcs_address} does not answer ({error.strerror or error})."
+    own = ray.get_runtime_context().get_node_id()
+    if not any(each["Alive"] for each in ray.nodes() if each["NodeID"] == own):
+        return "Ray is lost: the raylet of this machine has ended, or is about to."
+    return None
 
 
 def end_with_ray() -> None:

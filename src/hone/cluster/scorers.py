@@ -15,7 +15,7 @@ import ray
 
 from hone.cluster.actors import Vitals
 from hone.cluster.calls import wait_for_one
-from hone.cluster.ray import end_with_ray
+from hone.cluster.ray import HEARTBEAT, end_with_ray
 from hone.errors import DataError, HoneError
 from hone.restarts import Restarts
 from hone.reward.base import Held
@@ -46,6 +46,7 @@ class ScorerActor:
         end_with_ray()
         self._scorers: Mapping[str, Sleeping] = {}
 
+    @ray.method(concurrency_group=HEARTBEAT)
     async def ping(self) -> Vitals:
         return Vitals.here()
 

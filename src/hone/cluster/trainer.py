@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.algo.algorithm import Algorithm
-from hone.cluster.calls import START_KEY
+from hone.cluster.calls import START_KEY, put, why_killed
 from hone.cluster.gang import Asked, Gang, answers, close
 from hone.cluster.publish import Published
 from hone.cluster.publisher import Publisher, Routes
@@ -76,7 +75,7 @@ class RemoteLearner:
 
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         """See `Keepable.restore`; each rank reads what it needs from the disk."""
-        saved = ray.put(tensors)
+        saved = put(tensors)
         asked = [gang.ask("call", "restore", saved, rest) for gang in self._gangs]
         answers(asked, "restore", self._timeout_s)
 
@@ -100,11 +99,11 @@ class RemotePairTrainer(RemoteLearner):
 
     def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """See `PairLearner.update`."""
-        return self._call(self._gangs[0], "update", ray.put(pairs))
+        return self._call(self._gangs[0], "update", put(pairs))
 
     def measure(self, pairs: Sequence[Pair]) -> Measured:
         """See `PairLearner.measure`."""
-        return self._call(self._gangs[0], "measure", ray.put(pairs))
+        return self._call(self._gangs[0], "measure", put(pairs))
 
 
 class RemoteTrainer(RemoteLearner):
@@ -140,11 +139,11 @@ class RemoteTrainer(RemoteLearner):
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
         """See `Trainer.logprobs`."""
         gang = self._reference if reference else self._policy
-        return self._call(gang, "logprobs", ray.put(batch), reference=reference, temperature=temperature)
+        return self._call(gang, "logprobs", put(batch), reference=reference, temperature=temperature)
 
     def values(self, batch: Batch) -> Tensor:
         """See `Trainer.values`."""
-        return self._call(self._critic, "values", ray.put(batch))
+        return self._call(self._critic, "values", put(batch))
 
     def measure(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
         """See `Trainer.measure`. What is apart measures at the same time."""
@@ -152,14 +151,14 @@ class RemoteTrainer(RemoteLearner):
         wanted = {gang: [need for need, who in at.items() if need in needs and who is gang] for gang in self._gangs}
         if not any(wanted.values()):
             return {}
-        sent = ray.put(batch)
+        sent = put(batch)
         asked = [gang.ask("call", "measure", sent, some) for gang, some in wanted.items() if some]
         found = answers(asked, "measuring", self._timeout_s)
         return {name: column for of_ranks in found for name, column in of_ranks[0].items()}
 
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         """See `Trainer.update`. A critic apart learns at the same time: they share nothing but the batch."""
-        sent = ray.put(batch)
+        sent = put(batch)
         learning = dict.fromkeys((self._critic, self._policy))
         asked = [gang.ask("call", "update", sent, algorithm) for gang in learning]
         metrics: dict[str, float] = {}
@@ -255,7 +254,8 @@ class RemoteWeights:
         self._asking[name] = actor
         published = await asyncio.shield(self._sending)
         if name in published.failed:
-            raise EngineError(published.failed[name])
+            why = why_killed(actor)
+            raise EngineError(published.failed[name] if why is None else f"{name} died. {why}")
         return published.manifest.fingerprint
 
     async def _send(self, version: int) -> Published:

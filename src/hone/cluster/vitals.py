@@ -1,4 +1,5 @@
-"""What the processes of a run take, asked now and then while they work, for the metrics of every line."""
+"""Heartbeats: each process of a run is asked now and then what memory it takes, for the metrics of every line; one that
+no longer answers is reported."""
 
 from __future__ import annotations
 
@@ -28,10 +29,14 @@ class VitalsWatch:
 
     Args:
         processes: handles of actors by the processes' names, asked for each time: they come and go.
+        silence_s: a process that has answered before and then misses questions for so long is silent.
+        silent: called with the name and the handle of such a process, once; it is not asked again.
     """
 
-    def __init__(self, processes: Callable[[], Mapping[str, Any]]) -> None:
-        self._processes = processes
+    def __init__(
+        self, processes: Callable[[], Mapping[str, Any]], *, silence_s: float, silent: Callable[[str, Any], None]
+    ) -> None:
+        self._processes, self._silence_s, self._silent = processes, silence_s, silent
         self._found: dict[Any, Vitals] = {}
         """By handle."""
         self._fullest: dict[Any, CacheUse] = {}
@@ -82,14 +87,20 @@ class VitalsWatch:
             await asyncio.gather(*asking.values(), return_exceptions=True)
 
     async def _ask_one(self, name: str, actor: Any) -> None:
-        while True:
+        # Questions, not time: after a pause of this process or of its event loop, all clocks have run out at once.
+        missed = 0
+        while missed * (TIMEOUT_S + INTERVAL_S) < self._silence_s:
             try:
                 self._hear(actor, await wait_for_one(name, actor.ping.remote(), "ping", TIMEOUT_S))
+                missed = 0
             except HoneError as error:  # whoever works with it notices, too, and does something about it
                 if isinstance(error.__cause__, RayError):
                     self._forget(actor)
                     return
+                missed += actor in self._found  # one that has never answered is still starting
             await asyncio.sleep(INTERVAL_S)
+        self._forget(actor)
+        self._silent(name, actor)
 
     def _hear(self, actor: Any, vitals: Vitals) -> None:
         self._found[actor] = vitals

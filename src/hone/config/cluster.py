@@ -62,6 +62,9 @@ class ClusterSection(Section):
     """Longest wait for devices and for all processes to be ready."""
     call_timeout_s: float = key(1800.0, unit="seconds", gt=0)
     """A rank or an engine without an answer for so long is stuck, and named."""
+    heartbeat_timeout_s: float = key(60.0, unit="seconds", gt=0)
+    """A process that answers no heartbeat for so long, because it is stopped or deadlocked, is killed and started
+    again, long before `call_timeout_s`; heartbeats are answered during any computation."""
     restarts: int = key(3, unit="restarts per hour", ge=0)
     """Engines, reward models and trainers that die are started again so often; then the run ends."""
     transport: Literal["auto", "ray", "group", "ipc"] = key("auto")
