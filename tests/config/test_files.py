@@ -3,15 +3,7 @@ import json
 
 import pytest
 
-from hone.config import files
-from hone.config.files import BUILT_IN_REWARDS, FILE_KINDS
-
-
-def test_kinds_of_files_are_those_that_data_reads():
-    from hone.data import sources
-
-    assert FILE_KINDS == sources.FILE_KINDS
-    assert files._LOOKS_LIKE_A_FILE.pattern == sources._LOOKS_LIKE_A_FILE.pattern
+from hone.config.files import BUILT_IN_REWARDS
 
 
 def test_built_in_rewards_are_those_that_reward_has():
@@ -25,7 +17,8 @@ def test_built_in_rewards_are_those_that_reward_has():
     [
         ({"data__train": "trian.jsonl"}, "data.train: 'trian.jsonl' does not exist"),
         ({"data__train": "trian.jsonl"}, "Did you mean train.jsonl?"),
-        ({"data__train": "train.csv"}, "data.train: must end in .jsonl, .jsonl.gz, .parquet"),
+        ({"data__train": "train.txt"}, "data.train: must end in .jsonl, .jsonl.gz, .json"),
+        ({"data__train": "tr*n-*.jsonl"}, "data.train: no file matches 'tr*n-*.jsonl'"),
         ({"data__eval": "nope.parquet"}, "data.eval: 'nope.parquet' does not exist"),
         ({"data__answer_column": "anwser"}, "train.jsonl has no column 'anwser'. Did you mean answer?"),
         ({"data__id_column": "uid"}, "data.id_column: train.jsonl has no column 'uid'. It has: answer, prompt"),
@@ -48,15 +41,29 @@ def test_a_name_of_the_hub_is_believed(problems_of):
     assert problems_of(data__train="openai/gsm8k") == []
 
 
+def save_to_disk(row, place):
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict(train=datasets.Dataset.from_list([row])).save_to_disk(place)
+
+
 def test_every_kind_of_file_is_looked_into(folder, problems_of):
     import pyarrow
     import pyarrow.parquet
 
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'\n{"prompt": "1", "answer": "1"}\n'))
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "answer": ["1"]}), folder / "a.parquet")
-    for name in ("a.jsonl.gz", "a.parquet"):
+    row = {"prompt": "1", "answer": "1", "reward_model": {"ground_truth": "1", "style": {"name": "rule"}}}
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" + json.dumps(row).encode() + b"\n"))
+    (folder / "a.json").write_text(json.dumps([row, row], indent=1))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / "a.parquet")
+    (folder / "a.csv").write_text("prompt,answer,reward_model.ground_truth\n1,1,1\n")
+    (folder / "parts").mkdir()
+    (folder / "parts" / "train-1.jsonl").write_text(json.dumps(row) + "\n")
+    save_to_disk(row, folder / "saved")
+    for name in ("a.jsonl.gz", "a.json", "a.parquet", "a.csv", "parts/train-*.jsonl", "saved"):
         assert problems_of(data__train=name) == []
         assert "has no column 'x'" in problems_of(data__train=name, data__id_column="x")[0]
+        assert problems_of(data__train=name, data__answer_column="reward_model.ground_truth") == []
+        (problem,) = problems_of(data__train=name, data__answer_column="reward_model.ground_truht")
+        assert "Did you mean reward_model.ground_truth? It has: answer, prompt, " in problem
 
 
 @pytest.mark.parametrize(

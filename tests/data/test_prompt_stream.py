@@ -43,6 +43,19 @@ def test_a_template_is_filled_in_one_pass(write_rows, load):
     assert texts(stream) == ["Q7: what is {a}? what is {a}? {q} {} {a\nA:"]
 
 
+def test_dotted_names_reach_into_columns(write_rows, load, model_directory):
+    inner = {"ground_truth": "4", "by.hand": {"id": "r7"}, "turns": [USER]}
+    name = write_rows({"prompt": "how many", "reward_model": inner, "a.b": "flat", "a": {"b": "nested"}})
+    dotted = {"answer_column": "reward_model.ground_truth", "id_column": "reward_model.by.hand.id"}
+    (prompt,) = load(name, **dotted, template="{a.b} {reward_model.ground_truth} {{a.b}}: {prompt}").rows()
+    assert (prompt.id, prompt.answer, prompt.text) == ("r7", "4", "flat 4 {a.b}: how many"), "a whole name comes first"
+    tokenizer = load_tokenizer(ModelSection(path=str(model_directory)), model_directory)
+    (prompt,) = load(name, chat=True, prompt_column="reward_model.turns", tokenizer=tokenizer).rows()
+    assert prompt.messages == (USER,)
+    with pytest.raises(DataError, match=r"jsonl:1 reward_model.truth: no such column; the row has .*Did you mean rew"):
+        load(name, answer_column="reward_model.truth")
+
+
 def test_a_template_may_do_without_the_prompt_column(write_rows, load):
     assert texts(load(write_rows({"q": "one"}, {"q": "two"}), template="Q: {q}")) == ["Q: one", "Q: two"]
 

@@ -85,9 +85,9 @@ def test_a_missing_file_is_named_with_those_beside_it(tmp_path):
 
 
 def test_an_unknown_kind_is_named(tmp_path):
-    (tmp_path / "a.csv").touch()
-    with pytest.raises(DataError, match=r"a.csv: unknown kind. Use one of .jsonl, .jsonl.gz, .parquet"):
-        list(read_rows("a.csv", tmp_path))
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(DataError, match=r"a.txt: unknown kind. Use one of .jsonl, .jsonl.gz, .json"):
+        list(read_rows("a.txt", tmp_path))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
@@ -96,6 +96,103 @@ def test_a_torn_file_is_an_error_of_the_data(tmp_path, name):
     (tmp_path / name).write_bytes(whole[:-9])
     with pytest.raises(DataError, match=name):
         list(read_rows(name, tmp_path))
+
+
+ARRAY = '[\n  {"x": 1},\n  {"x":\n    "ü"}, 7\n]\n'
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_json_array_has_a_row_for_each_object_named_by_its_first_line(tmp_path, name):
+    data = ARRAY.encode("utf-8-sig")
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    first, second, bad = read_rows(name, tmp_path)
+    assert (first, second) == (Row(f"{name}:2", {"x": 1}), Row(f"{name}:3", {"x": "ü"}))
+    assert bad == BadRow(f"{name}:4", 'got a number; each entry must be an object such as {"prompt": "..."}')
+    (tmp_path / "none.json").write_text(" [ ]\n")
+    assert list(read_rows("none.json", tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[{"x": 1},\n{"x": }]', "a.json:2: malformed JSON at line 2, character 7: Expecting value"),
+        ('[{"x": 1},\n{"x": NaN}]', "a.json:2: malformed JSON: NaN is not JSON"),
+        ('[{"x": 1}\n{"x": 2}]', "a.json:2: got something else than , or ] after an entry"),
+        ('[{"x": 1}', "a.json:1: got something else than , or ] after an entry"),
+        ('[{"x": 1},', "a.json:1: malformed JSON"),
+        ('\n{"x": 1}\n{"x": 2}\n', r"a.json:2: the file does not begin with \[.*name it .jsonl"),
+        ('[{"x": 1}]\n[]', "a.json:2: there is more behind the array"),
+        ("", "a.json:1: the file does not begin"),
+    ],
+)
+def test_an_array_that_is_none_is_an_error_with_its_line(tmp_path, text, said):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=said):
+        list(read_rows("a.json", tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+def test_a_csv_file_has_text_under_its_header_and_rows_named_by_their_first_line(tmp_path, name):
+    data = 'x,y\r\n1,"two\r\nlines, ""quoted"""\r\n\r\nü,\r\nonly one\r\n'.encode("utf-8-sig")
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert list(read_rows(name, tmp_path)) == [
+        Row(f"{name}:2", {"x": "1", "y": 'two\r\nlines, "quoted"'}),
+        Row(f"{name}:5", {"x": "ü", "y": ""}),
+        BadRow(f"{name}:6", "has 1 values; the header names 2 columns"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "a.csv:1: the header must name every column"),
+        (b"x,,y\n", "a.csv:1: the header must name every column, and each once; got x, , y"),
+        (b"x,x\n1,2\n", "a.csv:1: the header must name every column, and each once; got x, x"),
+        (b'x\n"open\n', "a.csv:.: malformed CSV"),
+        (b"x\n\xff\n", "a.csv: cannot be read to its end: .* can't decode"),
+    ],
+)
+def test_a_csv_file_that_is_none(tmp_path, data, said):
+    (tmp_path / "a.csv").write_bytes(data)
+    with pytest.raises(DataError, match=said):
+        list(read_rows("a.csv", tmp_path))
+
+
+def test_a_long_text_fits_into_csv(tmp_path):
+    (tmp_path / "a.csv").write_text("x\n" + "y" * 200_000 + "\n")
+    assert [len(row.values["x"]) for row in read_rows("a.csv", tmp_path)] == [200_000]
+
+
+def test_a_pattern_has_the_rows_of_its_files_sorted_each_named_by_its_own(tmp_path, monkeypatch):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "train-2.jsonl").write_text('{"x": 3}\nbroken\n')
+    (tmp_path / "parts" / "train-1.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
+    (tmp_path / "parts" / "test-1.jsonl").write_text('{"x": 9}\n')
+    *rows, bad = read_rows("parts/train-*.jsonl", tmp_path)
+    assert rows == [
+        Row("parts/train-1.jsonl:1", {"x": 1}),
+        Row("parts/train-1.jsonl:2", {"x": 2}),
+        Row("parts/train-2.jsonl:1", {"x": 3}),
+    ]
+    assert bad.where == "parts/train-2.jsonl:2"
+    assert values_of(read_rows("parts/train-?.jsonl", tmp_path, rows="1:3")) == [{"x": 2}, {"x": 3}]
+    absolute = str(tmp_path / "parts" / "train-[1].jsonl")
+    assert values_of(read_rows(absolute, tmp_path / "elsewhere")) == [{"x": 1}, {"x": 2}]
+    with pytest.raises(DataError, match="no file matches this pattern"):
+        list(read_rows("parts/eval-*.jsonl", tmp_path))
+    (tmp_path / "a[1].jsonl").write_text('{"x": 5}\n')
+    assert values_of(read_rows("a[1].jsonl", tmp_path)) == [{"x": 5}], "a name that looks like a pattern"
+
+
+def test_a_folder_of_save_to_disk_with_splits_and_without(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    both = {name: datasets.Dataset.from_list([{"x": name, "inner": {"y": 1}}]) for name in ("train", "test")}
+    datasets.DatasetDict(both).save_to_disk(tmp_path / "both")
+    both["test"].save_to_disk(tmp_path / "one")
+    assert list(read_rows("both", tmp_path, split="test")) == [Row("both test row 1", {"x": "test", "inner": {"y": 1}})]
+    assert list(read_rows("one", tmp_path)) == [Row("one row 1", {"x": "test", "inner": {"y": 1}})]
+    with pytest.raises(DataError, match="both: has no split 'eval'; it has train, test"):
+        list(read_rows("both", tmp_path, split="eval"))
 
 
 def test_a_directory_is_loaded_as_a_hugging_face_dataset(tmp_path, monkeypatch):

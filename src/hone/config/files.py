@@ -7,6 +7,8 @@ hub names are believed. What a whole data set or model is worth is told by the r
 from __future__ import annotations
 
 import ast
+import csv
+import glob
 import gzip
 import importlib.util
 import json
@@ -45,26 +47,31 @@ BUILT_IN_REWARDS = (
     "judge",
 )
 """Must equal `hone.reward`'s registry, which cannot be imported from here; a test compares them."""
-FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
-"""Must equal those that `hone.data` reads; a test compares them."""
+FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 
 _LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|\.(json|jsonl|gz|csv|tsv|txt|parquet|arrow|zst)$")
-_PLACEHOLDER = re.compile(r"\{\{\w+\}\}|\{(\w+)\}")
-_FIRST_LINE_BYTES = 4 << 20
+_PLACEHOLDER = re.compile(r"\{\{\w+(?:\.\w+)*\}\}|\{(\w+(?:\.\w+)*)\}")
+_FIRST_ROW_BYTES = 4 << 20
 
 
 def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
     """Data that looks like a file is one of a kind we read, and has the columns that the run file names."""
     for key, source, columns in _sources(config):
-        path = _file(source, folder)
-        if path is None:
-            continue
-        if not path.name.endswith(FILE_KINDS):
-            yield Breach((key,), f"must end in {', '.join(FILE_KINDS)} (got {source!r})")
-        elif not path.is_file():
-            yield Breach((key,), f"{source!r} does not exist, looked for at {path}{_beside(path)}")
+        files = files_of(source, folder)
+        if files is None:
+            path = folder / Path(source).expanduser()
+            if is_saved_dataset(path):
+                yield from _columns_exist(key, source, path, columns)
+        elif not files:
+            yield Breach((key,), f"no file matches {source!r}, looked for in {folder}")
+        elif others := [name for name in files if not name.endswith(FILE_KINDS)]:
+            yield Breach((key,), f"must end in {', '.join(FILE_KINDS)} (got {others[0]!r})")
         else:
-            yield from _columns_exist(key, path, columns)
+            name, path = next(iter(files.items()))
+            if path.is_file():
+                yield from _columns_exist(key, name, path, columns)
+            else:
+                yield Breach((key,), f"{source!r} does not exist, looked for at {path}{_beside(path)}")
 
 
 Columns = list[tuple[str, str]]
@@ -113,48 +120,103 @@ def template_columns(template: str) -> set[str]:
     return {name for name in _PLACEHOLDER.findall(template) if name}
 
 
-def _columns_exist(source_key: str, path: Path, columns: Columns) -> Iterator[Breach]:
+def _columns_exist(source_key: str, name: str, path: Path, columns: Columns) -> Iterator[Breach]:
     try:
         present = _column_names(path)
     except (OSError, EOFError, ValueError) as error:
-        yield Breach((source_key,), f"{path.name} cannot be read: {error}")
+        yield Breach((source_key,), f"{name} cannot be read: {error}")
         return
     for key, column in columns:
         if present is not None and column not in present:
             close = nearest(column, present, cutoff=60)
-            hint = f"Did you mean {close}?" if close else f"It has: {', '.join(sorted(present)[:12])}"
-            yield Breach((key, source_key), f"{path.name} has no column {column!r}. {hint}")
+            hint = f"Did you mean {close}? " if close else ""
+            has = ", ".join(sorted(present)[:12])
+            yield Breach((key, source_key), f"{name} has no column {column!r}. {hint}It has: {has}")
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's columns, and what is in those that are objects under dotted names: `reward_model.ground_truth`."""
+    inner = {
+        f"{name}.{key}": value
+        for name, column in values.items()
+        if isinstance(column, Mapping)
+        for key, value in flat(column).items()
+    }
+    return inner | dict(values)
 
 
 def _column_names(path: Path) -> set[str] | None:
-    """Column names of a Parquet file, or of a JSONL file's first row; None when that row is malformed.
-
-    A malformed first row is left to the reader of rows, which knows `data.on_bad_row`.
+    """Column names of a saved dataset, a Parquet file, a CSV file's header or another file's first row, with dotted
+    ones; None when that row is malformed, which is left to the reader of rows: it knows `data.on_bad_row`.
     """
+    if path.is_dir():
+        return set(flat(_saved_features(path)))
     if path.name.endswith(".parquet"):
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            return set(pyarrow.parquet.read_schema(path).names)
-        except pyarrow.ArrowException as error:
-            raise ValueError(f"not Parquet ({error})") from error
+        return set(flat(_parquet_columns(path)))
     open_file: Any = gzip.open if path.suffix == ".gz" else open
+    kind = path.name.removesuffix(".gz")
+    if kind.endswith(".csv"):
+        with open_file(path, "rt", encoding="utf-8-sig", newline="") as lines:
+            header = next(csv.reader(lines), None)
+        if not header:
+            raise ValueError("it has no header line")
+        return set(header)
     with open_file(path, "rb") as lines:
-        line = next((line for line in iter(lambda: lines.readline(_FIRST_LINE_BYTES), b"") if line.strip()), None)
-    if line is None:
+        if kind.endswith(".json"):
+            text = lines.read(_FIRST_ROW_BYTES).decode("utf-8-sig", errors="replace").lstrip().removeprefix("[")
+        else:
+            read = iter(lambda: lines.readline(_FIRST_ROW_BYTES), b"")
+            text = next((line for line in read if line.strip()), b"").decode("utf-8-sig", errors="replace")
+    if not text.strip():
         raise ValueError("it is empty")
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row, _ = json.JSONDecoder().raw_decode(text.lstrip())
     except (ValueError, RecursionError):
         return None
-    return set(row) if isinstance(row, dict) else None
+    return set(flat(row)) if isinstance(row, dict) else None
 
 
-def _file(source: str, folder: Path) -> Path | None:
-    """The path of a source that is a file or was meant as one; None for a data set of the hub."""
-    path = folder / Path(source).expanduser()
-    return path if _LOOKS_LIKE_A_FILE.search(source) or _is_file(path) else None
+def _parquet_columns(path: Path) -> dict[str, Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    def inside(kind: Any) -> Any:
+        return {field.name: inside(field.type) for field in kind} if pyarrow.types.is_struct(kind) else None
+
+    try:
+        return {field.name: inside(field.type) for field in pyarrow.parquet.read_schema(path)}
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"not Parquet ({error})") from error
+
+
+def _saved_features(path: Path) -> dict[str, Any]:
+    """Of the first split, if there are several."""
+    if (splits := path / "dataset_dict.json").is_file():
+        path /= json.loads(splits.read_bytes())["splits"][0]
+
+    def inside(feature: Any) -> Any:
+        is_object = isinstance(feature, dict) and "_type" not in feature
+        return {name: inside(inner) for name, inner in feature.items()} if is_object else None
+
+    return inside(json.loads((path / "dataset_info.json").read_bytes())["features"])
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `save_to_disk` of Hugging Face datasets made this folder."""
+    return _is_file(path / "state.json") or _is_file(path / "dataset_dict.json")
+
+
+def files_of(source: str, folder: Path) -> dict[str, Path] | None:
+    """The files of a source by the names to show: one that is there or was meant to be, or those that a pattern such as
+    `train-*.jsonl` matches, sorted; None for a folder or a dataset of the hub."""
+    pattern = Path(source).expanduser()
+    path = folder / pattern
+    if _is_file(path):
+        return {path.name: path}
+    if glob.has_magic(source):
+        names = sorted(glob.glob(str(pattern), root_dir=folder, recursive=True))
+        return {name: folder / name for name in names if _is_file(folder / name)}
+    return {path.name: path} if _LOOKS_LIKE_A_FILE.search(source) else None
 
 
 def _is_file(path: Path) -> bool:

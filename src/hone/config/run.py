@@ -47,7 +47,8 @@ class ModelSection(Section):
 
 class DataSection(Section):
     train: str = key(...)
-    """Prompts to train on: a .jsonl or .parquet file (relative to the run file), or a Hugging Face dataset name."""
+    """Prompts to train on: a .jsonl, .json, .csv (each also .gz) or .parquet file (relative to the run file), a pattern
+    such as `train-*.jsonl`, a folder that `save_to_disk` made, or a Hugging Face dataset name."""
     train_split: str = key("train")
     """Split of a Hugging Face dataset; not used for files."""
     train_rows: str | None = key(None)
@@ -59,7 +60,8 @@ class DataSection(Section):
     eval_rows: str | None = key(None)
     """Rows to evaluate on, `start:stop`; null takes all."""
     prompt_column: str = key("prompt")
-    """Column with the prompt: text, or a list of {role, content} messages."""
+    """Column with the prompt: text, or a list of {role, content} messages. A field inside a column has a dotted name,
+    in every key that names a column: `reward_model.ground_truth`."""
     answer_column: str | None = key(None)
     """Column with the gold answer, handed to rewards; null: the data has none."""
     id_column: str | None = key(None)

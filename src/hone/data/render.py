@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from hone.config.files import flat
 from hone.config.run import DataSection
 from hone.data.chat import Message, Tokenizer
 from hone.errors import DataError
 
-_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{\{(\w+(?:\.\w+)*)\}\}|\{(\w+(?:\.\w+)*)\}")
 
 
 class Malformed(Exception):
@@ -28,7 +29,9 @@ class Malformed(Exception):
 
 
 def column(values: Mapping[str, Any], name: str) -> Any:
-    """A column's value. Raises Malformed when it is missing or null."""
+    """A column's value, or what is in it at a dotted name. Raises Malformed when it is missing or null."""
+    if name not in values:
+        values = flat(values)
     if name not in values:
         close = difflib.get_close_matches(name, list(values), n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
@@ -137,7 +140,7 @@ class Renderer:
     def asks(self, values: Mapping[str, Any]) -> list[Any]:
         """The values that the prompt is made of, before any template: what makes two rows ask the same."""
         names = [name for _, name in self.template.parts] if self.template is not None else [self.data.prompt_column]
-        return [values[name] for name in names if name is not None]
+        return [column(values, name) for name in names if name is not None]
 
     def messages(self, value: Any, name: str | None = None) -> list[Message]:
         """Text as one user message, or the row's own messages; the system message first unless they bring one.

@@ -1,29 +1,32 @@
-"""Rows from where people keep them: a .jsonl or .parquet file, or a Hugging Face dataset. Nothing is interpreted here.
+"""Rows from JSON, CSV and Parquet files and from Hugging Face datasets. Nothing is interpreted here.
 
 A row knows where it came from, so that any later complaint can name file and line. A line that is no JSON object
-comes out as a `BadRow` in its place: what to do about it is the caller's decision (`data.on_bad_row`).
+comes out as a `BadRow` in its place: what to do about it is the caller's decision (`data.on_bad_row`). A file of which
+nothing more can be read is a DataError.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import importlib.util
+import io
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
+from hone.config.files import FILE_KINDS, files_of, is_saved_dataset
 from hone.config.run import DataSection
 from hone.errors import DataError
 
 Part = Literal["train", "eval"]
 
-FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 _SLICE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
-_LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|\.(json|jsonl|gz|csv|tsv|txt|parquet|arrow|zst)$")
+_NO_SPACE = re.compile(r"[^ \t\n\r]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Row:
     """One row of a source."""
 
     where: str
-    """`train.jsonl:17` for lines, `train.parquet row 17` elsewhere; both count from 1."""
+    """`train.jsonl:17` for lines (the first of a row's), `train.parquet row 17` elsewhere; both count from 1."""
     values: Mapping[str, Any]
 
 
@@ -64,16 +67,18 @@ def read_rows(source: str, folder: Path, *, split: str = "train", rows: str | No
     """Rows of a source in their own order, lazily.
 
     Args:
-        source: a .jsonl, .jsonl.gz or .parquet file, relative to `folder`; or a Hugging Face dataset,
-            `owner/name` or `owner/name:configuration`.
-        split: of a Hugging Face dataset; files have none.
+        source: a file of FILE_KINDS or a pattern of such files, relative to `folder`; a folder that `save_to_disk`
+            made; or a Hugging Face dataset, `owner/name` or `owner/name:configuration`.
+        split: of a Hugging Face dataset or a folder with splits; files have none.
         rows: `start:stop` as in Python, either end optional; blank lines are no rows.
     Raises:
         DataError: the source is missing, of an unknown kind or unreadable as a whole.
     """
     path = folder / Path(source).expanduser()
-    if path.is_file() or _LOOKS_LIKE_A_FILE.search(source):
-        found = _file_rows(path, source)
+    if (files := files_of(source, folder)) is not None:
+        found = _file_rows(files, source, folder)
+    elif is_saved_dataset(path):
+        found = _saved_rows(source, path, split)
     else:
         found = _hub_rows(source, path, split)
     return _cut(found, rows)
@@ -96,30 +101,109 @@ def _cut(found: Iterator[Row | BadRow], rows: str | None) -> Iterator[Row | BadR
     return itertools.islice(found, part.start, part.stop)
 
 
-def _file_rows(path: Path, source: str) -> Iterator[Row | BadRow]:
-    readers: dict[str, Callable[[Path], Iterator[Row | BadRow]]] = {
+def _file_rows(files: Mapping[str, Path], source: str, folder: Path) -> Iterator[Row | BadRow]:
+    """Rows of all files, one after the other, each named as in `files`."""
+    readers: dict[str, Callable[[Path, str], Iterator[Row | BadRow]]] = {
         ".jsonl": _jsonl_rows,
-        ".jsonl.gz": _jsonl_rows,
+        ".json": _json_rows,
+        ".csv": _csv_rows,
         ".parquet": _parquet_rows,
     }
-    reader = next((reader for kind, reader in readers.items() if path.name.endswith(kind)), None)
-    if reader is None:
-        raise DataError(f"data file {source}: unknown kind. Use one of {', '.join(FILE_KINDS)}.")
-    if not path.is_file():
-        others = sorted(p.name for p in path.parent.glob("*") if p.name.endswith(FILE_KINDS))
-        beside = f" Data files there: {', '.join(others[:8])}." if others else ""
-        raise DataError(f"data file {source}: not found at {path}.{beside}")
-    return reader(path)
+    if not files:
+        raise DataError(f"data {source}: no file matches this pattern in {folder}")
+    reading: list[tuple[Callable[[Path, str], Iterator[Row | BadRow]], Path, str]] = []
+    for name, path in files.items():
+        if not name.endswith(FILE_KINDS):
+            raise DataError(f"data file {name}: unknown kind. Use one of {', '.join(FILE_KINDS)}.")
+        if not path.is_file():
+            others = sorted(p.name for p in path.parent.glob("*") if p.name.endswith(FILE_KINDS))
+            beside = f" Data files there: {', '.join(others[:8])}." if others else ""
+            raise DataError(f"data file {source}: not found at {path}.{beside}")
+        reading.append((readers[Path(name.removesuffix(".gz")).suffix], path, name))
+    return (row for reader, path, name in reading for row in reader(path, name))
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row | BadRow]:
-    open_file = gzip.open if path.suffix == ".gz" else open
+def _opened(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def _jsonl_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
     try:
-        with open_file(path, "rb") as lines:
+        with _opened(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _json_row(f"{path.name}:{number}", line.rstrip())
+                    yield _json_row(f"{name}:{number}", line.rstrip())
     except (OSError, EOFError) as error:
+        raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
+
+
+def _json_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
+    """Rows of an array, each with the line that it begins on."""
+    try:
+        with _opened(path) as file:
+            text = file.read().decode("utf-8-sig")
+    except (OSError, EOFError) as error:
+        raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{name}:{line}: not UTF-8: byte {error.object[error.start]:#04x}") from error
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    place, line, counted = _after_space(text, 0), 1, 0
+
+    def wrong(problem: str) -> DataError:
+        where = f"{name}:{text.count(chr(10), 0, place) + 1}"
+        return DataError(
+            f"{where}: {problem}. A .json file is one array of objects; with an object a line, name it .jsonl"
+        )
+
+    if text[place : place + 1] != "[":
+        raise wrong("the file does not begin with [")
+    place = _after_space(text, place + 1)
+    while text[place : place + 1] != "]":
+        line, counted = line + text.count("\n", counted, place), place
+        try:
+            values, place = decoder.raw_decode(text, place)
+        except json.JSONDecodeError as error:
+            problem = f"malformed JSON at line {error.lineno}, character {error.colno}: {error.msg}"
+            raise DataError(f"{name}:{line}: {problem}") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{name}:{line}: malformed JSON: {error}") from error
+        yield _object(f"{name}:{line}", values, "entry")
+        place = _after_space(text, place)
+        if text[place : place + 1] == ",":
+            place = _after_space(text, place + 1)
+        elif text[place : place + 1] != "]":
+            raise wrong("got something else than , or ] after an entry")
+    place = _after_space(text, place + 1)
+    if place < len(text):
+        raise wrong("there is more behind the array")
+
+
+def _after_space(text: str, place: int) -> int:
+    found = _NO_SPACE.search(text, place)
+    return found.start() if found else len(text)
+
+
+def _csv_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
+    """Rows under a header line; every value is text. Each is named by its first line: quoted text may span lines."""
+    csv.field_size_limit(1 << 30)  # code and its tests are longer than csv's own limit
+    line = 1
+    try:
+        with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
+            rows = csv.reader(lines, strict=True)
+            header = next(rows, [])
+            if "" in header or len(set(header)) < len(header) or not header:
+                raise DataError(f"{name}:1: the header must name every column, and each once; got {', '.join(header)}")
+            line = rows.line_num + 1
+            for values in rows:
+                where, line = f"{name}:{line}", rows.line_num + 1
+                if len(values) == len(header):
+                    yield Row(where, dict(zip(header, values, strict=True)))
+                elif values:
+                    yield BadRow(where, f"has {len(values)} values; the header names {len(header)} columns")
+    except csv.Error as error:
+        raise DataError(f"{name}:{line}: malformed CSV: {error}") from error
+    except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
 
 
@@ -132,8 +216,12 @@ def _json_row(where: str, line: bytes) -> Row | BadRow:
         return BadRow(where, f"malformed JSON at character {error.pos + 1}: {error.msg}")
     except (ValueError, RecursionError) as error:
         return BadRow(where, f"malformed JSON: {error}")
+    return _object(where, values, "line")
+
+
+def _object(where: str, values: Any, what: str) -> Row | BadRow:
     if not isinstance(values, dict):
-        return BadRow(where, f'got {_json_kind(values)}; each line must be an object such as {{"prompt": "..."}}')
+        return BadRow(where, f'got {_json_kind(values)}; each {what} must be an object such as {{"prompt": "..."}}')
     return Row(where, values)
 
 
@@ -146,7 +234,7 @@ def _json_kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _parquet_rows(path: Path) -> Iterator[Row | BadRow]:
+def _parquet_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -156,18 +244,39 @@ def _parquet_rows(path: Path) -> Iterator[Row | BadRow]:
             for batch in file.iter_batches():
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(f"{path.name} row {number}", values)
+                    yield Row(f"{name} row {number}", values)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {path}: not readable as Parquet: {error}") from error
 
 
-def _hub_rows(source: str, path: Path, split: str) -> Iterator[Row | BadRow]:
-    """Rows of a dataset of the hub, or of a local directory that holds one."""
+def _saved_rows(source: str, path: Path, split: str) -> Iterator[Row | BadRow]:
+    """Rows of a folder that `save_to_disk` made, of one dataset or of several splits."""
+    datasets = _datasets(source)
+    try:
+        dataset: Any = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"data {source}: not readable as a folder of `save_to_disk`: {error}") from error
+    name = source
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            raise DataError(f"data {source}: has no split {split!r}; it has {', '.join(dataset)}")
+        dataset, name = dataset[split], f"{source} {split}"
+    return (Row(f"{name} row {number}", values) for number, values in enumerate(dataset, start=1))
+
+
+def _datasets(source: str) -> Any:
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
             f"data {source}: no such file, and Hugging Face datasets need the extra `hub`: pip install 'hone-rl[hub]'"
         )
     import datasets
+
+    return datasets
+
+
+def _hub_rows(source: str, path: Path, split: str) -> Iterator[Row | BadRow]:
+    """Rows of a dataset of the hub, or of a local directory that holds one."""
+    datasets = _datasets(source)
     from datasets.exceptions import DatasetsError
 
     name, _, configuration = source.partition(":")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hone.config.files import flat
 from hone.config.run import EvalSection
 from hone.reward.base import Rewards
 from hone.rollout.engine import Engine, Request, Sampling
@@ -58,8 +59,9 @@ def metrics_of(groups: Sequence[Group], settings: EvalSection) -> dict[str, floa
     for k in settings.pass_k:
         metrics[f"eval/pass@{k}"] = pass_at_k(groups, k, settings.threshold)
     if settings.by is not None:
-        for value in sorted({str(group.prompt.columns.get(settings.by)) for group in groups}):
-            part = [group for group in groups if str(group.prompt.columns.get(settings.by)) == value]
+        values = [str(flat(group.prompt.columns).get(settings.by)) for group in groups]
+        for value in sorted(set(values)):
+            part = [group for group, own in zip(groups, values, strict=True) if own == value]
             metrics[f"eval/accuracy[{settings.by}={value}]"] = accuracy(part, settings.threshold)
     return metrics
 

@@ -20,6 +20,7 @@ from hone.cluster.devices import split_devices, visible_devices
 from hone.cluster.launch import engine_note
 from hone.cluster.placement import topology_here
 from hone.config.derived import longest_tokens, service_uses, services_of, unused_services
+from hone.config.files import flat
 from hone.config.load import Loaded, load_rewards
 from hone.config.report import CheckReport
 from hone.config.run import RunConfig
@@ -364,11 +365,12 @@ def gold_prompts(config: RunConfig, folder: Path, findings: Findings) -> list[Pr
         for number, row in enumerate(read_rows(source, folder, split=split, rows=rows)):
             if isinstance(row, BadRow):
                 unusable.append(f"{row.where}: {row.problem}")
-            elif row.values.get(data.answer_column or "") is None:
+                continue
+            values = flat(row.values)
+            if (answer := values.get(data.answer_column or "")) is None:
                 unusable.append(f"{row.where}: no answer in column {data.answer_column}")
             else:
-                asked = row.values.get(data.prompt_column, "")
-                answer = row.values[data.answer_column or ""]
+                asked = values.get(data.prompt_column, "")
                 messages = tuple(asked) if isinstance(asked, list) else None
                 prompts.append(Prompt(f"{source}:{number}", number, str(asked), (), answer, row.values, messages))
     findings.figures["rows without a gold answer"] = len(unusable)
