@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +50,8 @@ HUES = 12
 """Sectors that colours are counted in."""
 COLOURLESS = 0.005
 """Mean chroma of a picture, up to 1, below which it has no colours to compare with."""
-SAMPLE_PX = 4
-"""Colours are taken from every fourth pixel, across and down."""
+COARSE_PX = 8
+"""Colours are those of squares of so many pixels."""
 GROUND_AREA = 0.5
 """A picture that covers more of the canvas than this is a ground for others, not an element among them."""
 _CELLS = 64
@@ -74,7 +75,7 @@ def lint(poster: Poster, rendering: Rendering, gold: Rendering) -> dict[str, flo
     return {
         "seen": _mean(list(seen.values())),
         "contrast": _mean([min(1.0, (text.contrast - 1) / (GOOD_CONTRAST - 1)) for text in texts]),
-        "colour": _same_colours(colours(rendering), colours(gold)),
+        "colour": _same_colours(colours(gold), colours(rendering)),
         "clutter": min(1.0, SPARE_LAYERS * max(1, _num_shown(gold)) / max(1, _num_shown(rendering))),
         "overlap": math.exp(-3 * overlap(boxes_N4)),
         "readability": _mean([1 - text.gradient for text in texts]),
@@ -89,10 +90,11 @@ def lint_score(parts: Mapping[str, float]) -> float:
     return parts["seen"] * min(1.0, math.fsum(weight * parts[name] for name, weight in WEIGHTS.items()))
 
 
+@lru_cache(maxsize=2)
 def colours(rendering: Rendering) -> Array:
-    """(HUES,) mean chroma of the picture's pixels in each sector of hue, without pictures that are not at hand."""
-    pixels_N3 = np.asarray(rendering.image, np.float64)[::SAMPLE_PX, ::SAMPLE_PX].reshape(-1, 3) / 255
-    red, green, blue = pixels_N3[~rendering.pictured[::SAMPLE_PX, ::SAMPLE_PX].reshape(-1)].T
+    """(HUES,) mean chroma of the picture in each sector of hue, without pictures that are not at hand."""
+    coarse = np.asarray(rendering.image.reduce(COARSE_PX)) / 255
+    red, green, blue = coarse[~rendering.pictured[::COARSE_PX, ::COARSE_PX]].T
     across, up = red - (green + blue) / 2, math.sqrt(3) / 2 * (green - blue)
     place, chroma = np.arctan2(up, across) / (2 * np.pi) % 1 * HUES, np.hypot(across, up)
     sector, share = place.astype(int), place % 1
@@ -147,7 +149,7 @@ def _with_ease(size: float) -> float:
     return min(1.0, max(0.0, (size - LEGIBLE_FRAC) / (READABLE_FRAC - LEGIBLE_FRAC)))
 
 
-def _same_colours(found: Array, gold: Array) -> float:
+def _same_colours(gold: Array, found: Array) -> float:
     """What two pictures share of their colours; 1 when the ground truth has none."""
     if gold.sum() < COLOURLESS:
         return 1.0

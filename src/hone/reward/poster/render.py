@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageChops, ImageDraw, ImageStat
+from PIL import Image, ImageChops, ImageDraw
 
 from hone.reward.poster.fonts import advance, font
 from hone.reward.poster.parse import Color, Layer, Poster
@@ -63,7 +63,7 @@ class TextFacts:
     """Of its font, as a fraction of the canvas's long side; 0 when nothing of it was drawn."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rendering:
     """The picture of a poster, and its texts in the order of its layers."""
 
@@ -281,15 +281,14 @@ class _Drawing:
         Args:
             glyphs: how much drawing the text changed each pixel.
         """
-        most = int(np.asarray(glyphs).max(initial=0))
-        if most == 0:
+        changed = np.asarray(glyphs)
+        most = float(changed.max(initial=0))
+        ink, ground = changed >= FULL_INK * most, changed <= (1 - FULL_INK) * most
+        if most == 0 or not ground.any():
             return 1.0
-        area = self.image.crop(self.around(block))
-        ink = glyphs.point([255 * (level >= FULL_INK * most) for level in range(256)])
-        ground = glyphs.point([255 * (level <= (1 - FULL_INK) * most) for level in range(256)])
-        if ground.getbbox() is None:
-            return 1.0
-        return contrast_ratio(ImageStat.Stat(area, ink).mean, ImageStat.Stat(area, ground).mean)
+        area = np.asarray(self.image.crop(self.around(block)), np.float64).reshape(-1, 3)
+        ink_mean, ground_mean = (part.reshape(-1) @ area / part.sum() for part in (ink, ground))
+        return contrast_ratio(ink_mean, ground_mean)
 
     def visible(self, block: Block, contrast: float, pictured: float, covered: float) -> float:
         if not self.is_drawable(block) or (contrast < MIN_CONTRAST and pictured < 0.5):
