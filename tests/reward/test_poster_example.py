@@ -29,11 +29,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "poster"
 REAL = [
     "model.init=null",
     "model.tokenizer=null",
-    "model.path=Qwen/Qwen2.5-VL-7B-Instruct",
+    "model.path=Qwen/Qwen2.5-7B-Instruct",
     "reward.components=[{use: poster, timeout_s: 120, args: {visual: visualquality_r1, "
     "visual_args: {endpoint: 'http://127.0.0.1:9/v1', model: TianheWu/VisualQuality-R1-7B, timeout_s: 1}}}]",
 ]
-"""What the run file's comment says to change for a real policy and judge; and little patience."""
+"""A real policy and judge in the run's own processes; and little patience."""
 
 
 @pytest.fixture(scope="module")
