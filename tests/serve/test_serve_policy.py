@@ -10,6 +10,7 @@ import math
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from hone.errors import DataError
 from hone.model.load import init_model, save_hf
 from hone.reward.judge.scorer import JudgeReward
 from hone.rollout.engine import Request, Sampling
+from hone.serve.openai import CompletionRequest
+from hone.serve.policy import PolicyService
 from hone.serve.streaming import GrowingText
 from hone.types import Fault, Group, Prompt, Sample, Score
 
@@ -296,6 +299,48 @@ def test_messages_that_cannot_be_read_are_refused(server, messages, what):
     reply = httpx.post(f"{server}/v1/chat/completions", json={"messages": messages})
     assert reply.status_code == 400
     assert what in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "what"),
+    [
+        ("completions", {"prompt": "1" * 4_000_000}, "prompt: 4000000 characters do not fit into the context"),
+        ("completions", {"prompt": [2] * 1_000_000}, "prompt: 1000000 tokens do not fit into the context"),
+        ("completions", {"prompt": ["1" * 80] * 1000, "n": 2}, "1000 prompts x n = 2"),
+        ("completions", {"prompt": ["1" * 4000] * 1025}, "a list of at most 1024"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "1" * 4_000_000}]}, "4000000 characters do not"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(server, path, body, what):
+    """Tokenised, 4 MB would take longer than the client waits."""
+    reply = httpx.post(f"{server}/v1/{path}", json=body, timeout=5)
+    assert reply.status_code == 400 and what in reply.json()["error"]["message"]
+
+
+def test_others_are_answered_while_a_long_prompt_is_tokenised(model_folder, monkeypatch):
+    policy = loader(str(model_folder), 0, "tiny", PolicySettings(threads=1))()
+    tokenizer = policy.tokenizer
+    begun, may_end = threading.Event(), threading.Event()
+    encode = tokenizer.encode_prompts
+
+    def waits(texts, **how):
+        begun.set()
+        assert may_end.wait(20), "nothing else ran meanwhile"
+        return encode(["1" for _ in texts], **how)
+
+    async def main():
+        service = PolicyService(lambda: policy)
+        await service.start()
+        monkeypatch.setattr(tokenizer, "encode_prompts", waits)
+        asked = CompletionRequest(prompt=["1" * 90] * 200, max_tokens=1)
+        answer = asyncio.create_task(service.complete(asked))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        may_end.set()
+        assert len((await answer).choices) == 200
+        await service.close()
+
+    asyncio.run(main())
 
 
 def test_a_neutral_value_of_what_cannot_be_done_is_taken(server):

@@ -16,10 +16,11 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 
@@ -57,6 +58,10 @@ from hone.types import Prompt, Sample
 
 RETRY_AFTER_S = 1.0
 SLEEP_POLL_S = 0.01
+TOKENIZED_AT_ONCE = 1 << 14
+"""Characters or ids of a request: some 10 ms. More are tokenised in a thread, while others are answered."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,11 @@ class PolicyService:
         self._load, self._max_waiting = load, max_waiting_samples
         self._policy: Policy | None = None
         self._waiting = 0
+        self._longest_token = 0
+        """In characters."""
         self._is_asleep = False
         self._moving = asyncio.Lock()
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
         self._created = int(time.time())
         self.metrics = PolicyMetrics(
             memory_bytes=lambda: self.policy.memory_bytes() if self.is_loaded else 0.0, waiting=lambda: self._waiting
@@ -98,10 +106,12 @@ class PolicyService:
     async def start(self) -> None:
         """Load the model, and prove that it samples."""
         self._policy = await asyncio.to_thread(self._load)
+        self._longest_token = max(map(len, self.policy.tokenizer.hf.get_vocab()))
         greedy = Sampling(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, stop=(), stop_token_ids=())
         await self._draw([(self.policy.tokenizer.eos_id,)], greedy, num_samples=1, seed=0)
 
     async def close(self) -> None:
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
         if self._policy is not None:
             await self._policy.engine.close()
 
@@ -147,7 +157,7 @@ class PolicyService:
 
     async def complete(self, asked: CompletionRequest) -> CompletionReply:
         """Answer `/v1/completions`. Raises OpenAIProblem."""
-        prompts = self._prompts(asked)
+        prompts = await self._prompts(asked)
         drawn = await self._sample(asked, prompts, asked.max_tokens)
         choices = [
             CompletionChoice(
@@ -163,7 +173,7 @@ class PolicyService:
 
     async def chat(self, asked: ChatRequest) -> ChatReply:
         """Answer `/v1/chat/completions`. Raises OpenAIProblem."""
-        ids = self._chat_ids(asked.messages)
+        ids = await self._chat_ids(asked.messages)
         drawn = await self._sample(asked, [ids], _chat_limit(asked))
         choices = [
             ChatChoice(
@@ -178,7 +188,7 @@ class PolicyService:
 
     async def stream_completion(self, asked: CompletionRequest) -> AsyncGenerator[CompletionChunk, None]:
         """Answer `/v1/completions` piece by piece. Raises OpenAIProblem, before the first piece if it can."""
-        prompts = self._prompts(asked)
+        prompts = await self._prompts(asked)
         head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}"}
         async for news, common in self._stream(asked, prompts, asked.max_tokens, head):
             told = self._told(asked, news)
@@ -193,7 +203,7 @@ class PolicyService:
 
     async def stream_chat(self, asked: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
         """Answer `/v1/chat/completions` piece by piece. Raises as `stream_completion`."""
-        ids = self._chat_ids(asked.messages)
+        ids = await self._chat_ids(asked.messages)
         head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}"}
         async for news, common in self._stream(asked, [ids], _chat_limit(asked), head):
             role: dict[str, Any] = {"role": "assistant"} if news.is_first else {}
@@ -244,11 +254,27 @@ class PolicyService:
 
     # ---- prompts
 
-    def _prompts(self, asked: CompletionRequest) -> list[tuple[int, ...]]:
-        prompts = [self._prompt_ids(prompt) for prompt in asked.prompts]
+    async def _prompts(self, asked: CompletionRequest) -> list[tuple[int, ...]]:
+        prompts = asked.prompts
         if not prompts or len(prompts) * asked.n > MAX_CHOICES:
             raise _wrong("prompt", f"{len(prompts)} prompts x n = {asked.n}: need 1 to {MAX_CHOICES} samples")
-        return prompts
+        for prompt in prompts:
+            self._refuse_overlong("prompt", prompt)
+        return await self._off_loop(sum(map(len, prompts)), lambda: [self._prompt_ids(prompt) for prompt in prompts])
+
+    def _refuse_overlong(self, param: str, prompt: str | list[int]) -> None:
+        """Raises OpenAIProblem for what cannot fit into the context, whatever its tokens are."""
+        context = self.policy.context_tokens
+        most, unit = (context * self._longest_token, "characters") if isinstance(prompt, str) else (context, "tokens")
+        if len(prompt) > most:
+            detail = f"{param}: {len(prompt)} {unit} do not fit into the context of {context} tokens"
+            raise OpenAIProblem(400, "context-length-exceeded", detail, param=param)
+
+    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """What `work` on so many characters returns. If they are many it runs in a thread, one request's at a time."""
+        if size <= TOKENIZED_AT_ONCE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
     def _prompt_ids(self, prompt: str | list[int]) -> tuple[int, ...]:
         tokenizer = self.policy.tokenizer
@@ -266,9 +292,15 @@ class PolicyService:
             raise _wrong("prompt", "it has no tokens; there is nothing to predict from")
         return tuple(ids)
 
-    def _chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    async def _chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        texts = [_text_of(message, at) for at, message in enumerate(messages)]
+        whole = "".join(texts)
+        self._refuse_overlong("messages", whole)
+        return await self._off_loop(len(whole) + len(texts), partial(self._rendered_ids, messages, texts))
+
+    def _rendered_ids(self, messages: Sequence[Message], texts: Sequence[str]) -> tuple[int, ...]:
         tokenizer = self.policy.tokenizer
-        plain = [message.model_dump() | {"content": _text_of(message, at)} for at, message in enumerate(messages)]
+        plain = [message.model_dump() | {"content": text} for message, text in zip(messages, texts, strict=True)]
         try:
             return tuple(tokenizer.encode_prompts([tokenizer.render(plain)], rendered=True)[0])
         except jinja2.TemplateError as error:

@@ -16,7 +16,15 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from pydantic import BaseModel
 
 from hone.serve.http import HttpSettings, Lifecycle, Tokens, guarded_app, while_connected
-from hone.serve.openai import ChatReply, ChatRequest, CompletionReply, CompletionRequest, ModelList, OpenAIProblem
+from hone.serve.openai import (
+    MAX_CHOICES,
+    ChatReply,
+    ChatRequest,
+    CompletionReply,
+    CompletionRequest,
+    ModelList,
+    OpenAIProblem,
+)
 from hone.serve.policy import PolicyService
 from hone.serve.routing import strict_router
 from hone.serve.streaming import as_events
@@ -25,7 +33,7 @@ _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The reply, or its events."}
 }
 _UNIONS = {
-    "prompt": "send one text, one list of token ids, or a list of either",
+    "prompt": f"send one text, one list of token ids, or a list of at most {MAX_CHOICES} of either",
     "stop": "send one text, or a list of at most 16",
 }
 
