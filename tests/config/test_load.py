@@ -52,6 +52,52 @@ def test_extends_is_recursive_and_relative_to_the_file_that_says_it(folder):
     assert (config.seed, config.run.steps, config.algorithm.clip_high) == (3, 2, 0.28)
 
 
+def test_paths_in_an_extended_file_start_at_its_own_folder(folder):
+    """The run file is run/own/run.yaml, which extends base/base.yaml, beside which everything lies."""
+    base, own = folder / "base", folder / "run" / "own"
+    own.mkdir(parents=True)
+    (base / "models" / "rm").mkdir(parents=True)
+    for name in ("train.jsonl", "eval.jsonl"):
+        (base / name).write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (base / "mine.py").write_text("def f(group): ...\nclass World: ...\n")
+    (base / "exact").write_text("a file called as a built-in reward is")
+    (base / "serve.yaml").write_text("reward: {components: [{use: exact}]}\n")
+    extended = BASE.replace("train: train.jsonl", "train: train.jsonl, eval: ./eval.jsonl")
+    model = "{use: reward_model, args: {path: models/rm}}"
+    components = f"[{{use: exact}}, {{use: mine.py:f, args: {{path: train.jsonl}}}}, {model}]"
+    write(
+        base,
+        base=extended.replace("[{use: exact}]", components)
+        + "rollout: {environment: {use: mine.py:World}}\ncritic: {path: Qwen/Qwen3-0.6B}\nalgorithm: {credit: gae}\n"
+        "services: {a: {reward: serve.yaml}, b: {command: [python, mine.py, '--port={port}']}}\n",
+    )
+    write(own, run="extends: ../../base/base.yaml\n")
+    loaded = load_config(own / "run.yaml", ["sft.data=train.jsonl"])
+    config = loaded.config
+    assert (config.data.train, config.data.eval) == ("../../base/train.jsonl", "../../base/eval.jsonl")
+    assert str(loaded.where("data.train")).endswith("base/base.yaml:4")
+    assert [c.use for c in config.reward.components] == ["exact", "../../base/mine.py:f", "reward_model"]
+    assert [c.args for c in config.reward.components][1:] == [{"path": "train.jsonl"}, {"path": "../../base/models/rm"}]
+    assert config.rollout.environment.use == "../../base/mine.py:World"
+    assert config.critic.path == "Qwen/Qwen3-0.6B"
+    assert config.services["a"].reward == "../../base/serve.yaml"
+    assert config.services["b"].command == ("python", "../../base/mine.py", "--port={port}")
+    assert config.sft.data == "train.jsonl", "the command line is the run file's"
+
+
+def test_a_path_in_an_extended_file_is_told_with_that_files_line(folder):
+    base, own = folder / "base", folder / "own"
+    base.mkdir()
+    own.mkdir()
+    (own / "train.jsonl").write_text("{}\n")  # where it would have been found before
+    write(base, base=f"# first line\n{BASE}")
+    write(own, run="extends: ../base/base.yaml\n")
+    (problem,) = fails(own / "run.yaml")
+    place, _, message = problem.partition("  data.train: ")
+    assert place.endswith("base/base.yaml:5")
+    assert message.startswith("'../base/train.jsonl' does not exist, looked for at ")
+
+
 def test_a_cycle_is_named(folder):
     write(folder, run=f"extends: b.yaml\n{BASE}", b="extends: run.yaml\n")
     assert fails(folder / "run.yaml")[0].endswith("extends: extends itself: run.yaml -> b.yaml -> run.yaml")

@@ -23,7 +23,8 @@ _CONFIG_INTRO = """\
 
 One YAML file of sections. `extends:` names presets or other files to build on; keys of the file win over them, and
 `section.key=value` on the command line wins over the file. Mappings merge, lists replace. Unknown keys are refused.
-Relative paths start at the run file's folder, `run.dir` at the current one. Secrets are never in the file: they come
+A relative path starts at the folder of the file that it is written in, an extended one too (on the command line: at the
+run file's); `run.dir` starts at the current folder, where `hone` is called. Secrets are never in the file: they come
 from the environment (`WANDB_API_KEY`, `HF_TOKEN`).
 
 `hone explain RUN.yaml section.key` shows what a key is in your run and who set it; `hone check RUN.yaml` tells

@@ -6,6 +6,7 @@ The one exception: a command-line value for a text key is taken as it stands, be
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ def preset_names() -> list[str]:
 class Stack:
     """Reads a file and everything it extends, depth first."""
 
+    folder: Path
+    """The run file's, where the relative paths of the tree start."""
     layers: list[Node] = field(default_factory=list)
     """Each file's own keys, weakest first."""
     problems: list[Problem] = field(default_factory=list)
@@ -57,6 +60,8 @@ class Stack:
         if not isinstance(root.value, dict):
             return self._refuse(root.where, "", "must be sections of `key: value` lines, such as `model:`")
         own = _without_empty_sections(Node({k: v for k, v in root.value.items() if k != "extends"}, root.where))
+        if PRESETS not in path.parents:
+            own = _rebased(own, path.parent, self.folder)
         merged = Node({}, root.where)
         for name in self._extended(root.value.get("extends")):
             below = self._extend(name, path)
@@ -128,6 +133,51 @@ def merge(below: Node, above: Node) -> Node:
     for name, node in above.value.items():
         merged[name] = merge(merged[name], node) if name in merged else node
     return Node(merged, above.where)
+
+
+_FILE = re.compile(r"^\.\.?(/|$)|\.((jsonl?|csv)(\.gz)?|parquet|ya?ml|py|jinja2?)$")
+"""What is meant as a file or directory even where there is none, so that errors look in the right place."""
+
+
+def _rebased(node: Node, there: Path, here: Path, path: str = "") -> Node:
+    """The tree of a file in folder `there`, with relative paths that start at `here` instead."""
+    if there.resolve() == here.resolve():
+        return node
+    if isinstance(node.value, dict):
+        calls_users_code = ":" in str(node.value["use"].value) if "use" in node.value else False
+        children = {
+            name: child
+            if calls_users_code and name == "args"
+            else _rebased(child, there, here, f"{path}.{name}" if path else name)
+            for name, child in node.value.items()
+        }
+        return Node(children, node.where)
+    if isinstance(node.value, list):
+        children = [_rebased(child, there, here, f"{path}.{number}") for number, child in enumerate(node.value)]
+        return Node(children, node.where)
+    if isinstance(node.value, str) and schema.may_name_a_file(path):
+        return Node(_moved(node.value, there, here, path), node.where)
+    return node
+
+
+def _moved(text: str, there: Path, here: Path, path: str) -> str:
+    """`file.py:name` moves with its file; a name of the hub, a built-in reward or a program on the PATH stays."""
+    file, colon, name = text.rpartition(":")
+    if not file.endswith(".py"):
+        file, colon, name = text, "", ""
+    is_bare = "/" not in file and path.endswith((".use", ".command.0"))
+    if file.startswith(("/", "~", "-")) or (is_bare and not colon):
+        return text
+    if not (_FILE.search(file) or _exists(there / file)):
+        return text
+    return os.path.relpath(there.resolve() / file, here.resolve()) + colon + name
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a text too long or with a NUL is no path
+        return False
 
 
 def _without_empty_sections(node: Node, path: str = "") -> Node:

@@ -2,7 +2,8 @@
 
 Layers, weakest first: the files that `extends:` names (presets such as `algorithm/dapo`, or paths relative to the
 file that names them), each before the file that extends it; the run file; `section.key=value` from the command
-line. Mappings merge, everything else replaces. What a key means is `run.py`; what must hold between keys `rules.py`.
+line. Mappings merge, everything else replaces. A relative path starts at the folder of the file that it is
+written in, on the command line at the run file's. What a key means is `run.py`; what must hold between keys `rules.py`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def load_mapping(sections: Mapping[str, Any], overrides: Sequence[str] = (), *, 
         source: how problems name where the data is from.
         run_file: gives the name of the run and the folder where relative paths start; it is not read.
     """
-    stack = Stack()
+    stack = Stack(run_file.parent)
     return _resolved(stack, stack.take(Node.of(sections, Where(source)), run_file), run_file, overrides)
 
 
@@ -123,7 +124,7 @@ def load_services(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _load(path: str | Path, overrides: Sequence[str], *, needed: str | None) -> Loaded:
-    stack = Stack()
+    stack = Stack(Path(path).parent)
     return _resolved(stack, stack.read(Path(path), str(path), asked_by=None), Path(path), overrides, needed)
 
 

@@ -29,16 +29,16 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    path: str | None = key(None)
+    path: str | None = key(None, is_path=True)
     """Hugging Face model: a local directory or a hub name. Exactly one of `path` and `init`."""
     init: dict[str, Any] | None = key(None)
     """Random initialisation from an architecture config: the keys of a config.json, `model_type` among them."""
-    tokenizer: str | None = key(None)
+    tokenizer: str | None = key(None, is_path=True)
     """Tokenizer directory or hub name; null takes the one beside `path`."""
     characters: str | None = key(None)
     """Build a character-level tokenizer of these characters instead; for small experiments with `init`."""
-    chat_template: str | None = key(None)
-    """Jinja file with the chat template, relative to the run file; null takes the tokenizer's own."""
+    chat_template: str | None = key(None, is_path=True)
+    """Jinja file with the chat template; null takes the tokenizer's own."""
     trust_remote_code: bool = key(False)
     """Run Python code that a model repository ships. Weights are read from safetensors only, in any case."""
     implementation: Literal["auto", "hone", "transformers"] = key("auto")
@@ -46,14 +46,14 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    train: str = key(...)
-    """Prompts to train on: a .jsonl, .json, .csv (each also .gz) or .parquet file (relative to the run file), a pattern
-    such as `train-*.jsonl`, a folder that `save_to_disk` made, or a Hugging Face dataset name."""
+    train: str = key(..., is_path=True)
+    """Prompts to train on: a .jsonl, .json, .csv (each also .gz) or .parquet file, a pattern such as `train-*.jsonl`, a
+    folder that `save_to_disk` made, or a Hugging Face dataset name."""
     train_split: str = key("train")
     """Split of a Hugging Face dataset; not used for files."""
     train_rows: str | None = key(None)
     """Rows to use, `start:stop` as in Python; null takes all."""
-    eval: str | None = key(None)
+    eval: str | None = key(None, is_path=True)
     """Prompts to evaluate on, as `train`; null: no evaluation."""
     eval_split: str = key("test")
     """Split of a Hugging Face dataset for evaluation."""
@@ -86,8 +86,8 @@ class DataSection(Section):
 
 
 class RewardComponent(Section):
-    use: str = key(..., min_length=1)
-    """A built-in name, `package.module:function`, or `file.py:function` relative to the run file."""
+    use: str = key(..., min_length=1, is_path=True)
+    """A built-in name, `package.module:function`, or `file.py:function`."""
     name: str | None = key(None)
     """What metrics call it; null takes the last part of `use`."""
     weight: float = key(1.0)
@@ -111,13 +111,13 @@ class RewardSection(Section):
 
 
 class ServiceSection(Section):
-    reward: str | None = key(None)
+    reward: str | None = key(None, is_path=True)
     """Serve the rewards of this file, as `hone serve reward` does. Exactly one of `reward`, `policy` and `command`."""
-    policy: str | None = key(None)
+    policy: str | None = key(None, is_path=True)
     """Serve this model, a directory or hub name, as `hone serve policy` does."""
     engine: dict[str, Any] = key({})
     """How the engine of `policy` holds and batches the model, in vLLM if it is installed: see docs/rewards-judge.md."""
-    command: tuple[str, ...] | None = key(None, min_length=1)
+    command: tuple[str, ...] | None = key(None, min_length=1, is_path=True)
     """Run this program, in the run file's folder: its words, in which {port} stands for the port."""
     devices: tuple[int, ...] = key((), unit="GPU numbers")
     """GPUs of its own, counted as CUDA_VISIBLE_DEVICES lists them; it sees no others."""
@@ -136,9 +136,8 @@ class ServiceSection(Section):
 
 
 class EnvironmentSection(Section):
-    use: str | None = key(None)
-    """What answers the policy's turns: `file.py:Class` relative to the run file, or `package.module:Class`; null: a
-    response is one turn."""
+    use: str | None = key(None, is_path=True)
+    """What answers the policy's turns: `file.py:Class` or `package.module:Class`; null: a response is one turn."""
     args: dict[str, Any] = key({})
     """Keyword arguments for it."""
     max_turns: int = key(8, unit="turns per sample", ge=1)
@@ -306,7 +305,7 @@ class LoraSection(Section):
 
 
 class CriticSection(Section):
-    path: str | None = key(None)
+    path: str | None = key(None, is_path=True)
     """With `credit: gae`: a model or reward model directory to start the critic from; null: the policy's weights."""
     value_clip: float | None = key(0.2, unit="reward", gt=0)
     """An update moves a value at most so far from what it was, as far as its loss is concerned; null is off."""
@@ -317,7 +316,7 @@ class CriticSection(Section):
 
 
 class SftSection(Section):
-    data: str | None = key(None)
+    data: str | None = key(None, is_path=True)
     """Rows to imitate, as `data.train`; null takes `data.train` itself. Uses `data`'s columns and template."""
     rows: str | None = key(None)
     """Rows to use, `start:stop`; null takes all."""

@@ -36,6 +36,8 @@ class Key:
     default: Any
     required: bool
     meaning: str
+    is_path: bool
+    """See `section.key`."""
     is_text: bool
     """Text or null and nothing else, so that a value on the command line needs no quotes."""
 
@@ -94,6 +96,18 @@ def find_key(path: str) -> Key | None:
     return None
 
 
+FILE_ARGS = ("path", "template", "tokenizer", "ca_file")
+"""Arguments of built-in rewards that name files as keys with `is_path` do."""
+
+
+def may_name_a_file(path: str) -> bool:
+    """Whether the text at a concrete path is one that `section.key` calls a path."""
+    key = find_key(path)
+    if key is None or key.path != "reward.components.*.args":
+        return key is not None and key.is_path
+    return path.rpartition(".")[2] in FILE_ARGS
+
+
 def is_section(path: str) -> bool:
     return generic(path) in all_sections()
 
@@ -134,6 +148,7 @@ def _key(path: str, field: FieldInfo) -> Key:
         default=None if field.default is PydanticUndefined else field.default,
         required=field.is_required(),
         meaning=field.description or "",
+        is_path=bool(extra.get("is_path")),
         is_text=field.annotation is str or (_is_union(field.annotation) and str in get_args(field.annotation)),
     )
 

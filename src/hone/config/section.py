@@ -15,6 +15,10 @@ class Section(BaseModel):
     )
 
 
-def key(default: Any = ..., *, unit: str = "", **bounds: Any) -> Any:
-    """A key with a unit and bounds (ge, gt, le, lt, min_length). `...` as default: the run file must set it."""
-    return Field(default, json_schema_extra={"unit": unit}, **bounds)
+def key(default: Any = ..., *, unit: str = "", is_path: bool = False, **bounds: Any) -> Any:
+    """A key with a unit and bounds (ge, gt, le, lt, min_length). `...` as default: the run file must set it.
+
+    Args:
+        is_path: it may name a file or directory, relative to the folder of the file that it is written in.
+    """
+    return Field(default, json_schema_extra={"unit": unit, "is_path": is_path}, **bounds)
