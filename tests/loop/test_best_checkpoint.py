@@ -111,6 +111,21 @@ def test_every_exported_policy_says_what_ends_and_pads_a_response(spoiled, tmp_p
         assert generation.pad_token_id == AutoConfig.from_pretrained(folder).pad_token_id == tokenizer.pad_token_id
 
 
+def test_a_torn_best_checkpoint_is_found_at_once_and_set_aside(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    for step in (1, 2):
+        progress = Progress(step=step, best_metric="eval/accuracy", best_step=1, best_value=0.5)
+        checkpoints.save(progress, LiveSnapshot({"w": torch.zeros(2)}, {}))
+    assert checkpoints.forget_torn_best(progress) == [] and progress.best_step == 1
+    torn = tmp_path / "checkpoints" / "step-000001" / "tensors.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    lost, moved = checkpoints.forget_torn_best(progress)
+    assert "the best checkpoint (eval/accuracy = 0.5) is lost" in lost and "tensors.safetensors has" in lost
+    assert (tmp_path / "set-aside" / "step-000001").is_dir() and "set-aside" in moved
+    assert (progress.best_step, progress.best_value) == (None, None)
+    assert checkpoints.newest().progress.step == 2
+
+
 def test_a_resumed_run_knows_the_best_step(spoiled, tmp_path):
     shutil.copytree(spoiled, tmp_path, dirs_exist_ok=True)
     run_file = tmp_path / "tiny.yaml"

@@ -1,13 +1,17 @@
 import json
+import os
 import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from observed import Settings, decode, make_group
 
 from hone.errors import RunFolderError
+from hone.loop.audit import audit_file
+from hone.observe import background
 from hone.observe.observer import Observer
 from hone.observe.recorder import read_samples, recorded_steps
 from hone.types import Position
@@ -197,3 +201,24 @@ def test_a_torn_summary_and_a_cut_sample_file_are_in_nobodys_way(tmp_path):
     resumed.close("done")
     assert "summary.json is torn" in (tmp_path / "logs" / "training.log").read_text()
     assert (tmp_path / "set-aside" / "summary.json").exists() and (tmp_path / "report.html").exists()
+
+
+def test_a_disk_that_stalls_under_samples_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "PATIENCE_S", 0.1)
+    observer = open_observer(tmp_path)
+    (tmp_path / "samples" / "rl").mkdir(parents=True)
+    stalled = tmp_path / "samples" / "rl" / "step-000001.jsonl.gz.tmp"
+    os.mkfifo(stalled)  # to open a pipe that nobody reads waits for ever
+    steps_of_a_run(observer, 1, 30)
+    assert observer.position().metrics_bytes == (tmp_path / "metrics.jsonl").stat().st_size
+    monkeypatch.setattr(background, "PATIENCE_S", 20.0)
+    stalled.read_bytes()  # the disk is back
+    while not stalled.with_suffix("").exists():
+        time.sleep(0.01)
+    stalled.with_suffix("").unlink()
+    observer.close("done")
+    assert len(lines(tmp_path)) == 30, "metrics have every step"
+    log = (tmp_path / "logs" / "training.log").read_text()
+    assert "has taken nothing for 0.1 s" in log and re.search(r"take data again; \d\d writes were dropped", log)
+    found = audit_file(tmp_path / "events.jsonl")
+    assert found.violations == () and len(found.gaps) == 2

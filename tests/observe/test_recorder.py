@@ -14,7 +14,7 @@ from hone.observe.recorder import Recorder, read_samples, recorded_steps, sample
 
 @pytest.fixture
 def background():
-    background = Background()
+    background = Background(pytest.fail)
     yield background
     background.close()
 

@@ -80,6 +80,7 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False, accept_c
         changes = changed_inputs(saved.run["inputs"], identity["inputs"]) if saved else []
         if saved and not accept_changed_inputs:
             refuse_changed_inputs(folder.path, changes, checkpoint=saved.path)
+        folder.notes += checkpoints.forget_torn_best(saved.progress) if saved else []
         folder.notes += [f"continues with another input than before: {change}" for change in changes]
         observer = Observer(
             folder.path,

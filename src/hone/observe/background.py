@@ -1,7 +1,8 @@
 """One thread that writes what nobody waits for: samples, TensorBoard, Weights & Biases, trace. Not for metrics.jsonl.
 
-Who waits: `submit` waits while `capacity` jobs are queued, `drain` and `close` until all are done; each with a
-deadline, so a disk or a network that hangs ends in a message. Who wakes them: the thread, after each job.
+Who waits: `submit` while `capacity` jobs are queued, `drain` and `close` until all are done, each for `PATIENCE_S` at
+most. A disk or a network that stalls longer is warned of; from then on until it is back nobody waits, and jobs that
+find no place are dropped and counted. Who wakes them: the thread, after each job.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from hone.errors import HoneError
+PATIENCE_S = 10.0
 
 Job = Callable[[], None]
 
@@ -19,27 +20,31 @@ Job = Callable[[], None]
 class Background:
     """Runs jobs one at a time, in order, on its own daemon thread."""
 
-    def __init__(self, *, capacity: int = 16, deadline_s: float = 60.0) -> None:
+    def __init__(self, warn: Callable[[str], None], *, capacity: int = 16) -> None:
+        """`warn`: called when jobs are not done in time, and when they are done again."""
         self._jobs: queue.Queue[Job | None] = queue.Queue(capacity)
-        self._deadline_s = deadline_s
+        self._warn = warn
+        self._is_stalled = False
+        self._dropped = 0
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="hone-observe", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Raises what an earlier job raised, or HoneError when the queue stays full."""
+        """Queue a job, or drop it where the one that is being done stalls. Raises what an earlier job raised."""
         self._raise_failure()
         try:
-            self._jobs.put(job, timeout=self._deadline_s)
+            self._jobs.put(job, timeout=self._patience_s())
         except queue.Full:
-            raise HoneError(self._stuck()) from None
+            self._dropped += 1
+            self._stall()
 
     def drain(self) -> None:
-        """Return once every job queued so far is done. Raises as `submit` does."""
+        """Return once every job queued so far is done, or stalls. Raises as `submit` does."""
         with self._jobs.all_tasks_done:
-            done = self._jobs.all_tasks_done.wait_for(lambda: self._jobs.unfinished_tasks == 0, self._deadline_s)
-        if not done:
-            raise HoneError(self._stuck())
+            is_done = self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, self._patience_s())
+        if not is_done:
+            self._stall()
         self._raise_failure()
 
     def close(self) -> None:
@@ -49,7 +54,10 @@ class Background:
         finally:
             with contextlib.suppress(queue.Full):  # then the thread hangs in a job; as a daemon it dies with us
                 self._jobs.put_nowait(None)
-        self._thread.join(self._deadline_s)
+        self._thread.join(self._patience_s())
+
+    def _patience_s(self) -> float:
+        return 0.001 if self._is_stalled else PATIENCE_S
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -58,15 +66,24 @@ class Background:
             except Exception as failure:  # boundary of the thread: raised again in the thread that submits next
                 self._failure = self._failure or failure
             finally:
+                if self._is_stalled:
+                    self._recover()
                 self._jobs.task_done()
+
+    def _stall(self) -> None:
+        if not self._is_stalled:
+            self._is_stalled = True
+            self._warn(
+                f"the run's folder or a metrics service has taken nothing for {PATIENCE_S:g} s: the run continues, and "
+                "samples, charts and traces that find no place are dropped until it does. Check disk and network"
+            )
+
+    def _recover(self) -> None:
+        self._is_stalled = False
+        dropped, self._dropped = self._dropped, 0
+        self._warn(f"the run's folder and metrics services take data again; {dropped} writes were dropped")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-
-    def _stuck(self) -> str:
-        return (
-            f"the run's folder or a metrics service has taken nothing for {self._deadline_s:g} s "
-            f"({self._jobs.qsize()} writes wait): check the disk and the network, or switch observe.wandb off"
-        )

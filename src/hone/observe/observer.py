@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import psutil
 
-from hone.errors import HoneError
 from hone.observe.background import Background
 from hone.observe.console import LogView, View, open_view
 from hone.observe.events import FILE, EventLog
@@ -87,7 +86,7 @@ class Observer:
         self._trace = TraceFile(folder / "trace.json", title=title, resume=is_resumed) if settings.trace else None
         self._spans = Spans()
         self._timelines: dict[str, Timeline] = {}
-        self._background = Background()
+        self._background = Background(self._warn_of_gap)
         self._samples_max_bytes = int(settings.samples_max_mib * 2**20)
         self._recorder = self._new_recorder(resume)
         self._summary = Summary.begin(folder, title=title, versions=versions(), resume=is_resumed, warn=self.warn)
@@ -210,14 +209,11 @@ class Observer:
         """Finish every record and write report.html. `outcome` is one line: how the run ended."""
         events = self._spans.take_events()
         message = outcome
-        self.event("stopped", outcome=outcome)
-        self._events.close()
         try:
-            try:
-                self._background.submit(lambda: self._close_slow(events))
-                self._background.close()
-            except HoneError as stuck:
-                self.warn(str(stuck))
+            self._background.submit(lambda: self._close_slow(events))
+            self._background.close()
+            self.event("stopped", outcome=outcome)
+            self._events.close()
             self._metrics.close()
             self._summary.end(self._folder, outcome)
             report = write_report(self._folder, decode=self._decode, picture=self._picture)
@@ -238,6 +234,10 @@ class Observer:
             last_step=self._metrics.last_step,
             expected_files=resume.sample_files if resume else 0,
         )
+
+    def _warn_of_gap(self, message: str) -> None:
+        self.warn(message)
+        self.event("gap", what="samples", why=message)
 
     def _memory(self) -> dict[str, float]:
         rss_gib = self._process.memory_info().rss / 2**30

@@ -35,7 +35,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hone.errors import CheckpointError
-from hone.observe.whole import make_folder, sync
+from hone.observe.whole import make_folder, set_aside, sync
 from hone.train.shards import FileFacts, SavedTensors, Snapshot, write_synced
 from hone.types import Progress
 
@@ -144,6 +144,25 @@ class Checkpoints:
             found = ", ".join(path.name for path in self.paths()) or "none"
             raise CheckpointError(f"{path}: no such checkpoint. There are: {found}.")
         return self.load(path)
+
+    def forget_torn_best(self, progress: Progress) -> list[str]:
+        """Have `progress` go on without a best step when its checkpoint is gone or not whole; that is set aside.
+
+        Returns the warnings to show.
+        """
+        if progress.best_step is None or progress.stage != "rl":
+            return []
+        try:
+            self.at("rl", progress.best_step)
+            return []
+        except CheckpointError as error:
+            value = f"{progress.best_metric} = {progress.best_value:.4g}"
+            told = [f"the best checkpoint ({value}) is lost: {error} A new best is looked for from here on"]
+        path = self.folder / _name(replace(progress, step=progress.best_step))
+        if os.path.lexists(path):
+            told.append(set_aside(self.folder.parent, path, "is not whole"))
+        progress.best_step = progress.best_value = None
+        return told
 
     def load(self, path: Path) -> Loaded:
         """Read one checkpoint. Raises CheckpointError naming the file that is missing, truncated or altered."""
