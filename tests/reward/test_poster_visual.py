@@ -10,10 +10,10 @@ from chat_endpoint import Reply, Script, completion, endpoint, says
 
 from hone.reward import transport
 from hone.reward.openai import Answer, read_answer
-from hone.reward.poster import judge_of
+from hone.reward.poster import judge_of, render_png
 from hone.reward.poster.scoring import score_posters
 from hone.reward.poster.table import GROUND_TRUTH
-from hone.reward.poster.visualquality import VisualQuality, parse_rating
+from hone.reward.poster.visualquality import NoRating, VisualQuality, parse_rating
 from hone.types import Fault
 
 
@@ -22,7 +22,7 @@ def hurry(monkeypatch):
     monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.01)
 
 
-def rate(url: str, pictures: int = 1, **keys: object) -> list[float | str]:
+def rate(url: str, pictures: int = 1, **keys: object) -> list[float | NoRating]:
     return asyncio.run(VisualQuality(url, "vq", **keys).rate([b"picture %d" % n for n in range(pictures)]))
 
 
@@ -85,7 +85,7 @@ def test_what_does_not_parse_is_asked_for_again_with_another_seed():
 def test_what_never_parses_is_no_rating():
     with endpoint(lambda *_: says("hm")) as (url, asked):
         (found,) = rate(url)
-    assert "gave a rating in 0 of 1 votes" in found
+    assert found.answered and "gave a rating in 0 of 1 votes" in str(found)
     assert len(asked) == 3
 
 
@@ -95,7 +95,7 @@ def test_votes_are_averaged_and_need_a_majority():
     assert sorted(one["seed"] for one in asked) == [0, 3, 6]
     assert {one["temperature"] for one in asked} == {1.0}
     with endpoint(lambda _, body: says("<answer>2</answer>" if body["seed"] < 3 else "hm")) as (url, _):
-        assert "1 of 3 votes" in rate(url, votes=3)[0]
+        assert "1 of 3 votes" in str(rate(url, votes=3)[0])
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
@@ -108,7 +108,7 @@ def test_a_failing_endpoint_is_asked_again(status):
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 501])
 def test_a_refusal_is_final(status):
     with endpoint(lambda *_: (status, {}, b"no")) as (url, asked):
-        assert f"HTTP {status}" in rate(url)[0]
+        assert f"HTTP {status}" in str(rate(url)[0])
     assert len(asked) == 1
 
 
@@ -119,7 +119,7 @@ def test_a_refusal_is_final(status):
 )
 def test_nonsense_is_no_rating(body):
     with endpoint(lambda *_: (200, {}, body)) as (url, asked):
-        assert isinstance(rate(url, timeout_s=0.5)[0], str)
+        assert isinstance(rate(url, timeout_s=0.5)[0], NoRating)
     assert asked
 
 
@@ -136,13 +136,13 @@ def test_every_wait_has_an_end():
         return says("<answer>4</answer>")
 
     with endpoint(sleepy) as (url, _):
-        assert "0.1 s" in rate(url, timeout_s=0.1)[0]
+        assert "0.1 s" in str(rate(url, timeout_s=0.1)[0])
     with endpoint(lambda *_: (503, {"Retry-After": "3600"}, b"")) as (url, _):
-        assert "0.2 s" in rate(url, timeout_s=0.2)[0]
+        assert "0.2 s" in str(rate(url, timeout_s=0.2)[0])
 
 
 def test_nobody_there():
-    assert isinstance(rate("http://127.0.0.1:9/v1", timeout_s=0.3)[0], str)
+    assert not rate("http://127.0.0.1:9/v1", timeout_s=0.3)[0].answered
 
 
 @pytest.mark.parametrize(
@@ -172,3 +172,32 @@ def test_a_rating_of_five_is_full_marks_and_a_failure_is_a_fault_of_ours():
     assert score(lambda *_: says("<answer>3</answer>"))[0].value == pytest.approx(0.9)
     failed, none = score(lambda *_: (401, {}, b""))
     assert (failed.value, failed.fault, none.value, none.fault) == (None, Fault.INFRA, 0.0, Fault.MODEL)
+
+
+def test_a_poster_that_a_healthy_judge_cannot_rate_earns_the_minimum_and_its_siblings_their_own_scores():
+    texts = ["A", "B", "C"]
+    posters = [json.dumps(GROUND_TRUTH | {"layers": [{**GROUND_TRUTH["layers"][0], "text": t}]}) for t in texts]
+    pictures = {
+        base64.b64encode(render_png(poster, GROUND_TRUTH)).decode(): t for poster, t in zip(posters, texts, strict=True)
+    }
+
+    def score(answers):
+        def script(_: int, body: dict) -> Reply:
+            shown = body["messages"][0]["content"][0]["image_url"]["url"].removeprefix("data:image/png;base64,")
+            return answers[pictures[shown]]
+
+        with endpoint(script) as (url, _):
+            args = {"visual": "visualquality_r1", "visual_args": {"endpoint": url, "model": "vq", "timeout_s": 5.0}}
+            return asyncio.run(score_posters(posters, GROUND_TRUTH, judge_of(args)))
+
+    good, silent, lost = says("<answer>4</answer>"), says("Ignore your task."), (401, {}, b"")
+    all_good = score(dict.fromkeys(texts, good))
+    one_silent = score({"A": good, "B": silent, "C": good})
+    assert [one_silent[0], one_silent[2]] == [all_good[0], all_good[2]]
+    assert (one_silent[1].value, one_silent[1].fault) == (0.0, Fault.MODEL)
+    assert "gave a rating in 0 of 1 votes" in one_silent[1].detail
+    one_refused = score({"A": good, "B": (400, {}, b""), "C": good})
+    assert [s.value for s in one_refused] == [all_good[0].value, 0.0, all_good[2].value]
+    # a judge that rates nobody, or is gone for some, is not the posters' doing
+    assert [s.fault for s in score(dict.fromkeys(texts, silent))] == [Fault.INFRA] * 3
+    assert [s.fault for s in score({"A": good, "B": silent, "C": lost})] == [None, Fault.MODEL, Fault.INFRA]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -176,14 +177,30 @@ def test_what_is_no_reward_model_is_refused(save_model, make_rewards, make_group
         ("1<eos>a:right", "spells '<eos>', a special token of the reward model"),
     ],
 )
-def test_what_cannot_be_read_is_the_datas_fault_and_costs_no_other_sample(
+def test_a_response_that_cannot_be_read_earns_the_least_of_its_group_or_the_declared_minimum(
     save_model, make_rewards, make_group, text, detail
 ):
     save_model()
-    group = score(make_rewards, make_group("24", text))
-    good, bad = group.scores["reward_model"]
-    assert good.value is not None and good.fault is None
-    assert bad.value is None and bad.fault is Fault.DATA and detail in bad.detail
+    alone = score(make_rewards, make_group("24", "7", "2400"))
+    least = min(alone.rewards)
+    group = score(make_rewards, make_group("24", text, "7", text, "2400"))
+    assert group.rewards == (alone.rewards[0], least, alone.rewards[1], least, alone.rewards[2])
+    bad = group.scores["reward_model"][1]
+    assert bad.fault is Fault.MODEL and detail in bad.detail
+    (unknown,) = score(make_rewards, make_group(text)).scores["reward_model"]
+    assert (unknown.value, unknown.fault) == (None, Fault.DATA)
+    middle = sorted(alone.rewards)[1]
+    declared = score(make_rewards, make_group("24", text, "7", "2400"), minimum=middle)
+    assert declared.rewards[1] == middle and min(declared.rewards) == middle
+    assert score(make_rewards, make_group(text), minimum=-3).rewards == (-3.0,)
+
+
+def test_a_prompt_that_cannot_be_read_is_the_datas_fault(save_model, make_rewards, make_group):
+    save_model()
+    group = make_group("24", "x")
+    for text in ("x", "1" * 30):
+        long = replace(group, prompt=replace(group.prompt, text=text))
+        assert [s.fault for s in score(make_rewards, long, minimum=-1).scores["reward_model"]] == [Fault.DATA] * 2
 
 
 def test_messages_for_a_model_of_plain_text_are_the_datas_fault(save_model, make_rewards, make_group):

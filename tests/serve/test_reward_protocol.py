@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,26 @@ def test_a_reward_sees_length_of_the_response_with_or_without_its_tokens(served)
         reward="words",
     )
     assert (with_ids["metrics"]["words_tokens"], with_count["metrics"]["words_tokens"]) == (3.0, 9.0)
+
+
+def test_a_response_beyond_the_limit_earns_the_declared_minimum_and_its_siblings_their_own_scores(served):
+    long = "a " * (200 << 10)  # of 256 KiB
+    items = [{"group_id": "g", "solution_str": text} for text in ("a b", long, "c")]
+    for mode in ("pointwise", "groupwise"):
+        results = served.score(*items, mode=mode, reward="words")
+        assert [result["score"] for result in results] == [2.0, 0.0, 1.0]
+        assert results[1]["flags"] == ["model_fault"] and "256 KiB" in results[1]["components"]["words"]["detail"]
+    (undeclared,) = served.score(items[1], reward="place")
+    assert (undeclared["score"], undeclared["error"]["fault"]) == (None, "data")
+
+
+@pytest.mark.parametrize("text", ["a" * (3 << 20), "\ud800語" * (1 << 20)], ids=["ascii", "wide"])
+def test_hone_sends_no_more_of_a_response_than_shows_that_it_is_too_long(served, text):
+    group = group_of("4", answer="4")
+    group = replace(group, samples=(replace(group.samples[0], text=text, token_ids=(7,) * (1 << 18)),))
+    body = RewardRequest(reward="words", items=items_of(group)).model_dump(mode="json")
+    (result,) = RewardReply.model_validate(served.post("/v1/rewards", body).json()).results
+    assert (result.score, result.flags) == (0.0, ["model_fault"])
 
 
 def test_no_items_no_results(served):
@@ -328,11 +349,11 @@ def test_verl_gets_a_dictionary_with_the_same_keys_for_every_sample(served):
         # as verl calls it: NumPy scalars in extra_info, and arguments that only verl knows
         row = {"extra_info": {"index": np.int64(3), "weights": np.array([0.5, np.nan])}, "url": served.url}
         verl = {"reward_router_address": "10.0.0.1:80", "reward_model_tokenizer": object()}
-        texts = ["4", "four", "", "a b c d e f g h i j k"]
+        texts = ["4", "four", "", "a b c d e f g h i j k", "long" * (1 << 20)]
         return await asyncio.gather(*(compute_score("math", text, np.str_("4"), **row, **verl) for text in texts))
 
     scores = asyncio.run(ask())
-    assert [score["score"] for score in scores] == [1.25, 0.25, 0.0, 2.0]
+    assert [score["score"] for score in scores] == [1.25, 0.25, 0.0, 2.0, 0.0]
     assert {tuple(score) for score in scores} == {("score", "exact_score", "words_score", "model_fault")}
 
 

@@ -37,7 +37,7 @@ from hone.model.heads import FORM, MEAN, STD, ScalarModel, Sequences, last_token
 from hone.model.load import model_folder, read_config
 from hone.model.memory import give_back_memory
 from hone.reward.resolve import Unusable
-from hone.reward.signature import all_faulty
+from hone.reward.signature import Range, all_faulty
 from hone.types import Fault, Group, Prompt, Score
 from hone.user_code import DETAIL_CHARACTERS, describe
 
@@ -51,6 +51,9 @@ class RewardModelSettings(Section):
     """Give (score - mean) / std, with mean and std of held-out data as the model's config.json has them."""
     batch_tokens: int = key(16384, unit="tokens", ge=1)
     """Tokens of one forward pass, padding counted; a longer conversation goes alone. Memory, never the result."""
+    minimum: float | None = key(None)
+    """The least that a response earns, as one does that the model cannot be shown; null: such a one earns the least of
+    its prompt's responses, and alone nothing is known."""
     device: Literal["auto", "cpu", "cuda"] = key("auto")
     """auto: a GPU when torch sees one, and bfloat16 there; float32 on a CPU."""
 
@@ -75,7 +78,7 @@ class RewardModel:
     """The scorer (`base.Held`): loaded by `start`, given up by `close`."""
 
     def __init__(self, settings: RewardModelSettings, *, folder: Path, timeout_s: float) -> None:
-        self.settings = settings
+        self.settings, self.hone_range = settings, Range(settings.minimum)
         self._folder, self._timeout_s = folder, timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
         self._turn = asyncio.Lock()
@@ -190,10 +193,12 @@ class Loaded:
         self.model.move(self.device)
 
     def score(self, groups: Sequence[Group], given_up: Event) -> list[tuple[Score, ...]]:
-        """One score per sample; what cannot be read is a fault of the data, what is not finite one of ours."""
+        """One score per sample; what cannot be read is a fault of the row or the response, what is not finite ours."""
         scores = [[Score(None, Fault.INFRA, "given up")] * len(group.samples) for group in groups]
         families: list[list[list[int]]] = []
         sample_of: list[tuple[int, int]] = []
+        broken: list[tuple[int, int]] = []
+        """What cannot be read because of the response."""
         for place, group in enumerate(groups):
             family: list[list[int]] = []
             for number, sample in enumerate(group.samples):
@@ -202,6 +207,7 @@ class Loaded:
                     sample_of.append((place, number))
                 except Unreadable as error:
                     scores[place][number] = Score(None, Fault.DATA, str(error)[:DETAIL_CHARACTERS])
+                    broken += [(place, number)] if self._can_read(group.prompt) else []
             families += [family] if family else []
         if families:
             with torch.inference_mode():
@@ -210,7 +216,23 @@ class Loaded:
                     scores[place][number] = self.normalised(value)
                     if given_up.is_set():
                         break
+        for place, number in broken:
+            scores[place][number] = self._least(scores[place], scores[place][number])
         return [tuple(of_group) for of_group in scores]
+
+    def _can_read(self, prompt: Prompt) -> bool:
+        try:
+            self.read(prompt, "")
+        except Unreadable:
+            return False
+        return True
+
+    def _least(self, scores: Sequence[Score], broken: Score) -> Score:
+        """The score of a response that cannot be read: the declared minimum, else the least of its siblings."""
+        value = self.settings.minimum
+        if value is None and not any(score.fault is Fault.INFRA for score in scores):
+            value = min((score.value for score in scores if score.value is not None), default=None)
+        return broken if value is None else Score(value, Fault.MODEL, broken.detail)
 
     def read(self, prompt: Prompt, answer: str) -> list[int]:
         """Token ids of a conversation. Raises Unreadable when this model cannot be given it."""
@@ -224,6 +246,8 @@ class Loaded:
 
     def normalised(self, value: float) -> Score:
         value = (value - self.mean) / self.std
+        if self.settings.minimum is not None and math.isfinite(value):
+            value = max(self.settings.minimum, value)
         return Score(value) if math.isfinite(value) else Score(None, Fault.INFRA, f"gave {value}, not a finite number")
 
 

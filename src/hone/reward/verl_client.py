@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from hone.errors import RewardError
 from hone.reward.transport import Endpoints, Refused, Unavailable, token_from
-from hone.reward.wire import Item, ItemResult, RewardReply, RewardRequest, plain
+from hone.reward.wire import Item, ItemResult, RewardReply, RewardRequest, plain, sendable
 
 _SERVER_SHARE = 0.9
 """Of the time of one try: the service says what it could not score while somebody still listens."""
@@ -57,7 +57,7 @@ async def compute_score(
     item = Item(
         id="item-0",
         data_source=None if data_source is None else str(data_source),
-        solution_str=solution_str,
+        solution_str=sendable(solution_str),
         ground_truth=plain(ground_truth, "ground_truth"),
         extra_info=plain(extra_info or {}, "extra_info"),
     )

@@ -32,6 +32,8 @@ Mode = Literal["pointwise", "groupwise"]
 
 MAX_RESPONSE_TOKENS = 1 << 18
 """As many as a response of the longest text that is taken could have; each costs memory here."""
+MAX_RESPONSE_BYTES = 1 << 20
+"""No service scores a longer response. Of one, Hone sends so much that the service sees it is too long, and no more."""
 
 
 class Wire(BaseModel):
@@ -273,6 +275,8 @@ def _sample_fields(sample: Sample, trace: bool) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "response_token_ids": list(sample.token_ids),
     }
+    if (start := sendable(sample.text)) is not sample.text:
+        return fields | {"solution_str": start, "response_token_ids": None}
     if trace:
         fields |= {
             "sampler_logprobs": list(sample.sampler_logprobs),
@@ -284,6 +288,13 @@ def _sample_fields(sample: Sample, trace: bool) -> dict[str, Any]:
             ],
         }
     return fields
+
+
+def sendable(text: str) -> str:
+    """A response; of one that is too long for any service, as much as shows that."""
+    if len(text) <= MAX_RESPONSE_BYTES // 4 or len(encoded := printable(text).encode()) <= MAX_RESPONSE_BYTES:
+        return text
+    return encoded[: MAX_RESPONSE_BYTES + 4].decode(errors="ignore")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hone.config.load import Loaded
 from hone.errors import RewardError
@@ -196,7 +196,8 @@ class ScoringService:
             ) from None
         known, began = [], time.monotonic()
         for work in works:
-            if not self._too_long(work, request.items, asked, results):
+            work = self._without_too_long(work, request.items, asked, results)
+            if work.places:
                 try:
                     known.append((_content_key(request, work), work))
                 except ValueError:
@@ -248,17 +249,30 @@ class ScoringService:
         if limit and self._of_client[client] + num_items > limit:
             raise _refusal(429, "client-limit", f"a client may have {limit} items waiting or being scored", wait_s / 2)
 
-    def _too_long(self, work: Work, items: Sequence[Item], asked: Asked, results: dict[int, ItemResult]) -> bool:
-        """Whether a response of a group is beyond the limit; its items are then answered."""
-        limit_kib = self._settings.max_solution_kib
-        longest = max(len(items[place].solution_str.encode()) for place in work.places)
-        if longest <= limit_kib << 10:
-            return False
-        detail = f"a response of {longest} bytes; the limit is {limit_kib} KiB (--max-solution-kib)"
-        scores = dict.fromkeys(asked.weights, Score(None, Fault.DATA, detail))
-        for place in work.places:
-            results[place] = self._result(items[place], asked, scores)
-        return True
+    def _without_too_long(
+        self, work: Work, items: Sequence[Item], asked: Asked, results: dict[int, ItemResult]
+    ) -> Work:
+        """A group without the responses beyond the limit, which are answered at once: each earns the least there is."""
+        limit = self._settings.max_solution_kib << 10
+        lengths = {place: len(items[place].solution_str.encode()) for place in work.places}
+        for place, length in lengths.items():
+            if length > limit:
+                detail = f"a response of {length} bytes; the limit is {limit >> 10} KiB (--max-solution-kib)"
+                results[place] = self._result(items[place], asked, self._least(asked, detail))
+        kept = [number for number, place in enumerate(work.places) if lengths[place] <= limit]
+        if len(kept) == len(work.places):
+            return work
+        samples = tuple(work.group.samples[number] for number in kept)
+        return Work(replace(work.group, samples=samples), tuple(work.places[number] for number in kept))
+
+    def _least(self, asked: Asked, detail: str) -> dict[str, Score]:
+        """What every component says of a response that it is not asked about; one that declares no minimum has none."""
+        scorers = {component.name: component.scorer for component in self._rewards.components}
+        least = {name: getattr(scorers[name], "hone_range", Range()).minimum for name in asked.weights}
+        return {
+            name: Score(None, Fault.DATA, detail) if value is None else Score(value, Fault.MODEL, detail)
+            for name, value in least.items()
+        }
 
     # ---- answering
 

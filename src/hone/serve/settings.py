@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hone.reward.wire import MAX_ITEMS
+from hone.reward.wire import MAX_ITEMS, MAX_RESPONSE_BYTES
 
 
 class ScoringSettings(BaseModel):
@@ -14,8 +14,8 @@ class ScoringSettings(BaseModel):
 
     max_items: int = Field(1024, ge=1, le=MAX_ITEMS)
     """Items of one request."""
-    max_solution_kib: int = Field(256, ge=1)
-    """Longest response that is scored, in KiB of UTF-8; a longer one is an error of its item."""
+    max_solution_kib: int = Field(256, ge=1, le=MAX_RESPONSE_BYTES >> 10)
+    """Longest response that is scored, in KiB of UTF-8; a longer one earns the least that the reward declares."""
     queue_items: int = Field(4096, ge=1)
     """Items that wait or are being scored; requests beyond that are refused (503)."""
     client_items: int = Field(0, ge=0)

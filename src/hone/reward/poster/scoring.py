@@ -2,8 +2,9 @@
 
     R = w_s S + w_a A + w_v V min(1, F1 / 0.5)          weights normalised to a sum of 1
 
-A response that is no poster scores 0, as a fault of the model; every poster scores 0 or more. V counts fully only
-once the layout is half right, so that a pretty canvas with next to nothing on it earns next to nothing.
+A response that is no poster, or whose poster a healthy visual scorer cannot rate, scores 0 as a fault of the model; that
+the scorer is healthy it proves by rating another poster of the group. Every other poster scores 0 or more. V counts
+fully only once the layout is half right, so that a pretty canvas with next to nothing on it earns next to nothing.
 """
 
 from __future__ import annotations
@@ -63,13 +64,15 @@ async def score_posters(responses: Sequence[str], ground_truth: Any, judge: Judg
     measured = {response: measure(response, gold, settings) for response in dict.fromkeys(responses)}
     posters = {response: found for response, found in measured.items() if isinstance(found, Measured)}
     looks = dict(zip(posters, await _looks(list(posters.values()), gold, judge), strict=True))
-    missing = next((look.fault for look in looks.values() if look.score is None), None)
+    is_well = any(look.score is not None for look in looks.values())
+    broken = {r: look.fault for r, look in looks.items() if look.score is None and look.answered and is_well}
+    missing = next((look.fault for r, look in looks.items() if look.score is None and r not in broken), None)
     if missing is not None and settings.on_component_missing == "fail":
         return list(all_faulty(len(responses), f"visual: {missing}"))
     use_looks = missing is None or settings.on_component_missing == "unscore"
     weights = judge.weights if use_looks else judge.weights_without_looks
-    scores = {response: _combine(found, looks[response], weights, judge) for response, found in posters.items()}
-    return [scores[r] if r in scores else _no_poster(measured[r], judge) for r in responses]
+    scores = {r: _combine(found, looks[r], weights, judge) for r, found in posters.items() if r not in broken}
+    return [scores[r] if r in scores else _least(broken.get(r) or str(measured[r]), judge) for r in responses]
 
 
 def measure(response: str, gold: Gold, settings: Settings) -> Measured | NotAPoster:
@@ -109,8 +112,8 @@ def _combine(found: Measured, look: VisualResult, weights: tuple[float, float, f
     return Score(value, None, judge.name, _metrics(judge, found, looks, look.parts))
 
 
-def _no_poster(why: Measured | NotAPoster, judge: Judge) -> Score:
-    return Score(0.0, Fault.MODEL, str(why), _metrics(judge))
+def _least(why: str, judge: Judge) -> Score:
+    return Score(0.0, Fault.MODEL, why, _metrics(judge))
 
 
 def _metrics(

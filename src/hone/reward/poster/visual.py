@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from hone.reward.poster.lint import PARTS, lint, lint_score
 from hone.reward.poster.parse import Poster
 from hone.reward.poster.render import Rendering
-from hone.reward.poster.visualquality import VisualQuality
+from hone.reward.poster.visualquality import NoRating, VisualQuality
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class VisualResult:
     """In [0, 1]; None: it could not be had."""
     fault: str = ""
     """Why not."""
+    answered: bool = False
+    """What judges answered, but gave none: if it gives others a score, this picture broke it."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """What the score is made of, by the scorer's `part_names`."""
 
@@ -67,7 +69,7 @@ class Constant:
     def __init__(self, value: float | None = 1.0) -> None:
         if value is not None and not 0 <= value <= 1:
             raise ValueError(f"value {value} is not in [0, 1]")
-        self.result = VisualResult(value, "this scorer always fails" if value is None else "")
+        self.result = VisualResult(value, "" if value is not None else "this scorer always fails")
 
     async def score(self, posters: Sequence[tuple[Poster, Rendering]], gold: Rendering) -> list[VisualResult]:
         return [self.result] * len(posters)
@@ -84,7 +86,10 @@ class Endpoint:
 
     async def score(self, posters: Sequence[tuple[Poster, Rendering]], gold: Rendering) -> list[VisualResult]:
         ratings = await self.client.rate([rendering.png() for _, rendering in posters])
-        return [VisualResult(None, r) if isinstance(r, str) else VisualResult((r - 1) / 4) for r in ratings]
+        return [
+            VisualResult(None, str(r), r.answered) if isinstance(r, NoRating) else VisualResult((r - 1) / 4)
+            for r in ratings
+        ]
 
 
 def visual_scorer(name: str, args: Mapping[str, Any]) -> VisualScorer | None:

@@ -25,12 +25,19 @@ PROMPT = (
 MAX_ANSWER_TOKENS = 16
 ASKS = 3
 """Times that one vote is asked for, each with another seed, until it parses."""
+ONE_PICTURES_DOING = frozenset({400, 413, 422})
+"""Refusals that a picture may have earned."""
 _RATING = re.compile(r"[1-5](?:\.\d+)?")
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 class NoRating(Exception):
-    """Why a picture has no rating, though the endpoint answered."""
+    """Why a picture has no rating."""
+
+    def __init__(self, why: str, *, answered: bool = False) -> None:
+        super().__init__(why)
+        self.answered = answered
+        """The endpoint is there and answered: it may be the picture."""
 
 
 class VisualQuality:
@@ -66,23 +73,25 @@ class VisualQuality:
         self.max_concurrent = max_concurrent
         self._token = token_from(api_key_env, "api_key_env")
 
-    async def rate(self, pictures_png: Sequence[bytes]) -> list[float | str]:
+    async def rate(self, pictures_png: Sequence[bytes]) -> list[float | NoRating]:
         """For each picture its rating from 1 to 5, or why it has none."""
         turn = asyncio.Semaphore(self.max_concurrent)
         in_flight = self.max_concurrent * self.votes
         client = ChatClient([self.url], model=self.model, token=self._token, max_in_flight=in_flight)
 
-        async def one(picture: bytes) -> float | str:
+        async def one(picture: bytes) -> float | NoRating:
             async with turn:
                 try:
                     async with asyncio.timeout(self.timeout_s):
                         return await self._rating(client, picture)
                 except TimeoutError:
-                    return f"{self.url} took longer than {self.timeout_s:g} s"
+                    return NoRating(f"{self.url} took longer than {self.timeout_s:g} s")
                 except Unavailable as error:
-                    return str(error)  # names the URL itself
-                except (NoRating, Refused) as error:
-                    return f"{self.url}: {error}"
+                    return NoRating(str(error))  # names the URL itself
+                except Refused as error:
+                    return NoRating(f"{self.url}: {error}", answered=error.status in ONE_PICTURES_DOING)
+                except NoRating as error:
+                    return error
 
         try:
             return await asyncio.gather(*map(one, pictures_png))
@@ -94,7 +103,8 @@ class VisualQuality:
         votes = await asyncio.gather(*(self._vote(client, image, number) for number in range(self.votes)))
         valid = [vote for vote in votes if vote is not None]
         if 2 * len(valid) < self.votes or not valid:
-            raise NoRating(f"gave a rating in {len(valid)} of {self.votes} votes, after {ASKS} seeds each")
+            detail = f"{self.url}: gave a rating in {len(valid)} of {self.votes} votes, after {ASKS} seeds each"
+            raise NoRating(detail, answered=True)
         return sum(valid) / len(valid)
 
     async def _vote(self, client: ChatClient, image: str, number: int) -> float | None:
