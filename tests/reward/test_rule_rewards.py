@@ -69,6 +69,10 @@ GOOD = "<think>two and two</think>\n<answer>4</answer>"
         ("> " + GOOD.replace("\n", "\n> "), 0),
         ("<THINK>a</THINK><ANSWER>4</ANSWER>", 0),
         ("<think>" * 9 + GOOD, 0),
+        ("<think>\u200b\u2060</think><answer>4</answer>", 0),
+        ("<think>a</think><answer>\ufeff \u3164</answer>", 0),
+        ("<think>\U000e0041\u00ad\ufe0f</think><answer>4</answer>", 0),
+        ("<think>…</think><answer>√\u200b</answer>", 1),
         ("", 0),
     ],
 )
@@ -91,6 +95,11 @@ def test_format_with_tags_of_one_s_own(tmp_path):
         (r"<think>\boxed{4}</think><answer>\boxed{4}</answer>", -0.5),
         (r"<think>a</think><answer>\boxed{4} or \boxed{5}</answer>", -0.5),
         (r"\boxed{4}", -0.5),
+        (r"<think>a</think><answer>\boxed{4</answer>", -0.5),
+        (r"<think>a</think><answer>\boxed{\frac{1}{2}</answer>", -0.5),
+        (r"<think>a</think><answer>\boxed{\frac{1}{2}}</answer>", 1),
+        (r"<think>a</think><answer>\boxed{\{1, 2\}}</answer>", 1),
+        (r"<think>a</think><answer>\boxed{ }</answer>", -0.5),
     ],
 )
 def test_strict_format(text, paid, tmp_path):
@@ -268,6 +277,10 @@ PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum":
         ('Here it is: {"age": 3}', 0, "no JSON: "),
         ('```json\n{"age": 3}\n``` and ```json\n{}\n```', 0, "no JSON: "),
         ('{"age": NaN}', 0, "no JSON: NaN is no JSON"),
+        ('{"age": 1e999}', 0, "no JSON: 1e999 is beyond all numbers"),
+        ('{"age": 3, "tall": -1e999}', 0, "no JSON: -1e999 is beyond all numbers"),
+        ('````json\n{"age": 3}\n````', 1, ""),
+        ('   ```{json}\n   {"age": 3}\n   ```', 1, ""),
         ('{"age": 3, "age": 4}', 0, "no JSON: a key is there twice"),
         ('{"age": 3', 0, "no JSON: "),
         ("[" * 100_000, 0, "no JSON: "),
@@ -279,6 +292,27 @@ def test_json_schema(text, paid, detail, tmp_path):
     assert score.value == paid
     assert score.detail.startswith(detail)
     assert (score.fault is Fault.MODEL) == detail.startswith("no JSON")
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        ("date", "2024-02-29", "2023-02-29"),
+        ("date-time", "2024-02-29T23:59:60Z", "2024-02-30T10:00:00Z"),
+        ("date-time", "2024-02-29t10:00:00.5+02:00", "2024-02-29T10:00:00"),
+        ("time", "10:00:00Z", "25:00:00Z"),
+        ("email", "a@b.c", "a at b"),
+        ("ipv4", "127.0.0.1", "127.0.0.256"),
+        ("ipv6", "::1", "::1::"),
+        ("uuid", "12345678-1234-1234-1234-123456789abc", "12345678"),
+        ("uri", "https://a.b/c?d=%20#e", "a b"),
+        ("hostname", "a-b.example", "-a.example"),
+        ("regex", "a+", "a("),
+    ],
+)
+def test_formats_are_asserted(form, good, bad, tmp_path):
+    told = group(f'"{good}"', f'"{bad}"', "3")
+    assert values("json_schema", told, tmp_path, schema={"format": form}) == [1.0, 0.0, 1.0]
 
 
 def test_a_row_s_own_schema(tmp_path):

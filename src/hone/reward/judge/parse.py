@@ -1,13 +1,14 @@
 """What a judge wrote, to scores: strictly, or not at all.
 
 Only what follows the reasoning counts, and only of an answer that ended by itself. Parsers are tried in the order of
-the settings; the first whose mark is there decides, and if what it marks is no list of scores, nothing else is tried:
-a judge that writes two verdicts has given none. A score is a plain number inside the scale. It is never clipped, and
-never fished out of a sentence.
+the settings; the first whose mark is there decides, and if what it marks is no list of scores, nothing else is tried.
+A judge that writes two different verdicts of one form has given none. A score is a plain number inside the scale. It is
+never clipped, and never fished out of a sentence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -78,13 +79,12 @@ def final_part(answer: Answer) -> str:
 
 def _boxed(text: str, reading: Reading) -> list[float] | None:
     r"""The last `\boxed{8}` or `\boxed{8, 7}`."""
-    _, mark, rest = text.rpartition("\\boxed")
-    if not mark:
+    *others, last = [rest.lstrip(" ") for rest in text.split("\\boxed")]
+    if not others:
         return None
-    inside, closed, _ = rest.lstrip(" ").removeprefix("{").partition("}")
-    if not rest.lstrip(" ").startswith("{") or not closed:
+    if not last.startswith("{") or "}" not in last:
         raise NoScores("malformed", "the last \\boxed has no closed braces")
-    return _numbers(inside)
+    return _one_verdict([rest[1:].partition("}")[0] for rest in (*others[1:], last) if rest.startswith("{")])
 
 
 def _answer_tag(text: str, reading: Reading) -> list[float] | None:
@@ -94,7 +94,20 @@ def _answer_tag(text: str, reading: Reading) -> list[float] | None:
     answers = _ANSWER.findall(text)
     if not answers or text.rfind("<answer>") > text.rfind("</answer>"):
         raise NoScores("malformed", "the last <answer> is not closed")
-    return _numbers(answers[-1])
+    return _one_verdict(answers)
+
+
+def _one_verdict(marked: Sequence[str]) -> list[float]:
+    """The last list of scores. Raises NoScores when another of as many scores differs: which of them is meant?"""
+    verdict = _numbers(marked[-1])
+    for other in marked[:-1]:
+        with contextlib.suppress(NoScores):
+            numbers = _numbers(other)
+            if len(numbers) == len(verdict) and numbers != verdict:
+                break
+    else:
+        return verdict
+    raise NoScores("malformed", f"two verdicts: {numbers} and {verdict}")
 
 
 def _json_object(text: str, reading: Reading) -> list[float] | None:
@@ -119,11 +132,18 @@ def _json_object(text: str, reading: Reading) -> list[float] | None:
 
 def _choice(text: str, reading: Reading) -> list[float] | None:
     """The last line is one of the words, alone or after `Verdict:`; case does not matter."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    last = lines[-1].strip(_WRAP)
-    word = last[_LEAD.match(last).end() :].strip(_WRAP + ".").casefold()  # type: ignore[union-attr]  # it may be empty
+    *others, last = [line.strip(_WRAP) for line in text.splitlines() if line.strip()]
+    found = _verdict(last, reading)
+    led = {_verdict(line, reading) for line in others if _LEAD.match(line)[0].strip()}  # type: ignore[index]  # matches
+    if found is not None and led - {None, found}:
+        raise NoScores("malformed", "two verdicts")
+    return None if found is None else [found]
+
+
+def _verdict(line: str, reading: Reading) -> float | None:
+    word = line[_LEAD.match(line).end() :].strip(_WRAP + ".").casefold()  # type: ignore[union-attr]  # it may be empty
     found = [score for choice, score in reading.choices.items() if choice.casefold() == word]
-    return found if len(found) == 1 else None
+    return found[0] if len(found) == 1 else None
 
 
 _PARSERS: dict[Method, Callable[[str, Reading], list[float] | None]] = {

@@ -2,8 +2,8 @@
 
     R = w_s S + w_a A + w_v V min(1, F1 / 0.5)          weights normalised to a sum of 1
 
-A response that is no poster, or whose poster a healthy visual scorer cannot rate, scores 0 as a fault of the model; that
-the scorer is healthy it proves by rating another poster of the group. Every other poster scores 0 or more. V counts
+A response that is no poster, or whose poster a healthy visual scorer cannot rate, scores 0 as a fault of the model;
+that the scorer is healthy it proves by rating another poster of the group. Other posters score 0 or more. V counts
 fully only once the layout is half right, so that a pretty canvas with next to nothing on it earns next to nothing.
 """
 

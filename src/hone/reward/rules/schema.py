@@ -1,12 +1,14 @@
 """`json_schema`: 1 when the response is JSON that a schema allows; else 0.
 
-The JSON is all that follows the reasoning, or its one fenced block. It is read strictly: no NaN, no key twice. Schemas
+The JSON is all that follows the reasoning, or its one fenced block. It is read strictly: no NaN, no number beyond all
+bounds, no key twice. `format` is asserted: FORMATS has those that are known, any other one says nothing. Schemas
 are of the run file or of the row; they may refer to their own parts and to nothing else, so nothing is ever fetched.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NoReturn, Self
@@ -25,8 +27,30 @@ from hone.types import Fault, Group, Score
 from hone.user_code import DETAIL_CHARACTERS
 
 _FENCED = re.compile(
-    r"\s*(?P<fence>```|~~~)[ \t]*(?:json)?[ \t]*\n(?P<inside>.*?)\n?(?P=fence)\s*", re.DOTALL | re.IGNORECASE
+    r"\s*(?P<fence>`{3,}|~{3,})[ \t]*(?:json|\{\s*\.?json\s*\})?[ \t]*\n(?P<inside>.*?)\n?(?P=fence)\s*",
+    re.DOTALL | re.IGNORECASE,
 )
+
+
+_DATE_TIME = re.compile(r"(\d{4}-\d{2}-\d{2})[Tt](.+)")
+_TIME = re.compile(r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII)
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?:[!#$&-;=?-Z_a-z~\[\]]|%[0-9A-Fa-f]{2})*")
+_HOSTNAME = re.compile(
+    r"(?=.{1,253}\Z)[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)*", re.I
+)
+FORMATS = jsonschema.FormatChecker(("date", "email", "idn-email", "ipv4", "ipv6", "regex", "uuid"))
+
+
+@FORMATS.checks("date-time")
+def _is_date_time(value: object) -> bool:
+    found = _DATE_TIME.fullmatch(value) if isinstance(value, str) else None
+    return not isinstance(value, str) or (
+        found is not None and FORMATS.conforms(found[1], "date") and _TIME.fullmatch(found[2]) is not None
+    )
+
+
+for _name, _form in (("time", _TIME), ("uri", _URI), ("hostname", _HOSTNAME)):
+    FORMATS.checks(_name)(lambda value, form=_form: not isinstance(value, str) or form.fullmatch(value) is not None)
 
 
 class BadSchema(ValueError):
@@ -92,19 +116,31 @@ def validator(schema: Any) -> Any:
         kind.check_schema(dict(schema))
     except jsonschema.SchemaError as error:
         raise BadSchema(f"no JSON Schema: {error.json_path}: {error.message}") from error
-    return kind(schema, registry=Registry())  # an empty registry: references outside of it are not looked up
+    return kind(
+        schema, registry=Registry(), format_checker=FORMATS
+    )  # an empty registry: references outside of it are not looked up
 
 
 def read_json(text: str) -> Any:
     """A JSON value. Raises ValueError for anything else, and RecursionError for one nested too deeply."""
     fenced = _FENCED.fullmatch(text)
     return json.loads(
-        fenced["inside"] if fenced else text, parse_constant=_no_constant, object_pairs_hook=_without_repeats
+        fenced["inside"] if fenced else text,
+        parse_constant=_no_constant,
+        parse_float=_finite,
+        object_pairs_hook=_without_repeats,
     )
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is beyond all numbers")
+    return number
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,23 +1,27 @@
 r"""`format` and `strict_format`: whether a response is exactly its tagged sections, and nothing else.
 
 The whole response must be the sections in order, with white space between them. Each tag may occur once in all of it:
-repeated, nested or quoted tags, or text behind the last one, earn nothing. What the sections say is not judged.
+repeated, nested or quoted tags, or text behind the last one, earn nothing. What the sections say is not judged, but
+each must show something.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 
 from pydantic import field_validator
 
 from hone.config.run import Section, key
-from hone.reward.rules.answer import BOX
+from hone.reward.rules.answer import BOX, last_boxed
 from hone.reward.rules.settings import takes
 from hone.reward.signature import reward
 from hone.types import Group
 
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _BOXED = re.compile(BOX)
+_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+"""Letters and signs that show nothing."""
 
 
 class TagSettings(Section):
@@ -52,7 +56,9 @@ def strict_format(group: Group, settings: TagSettings) -> list[float]:
 
 def is_strict(text: str, settings: TagSettings) -> bool:
     found = sections(text, settings)
-    return found is not None and len(_BOXED.findall(text)) == len(_BOXED.findall(found[-1])) == 1
+    if found is None or not len(_BOXED.findall(text)) == len(_BOXED.findall(found[-1])) == 1:
+        return False
+    return _shows(last_boxed(found[-1]) or "")
 
 
 def sections(text: str, settings: TagSettings) -> list[str] | None:
@@ -64,8 +70,13 @@ def sections(text: str, settings: TagSettings) -> list[str] | None:
     for tag in settings.tags:
         rest = rest.strip()
         inner, closed, after = rest.removeprefix(f"<{tag}>").partition(f"</{tag}>")
-        if not rest.startswith(f"<{tag}>") or not closed or not inner.strip():
+        if not rest.startswith(f"<{tag}>") or not closed or not _shows(inner):
             return None
         found.append(inner)
         rest = after
     return found if not rest.strip() else None
+
+
+def _shows(text: str) -> bool:
+    """Whether there is a letter, a number, a sign or a symbol: neither white space nor characters without width."""
+    return any(unicodedata.category(one)[0] in "LNPS" and one not in _BLANK for one in text)
