@@ -1,6 +1,10 @@
 # Everything a newcomer needs: `make quickstart`, then `make test`. `make` alone lists the targets.
-PYTHON ?= python3.11
+# The first that runs: a name on the PATH may be a pyenv shim of a version that is not chosen.
+PYTHONS := python3.11 python3.12 python3.13 python3 $(wildcard $(HOME)/.pyenv/versions/3.1[123].*/bin/python)
+IS_OURS := -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'
+PYTHON  ?= $(shell for p in $(PYTHONS); do $$p $(IS_OURS) 2>/dev/null && echo $$p && break; done)
 VENV   := .venv
+LIGHT  := pydantic ruamel.yaml rapidfuzz typer rich psutil numpy packaging
 SEED   := $(or $(SEED),$(shell date +%s))
 STAMP  := $(VENV)/.installed
 RUN    := $(VENV)/bin/python -m
@@ -9,7 +13,7 @@ VLLM_STAMP := $(VLLM)/.installed
 VLLM_PIP   := $(VLLM)/bin/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-orders test-vllm lint format bench docs clean
+.PHONY: help setup quickstart test test-slow test-pythons test-orders test-vllm lint format bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -18,7 +22,7 @@ setup: $(STAMP)  ## make .venv with the pinned dependencies
 
 # The stamp is written last, so a set-up that was interrupted is done again; a half-made .venv has no pip.
 $(STAMP): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "Hone needs Python 3.11 or newer: make PYTHON=/path/to/python3.x"; exit 2; }
+	@[ -n "$(PYTHON)" ] || { echo "Hone needs Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/python3.x"; exit 2; }
 	@$(RUN) pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(RUN) pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -53,6 +57,12 @@ test-orders: $(STAMP)  ## the tests of `make test` in three random orders, about
 	    HOME=$$home $(RUN) pytest -q -m "not slow and not gpu and not vllm" -n $$workers --dist loadfile \
 	        --random-order-bucket=module --random-order-seed=$$seed || exit 1; \
 	done
+
+test-pythons:  ## what needs no torch, under each Python 3.11 to 3.13 that is here, in a small environment of its own
+	@for version in 3.11 3.12 3.13; do for p in python$$version $(HOME)/.pyenv/versions/$$version.*/bin/python; do \
+	    $$p -c '' 2>/dev/null || continue; echo "Python $$version"; folder=.venv-light-$$version; \
+	    $$p -m venv $$folder && $$folder/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt $(LIGHT) \
+	        && PYTHONPATH=src $$folder/bin/python -W error tests/cli/light.py || exit 1; break; done; done
 
 test-vllm: $(VLLM_STAMP)  ## the tests with vLLM, in an environment of its own, about 4 minutes
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_*.py)

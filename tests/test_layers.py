@@ -19,12 +19,12 @@ LAYERS = (
     ("cluster",),
     ("loop", "serve"),
     ("build",),
-    ("cli",),
+    ("cli", "api"),
     ("__main__",),
 )
 """A part may import from lines above its own, and from itself. Parts on one line never import each other."""
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-LIGHT = ("config", "observe", "plan", "dialects", "cli")
+LIGHT = ("config", "observe", "plan", "dialects", "cli", "api")
 HEAVY = ("torch", "transformers", "ray", "vllm", "datasets", "pandas", "pyarrow", "tensorboard", "wandb")
 
 

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +30,8 @@ from hone.train.checkpoint import Checkpoints
 from hone.train.checkpoint import Loaded as Saved
 
 T = TypeVar("T")
+
+INTERRUPT_POLL_S = 0.1
 
 
 @dataclass
@@ -116,8 +119,9 @@ def use_fast_float32_products() -> None:
 
 
 @contextlib.contextmanager
-def signals_ask_to_stop(stop: asyncio.Event, observer: Observer) -> Iterator[None]:
-    """The first stop signal asks for a clean end, a second one ends the process at once."""
+def asks_to_stop(stop: asyncio.Event, observer: Observer, interrupted: threading.Event | None = None) -> Iterator[None]:
+    """The first stop signal asks for a clean end, a second one ends the process at once. `interrupted`, which another
+    thread sets, asks too."""
 
     def handle(_: signal.Signals) -> None:
         if stop.is_set():
@@ -125,8 +129,18 @@ def signals_ask_to_stop(stop: asyncio.Event, observer: Observer) -> Iterator[Non
         observer.say("stopping: the step in flight is finished or dropped, then a checkpoint; again to exit at once")
         stop.set()
 
-    with stop_signals_handled(handle):
-        yield
+    async def wait_for_interrupt(interrupted: threading.Event) -> None:
+        while not interrupted.is_set():
+            await asyncio.sleep(INTERRUPT_POLL_S)
+        handle(signal.SIGINT)
+
+    waiting = asyncio.create_task(wait_for_interrupt(interrupted)) if interrupted else None
+    try:
+        with stop_signals_handled(handle):
+            yield
+    finally:
+        if waiting:
+            waiting.cancel()
 
 
 def tell_where_it_starts(job: Job, saved: Saved | None) -> None:
@@ -141,6 +155,12 @@ def tell_where_it_starts(job: Job, saved: Saved | None) -> None:
         job.observer.say(f"resuming from {saved.path} ({saved.progress.stage} step {saved.progress.step})")
     elif job.folder.resumed:
         job.observer.say("no checkpoint yet: starting from the beginning")
+
+
+def in_new_loop(work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, which would also take away the thread's own event loop."""
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(work)
 
 
 def first_cause(group: BaseExceptionGroup) -> BaseException:

@@ -7,7 +7,8 @@ that is resumed goes on from the same bytes as one that never stopped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 from hone.algo.algorithm import Algorithm
 from hone.build.inputs import changed_inputs, input_hashes, refuse_changed_inputs
-from hone.build.job import Job, first_cause, set_up_arithmetic, signals_ask_to_stop, tell_where_it_starts
+from hone.build.job import Job, asks_to_stop, first_cause, in_new_loop, set_up_arithmetic, tell_where_it_starts
 from hone.build.memory import RunMemory, exhausted
 from hone.build.models import stage_weights
 from hone.build.pictures import picture_of_responses
@@ -40,7 +41,7 @@ from hone.loop.run import PolicyRun
 from hone.loop.sft import SftRun, imitation_rows, total_steps, train_sft
 from hone.loop.supervisor import run_with_restarts
 from hone.model.load import save_hf
-from hone.observe.observer import Observer
+from hone.observe.observer import Observer, OnMetrics
 from hone.plan.ladder import Predict
 from hone.restarts import Restarts
 from hone.rollout.router import Router
@@ -51,12 +52,22 @@ from hone.types import Progress
 R = TypeVar("R", SftRun, RewardModelRun)
 
 
-def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False, accept_changed_inputs: bool = False) -> Path:
+def train(
+    loaded: Loaded,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    accept_changed_inputs: bool = False,
+    callbacks: Sequence[OnMetrics] = (),
+    interrupted: threading.Event | None = None,
+) -> Path:
     """Run every stage of a run file, or go on with it. Returns the run's folder.
 
     Args:
         accept_changed_inputs: resume also where data, tokenizer, model, the user's code or Hone are others than the
             checkpoint was trained with.
+        callbacks: called with each line of metrics.
+        interrupted: set by another thread, which asks the run to stop.
     Raises:
         HoneError: what went wrong; its `exit_code` is the process's. The newest checkpoint is then still there.
     """
@@ -90,6 +101,7 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False, accept_c
             resume=saved.progress.position if saved else None,
             decode=tokenizer.decode,
             picture=picture_of_responses(config),
+            callbacks=callbacks,
         )
         outcome = "failed"
         try:
@@ -113,8 +125,7 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False, accept_c
                 for note in (*placement, *split.notes, *unused_notes(config)):
                     observer.say(note)
                 try:
-                    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # leaves the thread's own loop
-                        runner.run(run_stages(job, saved))
+                    in_new_loop(run_stages(job, saved, interrupted))
                 finally:
                     memory.tell()
             outcome = "finished"
@@ -133,11 +144,11 @@ def train(loaded: Loaded, *, resume: bool = False, fresh: bool = False, accept_c
         return folder.path
 
 
-async def run_stages(job: Job, saved: Saved | None) -> None:
+async def run_stages(job: Job, saved: Saved | None, interrupted: threading.Event | None) -> None:
     """The stages in order, beginning with the one that `saved` was in. Services run from before to after them, and so
     do a cluster's processes."""
     tell_where_it_starts(job, saved)
-    with signals_ask_to_stop(job.stop, job.observer):
+    with asks_to_stop(job.stop, job.observer, interrupted):
         async with job.services, backend_of(job) as backend:
             await run_stages_on(job, backend, saved)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
-from hone.build.job import first_cause, set_up_arithmetic
+from hone.build.job import first_cause, in_new_loop, set_up_arithmetic
 from hone.build.models import model_before, named_model, scalar_model, weights_before, with_adapter
 from hone.build.sampling import make_engine, make_rewards, sampling_of
 from hone.build.services import claim_devices, services_apart
@@ -40,7 +39,7 @@ def check_run(loaded: Loaded, *, start_services: bool = False) -> CheckReport:
         ServiceError: one of them did not get ready.
     """
     if not start_services:
-        return asyncio.run(preflight.check(loaded))
+        return in_new_loop(preflight.check(loaded))
     split = claim_devices(loaded.config)
 
     async def run(services: Services) -> CheckReport:
@@ -49,7 +48,7 @@ def check_run(loaded: Loaded, *, start_services: bool = False) -> CheckReport:
             return await preflight.check(loaded, services.addresses)
 
     with TemporaryDirectory(prefix="hone-check-") as folder:
-        return asyncio.run(run(services_apart(loaded, split, Path(folder))))
+        return in_new_loop(run(services_apart(loaded, split, Path(folder))))
 
 
 def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
@@ -86,7 +85,7 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
 
     try:
         with TemporaryDirectory(prefix="hone-eval-") as folder:  # the run folder's logs are the training run's
-            return asyncio.run(run(services_apart(loaded, split, Path(folder))))
+            return in_new_loop(run(services_apart(loaded, split, Path(folder))))
     except BaseExceptionGroup as group:
         raise first_cause(group) from group
 

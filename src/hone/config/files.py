@@ -45,6 +45,7 @@ BUILT_IN_REWARDS = (
     "reward_model",
     "service",
     "judge",
+    "given",
 )
 """Must equal `hone.reward`'s registry, which cannot be imported from here; a test compares them."""
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")

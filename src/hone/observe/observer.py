@@ -32,6 +32,9 @@ from hone.observe.trace import Event, Spans, Timeline, TraceFile
 from hone.observe.whole import sync
 from hone.types import Group, Position
 
+OnMetrics = Callable[[dict[str, Any]], object]
+"""Gets one line of metrics: `stage`, `step` and values by name."""
+
 
 class ObserveSettings(Protocol):
     """The keys of the run file's `observe` section (config.run.ObserveSection)."""
@@ -61,6 +64,7 @@ class Observer:
         resume: Position | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         picture: Picture | None = None,
+        callbacks: Sequence[OnMetrics] = (),
     ) -> None:
         """Open the run's records in `folder`.
 
@@ -70,13 +74,14 @@ class Observer:
                 beyond it go. None starts new records and removes old ones.
             decode: token ids to text, for the report's view of single tokens.
             picture: draws a response, for the report.
+            callbacks: called with each line of metrics; what one raises ends the run.
         Raises:
             ConfigError: Weights & Biases is asked for and its package or key is missing.
             RunFolderError: metrics.jsonl is not the one that `resume` was taken from.
         """
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         is_resumed = resume is not None
-        self._folder, self._decode, self._picture = folder, decode, picture
+        self._folder, self._decode, self._picture, self._callbacks = folder, decode, picture, tuple(callbacks)
         self._lock = threading.Lock()
         self._metrics = MetricsFile(folder / "metrics.jsonl", resume.metrics_bytes if resume else None)
         log = LogView(folder / "logs" / "training.log", title, total_steps, resume=is_resumed)
@@ -156,6 +161,8 @@ class Observer:
         self._warn_of_non_finite(stage, step, line)
         for view in self._views:
             view.update(stage, step, line)
+        for callback in self._callbacks:
+            callback({"stage": stage, "step": step, **line})
         unix_s, events = time.time(), self._spans.take_events()
         self._background.submit(lambda: self._write_slow(stage, step, line, unix_s, events))
 

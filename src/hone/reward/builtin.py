@@ -74,6 +74,7 @@ HELD: dict[str, str] = {
     "reward_model": "hone.reward.scalar:RewardModel",
     "service": "hone.reward.client:ServiceReward",
     "judge": "hone.reward.judge.scorer:JudgeReward",
+    "given": "hone.reward.given:GivenReward",
 }
 """Built-in rewards that hold processes or connections: one scorer of this class is made for the component's args, and
 started and closed with the run."""

@@ -1,0 +1,161 @@
+"""`hone.train` and `hone.check`: the same runs from Python, in a script and where an event loop is running already."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hone
+from hone.cli.main import main
+from hone.errors import ConfigError, Stopped
+from hone.loop.folder import RunFolder
+
+sys.path.append(str(Path(__file__).parents[1] / "loop"))
+from tiny import write_run
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(10)]
+
+
+def config(folder, **sections):
+    """The content of a tiny run file: reinforcement learning from a random model."""
+    init = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    init |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 32}
+    return {
+        "extends": "algorithm/grpo",
+        "run": {"dir": folder / "run", "steps": 2, "threads": 1, "device": "cpu"},
+        "model": {"characters": "0123456789+=", "init": init},
+        "data": {"max_prompt_tokens": 8},
+        "rollout": {"group_size": 4, "max_response_tokens": 4},
+        "train": {"prompts_per_step": 4, "optimizer": {"lr": 1e-3}},
+        "observe": {"console": "quiet", "tensorboard": False, "trace": False},
+    } | sections
+
+
+def unique_characters(seen):
+    """The reward of TRL's first page, which also says in which processes it was called."""
+
+    def num_unique_chars(completions, **kwargs):
+        seen.add(os.getpid())
+        return [len(set(completion)) for completion in completions]
+
+    return num_unique_chars
+
+
+def weights(run):
+    return (run.model_path / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run from a script, the processes of its reward, and what its callback got."""
+    folder, seen, lines = tmp_path_factory.mktemp("api"), set(), []
+    run = hone.train(config(folder), rewards=[unique_characters(seen)], train=ROWS, callbacks=[lines.append])
+    return run, seen, lines
+
+
+def test_a_script_trains_on_its_own_rows_and_function(trained):
+    run, seen, lines = trained
+    assert seen == {os.getpid()}, "called here"
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line.keys() <= written.keys() for line, written in zip(lines, run.metrics, strict=True))
+    assert 1 <= lines[-1]["reward/num_unique_chars_mean"] <= 4
+    assert run.report.read_text().startswith("<!")
+    assert AutoModelForCausalLM.from_pretrained(run.model_path).num_parameters() > 1000
+
+
+def test_a_notebook_gets_the_same_run_and_keeps_its_loop_and_settings(trained, tmp_path):
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision(), signal.getsignal(signal.SIGINT)
+
+    async def cell():
+        there = hone.check(config(tmp_path), rewards=[unique_characters(set())], train=ROWS)
+        run = hone.train(config(tmp_path), rewards=[unique_characters(set())], train=ROWS)
+        assert asyncio.get_running_loop().is_running()
+        return there, run
+
+    checked, run = asyncio.run(cell())
+    assert checked.is_ok, checked.problems
+    assert weights(run) == weights(trained[0])
+    assert before == (torch.get_num_threads(), torch.get_float32_matmul_precision(), signal.getsignal(signal.SIGINT))
+
+
+def test_an_interrupted_notebook_leaves_a_checkpoint_and_goes_on(tmp_path):
+    def interrupt(line):
+        if "train/loss" in line:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    async def cell():
+        long = config(tmp_path)
+        long["run"]["steps"] = 100_000
+        hone.train(long, rewards=[unique_characters(set())], train=ROWS, callbacks=[interrupt])
+
+    loop = asyncio.new_event_loop()  # as Jupyter has it: SIGINT raises KeyboardInterrupt
+    with pytest.raises(Stopped, match="hone train --resume"):
+        loop.run_until_complete(cell())
+    loop.close()
+    made = RunFolder.read(tmp_path / "run").last_metrics(1)[0]["step"]
+    rest = config(tmp_path)
+    rest["run"]["steps"] = made + 2
+    run = hone.train(rest, rewards=[unique_characters(set())], train=ROWS, resume=True)
+    assert run.metrics[-1]["step"] == made + 2
+
+
+def test_a_run_is_resumed_by_its_folder_and_the_command_line_says_whose_function_it_lacks(trained, capsys):
+    run, *_ = trained
+    assert main(["train", "--resume", str(run.path)]) == 2
+    assert "'num_unique_chars' is a function of the Python program that started this run" in capsys.readouterr().err
+    before = weights(run)
+    assert hone.train(run.path, rewards=[unique_characters(set())], resume=True) == run and weights(run) == before
+
+
+def test_a_function_that_can_be_imported_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
+    code = "import os\ndef elsewhere(group):\n    return [float(os.getpid() != {pid}) for _ in group.samples]\n"
+    (tmp_path / "rewards_of_mine.py").write_text(code.format(pid=os.getpid()))
+    monkeypatch.syspath_prepend(tmp_path)
+    from rewards_of_mine import elsewhere
+
+    run_file = write_run(tmp_path, steps=1)
+    hone_run = hone.train(
+        run_file, rewards=[elsewhere, lambda group: [None, 0.5, 0.5, 0.5]], train=ROWS[:40], eval=ROWS[:8]
+    )
+    line = hone_run.metrics[-1]
+    first, second = RunFolder.read(hone_run.path).identity()["reward"]["components"]
+    assert (first["use"], second["use"]) == ("rewards_of_mine:elsewhere", "given")
+    assert any(line.get("reward/elsewhere_mean") == 1 for line in hone_run.metrics), line
+    files = sorted(path.name.rpartition("-")[0] for path in tmp_path.glob("run.*.jsonl"))
+    assert files == ["run.eval", "run.train"], "rows are kept beside the run's folder"
+
+
+def test_every_problem_of_a_dictionary_is_told(tmp_path):
+    wrong = config(tmp_path, rollout={"grop_size": 4}, seed=-1)
+    report = hone.check(wrong, rewards=[unique_characters(set())], train=ROWS)
+    assert not report.is_ok and any("config  seed: must be at least 0" in problem for problem in report.problems)
+    assert any("config  rollout.grop_size" in problem and "group_size" in problem for problem in report.problems)
+    with pytest.raises(ConfigError):
+        hone.train(wrong, rewards=[unique_characters(set())], train=ROWS)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_function_that_raises_is_a_fault_of_its_samples(tmp_path):
+    def broken(completions, **kwargs):
+        raise KeyError("no such thing")
+
+    with pytest.raises(hone.errors.RewardError, match="raised KeyError: 'no such thing'"):
+        hone.train(config(tmp_path), rewards=[broken], train=ROWS)
+
+
+def test_importing_hone_is_light_and_its_names_stay():
+    program = (
+        "import sys, hone\n"
+        "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules\n"
+        "first = hone.train\n"
+        "assert 'torch' not in sys.modules\n"
+        "import hone.train.learner\n"
+        "assert hone.train is first and callable(hone.check) and hone.Run.__name__ == 'Run'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
