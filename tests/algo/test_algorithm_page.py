@@ -1,18 +1,19 @@
 """docs/algorithms.md: every number that is written there by hand is computed here, ours by the code itself."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from hone.algo.advantage import CREDIT, STD_FLOOR, Outcomes, group_mean, group_norm
+from hone.algo.advantage import CREDIT, STD_FLOOR, Outcomes, group_mean, group_norm, whiten
 from hone.algo.algorithm import Algorithm
 from hone.algo.control import ALARM_STEPS, MAX_KL_ERROR, steer_kl
 from hone.algo.kl import KL, MAX_LOG_RATIO
-from hone.algo.loss import Tokens
+from hone.algo.loss import Tokens, covariance_outliers
 from hone.algo.returns import discounted_returns, gae, token_rewards
-from hone.algo.shaping import clip_rewards, keep_fraction
+from hone.algo.shaping import clip_rewards, keep_fraction, overlong_penalty
 from hone.cli.algorithm_page import algorithms_page
 from hone.config.layers import preset_names
 from hone.config.run import AlgorithmSection
@@ -187,6 +188,89 @@ def truncated():
     yield f"`truncated_reward_factor: {factor:g}` makes {good:g} of a reward of 3, and leaves {bad:g} as it is"
 
 
+def dual_clip():
+    ratio, advantage, preset = 6.0, -1.0, AlgorithmSection().model_copy(update={"dual_clip": 3.0})
+    found = {}
+    for dual in (None, preset.dual_clip):
+        tokens = replace(tokens_of(1, loss=-advantage), logprobs_T=float64(np.log(ratio)))
+        algorithm = Algorithm(AlgorithmSection(aggregate="token_sum", dual_clip=dual))
+        found[dual] = float(algorithm.loss(tokens, Totals(1, 1))[0])
+    yield f"a ratio of {ratio:g} and an advantage of {advantage:g} has a loss of {found[None]:g}."
+    yield f"With `dual_clip: {preset.dual_clip}`, which `algorithm/ppo` sets, it has {found[3.0]:g} and no gradient."
+    yield f"verl has this bound of {3:g} in every row"
+    assert "`dual_clip: 3.0`" in section("`algorithm/ppo`")
+    assert PAGE.count("`, `dual_clip: 3.0`") == 1, "one row"
+
+
+def rejected():
+    count, coef, nats = 10, 0.1, 1.0
+    kept, gone = (tokens_of(count, loss=1.0) for _ in range(2))
+    gone = replace(gone, sampler_logprobs_T=gone.sampler_logprobs_T - 5)  # a weight of exp(5)
+    means = {}
+    for kl_coef in (0.0, coef):
+        row = AlgorithmSection(aggregate="token_mean", clip="none", kl_loss_coef=kl_coef, kl_estimator="abs")
+        algorithm = Algorithm(row.model_copy(update={"correction": "icepop"}))
+        parts = [replace(part, ref_logprobs_T=part.logprobs_T - nats) for part in (kept, gone)]
+        ours = sum(float(algorithm.loss(part, Totals(2 * count, 2))[0]) for part in parts)
+        means[kl_coef] = ours, float(algorithm.loss(parts[0], Totals(count, 1))[0])
+    (ours, theirs), (ours_kl, theirs_kl) = means.values()
+    yield "by a weight of 0 on"
+    yield f"Of two samples of {count} tokens with a loss of 1 each one is rejected: the token mean is {ours:g}."
+    yield f"With a KL of {nats:g} nat per token at `kl_loss_coef: {coef:g}` it is {ours_kl:g}."
+    yield f"its means are {theirs:g} and {theirs_kl:g}"
+
+
+def kl_after_baseline():
+    rewards, kl, coef = [1.0, 0.0], float64(2, 4), 0.1
+    row = AlgorithmSection(credit="group_mean", kl_reward_coef=coef, kl_estimator="k1")
+    batch = batch_of(rewards).with_column("old_logprobs_T", kl).with_column("ref_logprobs_T", kl * 0)
+    ours = Algorithm(row).assign(batch)[0].columns["advantages_T"].tolist()
+    theirs = credit(group_mean, float64(*rewards) - coef * kl)
+    yield f"Rewards of {listed(rewards)}, with {listed(kl.tolist())} nats of KL at `kl_reward_coef: {coef:g}`"
+    yield f"the advantages are {listed(ours)}."
+    yield f"and the mean of the group then: {listed(theirs)}."
+
+
+def deviations():
+    rewards, tokens = [1.0] + [0.0] * 7, 4096
+    deviation = float64(*rewards) - 1 / 8
+    yield f"has an advantage of {credit(group_norm, rewards)[0]:.2f} with `group_norm`"
+    yield f"with the biased deviation (over n, not n - 1) it would be {deviation[0] / deviation.std(correction=0):.2f}"
+    values = torch.arange(tokens, dtype=torch.float64)
+    ratio = whiten(values, values * 0 + 1)[-1] / ((values - values.mean()) / values.std(correction=0))[-1]
+    yield f"makes no difference: {1 / ratio:.4f} in {tokens:,} tokens"
+    yield f"To either deviation {STD_FLOOR:.0e} is added; verl adds {1e-8:.0e} to the variance"
+
+
+def outliers():
+    total, (share, low, high) = 100_000, AlgorithmSection().clip_cov
+    generator = torch.Generator().manual_seed(0)
+    logprobs, advantages = torch.randn(2, total, generator=generator, dtype=torch.float64)
+    taken = [
+        int(
+            covariance_outliers(
+                logprobs[:n], advantages[:n], logprobs[:n] * 0 + 1, share=share, low=low, high=high
+            ).sum()
+        )
+        for n in (total, 100)
+    ]
+    assert taken[1] == 1
+    yield f"{taken[0]} of {total:,} tokens with the preset's share of {share:g}, and at least one"
+
+
+def overlong():
+    limit, share = 100, 0.2
+    lengths = [80, 90, 100, 110]
+    ours = overlong_penalty(float64(*lengths), max_tokens=limit, buffer_frac=share, factor=1.0).tolist()
+    buffer = share * limit
+    theirs = min(-(lengths[3] - (limit - buffer)) / buffer, 0)
+    assert ours[2] == ours[3]
+    yield f"With a limit of {limit} tokens and `overlong_buffer_frac: {share:g}` the penalty is {ours[0] + 0.0:g} up to"
+    yield f" {lengths[0]} tokens, {ours[1]:g} at {lengths[1]} and {ours[2]:g} at {lengths[2]}."
+    yield f"would still be {ours[3]:g}, as in the paper"
+    yield f"it grows on: {theirs:g} at {lengths[3]}"
+
+
 def estimators():
     at = {d: [float(entry.function(float64(d))) for entry in KL.values()] for d in (0.5, -1.0)}
     assert list(KL) == ["k1", "k2", "k3", "abs"]
@@ -220,7 +304,12 @@ SAID = {
     "Denominators are counts of the whole optimizer step": denominators,
     "k1 is refused in the loss": k1_in_the_loss,
     "A truncated sample is never better off": truncated,
-    "Clip-Cov decides by the batch alone": lambda: (),
+    "Dual clip is on in one row only": dual_clip,
+    "A rejected sample stays in the denominators": rejected,
+    "The KL in the reward comes after the group's baseline": kl_after_baseline,
+    "Standard deviations are unbiased": deviations,
+    "Clip-Cov decides by the batch alone": outliers,
+    "The length penalty ends at the limit": overlong,
     "KL": estimators,
     "Off-policy correction": correction,
 }
@@ -238,7 +327,7 @@ def test_every_number_of_the_page_is_computed(title):
 
 
 def test_every_difference_is_among_them():
-    differences = PAGE.partition("## Where ours differs on purpose")[2]
+    differences = PAGE.partition("## Where ours differs\n")[2]
     assert set(re.findall(r"^### (.*)$", differences, flags=re.MULTILINE)) <= set(SAID)
 
 

@@ -31,8 +31,8 @@ def test_clip_keeps_rewards_in_bounds_and_unscored_unscored():
 
 
 def test_overlong_penalty_grows_linearly_over_the_buffer():
-    penalty = overlong_penalty(torch.tensor([10, 80, 90, 100]), max_tokens=100, buffer_frac=0.2, factor=2.0)
-    assert penalty.tolist() == pytest.approx([0, 0, -1, -2])
+    penalty = overlong_penalty(torch.tensor([10, 80, 90, 100, 110]), max_tokens=100, buffer_frac=0.2, factor=2.0)
+    assert penalty.tolist() == pytest.approx([0, 0, -1, -2, -2])
 
 
 @pytest.mark.parametrize(

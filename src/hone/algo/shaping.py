@@ -123,11 +123,11 @@ def overlong_penalty(length_S: Tensor, *, max_tokens: int, buffer_frac: float, f
     Args:
         length_S: (S,) response tokens.
     Returns:
-        (S,) float, in [-factor, 0] for lengths up to `max_tokens`; to be added to the reward.
+        (S,) float, in [-factor, 0], to be added to the reward.
     """
     buffer_tokens = buffer_frac * max_tokens
     excess_S = length_S - (max_tokens - buffer_tokens)
-    return (-excess_S / buffer_tokens * factor).clamp(max=0)
+    return (-excess_S / buffer_tokens * factor).clamp(-factor, 0)
 
 
 def informative(rewards: Sequence[float | None], bounds: tuple[float, float] | None) -> bool:

@@ -84,9 +84,10 @@ samples may be stale, else none. `old_logprobs: sampler` takes the ratio to l_s 
 bounds staleness and mismatch."""
 
 _ON_PURPOSE = """\
-## Where ours differs on purpose
+## Where ours differs
 
-Each of these changes what is learnt. Others are read at verl 012be9d, OpenRLHF 01359b4 and TRL v0.11.
+Each of these changes what is learnt. Others are read at verl 012be9d, OpenRLHF 01359b4 and TRL v0.11; from the dual
+clip on, at verl 0.9.1 and TRL 1.16.
 
 ### Tool tokens are no time steps
 
@@ -147,9 +148,43 @@ k1 is right.
 `truncated_reward_factor: 0.5` makes 1.5 of a reward of 3, and leaves -3 as it is: half of it would be a reward for
 running into the limit.
 
+### Dual clip is on in one row only
+
+A token with a ratio of 6 and an advantage of -1 has a loss of 6. With `dual_clip: 3.0`, which `algorithm/ppo` sets, it
+has 3 and no gradient. verl has this bound of 3 in every row that uses its default loss, GRPO and DAPO among them: set
+`dual_clip` to compare with it.
+
+### A rejected sample stays in the denominators
+
+`correction: icepop` and `sequence_mask` reject by a weight of 0 on the objective. The tokens still count where the row
+divides, and keep their KL and entropy terms. Of two samples of 10 tokens with a loss of 1 each one is rejected: the
+token mean is 0.5. With a KL of 1 nat per token at `kl_loss_coef: 0.1` it is 0.6. verl takes rejected tokens out of the
+mask: its means are 1 and 1.1.
+
+### The KL in the reward comes after the group's baseline
+
+Rewards of 1 and 0, with 2 and 4 nats of KL at `kl_reward_coef: 0.1`: the advantages are 0.3 and -0.9. verl, and TRL's
+RLOO, take the KL off the reward first and the mean of the group then: 0.6 and -0.6. A baseline does not change the
+expected gradient; with normalisation by the group's deviation theirs divides the KL by it too, and ours does not.
+
+### Standard deviations are unbiased
+
+One right answer of eight has an advantage of 2.47 with `group_norm`; with the biased deviation (over n, not n - 1) it
+would be 2.65. Whitening does the same over the tokens of the update, where it makes no difference: 1.0001 in 4,096
+tokens. To either deviation 1e-06 is added; verl adds 1e-08 to the variance when it whitens.
+
 ### Clip-Cov decides by the batch alone
 
-The paper draws at random among the tokens whose covariance is in its range; here the largest are taken."""
+The paper and verl draw at random among the tokens whose covariance is in the range, with the logprobs of each optimizer
+step, and leave out those that the ratio's clip has stopped. Here the largest covariances in the range are taken, once
+for each update, with the logprobs before it (of the sampler, where nothing else asks for the trainer's): 20 of 100,000
+tokens with the preset's share of 0.0002, and at least one.
+
+### The length penalty ends at the limit
+
+With a limit of 100 tokens and `overlong_buffer_frac: 0.2` the penalty is 0 up to 80 tokens, -0.5 at 90 and -1 at 100.
+Longer responses do not occur, because they are cut there; the penalty for them would still be -1, as in the paper. In
+verl it grows on: -1.5 at 110."""
 
 _NEEDS = {
     "siblings": "a group of 2 or more",
