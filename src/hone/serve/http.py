@@ -21,6 +21,7 @@ import time
 import uuid
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
@@ -123,6 +124,7 @@ def refuse_open_door(settings: HttpSettings, tokens: Tokens) -> None:
         )
 
 
+@lru_cache
 def _host_of(address: bytes) -> str:
     """The host in an `Origin`, or in a `Host` with `//` in front; empty when there is none."""
     try:
@@ -131,6 +133,7 @@ def _host_of(address: bytes) -> str:
         return ""
 
 
+@lru_cache
 def _is_address(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(host))
