@@ -42,6 +42,7 @@ def test_groups_to_which_the_same_happens_share_a_line(tmp_path):
     assert told == [
         ("group_started", [0, 1, 2]), ("group_finished", [0, 2]), ("group_finished", [1]), ("group_started", [3]),
     ]  # fmt: skip
+    assert '"prompts":[[0,2]]}' in (tmp_path / "events.jsonl").read_text()
 
 
 def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):

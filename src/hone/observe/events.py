@@ -168,7 +168,7 @@ class EventLog:
             why = f"the disk took nothing for a while: {dropped:,} events were dropped"
             events.append({"at": round(time.time(), 4), "kind": "gap", "what": "events", "why": why})
             self._warn(f"{FILE}: {why}")
-        text = b"".join(_encode(event).encode() + b"\n" for event in merged(events))
+        text = b"".join(_encode(_packed(event)).encode() + b"\n" for event in merged(events))
         if text and self._file.write(text) < len(text):  # of a regular file: the disk filled up within a line
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if to_sync:
@@ -199,6 +199,26 @@ def merged(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _but_groups(event: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in event.items() if name not in ("at", "prompts")}
+
+
+def _packed(event: dict[str, Any]) -> dict[str, Any]:
+    """With successive groups as [first, last]: {'prompts': [3, 4, 5, 9]} -> {'prompts': [[3, 5], 9]}."""
+    if "prompts" not in event:
+        return event
+    runs: list[list[int]] = []
+    for prompt in sorted(event["prompts"]):
+        if runs and prompt == runs[-1][1] + 1:
+            runs[-1][1] = prompt
+        else:
+            runs.append([prompt, prompt])
+    return {**event, "prompts": [run[0] if run[0] == run[1] else run for run in runs]}
+
+
+def _unpacked(event: dict[str, Any]) -> dict[str, Any]:
+    if "prompts" in event:
+        runs = [run if isinstance(run, list) else [run, run] for run in event["prompts"]]
+        event["prompts"] = [prompt for first, last in runs for prompt in range(first, last + 1)]
+    return event
 
 
 def _whole_bytes(path: Path) -> int:
@@ -235,6 +255,6 @@ def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[s
         for line in lines:
             if line.endswith(b"\n"):
                 try:
-                    yield json.loads(line)
+                    yield _unpacked(json.loads(line))
                 except ValueError as error:
                     yield {"at": 0.0, "kind": "gap", "what": "events", "why": f"a line is no JSON: {error}"}
