@@ -101,7 +101,9 @@ def test_light_parts_import_nothing_heavy():
 )
 def test_help_explain_and_a_config_error_need_nothing_heavy(arguments, tmp_path):
     run_file = tmp_path / "run.yaml"
-    run_file.write_text("model: {path: a/b}\ndata: {train: a/b}\nreward: {components: [{use: exact}]}\n")
+    run_file.write_text(
+        "model: {path: a/b}\ndata: {train: a/b, answer_column: a}\nreward: {components: [{use: exact}]}\n"
+    )
     arguments = [str(run_file) if word == "RUN" else word for word in arguments]
     program = (
         f"import sys\nfrom hone.cli.main import main\ncode = main({arguments!r})\n"

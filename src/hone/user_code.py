@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 from types import ModuleType
 
-DETAIL_CHARACTERS = 200
+DETAIL_CHARACTERS = 240
 """Of what is kept of a message: details are stored with each sample."""
+_DESCRIPTION_CHARACTERS = DETAIL_CHARACTERS - len("raised ")
+_NOT_THE_USERS = (
+    f"{Path(__file__).parent}{os.sep}",
+    "<",
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
+"""How files begin whose frames are left out: ours, frozen modules, Python's own, installed packages."""
 
 
 def import_module(place: str, kind: str) -> ModuleType:
@@ -36,5 +46,21 @@ def import_module(place: str, kind: str) -> ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: message`, on one line, bounded."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:DETAIL_CHARACTERS]
+    """`ValueError: message (rewards.py:9 in score, rewards.py:4 in parse: int(text))`, on one line, bounded.
+
+    Of the traceback only the user's own lines are shown, the last three of them.
+    """
+    message, lines = " ".join(str(error).split()), _own_lines(error)
+    where = f" ({lines})" if lines else ""
+    return f"{type(error).__name__}: {message}"[: _DESCRIPTION_CHARACTERS - len(where)] + where
+
+
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith(_NOT_THE_USERS) and frame.name not in ("<listcomp>", "<genexpr>")
+
+
+def _own_lines(error: BaseException) -> str:
+    """Where in the user's files an error was raised, outermost call first; empty when it was not there."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame)][-3:]
+    calls = ", ".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in frames)
+    return f"{calls}: {frames[-1].line or ''}"[: DETAIL_CHARACTERS // 2] if frames else ""

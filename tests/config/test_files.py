@@ -3,13 +3,15 @@ import json
 
 import pytest
 
+from hone.config import files
 from hone.config.files import BUILT_IN_REWARDS
 
 
 def test_built_in_rewards_are_those_that_reward_has():
-    from hone.reward.builtin import BUILTIN, HELD, POOLED
+    from hone.reward.builtin import BUILTIN, HELD, OF_ANSWERS, POOLED
 
     assert (*BUILTIN, *POOLED, *HELD) == BUILT_IN_REWARDS
+    assert set(files.OF_ANSWERS) == OF_ANSWERS
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_text_needs_no_second_quotes_on_the_command_line(load, override, value):
 
 
 def test_null_on_the_command_line_unsets(load):
-    config = load("data.answer_column=null").config
+    config = load("data.answer_column=null", "stages=[sft]", "sft.response_column=answer").config
     assert config.data.answer_column is None
 
 

@@ -182,7 +182,9 @@ BROKEN = [
     ({"run__dir": "'runs/{nme}'"}, "run.dir: may hold {name} and no other brace"),
     ({"run__dir": "."}, "run.dir: must be a folder of the run's own"),
     ({"run__dir": "/"}, "run.dir: must be a folder of the run's own"),
-    ({"run__dir": "/dev/null"}, "run.dir: is a file"),
+    ({"run__dir": "/dev/null"}, "run.dir: /dev/null is a file"),
+    ({"run__dir": "/dev/null/runs"}, "run.dir: /dev/null is a file; the run needs a folder there"),
+    ({"data__answer_column": None}, "data.answer_column: is required by reward exact"),
 ]
 
 

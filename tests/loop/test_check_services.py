@@ -46,4 +46,4 @@ def test_args_of_a_reward_whose_service_does_not_run_yet(tmp_path, monkeypatch):
 )
 def test_what_a_service_would_serve(tmp_path, served, said):
     problem, *_ = problems(tmp_path, served=served)
-    assert problem.startswith("services.sums.reward: ") and said in problem
+    assert "run.yaml:4  services.sums.reward: " in problem and said in problem

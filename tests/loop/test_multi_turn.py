@@ -145,7 +145,8 @@ def test_samples_that_the_environment_fails_are_unscored_and_the_rest_is_trained
     assert main(["train", str(write_run(tmp_path, break_every=4, max_unscored_frac=0.5))]) == 0
     dropped = [recorded for recorded in read_samples(tmp_path / "run", 1) if recorded.reward is None]
     assert dropped, "the fault really happened"
-    assert {recorded.faults["environment"] for recorded in dropped} == {"infra: raised RuntimeError: no game today"}
+    cause = "infra: raised RuntimeError: no game today"
+    assert all(recorded.faults["environment"].startswith(cause) for recorded in dropped)
     assert all(recorded.sample.fault and len(recorded.sample.turns) == 2 for recorded in dropped)
 
 

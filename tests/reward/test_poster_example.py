@@ -17,7 +17,7 @@ from hone.build.pictures import picture_of_responses
 from hone.config.load import load_config
 from hone.config.run import ModelSection, RewardSection
 from hone.data.chat import load_tokenizer
-from hone.loop.preflight import services_away
+from hone.loop.preflight_rewards import services_away
 from hone.observe.observer import Observer
 from hone.observe.recorder import RecordedSample
 from hone.reward.base import Rewards
@@ -77,7 +77,7 @@ def test_a_judge_that_is_not_there_yet_is_named_and_stops_no_check(make_group):
     row = shipped("test")[0]
 
     scored = asyncio.run(scored_group(loaded.config.reward, make_group(row["response"], answer=row["poster"])))
-    (said,) = services_away(scored, loaded.config)
+    (said,) = services_away({name: scores[0] for name, scores in scored.scores.items()}, loaded.config)
     assert said.startswith("reward poster: visual: http://127.0.0.1:9/v1")
     assert "ConnectError" in said
 

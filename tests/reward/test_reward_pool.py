@@ -123,8 +123,8 @@ def test_it_runs_in_another_process_and_stays_there(score_all, make_group):
 @pytest.mark.parametrize(
     ("function", "cause"),
     [
-        ("raises", "raises: infra fault: raised ValueError: a bad day"),
-        ("exits", "exits: infra fault: raised SystemExit: enough"),
+        ("raises", "raises: infra fault: raised ValueError: a bad day (mine.py:"),
+        ("exits", "exits: infra fault: raised SystemExit: enough (mine.py:"),
         ("nan", "nan: infra fault: gave nan, not a finite number"),
         ("wrong_count", "wrong_count: infra fault: returned 1 scores for 2 samples"),
     ],
@@ -132,7 +132,7 @@ def test_it_runs_in_another_process_and_stays_there(score_all, make_group):
 def test_a_function_that_misbehaves_gives_faults_and_goes_on(score_all, make_group, function, cause):
     groups = score_all(function, make_group("a", "b"), make_group("a", "b"))
     assert [group.rewards for group in groups] == [(None, None)] * 2
-    assert [first_fault(group) for group in groups] == [cause] * 2
+    assert all(first_fault(group).startswith(cause) for group in groups)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from hone.reward.signature import Range, check_scores, declared_range, reward
 from hone.types import Fault, Score
@@ -24,7 +25,7 @@ def test_whatever_is_a_number_is_a_score(make_group, value):
         (math.inf, "gave inf, not a finite number"),
         (None, "returned None"),
         ("1.0", "gave str, not a number"),
-        ([1.0], "gave list, not a number"),
+        ([1.0, 0.0], "gave list, not a number"),
         (1 + 0j, "gave complex, not a number"),
         (1.5, "gave 1.5, above its declared maximum 1"),
         (-0.5, "gave -0.5, below its declared minimum 0"),
@@ -42,6 +43,8 @@ def test_whatever_is_not_is_a_fault_of_that_sample_alone(make_group, value, caus
     [
         ([1.0], "returned 1 scores for 2 samples"),
         ([1.0, 1.0, 1.0], "returned 3 scores for 2 samples"),
+        (torch.tensor(1.0), "returned Tensor, not one score per sample"),
+        (torch.ones(3), "returned 3 scores for 2 samples"),
         (1.0, "returned float, not one score per sample"),
         (None, "returned NoneType, not one score per sample"),
         ("ab", "returned str, not one score per sample"),
@@ -53,8 +56,23 @@ def test_a_wrong_shape_is_a_fault_of_the_whole_group(make_group, returned, cause
     assert check_scores(returned, make_group("a", "b"), UNIT) == (Score(None, Fault.INFRA, cause),) * 2
 
 
-def test_numpy_arrays_are_sequences(make_group):
-    assert check_scores(np.array([0.0, 1.0]), make_group("a", "b"), UNIT) == (Score(0.0), Score(1.0))
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [0.0, 1.0],
+        (0, True),
+        np.array([0.0, 1.0]),
+        np.array([0.0, 1.0], dtype=object),
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([[0.0], [1.0]], dtype=torch.bfloat16, requires_grad=True),
+        [torch.tensor(0.0), torch.tensor([1.0])],
+        [Score(0.0), torch.tensor(1)],
+    ],
+)
+def test_lists_tuples_arrays_and_tensors_hold_scores(make_group, returned):
+    scores = check_scores(returned, make_group("a", "b"), UNIT)
+    assert scores == (Score(0.0), Score(1.0))
+    assert [type(score.value) for score in scores] == [float, float]
 
 
 def test_a_fault_of_the_model_earns_the_declared_minimum_whatever_it_claims(make_group):

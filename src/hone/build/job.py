@@ -21,8 +21,9 @@ from hone.config.load import Loaded
 from hone.config.run import RunConfig, RunSection
 from hone.config.topology import Topology
 from hone.data.chat import Tokenizer
-from hone.errors import DataError, HoneError, Stopped
+from hone.errors import ConfigError, HoneError, Stopped
 from hone.loop.folder import RunFolder
+from hone.model.device import device_of
 from hone.observe.observer import Observer
 from hone.plan.guard import Guard
 from hone.process import stop_signals_handled
@@ -93,15 +94,11 @@ def set_up_arithmetic(run: RunSection, processes: int = 1) -> torch.device:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "8")
     torch.set_num_threads(run.threads or max(1, len(os.sched_getaffinity(0)) // processes))
-    wanted = run.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise DataError("run.device = cuda, but torch sees no GPU. Set run.device=cpu, or check the driver.")
-    if wanted == "cpu":
+    device = device_of(run.device, "run.device")
+    if device.type == "cpu":
         with ThreadPoolExecutor(1) as passing:  # its OpenMP threads end with it
             passing.submit(use_fast_float32_products).result()
-    return torch.device(wanted)
+    return device
 
 
 def use_fast_float32_products() -> None:
@@ -174,3 +171,12 @@ def first_cause(group: BaseExceptionGroup) -> BaseException:
         else:
             leaves.append(error)
     return next((error for error in leaves if isinstance(error, HoneError)), leaves[0])
+
+
+@contextlib.contextmanager
+def located(loaded: Loaded) -> Iterator[None]:
+    """Problems of the run file that show only on the way name the line of their key too."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([loaded.located(problem) for problem in error.problems]) from error

@@ -17,7 +17,15 @@ from typing import TypeVar
 
 from hone.algo.algorithm import Algorithm
 from hone.build.inputs import changed_inputs, input_hashes, refuse_changed_inputs
-from hone.build.job import Job, asks_to_stop, first_cause, in_new_loop, set_up_arithmetic, tell_where_it_starts
+from hone.build.job import (
+    Job,
+    asks_to_stop,
+    first_cause,
+    in_new_loop,
+    located,
+    set_up_arithmetic,
+    tell_where_it_starts,
+)
 from hone.build.memory import RunMemory, exhausted
 from hone.build.models import stage_weights
 from hone.build.pictures import picture_of_responses
@@ -125,7 +133,8 @@ def train(
                 for note in (*placement, *split.notes, *unused_notes(config)):
                     observer.say(note)
                 try:
-                    in_new_loop(run_stages(job, saved, interrupted))
+                    with located(loaded):
+                        in_new_loop(run_stages(job, saved, interrupted))
                 finally:
                     memory.tell()
             outcome = "finished"

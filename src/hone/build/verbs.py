@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from hone.build.job import first_cause, in_new_loop, set_up_arithmetic
+from hone.build.job import first_cause, in_new_loop, located, set_up_arithmetic
 from hone.build.models import model_before, named_model, scalar_model, weights_before, with_adapter
 from hone.build.sampling import make_engine, make_rewards, sampling_of
 from hone.build.services import claim_devices, services_apart
@@ -84,7 +84,8 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
                 await engine.close()
 
     try:
-        with TemporaryDirectory(prefix="hone-eval-") as folder:  # the run folder's logs are the training run's
+        # a folder of its own: the run folder's logs are the training run's
+        with located(loaded), TemporaryDirectory(prefix="hone-eval-") as folder:
             return in_new_loop(run(services_apart(loaded, split, Path(folder))))
     except BaseExceptionGroup as group:
         raise first_cause(group) from group

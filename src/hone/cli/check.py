@@ -56,7 +56,7 @@ def check(
 def show(report: CheckReport, loaded: Loaded, console: Console) -> None:
     """Print a report for people."""
     num_set, num_layers = len(loaded.origins), len({setting.where.source for setting in loaded.settings})
-    console.print(f"[green]ok[/]  {escape(str(loaded.run_file))}: {num_set} keys set, {num_layers} layers")
+    console.print(f"{escape(str(loaded.run_file))}: {num_set} keys set, {num_layers} layers", highlight=False)
     for line in report.lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     width = max((len(name) for name in report.figures), default=0)
@@ -65,6 +65,8 @@ def show(report: CheckReport, loaded: Loaded, console: Console) -> None:
         console.print(f"    {name:<{width}}  {shown}", markup=False, highlight=False, soft_wrap=True)
     for problem in report.problems:
         console.print(f"[red]problem[/]  {escape(problem)}", highlight=False, soft_wrap=True)
+    for warning in report.warnings:
+        console.print(f"[yellow]warning[/]  {escape(warning)}", highlight=False, soft_wrap=True)
     for what in report.not_checked:
         console.print(f"[yellow]not checked[/]  {escape(what)}", highlight=False, soft_wrap=True)
     if report.is_ok:

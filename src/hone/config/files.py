@@ -48,6 +48,8 @@ BUILT_IN_REWARDS = (
     "given",
 )
 """Must equal `hone.reward`'s registry, which cannot be imported from here; a test compares them."""
+OF_ANSWERS = ("exact", "gsm8k", "choice", "math", "acc", "base_acc")
+"""Those that compare with the gold answer; must equal `hone.reward`'s as well."""
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 
 _LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|\.(json|jsonl|gz|csv|tsv|txt|parquet|arrow|zst)$")

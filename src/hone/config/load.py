@@ -9,6 +9,7 @@ written in, on the command line at the run file's. What a key means is `run.py`;
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,8 @@ from hone.config.run import RunConfig
 from hone.config.source import COMMAND_LINE, Node, Problem, Where
 from hone.config.wording import is_secret_key, is_secret_value, unknown_key, wrong_value
 from hone.errors import ConfigError
+
+_KEY = re.compile(r"\w+(\.\w+)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,12 @@ class Loaded:
         """Where the value that won was written; None if it is the default."""
         node = self.tree.find(path)
         return node.where if node else None
+
+    def located(self, problem: str) -> str:
+        """A problem that begins with a key, behind the place where the key was written."""
+        key = _KEY.match(problem)
+        where = self.where(key[0]) if key else None
+        return f"{where}  {problem}" if where else problem
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:

@@ -17,7 +17,7 @@ from hone.config.breach import Breach
 from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.derived import has_answers, longest_tokens, run_dir, samples_per_update
 from hone.config.division_rules import heads_divide
-from hone.config.files import FILE_RULES, context_limit, template_columns
+from hone.config.files import FILE_RULES, OF_ANSWERS, context_limit, template_columns
 from hone.config.lora_rules import LORA_RULES
 from hone.config.run import RewardComponent, RunConfig
 from hone.config.service_rules import SERVICE_RULES
@@ -113,6 +113,13 @@ def stages_have_what_they_train_on(config: RunConfig) -> Iterator[Breach]:
     if "sft" in config.stages and not (sft.response_column or sft.messages_column or has_answers(config)):
         keys = ("sft.response_column", "data.answer_column", "stages")
         yield Breach(keys, "is required for stage sft (or data.answer_column): the column with the text to imitate")
+
+
+def rewards_have_answers(config: RunConfig) -> Iterator[Breach]:
+    needing = [component.use for component in config.reward.components if component.use in OF_ANSWERS]
+    if "rl" in config.stages and needing and not has_answers(config):
+        keys = ("data.answer_column", "reward.components")
+        yield Breach(keys, f"is required by reward {needing[0]}, which compares with the gold answer: name its column")
 
 
 def reward_model_stage_is_possible(config: RunConfig) -> Iterator[Breach]:
@@ -285,8 +292,8 @@ def run_folder_is_its_own(config: RunConfig, run_file: Path) -> Iterator[Breach]
         yield Breach(
             ("run.dir",), f"must be a folder of the run's own, such as runs/{{name}}; {text!r} holds other things"
         )
-    elif path.exists() and not path.is_dir():
-        yield Breach(("run.dir",), f"is a file; the run needs a folder (got {text!r})")
+    elif file := next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None):
+        yield Breach(("run.dir",), f"{file} is a file; the run needs a folder there (got {text!r})")
 
 
 RULES: tuple[Rule, ...] = (
@@ -297,6 +304,7 @@ RULES: tuple[Rule, ...] = (
     rows_are_ranges,
     stages_run_once,
     stages_have_what_they_train_on,
+    rewards_have_answers,
     reward_model_stage_is_possible,
     imitates_one_thing,
     rewards_have_distinct_names,

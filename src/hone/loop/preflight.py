@@ -6,57 +6,41 @@ instead of being passed over.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
 from hone.cluster.devices import split_devices, visible_devices
-from hone.cluster.launch import engine_note
+from hone.cluster.launch import engine_note, plan_launches
 from hone.cluster.placement import topology_here
-from hone.config.derived import longest_tokens, service_uses, services_of, unused_services
-from hone.config.files import flat
+from hone.cluster.ports import holder, is_free
+from hone.cluster.state import kept_up, runtime_folder
+from hone.config.derived import longest_tokens, needs_critic, unused_services
 from hone.config.load import Loaded, load_rewards
-from hone.config.report import CheckReport
+from hone.config.report import CheckReport, Findings
 from hone.config.run import RunConfig
-from hone.config.topology import Topology, judge_services, judges_pool, topology_lines
+from hone.config.topology import judge_services, judges_pool, topology_lines
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.data.pairs import load_pairs
-from hone.data.prompts import load_prompts
-from hone.data.sources import BadRow, read_rows
+from hone.data.prompts import PromptStream, load_prompts
+from hone.data.sources import Part
 from hone.errors import ConfigError, DataError, PlacementError, ServiceError
+from hone.loop.preflight_rewards import check_rewards
 from hone.loop.sft import imitation_rows
+from hone.model.device import device_of
 from hone.model.load import describe_model, init_config, read_config
 from hone.model.lora import check_targets
-from hone.reward.base import Rewards, component_name
-from hone.reward.builtin import BUILTIN, OF_ANSWERS, OF_SHAPE, POOLED, as_response
+from hone.reward.base import Rewards
 from hone.reward.transport import Address
 from hone.rollout.env_pool import EnvironmentPool
-from hone.types import Fault, Group, Prompt, Sample
+from hone.types import Prompt
 
 PREVIEWS = 2
-MAX_ROWS_OF_USER_REWARDS = 256
-"""A user's reward may be slow or cost money; the pure built-in ones see every row, and give gold answers one score."""
-
-
-@dataclass
-class Findings:
-    """A report in the making."""
-
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    not_checked: list[str] = field(default_factory=list)
-    figures: dict[str, float | int | str] = field(default_factory=dict)
-    topology: Topology | None = None
-
-    def report(self) -> CheckReport:
-        placement = self.topology.as_dict() if self.topology else None
-        return CheckReport(tuple(self.lines), tuple(self.problems), tuple(self.not_checked), self.figures, placement)
+USUAL_LR = (1e-9, 1e-2)
+"""AdamW moves each weight by about the learning rate at every step."""
 
 
 async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyType({})) -> CheckReport:
@@ -66,6 +50,7 @@ async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyTy
         services: addresses of those services of the run file that are running, by name.
     """
     config, folder, findings = loaded.config, loaded.run_file.parent, Findings()
+    check_settings(config, findings)
     if config.cluster.backend != "local":
         check_placement(config, findings)
     tokenizer = check_tokenizer_and_model(config, folder, findings)
@@ -73,18 +58,34 @@ async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyTy
         check_critic(config, folder, tokenizer, findings)
     if config.lora.rank > 0:
         check_adapter(config, folder, tokenizer, findings)
+    streams = check_prompts(config, folder, tokenizer, findings) if tokenizer is not None else []
     if tokenizer is not None:
-        check_prompts(config, folder, tokenizer, findings)
+        check_other_rows(config, folder, tokenizer, findings)
     if await can_be_had(loaded, services, findings) and config.reward.components:
-        if config.data.answer_column is not None:
-            await check_rewards(config, folder, services, findings)
-        else:
-            findings.not_checked.append("rewards: data.answer_column is not set, so there are no gold answers to score")
+        await check_rewards(config, folder, streams, tokenizer, services, findings)
     if config.rollout.environment.use is not None:
         await check_environment(config, folder, findings)
     if config.services:
         check_services(config, folder, services, findings)
-    return findings.report()
+    return findings.report(loaded)
+
+
+def check_settings(config: RunConfig, findings: Findings) -> None:
+    """Values that the configuration allows, and with which nothing would be learnt or started here."""
+    if "rl" in config.stages and config.run.steps == 0:
+        findings.problems.append("run.steps: 0 updates, so stage rl would learn nothing. Nearest: 1")
+    try:
+        device_of(config.run.device, "run.device")
+    except DataError as error:
+        findings.problems.append(str(error))
+    used = {"train": {"rl", "reward_model"}, "sft": {"sft"}, "critic": {"rl"} if needs_critic(config) else set()}
+    for name, stages in used.items():
+        lr = getattr(config, name).optimizer.lr
+        if stages & set(config.stages) and not USUAL_LR[0] <= lr <= USUAL_LR[1]:
+            what = "every step would overwrite the weights" if lr > USUAL_LR[1] else "the weights would not move"
+            findings.warnings.append(
+                f"{name}.optimizer.lr: {lr:g} is far from usual learning rates of AdamW (1e-7 to 1e-3): {what}"
+            )
 
 
 def check_placement(config: RunConfig, findings: Findings) -> None:
@@ -151,31 +152,69 @@ def check_critic(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, f
         )
 
 
-def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> None:
-    """Render and tokenise every row that the run would use; show the first few."""
-    learns_preferences = "reward_model" in config.stages
-    reads_eval = config.data.eval is not None and not learns_preferences
-    try:
-        for part in ("train", "eval"):
-            if (part == "train" and not train_has_prompts(config)) or (part == "eval" and not reads_eval):
-                continue
+def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> list[PromptStream]:
+    """The prompts that training and evaluation would load; shows the first few."""
+    reads: dict[Part, bool] = {
+        "train": train_has_prompts(config),
+        "eval": config.data.eval is not None and "reward_model" not in config.stages,
+    }
+    streams: list[PromptStream] = []
+    for part in filter(reads.__getitem__, reads):
+        try:
             stream = load_prompts(config.data, tokenizer, folder, seed=config.seed, part=part)
-            prompts = stream.rows()
-            findings.lines.append(f"{part}: {stream.report}")
-            lengths = np.array([len(prompt.token_ids) for prompt in prompts])
-            findings.figures[f"{part} rows"] = len(prompts)
-            findings.figures[f"{part} prompt tokens, mean"] = float(lengths.mean())
-            findings.figures[f"{part} prompt tokens, 95th percentile"] = float(np.percentile(lengths, 95))
-            findings.figures[f"{part} prompt tokens, longest"] = int(lengths.max())
-            if part == "train":
-                findings.lines += [preview(prompt) for prompt in prompts[:PREVIEWS]]
+        except DataError as error:
+            findings.problems.append(str(error))
+            continue
+        streams.append(stream)
+        prompts = stream.rows()
+        findings.lines.append(f"{part}: {stream.report}")
+        lengths = np.array([len(prompt.token_ids) for prompt in prompts])
+        findings.figures[f"{part} rows"] = len(prompts)
+        findings.figures[f"{part} prompt tokens, mean"] = float(lengths.mean())
+        findings.figures[f"{part} prompt tokens, 95th percentile"] = float(np.percentile(lengths, 95))
+        findings.figures[f"{part} prompt tokens, longest"] = int(lengths.max())
+        if part == "train":
+            findings.lines += [preview(prompt) for prompt in prompts[:PREVIEWS]]
+            if "rl" in config.stages:
+                check_steps(stream, config.train.prompts_per_step, findings)
+    return streams
+
+
+def check_steps(stream: PromptStream, prompts_per_step: int, findings: Findings) -> None:
+    """Whether a step holds the same prompt twice: as the same row, or as rows that ask the same."""
+    if len(stream) < prompts_per_step:
+        findings.problems.append(
+            f"train.prompts_per_step: {prompts_per_step} prompts per step, but there are only {len(stream)}, so every "
+            f"step would hold the same prompts several times. Nearest: {len(stream)}"
+        )
+        return
+    epoch = itertools.islice(stream.starting_at(0), len(stream))
+    steps = list(zip(*[epoch] * prompts_per_step, strict=False))
+    twice: list[tuple[int, Prompt, Prompt]] = []
+    for number, step in enumerate(steps, start=1):
+        firsts: dict[tuple[int, ...], Prompt] = {}
+        for prompt in step:
+            if (first := firsts.setdefault(prompt.token_ids, prompt)) is not prompt:
+                twice.append((number, first, prompt))
+    if twice:
+        number, first, second = twice[0]
+        findings.warnings.append(
+            f"data.train: {len({n for n, _, _ in twice})} of the {len(steps)} steps of the first epoch hold the same "
+            f"prompt more than once, such as step {number}: {stream.where[first.id]} and {stream.where[second.id]}. "
+            "Leave repeated rows out"
+        )
+
+
+def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> None:
+    """What is imitated, and the pairs of preferences."""
+    try:
         if "sft" in config.stages:
             rows, report = imitation_rows(config, tokenizer, folder)
             findings.lines.append(f"sft: {report}")
             findings.lines.append(
                 f"  imitates {tokenizer.decode(rows[0].response)!r}, {len(rows[0].response)} tokens with EOS"
             )
-        if learns_preferences:
+        if "reward_model" in config.stages:
             for part in ("train", "eval"):
                 pairs, report = load_pairs(
                     config.data, config.rm, tokenizer, folder, max_tokens=longest_tokens(config), part=part
@@ -211,8 +250,7 @@ def check_adapter(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, 
         )
         findings.lines.append(f"adapter of rank {config.lora.rank} beside every {', '.join(layers)}")
     except DataError as error:
-        if str(error) not in findings.problems:  # a model that cannot be read was told already
-            findings.problems.append(str(error))
+        findings.problems.append(str(error))
 
 
 async def check_environment(config: RunConfig, folder: Path, findings: Findings) -> None:
@@ -247,6 +285,21 @@ def check_services(config: RunConfig, folder: Path, services: Mapping[str, Addre
         parts = (what, gpus, engine_note(service, folder, replicas), where)
         findings.lines.append(f"service {name}: {'; '.join(filter(None, parts))}")
     findings.lines += [f"service {name}: no reward names it in its args" for name in unused_services(config)]
+    kept = {service.fingerprint for state in kept_up(runtime_folder()).values() for service in state.services}
+    in_pools = judge_services(config) if judges_pool(config) else ()
+    for launch in plan_launches(config, folder, folder, split, without=in_pools, token=""):  # none is started
+        if launch.service.port and launch.name not in services and launch.fingerprint not in kept:
+            findings.problems += port_problems(launch.name, launch.port)
+
+
+def port_problems(name: str, port: int) -> list[str]:
+    try:
+        if is_free(port):
+            return []
+        why = f"is taken by {holder(port)}. End that, or set it to 0, which takes a free one"
+    except PermissionError:
+        why = "is below 1024, where only root may listen. Set it to 0, which takes a free one"
+    return [f"services.{name}.port: {port} {why}"]
 
 
 async def can_be_had(loaded: Loaded, services: Mapping[str, Address], findings: Findings) -> bool:
@@ -271,131 +324,6 @@ async def can_be_had(loaded: Loaded, services: Mapping[str, Address], findings: 
     return len(findings.problems) == num_problems
 
 
-async def check_rewards(config: RunConfig, folder: Path, services: Mapping[str, Address], findings: Findings) -> None:
-    """Score each gold answer as if the policy had written it, then each gold answer under another row's question."""
-    waiting = {name for _, name in service_uses(config)} - services.keys()
-    findings.not_checked += [
-        f"rewards of service {name}: it is started with the run; `hone check --services` starts it" for name in waiting
-    ]
-    placed = [c for c in config.reward.components if c.use == "reward_model" and config.cluster.backend != "local"]
-    findings.not_checked += [f"reward {component_name(c)}: its model is for the cluster's devices" for c in placed]
-    components = tuple(
-        c
-        for c in config.reward.components
-        if c.use not in OF_SHAPE and c not in placed and not any(name in waiting for _, name in services_of(c))
-    )
-    findings.not_checked += [
-        f"reward {component_name(c)}: a gold answer alone says nothing about it"
-        for c in config.reward.components
-        if c.use in OF_SHAPE
-    ]
-    prompts = gold_prompts(config, folder, findings)
-    is_fast = all(component.use in BUILTIN for component in components)
-    checked = prompts if is_fast else prompts[:MAX_ROWS_OF_USER_REWARDS]
-    if not checked or not any(component.weight for component in components):
-        return
-    settings = config.reward.model_copy(
-        update={"components": components, "max_unscored_frac": 1.0, "min_valid_per_group": 1}
-    )
-    response = partial(as_response, next((c.use for c in components if c.use in OF_ANSWERS), ""))
-    async with Rewards.from_config(settings, folder, window_samples=len(checked), services=services) as rewards:
-        away = services_away(await rewards.score(as_group(checked[0], response(checked[0].answer))), config)
-        if away:
-            findings.not_checked += away
-            return
-        right = [await rewards.score(as_group(prompt, response(prompt.answer))) for prompt in checked]
-        wrong = [
-            await rewards.score(as_group(prompt, response(answer)))
-            for prompt, answer in zip(checked, answers_of_others(checked), strict=True)
-            if answer is not None
-        ]
-    findings.figures["gold answers"] = len(checked)
-    for component in components:
-        exact = component.use in OF_ANSWERS
-        report_component(component_name(component), right, wrong, findings, must_be_exact=exact)
-
-
-def services_away(group: Group, config: RunConfig) -> list[str]:
-    """What built-in rewards say that asked a service in vain: it may be started only with the run, or after this."""
-    ours = [component_name(component) for component in config.reward.components if component.use in POOLED]
-    first = [(name, group.scores[name][0]) for name in ours if name in group.scores]
-    return [f"reward {name}: {score.detail}" for name, score in first if score.fault is Fault.INFRA]
-
-
-def report_component(
-    name: str, right: Sequence[Group], wrong: Sequence[Group], findings: Findings, *, must_be_exact: bool
-) -> None:
-    """Figures of one reward component, and problems where it faults or misjudges gold answers."""
-    scores = [group.scores[name][0] for group in right]
-    values = [score.value for score in scores if score.value is not None]
-    others = [value for group in wrong if (value := group.scores[name][0].value) is not None]
-    findings.figures[f"{name}: gold answers score"] = float(np.mean(values)) if values else "nothing"
-    findings.figures[f"{name}: shuffled answers score"] = float(np.mean(others)) if others else "nothing"
-    faulty = [(group, score) for group, score in zip(right, scores, strict=True) if score.fault is not None]
-    for group, score in faulty[:3]:
-        findings.problems.append(f"reward {name}: gold answer of row {group.prompt.id}: {score.fault}: {score.detail}")
-    if len(faulty) > 3:
-        findings.problems.append(f"reward {name}: {len(faulty)} of {len(right)} gold answers have a fault")
-    best = max(values, default=0.0)
-    missed = [
-        group for group, score in zip(right, scores, strict=True) if score.value is not None and score.value < best
-    ]
-    if must_be_exact and missed:
-        example = missed[0].prompt
-        findings.problems.append(
-            f"reward {name}: {len(missed)} of {len(right)} gold answers do not earn the full score, the first is row "
-            f"{example.id}: {str(example.answer)[-80:]!r}. The policy could not earn it there either."
-        )
-
-
 def train_has_prompts(config: RunConfig) -> bool:
     """Whether `data.train` holds prompts, and not only pairs or whole conversations."""
     return "rl" in config.stages or (config.sft.messages_column is None and "reward_model" not in config.stages)
-
-
-def gold_prompts(config: RunConfig, folder: Path, findings: Findings) -> list[Prompt]:
-    """The rows of train and eval as prompts without tokens: rewards read text. Rows without an answer are a problem."""
-    data = config.data
-    sources = [(data.train, data.train_split, data.train_rows)] if train_has_prompts(config) else []
-    if data.eval is not None:
-        sources.append((data.eval, data.eval_split, data.eval_rows))
-    prompts: list[Prompt] = []
-    unusable: list[str] = []
-    for source, split, rows in sources:
-        for number, row in enumerate(read_rows(source, folder, split=split, rows=rows)):
-            if isinstance(row, BadRow):
-                unusable.append(f"{row.where}: {row.problem}")
-                continue
-            values = flat(row.values)
-            if (answer := values.get(data.answer_column or "")) is None:
-                unusable.append(f"{row.where}: no answer in column {data.answer_column}")
-            else:
-                asked = values.get(data.prompt_column, "")
-                messages = tuple(asked) if isinstance(asked, list) else None
-                prompts.append(Prompt(f"{source}:{number}", number, str(asked), (), answer, row.values, messages))
-    findings.figures["rows without a gold answer"] = len(unusable)
-    if unusable and data.on_bad_row == "error":
-        findings.problems.append(f"{unusable[0]} ({len(unusable)} such rows)")
-    return prompts
-
-
-def as_group(prompt: Prompt, response: object) -> Group:
-    """A group of one finished sample with this text; of an object or a list, as JSON."""
-    text = json.dumps(response) if isinstance(response, dict | list) else str(response)
-    return Group(prompt, (Sample(prompt.id, 0, (), (), (), "stop", text),))
-
-
-def answers_of_others(prompts: Sequence[Prompt]) -> list[object | None]:
-    """For each prompt the answer of another one that ends in another word, so that none is right by chance.
-
-    Sorted by their last word and moved by the size of the largest set of equals, no answer meets its equal, unless
-    more than half of them are equal: None then stands where no other answer is left.
-    """
-    words = [(str(prompt.answer).split() or [""])[-1].strip("$.").replace(",", "") for prompt in prompts]
-    order = sorted(range(len(prompts)), key=words.__getitem__)
-    shift = max(Counter(words).values(), default=0)
-    answers: list[object | None] = [None] * len(prompts)
-    for place, row in enumerate(order):
-        other = order[(place + shift) % len(order)]
-        answers[row] = prompts[other].answer if words[other] != words[row] else None
-    return answers

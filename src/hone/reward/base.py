@@ -235,6 +235,11 @@ class Rewards:
         """Processes of user functions that were started again, because they had hung or died."""
         return self._pool.restarts
 
+    @property
+    def timeouts(self) -> int:
+        """How often user functions took too long, see `WorkerPool.timeouts`."""
+        return self._pool.timeouts
+
     def enough(self, group: Group) -> bool:
         """Whether a scored group keeps its quorum, `reward.min_valid_per_group` (or all of a smaller group)."""
         num_scored = sum(reward is not None for reward in group.rewards)

@@ -90,6 +90,8 @@ def as_response(use: str, answer: object) -> object:
     if use in ("math", "acc", "base_acc"):
         said = str(answer) if "\\boxed" in str(answer) or "####" in str(answer) else f"\\boxed{{{answer}}}"
         return f"<think>.</think><answer>{said}</answer>" if use == "base_acc" else said
+    if use == "gsm8k":
+        return f"#### {str(answer).rpartition('####')[2].strip()}"
     if use == "choice":
         return f"Answer: {chr(ord('A') + answer) if isinstance(answer, int) else str(answer).strip(' ()[].')}"
     return answer

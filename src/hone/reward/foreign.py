@@ -11,7 +11,6 @@ Which form a function has is told by the names of its parameters:
 
 `adapted` makes any of them one of our own form. Of what there is, a function is given what it takes; it may be async.
 Numbers become plain floats whatever carried them, and what is no number is left for `signature.check_scores` to refuse.
-Imports no torch: a tensor is known by what it can do.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from inspect import Parameter
 from numbers import Real
 from typing import Any
 
-from hone.reward.signature import RewardFunction, all_faulty
+from hone.reward.signature import RewardFunction, all_faulty, plain_value, plain_values
 from hone.types import Fault, Group, Sample, Score
 from hone.user_code import describe
 
@@ -136,7 +135,8 @@ async def _settled(returned: Any) -> Any:
 def _trl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_Call]:
     """One call for the group. Of a chat, prompts are lists of messages and so are completions."""
     prompt, samples, logged = group.prompt, group.samples, {}
-    columns = {name: [value] * len(samples) for name, value in prompt.columns.items()}
+    gold = {} if prompt.answer is None else {"answer": prompt.answer}
+    columns = {name: [value] * len(samples) for name, value in {**gold, **prompt.columns}.items()}
     offered = {
         "prompts": [[dict(m) for m in prompt.messages] if prompt.messages else prompt.text for _ in samples],
         "completions": [_said(sample) if prompt.messages else sample.text for sample in samples],
@@ -161,7 +161,7 @@ def _read_trl(group: Group, calls: Sequence[_Call], returned: Sequence[Any]) -> 
     """A number for each sample, or None: it does not apply (`sums.py`)."""
     if isinstance(returned[0], Score):
         return [returned[0]] * len(group.samples)
-    values = _numbers(returned[0])
+    values = plain_values(returned[0])
     if not isinstance(values, list):
         return values
     return _with_metrics([NOT_APPLIED if value is None else value for value in values], calls[0].logged)
@@ -179,10 +179,10 @@ def _read_openrlhf(group: Group, calls: Sequence[_Call], returned: Sequence[Any]
     if isinstance(returned[0], Score):
         return [returned[0]] * len(group.samples)
     if not isinstance(returned[0], Mapping):
-        return _numbers(returned[0])
+        return plain_values(returned[0])
     if "rewards" not in returned[0]:
         return all_faulty(len(group.samples), f"returned a dictionary without 'rewards': {_names(returned[0])}")
-    values = _numbers(returned[0]["rewards"])
+    values = plain_values(returned[0]["rewards"])
     logged = {"scores": returned[0].get("scores"), **(returned[0].get("extra_logs") or {})}
     return _with_metrics(values, logged) if isinstance(values, list) else values
 
@@ -204,11 +204,11 @@ def _read_verl(group: Group, calls: Sequence[_Call], returned: Sequence[Any]) ->
 
 def _read_verl_score(returned: Any) -> Any:
     if not isinstance(returned, Mapping):
-        return _number(returned)
+        return plain_value(returned)
     if "score" not in returned:
         return Score(None, Fault.INFRA, f"returned a dictionary without 'score': {_names(returned)}")
     others = {name: value for name, value in returned.items() if name != "score"}
-    return _with_metrics([_number(returned["score"])], others)[0]
+    return _with_metrics([plain_value(returned["score"])], others)[0]
 
 
 _TRL = _Form(
@@ -236,24 +236,12 @@ _VARIABLE = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
 NOT_APPLIED = Score(None)
 
 
-def _numbers(values: Any) -> Any:
-    """A list of plain values, of a list, an array or a tensor of them; anything else as it came."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    return [_number(value) for value in values] if isinstance(values, list | tuple) else values
-
-
-def _number(value: Any) -> Any:
-    """A plain value, of an array or a tensor that holds just one; anything else as it came."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return _number(value[0]) if isinstance(value, list) and len(value) == 1 else value
-
-
 def _with_metrics(values: Sequence[Any], logged: Mapping[str, Any]) -> list[Any]:
     """Scores that carry what was logged: of a list of as many, each its own number; of one number, all the same."""
     metrics: list[dict[str, float]] = [{} for _ in values]
     for name, found in logged.items():
-        found = _numbers(found)
-        each = found if isinstance(found, list) and len(found) == len(values) else [_number(found)] * len(values)
+        found = plain_values(found)
+        each = found if isinstance(found, list) and len(found) == len(values) else [plain_value(found)] * len(values)
         for own, value in zip(metrics, each, strict=True):
             if isinstance(value, Real) and math.isfinite(value):
                 own[str(name)] = float(value)

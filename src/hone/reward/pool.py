@@ -68,6 +68,8 @@ class WorkerPool:
         self._ranges: tuple[Range, ...] = ()
         self.restarts = 0
         """Workers started again since the start, because they had hung or died."""
+        self.timeouts = 0
+        """Groups, or responses where these are judged one at a time, that took too long since the start."""
         self._closed = False
         self._python_path = (str(folder.resolve()), *sys.path)
         self._workers = [_Worker() for _ in range(num_workers)]
@@ -119,7 +121,7 @@ class WorkerPool:
                 if self._closed:
                     raise RuntimeError("a group came to be scored after the rewards were closed")
                 if worker.alive or await self._restarted(worker, task):
-                    await task.run(worker)
+                    self.timeouts += await task.run(worker)
             except asyncio.CancelledError:
                 await worker.kill()  # busy with a task that nobody waits for any more
                 raise
@@ -185,8 +187,8 @@ class _Scoring:
     def is_done(self) -> bool:
         return len(self.scores) >= len(self._group.samples)
 
-    async def run(self, worker: _Worker) -> None:
-        """Take the scores that are missing from a worker, up to its first hang or death."""
+    async def run(self, worker: _Worker) -> bool:
+        """Take the scores that are missing from a worker, up to its first hang or death. Returns whether it hung."""
         rest = replace(self._group, samples=self._group.samples[len(self.scores) :])
         self._row_done = False
         used_s = worker.processor_s()
@@ -201,8 +203,10 @@ class _Scoring:
             used_s = worker.processor_s() - used_s
             await worker.kill()
             self._hung(used_s)
+            return True
         except WorkerDied as error:
             self._died(error)
+        return False
 
     def _take(self, scores: tuple[Score, ...]) -> bool:
         self.scores += scores

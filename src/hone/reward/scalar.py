@@ -33,6 +33,7 @@ from hone.data.chat import resolve_model
 from hone.data.conversation import ConversationReader, Unreadable
 from hone.errors import DataError
 from hone.model.decoder import unsupported
+from hone.model.device import device_of
 from hone.model.heads import FORM, MEAN, STD, ScalarModel, Sequences, last_token_scores, load_scalar_model
 from hone.model.load import model_folder, read_config
 from hone.model.memory import give_back_memory
@@ -177,7 +178,7 @@ class Loaded:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise DataError(f"{place}: {type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), as needed")
         form = getattr(config, FORM, None) or ("text" if tokenizer.chat_template is None else "chat")
-        device = _device(settings.device)
+        device = device_of(settings.device, "args.device")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         if unsupported(config) is None:
             model = OwnModel(load_scalar_model(place, dtype=dtype, device=device, config=config))
@@ -333,9 +334,3 @@ def _mean_and_std(config: PreTrainedConfig) -> tuple[float, float]:
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise DataError(f"normalize: true, but config.json says {MEAN} = {mean} and {STD} = {std}; no scale is in that")
     return float(mean), float(std)
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise DataError("args.device = cuda, but torch sees no GPU. Set it to cpu or auto.")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")

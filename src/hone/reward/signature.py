@@ -1,11 +1,11 @@
 """What a reward function is: a group in, one score per sample out. The declaration, and the check of what comes back.
 
-    def f(group: Group, **args) -> Sequence[float | Score | None]        (or async)
+    def f(group: Group, **args) -> list, tuple, array or tensor of float | Score | None        (or async)
 
 `None` says that a sample could not be scored through no fault of its own. A `Score` can say more: a fault of the data,
 or a fault of the model, which earns the declared minimum whatever value it carries. Anything that is not a finite
 number in the declared range is a fault of ours, never a number: group-relative credit would read a made-up 0 as a
-verdict. Used on both sides of the process boundary, so it imports nothing heavy.
+verdict. Used on both sides of the process boundary, so it imports nothing heavy; a tensor is known by its `tolist`.
 """
 
 from __future__ import annotations
@@ -81,12 +81,24 @@ def overrun_score(function: RewardFunction) -> float | None:
 
 def check_scores(returned: Any, group: Group, declared: Range) -> tuple[Score, ...]:
     """One valid Score per sample, from whatever a reward function returned."""
-    num_samples = len(group.samples)
-    if isinstance(returned, str | bytes | dict) or not (hasattr(returned, "__len__") and hasattr(returned, "__iter__")):
+    num_samples, values = len(group.samples), plain_values(returned)
+    if isinstance(values, str | bytes | dict) or not (hasattr(values, "__len__") and hasattr(values, "__iter__")):
         return all_faulty(num_samples, f"returned {type(returned).__name__}, not one score per sample")
-    if len(returned) != num_samples:
-        return all_faulty(num_samples, f"returned {len(returned)} scores for {num_samples} samples")
-    return tuple([_check_score(value, declared) for value in returned])
+    if len(values) != num_samples:
+        return all_faulty(num_samples, f"returned {len(values)} scores for {num_samples} samples")
+    return tuple([_check_score(value, declared) for value in values])
+
+
+def plain_values(values: Any) -> Any:
+    """A list of plain values, of a list, an array or a tensor of them; anything else as it came."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return [plain_value(value) for value in values] if isinstance(values, list | tuple) else values
+
+
+def plain_value(value: Any) -> Any:
+    """A plain value, of a list, an array or a tensor that holds just one; anything else as it came."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return plain_value(value[0]) if isinstance(value, list) and len(value) == 1 else value
 
 
 def all_faulty(num_samples: int, detail: str, fault: Fault = Fault.INFRA) -> tuple[Score, ...]:
