@@ -139,11 +139,11 @@ def test_a_stopped_process_is_noticed_by_its_heartbeat_and_started_again(tmp_pat
 
 @pytest.mark.parametrize(
     ("who", "layout"),
-    [("raylet/raylet", APART), ("gcs_server", APART), ("gcs_server", ASYNC), ("ray::RuntimeEnvAgent", ASYNC)],
-    ids=["raylet in step", "gcs_server in step", "gcs_server", "Agent"],
+    [("raylet/raylet", APART), ("gcs_server", APART), ("gcs_server", ASYNC)],
+    ids=["raylet", "gcs_server", "gcs_server, asynchronous"],
 )
 def test_without_ray_itself_a_run_ends_with_a_message_and_goes_on_from_its_checkpoint(tmp_path, who, layout):
-    """A raylet ends when its agent does, and has the ranks with it; without a GCS they can write a checkpoint first."""
+    """The ranks end with a raylet; without a GCS they can write a checkpoint first."""
     run_file = write_run(tmp_path)
     life = Life(run_file, *layout, "run.steps=100000")
     life.until(lambda: trained(tmp_path) >= 3)
