@@ -51,9 +51,12 @@ def test_a_good_run_as_json(run_file, build, capsys):
 
 
 def test_problems_of_the_data_exit_with_2(run_file, build, capsys):
-    build.answer = CheckReport(problems=("reward exact: 3 of 10 gold answers score 0 [/odd]",))
+    build.answer = CheckReport(problems=("reward exact: 3 of 10 gold answers score 0 [/odd]",), warnings=("odd lr",))
     assert main(["check", str(run_file)]) == 2
-    assert "problem  reward exact: 3 of 10 gold answers score 0 [/odd]" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "problem  reward exact: 3 of 10 gold answers score 0 [/odd]" in lines
+    assert "warning  odd lr" in lines
+    assert not any(line.startswith("ok") for line in lines)
 
 
 @pytest.mark.parametrize("as_json", [True, False])
