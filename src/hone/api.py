@@ -212,7 +212,7 @@ def _written(rows: Mapping[str, str], load: Callable[[Mapping[str, str]], Loaded
 def _outside_of_loop(work: Callable[[], T], interrupted: threading.Event) -> T:
     """Do work that needs an event loop of its own: here, or on a thread where one is running already, as in a notebook.
 
-    KeyboardInterrupt then sets `interrupted`, and the work is waited for.
+    KeyboardInterrupt, or whatever else ends the wait, sets `interrupted`, and the work is waited for.
     """
     try:
         asyncio.get_running_loop()
@@ -220,11 +220,14 @@ def _outside_of_loop(work: Callable[[], T], interrupted: threading.Event) -> T:
         return work()
     with ThreadPoolExecutor(1, thread_name_prefix="hone") as thread:
         working = thread.submit(contextvars.copy_context().run, work)
-        while True:
-            try:
-                return working.result()
-            except KeyboardInterrupt:
-                interrupted.set()
+        try:
+            while True:
+                try:
+                    return working.result()
+                except KeyboardInterrupt:
+                    interrupted.set()
+        finally:
+            interrupted.set()
 
 
 @contextmanager

@@ -76,15 +76,14 @@ def stop_signals_handled(handle: Callable[[signal.Signals], object]) -> Iterator
         del before[signal.SIGHUP]
     came: set[signal.Signals] = set()
 
-    def handle_hangup_once(number: signal.Signals) -> None:
-        if (
-            number is not signal.SIGHUP or not came
-        ):  # a terminal that closes sends it twice: the kernel and the shell do
+    def handle_once_if_hangup(number: signal.Signals) -> None:
+        # A terminal that closes sends SIGHUP twice: the kernel does, and the shell.
+        if number is not signal.SIGHUP or not came:
             handle(number)
         came.add(number)
 
     for number in before:
-        loop.add_signal_handler(number, handle_hangup_once, number)
+        loop.add_signal_handler(number, handle_once_if_hangup, number)
     try:
         yield
     finally:
