@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,22 +32,32 @@ def live(run_file: str) -> int:
     return pid
 
 
-def kill_during_save(pid: int, checkpoints: Path) -> None:
-    """Wait (at most 20 s) until a save is going on, then kill."""
+def kill_once(pid: int, is_due: Callable[[], bool], later_s: float = 0.0) -> None:
+    """Wait (at most 20 s) until it is due, then for `later_s`, then kill."""
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not any(checkpoints.glob(".tmp-*")):
+    while time.monotonic() < deadline and not is_due():
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return
+    time.sleep(later_s)
     os.kill(pid, signal.SIGKILL)
 
 
+def loops_begun(folder: Path) -> int:
+    events = folder / "events.jsonl"
+    return events.read_bytes().count(b'"kind":"started"') if events.exists() else 0
+
+
 def survive(run_file: str, kills: int, seed: int) -> dict:
-    rng, checkpoints = random.Random(seed), load_config(run_file).run_dir / "checkpoints"
+    rng, folder = random.Random(seed), load_config(run_file).run_dir
+    checkpoints = folder / "checkpoints"
     killed = saving = 0
     for number in range(kills):
+        loops = loops_begun(folder) + 1
         pid = live(run_file)
         if number % 4 == 0:
-            kill_during_save(pid, checkpoints)
+            kill_once(pid, lambda: any(checkpoints.glob(".tmp-*")))
+        elif number % 4 == 1:
+            kill_once(pid, lambda wanted=loops: loops_begun(folder) >= wanted, rng.uniform(0.0, 0.5))
         else:
             time.sleep(rng.uniform(0.05, 1.0))
             os.kill(pid, signal.SIGKILL)

@@ -81,6 +81,7 @@ class LocalSession:
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._process_fd: int | None = None
 
     async def start(self) -> None:
         """Start it and wait until its warden is ready. Raises SandboxFault."""
@@ -102,6 +103,8 @@ class LocalSession:
                 )
             except OSError as error:
                 raise SandboxFault(f"no process for a sandbox: {error}") from error
+        self._process_fd = os.pidfd_open(self._process.pid)
+        asyncio.get_running_loop().add_reader(self._process_fd, self._process_ended)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._send(self._setup)
@@ -128,11 +131,26 @@ class LocalSession:
     async def close(self) -> None:
         """End every process of it, by force where the warden does not. On return they are gone."""
         channel, process = self._channel, self._process
+        self._stop_watching()
         self._channel = self._process = None
         if channel is not None:
             channel.close()  # the warden takes it as its end
         if process is not None:
             await asyncio.shield(asyncio.to_thread(_end, process))
+
+    def _process_ended(self) -> None:
+        """End the sandbox with its outermost process. The kernel would not: a warden that changed its user may not be
+        signalled by a bubblewrap that has no capabilities."""
+        self._stop_watching()
+        if self._channel is not None:
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
+
+    def _stop_watching(self) -> None:
+        if self._process_fd is not None:
+            asyncio.get_running_loop().remove_reader(self._process_fd)
+            os.close(self._process_fd)
+            self._process_fd = None
 
     async def _send(self, message: Any) -> None:
         assert self._channel is not None
