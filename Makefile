@@ -6,6 +6,8 @@ PYTHON  ?= $(shell for p in $(PYTHONS); do $$p $(IS_OURS) 2>/dev/null && echo $$
 VENV   := .venv
 LIGHT  := pydantic ruamel.yaml rapidfuzz typer rich psutil numpy packaging
 SEED   := $(or $(SEED),$(shell date +%s))
+# One more than there are cores, up to 4: a quarter of the tests' time is waiting for processes and services.
+WORKERS := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
 STAMP  := $(VENV)/.installed
 RUN    := $(VENV)/bin/python -m
 VLLM       := .venv-vllm
@@ -42,11 +44,11 @@ quickstart: $(STAMP)  ## train, evaluate and report: GRPO on GSM8K's arithmetic,
 	$(VENV)/bin/hone train examples/gsm8k-arithmetic/run.yaml --fresh
 
 test: $(STAMP)  ## the tests a newcomer runs, under 5 minutes
-	$(RUN) pytest -q -m "not slow and not gpu and not vllm" -n logical --maxprocesses 4 --dist loadfile
+	$(RUN) pytest -q -m "not slow and not gpu and not vllm" -n $(WORKERS) --dist loadfile
 
 test-slow: $(STAMP)  ## the tests that take longer than 20 s each, and a longer random search by the property tests
 	$(RUN) pytest -q -m "(slow or property) and not gpu and not vllm" --hypothesis-profile search --timeout 900 \
-	    -n logical --maxprocesses 4 --dist loadfile
+	    -n $(WORKERS) --dist loadfile
 
 # Each order on another number of workers; the second run finds a Ray token in the home directory, the others none.
 test-orders: $(STAMP)  ## the tests of `make test` in three random orders, about 15 minutes (SEED=n repeats them)

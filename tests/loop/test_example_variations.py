@@ -49,6 +49,7 @@ def test_several_optimizer_steps_move_the_ratio(tmp_path):
     assert steps[0]["train/ratio_max"] > 1
 
 
+@pytest.mark.slow  # samples many groups that it drops
 def test_shaping_replaces_groups_that_say_nothing(tmp_path):
     steps = steps_of(tmp_path, "shaping.yaml", "algorithm.max_dropped_per_kept=1000", "run.steps=1")
     assert steps[0]["rollout/groups_dropped"] > 0

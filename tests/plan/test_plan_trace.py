@@ -65,7 +65,7 @@ REAL = {
     "transformers": (TINY, ["run.precision=float32", OTHERS]),
     "transformers checkpointed": (LLAMA, [HALF, OTHERS, AGAIN, SMALL_CHUNK]),
 }
-QUICK = ("qwen3", "qwen3 in bfloat16", "llama checkpointed", "critic", "adapter", "transformers checkpointed")
+QUICK = ("qwen3", "qwen3 in bfloat16", "llama checkpointed", "critic", "adapter")
 LEAST = {"qwen2 in bfloat16": -0.02}
 """What loses: the CPU's bfloat16 products copy the output weight, inside a kernel."""
 
@@ -166,7 +166,7 @@ def test_a_microbatch_is_full(tokens):
     assert int(batch.length_S.max()) <= 65
 
 
-@pytest.mark.parametrize("words", [[HALF], [HALF, AGAIN, SMALL_CHUNK]])
+@pytest.mark.parametrize("words", [[HALF], pytest.param([HALF, AGAIN, SMALL_CHUNK], marks=pytest.mark.slow)])
 def test_a_deep_model_lies_on_the_line_through_shallow_ones(words, configured):
     config, batch = configured(*words), full_microbatch(900, max_prompt=64, max_response=65, group=4)
 
@@ -193,7 +193,7 @@ def _lattice():
 
 LATTICE = _lattice()
 CASES = {case.name: case for case in LATTICE.lattice()}
-QUICK_MODELS = ("qwen3-8b", "qwen3-30b-a3b")
+QUICK_MODELS = ("qwen3-8b",)
 QUICK_CASES = [
     case.name
     for case in CASES.values()
@@ -219,6 +219,7 @@ def test_the_closed_form_meets_the_trace(name):
 # ---- hone plan --trace
 
 
+@pytest.mark.slow  # two deep traces of three models
 def test_phases_of_one_process_with_all_its_models(configured):
     config = configured(
         "model.path=Qwen/Qwen3-0.6B",
@@ -242,6 +243,7 @@ def test_what_cannot_be_traced_is_said(configured):
         trace_plan(found, Path(), print)
 
 
+@pytest.mark.slow  # two traces
 def test_the_command_prints_json(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     keys = json.dumps({**TINY, "max_position_embeddings": 4096})
