@@ -1,6 +1,7 @@
 """Shared by all tests: one arithmetic thread, fixed random search, and a check that no test leaves anything behind."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -28,6 +29,15 @@ def state_of_its_own(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="session")
+def signals_as_in_a_terminal():
+    """A background job has SIGINT ignored, and one of `nohup` SIGHUP: processes that tests start would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # as before here, and the default in a new program
+
+
+@pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
 
@@ -38,7 +48,7 @@ def nothing_left_by(node):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def module_leaves_nothing(state_of_its_own, request):
+def module_leaves_nothing(state_of_its_own, signals_as_in_a_terminal, request):
     """Fixtures of a module end after its tests, and are checked here."""
     with nothing_left_by(request.node):
         yield

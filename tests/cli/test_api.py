@@ -84,15 +84,7 @@ def test_a_notebook_gets_the_same_run_and_keeps_its_loop_and_settings(trained, t
     assert before == (torch.get_num_threads(), torch.get_float32_matmul_precision(), signal.getsignal(signal.SIGINT))
 
 
-@pytest.fixture
-def ctrl_c_raises():
-    """A shell that starts pytest in the background has SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupted_notebook_leaves_a_checkpoint_and_goes_on(tmp_path, ctrl_c_raises):
+def test_an_interrupted_notebook_leaves_a_checkpoint_and_goes_on(tmp_path):
     def interrupt(line):
         if "train/loss" in line:
             os.kill(os.getpid(), signal.SIGINT)
