@@ -12,7 +12,6 @@ import asyncio
 import contextvars
 import hashlib
 import json
-import os
 import re
 import sys
 import threading
@@ -27,6 +26,7 @@ from hone.config.load import Loaded, load_mapping
 from hone.config.report import CheckReport
 from hone.errors import ConfigError, DataError
 from hone.loop.folder import RunFolder
+from hone.process import environment_restored
 from hone.reward.given import GIVEN
 
 if TYPE_CHECKING:
@@ -235,14 +235,10 @@ def _process_as_before() -> Iterator[None]:
     """Undo what a run sets for its whole process: threads and precision of PyTorch, the GPUs to see."""
     import torch
 
-    devices, threads = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
-        yield
+        with environment_restored("CUDA_VISIBLE_DEVICES"):
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
-        if devices is None:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices

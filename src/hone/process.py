@@ -1,7 +1,7 @@
 """A Python process of our own beside the run: started anew, killed with all that it started, never outliving the run.
 
 What the pools of rewards (`reward/pool.py`) and environments (`rollout/env_pool.py`) share: starting, messages, ending.
-And which signals ask the run itself to end.
+And what the run's own process changes for a while: signal handlers, the environment.
 Not here: what is said over the channel, and when a process has taken too long. Imports nothing heavy, because what runs
 in such a process imports it too.
 """
@@ -61,6 +61,20 @@ def end_with(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:  # it died before the line above
             os._exit(1)
+
+
+@contextlib.contextmanager
+def environment_restored(*names: str) -> Iterator[None]:
+    """On exit these environment variables, or all of them where none is named, are what they were on entry."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in names or os.environ.keys() | before.keys():
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -223,8 +223,8 @@ class Algorithm:
         mask_T = batch.loss_mask_T
         kl_T, clipped_T = self._kl_of(batch.columns["old_logprobs_T"], batch.columns["ref_logprobs_T"])
         means = torch.stack([kl_T, clipped_T.to(kl_T.dtype)]) @ mask_T.to(kl_T.dtype) / mask_T.sum().clamp(min=1)
-        metrics = dict(zip(("train/kl_ref", "train/kl_clipped_frac"), means.tolist(), strict=True))
-        return -self.kl_coef * kl_T * mask_T, metrics
+        kl, clipped_frac = means.tolist()
+        return -self.kl_coef * kl_T * mask_T, {"train/kl_ref": kl, "train/kl_clipped_frac": clipped_frac}
 
     def _kl_of(self, logprobs_T: Tensor, ref_logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
         """(T,) estimates of the KL to the reference within +-`kl_clip`, and (T,) bool: which were outside."""

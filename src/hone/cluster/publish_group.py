@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from hone.cluster.meeting import GRACE_S, Link, Meeting, MeetingInlet, MeetingOutlet, begun
 from hone.cluster.weights import Bucket
+from hone.process import environment_restored
 
 Backend = Literal["gloo", "nccl"]
 
@@ -122,16 +123,10 @@ def _settings_of_ours() -> Iterator[None]:
     engine dies: ours looks at each broadcast itself, until a deadline. Nor has it what vLLM, if it is in this process,
     has set for groups of its own: members with different settings wait for each other for ever."""
     vllm, name = sys.modules.get("vllm.utils.nccl"), "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
+    with environment_restored(name):
+        os.environ[name] = "1"
         with vllm.unpinned_nccl_env() if vllm else nullcontext():
             yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _own_address(address: str) -> str:

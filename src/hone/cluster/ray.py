@@ -25,7 +25,7 @@ import psutil
 from hone.cluster.scratch import Scratch
 from hone.config.cluster import ClusterSection
 from hone.errors import ClusterError, ClusterLost, PlacementError, Stopped
-from hone.process import end_with
+from hone.process import end_with, environment_restored
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -367,14 +367,9 @@ def _on_loopback() -> Iterator[None]:
 def environment_for_ray() -> Iterator[None]:
     """What Ray and this module set in the environment meanwhile is for Ray's processes; afterwards it is as before, so
     that processes that this one starts later do not inherit it."""
-    before = dict(os.environ)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
+    with environment_restored():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 @contextlib.contextmanager
