@@ -79,7 +79,7 @@ format: $(STAMP)  ## let ruff rewrite what it can
 	$(RUN) ruff format .
 
 docs: $(STAMP)  ## regenerate the pages that are made from the code
-	$(RUN) hone.cli.docs
+	$(RUN) hone.tools.docs
 
 bench: $(STAMP)  ## every benchmark, each a ratio against a named baseline (about an hour)
 	$(RUN) benchmarks.run_all

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hone.train.checkpoint import Checkpoints
-from hone.train.shards import HostCopies, LiveSnapshot
+from hone.train.tensor_files import HostCopies, LiveSnapshot
 from hone.types import Progress
 
 SLICES = 24

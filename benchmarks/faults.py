@@ -32,8 +32,8 @@ from pathlib import Path
 import psutil
 from _runs import DIGITS
 
-from hone.loop.audit import Audit, audit
 from hone.observe.events import read_events
+from hone.run.audit import Audit, audit
 
 ROOT = Path(__file__).resolve().parent.parent
 ROLES = ("engine", "trainer rank", "controller")

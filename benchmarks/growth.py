@@ -16,9 +16,9 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from hone.loop.audit import audit_file
 from hone.observe.events import MOST_WAITING, EventLog
 from hone.observe.sinks import MetricsFile
+from hone.run.audit import audit_file
 
 GROUPS = 32
 METRICS = {f"train/synthetic_metric_{number}": 0.123456789 * number for number in range(60)}

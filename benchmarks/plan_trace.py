@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from hone.build.trace import trace_plan
+from hone.assemble.trace import trace_plan
 from hone.config.load import load_config
 from hone.plan.activations import Pass
 from hone.plan.architecture import architecture_from

@@ -34,13 +34,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hone.cluster.meeting import Link, Meeting
-from hone.cluster.publish import Published, publish, take
-from hone.cluster.publish_group import GroupInlet, GroupOutlet
-from hone.cluster.publish_ray import Intake, RayOutlet
-from hone.cluster.publisher import Routes
-from hone.cluster.weights import bucket_bytes
 from hone.model.fingerprint import byte_sum, weights_fingerprint
+from hone.weights.buckets import bucket_bytes
+from hone.weights.meeting import Link, Meeting
+from hone.weights.publish import Published, publish, take
+from hone.weights.publish_group import GroupInlet, GroupOutlet
+from hone.weights.publish_ray import Intake, RayOutlet
+from hone.weights.publisher import Routes
 
 TENSORS = 24
 """Tensors that the bytes are divided over, as layers would be."""

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 
 from hone.config.load import load_rewards
-from hone.reward.base import Rewards
+from hone.reward.rewards import Rewards
 from hone.types import Group, Prompt, Sample
 
 WORK_S = 0.02

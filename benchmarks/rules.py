@@ -23,7 +23,7 @@ from pathlib import Path
 from math_verify import parse, verify
 
 from hone.config.run import RewardComponent, RewardSection
-from hone.reward.base import Rewards
+from hone.reward.rewards import Rewards
 from hone.types import Group, Prompt, Sample
 
 GROUP_SIZE = 8

@@ -34,7 +34,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 from trl_compare import hone_run
 
-from hone import build
+from hone import assemble
 from hone.config.load import load_config
 from hone.loop.run import PolicyRun
 
@@ -96,7 +96,7 @@ def measure(name: str, model: Path, steps: int, threads: int, folder: Path) -> S
     watch = Watch(plain_from=FIRST_STEPS, profiled_from=FIRST_STEPS + steps, until=FIRST_STEPS + 2 * steps)
     shutil.rmtree(run_dir, ignore_errors=True)
     with watch:
-        build.train(load_config(run_file, []))
+        assemble.train(load_config(run_file, []))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     plain = [row for row in rows if "time/step_s" in row][FIRST_STEPS : FIRST_STEPS + steps]
     inside_s = sum(row["time/generate_s"] + row["time/train_s"] for row in plain)

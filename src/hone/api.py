@@ -3,7 +3,7 @@
     run = hone.train("run.yaml", rewards=[my_reward], train=[{"prompt": "2+2="}, ...])
     run.metrics, run.model_path, run.report
 
-Thin: a config and what Python adds to it become the content of a run file, and `hone.build` does the rest.
+Thin: a config and what Python adds to it become the content of a run file, and `hone.assemble` does the rest.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.config.load import Loaded, load_mapping
-from hone.config.report import CheckReport
 from hone.errors import ConfigError, DataError
-from hone.loop.folder import RunFolder
-from hone.process import environment_restored
 from hone.reward.given import GIVEN
+from hone.run.folder import RunFolder
+from hone.run.report import CheckReport
+from hone.runtime.processes import environment_restored
 
 if TYPE_CHECKING:
     from hone.observe.observer import OnMetrics
@@ -90,10 +90,10 @@ def train(
     """
     interrupted = threading.Event()
     with _loaded(config, rewards, train, eval) as loaded, _process_as_before():
-        from hone import build
+        from hone import assemble
 
         def work() -> Path:
-            return build.train(
+            return assemble.train(
                 loaded,
                 resume=resume,
                 fresh=fresh,
@@ -118,9 +118,9 @@ def check(
     """
     try:
         with _loaded(config, rewards, train, eval) as loaded, _process_as_before():
-            from hone import build
+            from hone import assemble
 
-            return _outside_of_loop(lambda: build.check_run(loaded), threading.Event())
+            return _outside_of_loop(lambda: assemble.check_run(loaded), threading.Event())
     except ConfigError as error:
         return CheckReport(problems=tuple(error.problems))
 

@@ -14,9 +14,9 @@ from hone.algo.kl import KL, MAX_LOG_RATIO
 from hone.algo.loss import Tokens, covariance_outliers
 from hone.algo.returns import discounted_returns, gae, token_rewards
 from hone.algo.shaping import clip_rewards, keep_fraction, overlong_penalty
-from hone.cli.algorithm_page import algorithms_page
 from hone.config.layers import preset_names
 from hone.config.run import AlgorithmSection
+from hone.tools.algorithm_page import algorithms_page
 from hone.types import Batch, Control, Totals
 
 PAGE = algorithms_page()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import hone
 from hone.cli.main import main
 from hone.errors import ConfigError, Stopped
-from hone.loop.folder import RunFolder
+from hone.run.folder import RunFolder
 
 sys.path.append(str(Path(__file__).parents[1] / "loop"))
 from tiny import write_run

@@ -6,16 +6,16 @@ import pytest
 
 from hone.cli.main import main
 from hone.config.load import Loaded
-from hone.config.report import CheckReport
 from hone.errors import DataError
+from hone.run.report import CheckReport
 
 
 @pytest.fixture
 def build(monkeypatch):
-    """Stands for `hone.build`, which is heavy: `build.answer` is what `check_run` gives or raises."""
+    """Stands for `hone.assemble`, which is heavy: `assemble.answer` is what `check_run` gives or raises."""
     import hone
 
-    module = ModuleType("hone.build")
+    module = ModuleType("hone.assemble")
     module.answer = CheckReport()  # type: ignore[attr-defined]
 
     def check_run(loaded: Loaded, *, start_services: bool) -> CheckReport:
@@ -25,8 +25,8 @@ def build(monkeypatch):
         return answer
 
     module.check_run = check_run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hone.build", module)
-    monkeypatch.setattr(hone, "build", module, raising=False)
+    monkeypatch.setitem(sys.modules, "hone.assemble", module)
+    monkeypatch.setattr(hone, "assemble", module, raising=False)
     return module
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from hone.cli.main import main
-from hone.plan import calibration
-from hone.plan.calibration import device_key
-from hone.plan.ladder import TOKENS, Change
-from hone.plan.record import Expected, Record
+from hone.memory import calibration
+from hone.memory.calibration import device_key
+from hone.memory.ladder import TOKENS, Change
+from hone.memory.record import Expected, Record
 
 CHANGE = Change(
     stage="rl",

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from hone.cli import docs
 from hone.config import schema
 from hone.observe.metrics import METRICS
+from hone.tools import docs
 
 FOLDER = Path(__file__).parents[2] / "docs"
 

@@ -17,9 +17,9 @@ import httpx
 import pytest
 import torch
 
-from hone.cluster.ports import free_port
 from hone.data.chat import character_tokenizer
 from hone.model.load import init_model, save_hf
+from hone.services.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

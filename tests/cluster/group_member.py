@@ -13,10 +13,10 @@ from multiprocessing.process import BaseProcess
 import torch
 from publishing import make_engine
 
-from hone.cluster.meeting import Link
-from hone.cluster.receiving import GroupIntake
-from hone.cluster.sending import Way
 from hone.errors import EngineError
+from hone.weights.meeting import Link
+from hone.weights.receiving import GroupIntake
+from hone.weights.sending import Way
 
 
 class Member:
@@ -51,7 +51,7 @@ def members(kinds: Mapping[str, str], *, timeout_s: float = 60.0, way: Way = "gl
     """
     context = multiprocessing.get_context("spawn" if way != "gloo" else "forkserver")
     if way == "gloo":
-        context.set_forkserver_preload(["hone.rollout.local", "hone.cluster.receiving"])
+        context.set_forkserver_preload(["hone.rollout.local", "hone.weights.receiving"])
     started: dict[str, Member] = {}
     try:
         for number, (name, kind) in enumerate(kinds.items()):

@@ -21,10 +21,10 @@ import psutil
 import torch
 from watching import listens, wait_for
 
-import hone.build  # noqa: F401 (the slow import, before the forks)
+import hone.assemble  # noqa: F401 (the slow import, before the forks)
 from hone.cli.main import main
-from hone.cluster.state import read_state
 from hone.config.load import load_config
+from hone.services.state import read_state
 
 LEFT_WITHIN_S = 5.0
 ENDS_WITHIN_S = 60.0

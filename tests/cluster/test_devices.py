@@ -2,10 +2,10 @@
 
 import pytest
 
-from hone.cluster import devices
-from hone.cluster.devices import Split, split_devices, visible_devices
 from hone.config.run import RunConfig
 from hone.errors import ServiceError
+from hone.services import gpus as devices
+from hone.services.gpus import Split, split_devices, visible_devices
 
 
 def config(training=None, **services):

@@ -10,13 +10,13 @@ import pytest
 import torch
 from test_services import Watched
 
-from hone.cluster.launch import engine_note
 from hone.config.run import ServiceSection
 from hone.config.service_engine import ServiceEngine, engine_of
 from hone.data.chat import character_tokenizer
 from hone.model.load import init_model, save_hf
 from hone.reward.judge.figures import EngineFigures, read_metrics
 from hone.reward.judge.scorer import JudgeReward
+from hone.services.launch import engine_note
 from hone.types import Group, Prompt, Sample
 
 VLLM = """#!{python}

@@ -8,10 +8,10 @@ import pytest
 from ray_runs import Life, write_run
 from test_ray_runs import APART, ASYNC, COLOCATED, assert_same_learning, metrics_of
 
-from hone import build
+from hone import assemble
 from hone.config.load import load_config
-from hone.loop.audit import audit
 from hone.observe.events import read_events
+from hone.run.audit import audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,7 +33,7 @@ def faultless(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faultless")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        build.train(load_config(write_run(folder), [f"run.steps={STEPS}", "observe.console=quiet"]))
+        assemble.train(load_config(write_run(folder), [f"run.steps={STEPS}", "observe.console=quiet"]))
     return folder / "run"
 
 

@@ -9,8 +9,8 @@ import pytest
 import ray
 from ray._private import worker
 
-from hone.build import cluster
-from hone.build.cluster import OnRay
+from hone.assemble import cluster
+from hone.assemble.cluster import OnRay
 from hone.cluster.ray import lost, raylet_lost
 from hone.errors import ClusterError, ClusterLost, Stopped
 

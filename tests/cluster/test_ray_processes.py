@@ -16,7 +16,7 @@ from ray_toys import toy_engine, toy_trainer
 from hone.cluster.actors import EngineActor, TrainerRank
 from hone.cluster.calls import kill
 from hone.cluster.engine import RemoteEngine
-from hone.cluster.gang import Gang
+from hone.cluster.ranks import Gang
 from hone.cluster.ray import RayCluster
 from hone.cluster.trainer import RemoteTrainer
 from hone.config.cluster import ClusterSection

@@ -8,10 +8,10 @@ import pytest
 from ray_runs import Life, write_run
 from test_ray_runs import RAY, assert_same_learning, metrics_of
 
-from hone import build
+from hone import assemble
 from hone.config.load import load_config
-from hone.loop.audit import audit_file
 from hone.observe.events import read_events
+from hone.run.audit import audit_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,7 +49,7 @@ CRITIC_APART = [
 def alone(tmp_path_factory):
     """The run in one process; its folder has a checkpoint of step 2."""
     folder = tmp_path_factory.mktemp("alone")
-    return build.train(load_config(write_run(folder), [*PPO, f"run.dir={folder / 'run'}"]))
+    return assemble.train(load_config(write_run(folder), [*PPO, f"run.dir={folder / 'run'}"]))
 
 
 def run_file_in(folder, monkeypatch):
@@ -66,7 +66,7 @@ def from_step_2(run, folder):
 
 def test_each_in_a_pool_of_its_own(tmp_path, monkeypatch, alone):
     run_file = run_file_in(tmp_path, monkeypatch)
-    run = build.train(load_config(run_file, [*PPO, *EACH, "run.dir=each"]))
+    run = assemble.train(load_config(run_file, [*PPO, *EACH, "run.dir=each"]))
     assert_same_learning(run, alone)
     for name in ("critic/loss", "critic/value_mean", "critic/grad_norm", "critic/lr"):
         mine, theirs = ([line[name] for line in metrics_of(one) if name in line] for one in (run, alone))
@@ -77,7 +77,7 @@ def test_each_in_a_pool_of_its_own(tmp_path, monkeypatch, alone):
     assert {"critic.safetensors", "tensors-00000-of-00002.safetensors", "reference-00001-of-00002.safetensors"} <= names
     assert audit_file(run / "events.jsonl").violations == ()
     back = from_step_2(run, tmp_path)
-    build.train(load_config(run_file, PPO), resume=True)
+    assemble.train(load_config(run_file, PPO), resume=True)
     assert_same_learning(back, alone)
 
 
@@ -85,13 +85,13 @@ def test_each_in_a_pool_of_its_own(tmp_path, monkeypatch, alone):
 def test_a_run_of_one_process_goes_on_with_roles_apart(tmp_path, monkeypatch, alone, layout):
     run_file = run_file_in(tmp_path, monkeypatch)
     run = from_step_2(alone, tmp_path)
-    build.train(load_config(run_file, [*PPO, *layout]), resume=True)
+    assemble.train(load_config(run_file, [*PPO, *layout]), resume=True)
     assert_same_learning(run, alone)
 
 
 def test_a_critic_that_dies_is_named_and_started_again(tmp_path, monkeypatch):
     run_file = run_file_in(tmp_path, monkeypatch)
-    alone = build.train(load_config(run_file, [*PPO, "run.steps=20", "run.dir=alone"])).absolute()
+    alone = assemble.train(load_config(run_file, [*PPO, "run.steps=20", "run.dir=alone"])).absolute()
     life = Life(run_file, *PPO, *CRITIC_APART, "run.steps=20")
 
     def events(kind):

@@ -13,11 +13,11 @@ from ray_runs import Life, write_run
 from raylets import free_port, rays_folder, until_open
 from safetensors.numpy import load_file
 
-from hone import build
+from hone import assemble
 from hone.cli.main import main
 from hone.config.load import load_config
-from hone.loop.audit import audit_file
 from hone.observe.events import read_events
+from hone.run.audit import audit_file
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -61,8 +61,8 @@ def assert_same_learning(run, other):
 def test_two_ranks_and_two_engines_learn_what_one_process_learns(tmp_path, monkeypatch):
     run_file = write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    build.train(load_config(run_file, ["run.dir=local", "observe.console=quiet"]))
-    build.train(load_config(run_file, ["run.dir=ray", "observe.console=quiet", *COLOCATED]))
+    assemble.train(load_config(run_file, ["run.dir=local", "observe.console=quiet"]))
+    assemble.train(load_config(run_file, ["run.dir=ray", "observe.console=quiet", *COLOCATED]))
     assert_same_learning(tmp_path / "ray", tmp_path / "local")
     assert all(line["train/grad_norm"] > 0.01 for line in metrics_of(tmp_path / "ray") if "train/grad_norm" in line)
     found = audit_file(tmp_path / "ray" / "events.jsonl")
@@ -74,7 +74,7 @@ def test_two_ranks_and_two_engines_learn_what_one_process_learns(tmp_path, monke
 def test_synchronous_layouts_learn_what_one_process_learns(tmp_path, monkeypatch, layout):
     run_file = write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    build.train(load_config(run_file, ["run.dir=local", "observe.console=quiet"]))
+    assemble.train(load_config(run_file, ["run.dir=local", "observe.console=quiet"]))
     assert Life(run_file, *layout).end() == 0
     assert_same_learning(tmp_path / "run", tmp_path / "local")
 
@@ -144,7 +144,7 @@ def test_a_run_joins_a_cluster_of_two_machines_and_leaves_it_as_it_was(tmp_path,
 
     run_file = write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    build.train(load_config(run_file, ["run.dir=local", "observe.console=quiet"]))
+    assemble.train(load_config(run_file, ["run.dir=local", "observe.console=quiet"]))
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=1)

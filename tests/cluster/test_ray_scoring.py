@@ -11,7 +11,7 @@ from ray_runs import Life
 from scored_runs import write_scored_run
 
 from hone.cli.main import main
-from hone.cluster.state import read_state
+from hone.services.state import read_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

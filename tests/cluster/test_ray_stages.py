@@ -10,7 +10,7 @@ from ray_runs import Life, write_run
 from safetensors.numpy import load_file
 from test_ray_runs import COLOCATED, metrics_of
 
-from hone import build
+from hone import assemble
 from hone.config.load import load_config
 from hone.observe.events import read_events
 
@@ -48,8 +48,8 @@ def assert_same_weights(folder, other):
 def test_imitation_on_two_ranks_and_then_rl(tmp_path, monkeypatch):
     run_file = write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    build.train(load_config(run_file, [*IMITATION, "run.dir=local", "observe.console=quiet"]))
-    build.train(load_config(run_file, [*IMITATION, *COLOCATED, "run.dir=ray", "observe.console=quiet"]))
+    assemble.train(load_config(run_file, [*IMITATION, "run.dir=local", "observe.console=quiet"]))
+    assemble.train(load_config(run_file, [*IMITATION, *COLOCATED, "run.dir=ray", "observe.console=quiet"]))
     assert "trainer ranks: 2; ready" in (tmp_path / "ray" / "logs" / "training.log").read_text()
     ours, theirs = lines_of(tmp_path / "ray", "sft/"), lines_of(tmp_path / "local", "sft/")
     assert [line["step"] for line in ours] == list(range(1, 11))
@@ -67,8 +67,8 @@ def test_a_reward_model_on_two_ranks_is_that_of_one_process(tmp_path, monkeypatc
     run_file = write_run(tmp_path)
     write_pairs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    build.train(load_config(run_file, [*PREFERENCES, "run.dir=local", "observe.console=quiet"]))
-    build.train(load_config(run_file, [*PREFERENCES, *ALONE, "run.dir=ray", "observe.console=quiet"]))
+    assemble.train(load_config(run_file, [*PREFERENCES, "run.dir=local", "observe.console=quiet"]))
+    assemble.train(load_config(run_file, [*PREFERENCES, *ALONE, "run.dir=ray", "observe.console=quiet"]))
     for line, expected in zip(metrics_of(tmp_path / "ray"), metrics_of(tmp_path / "local"), strict=True):
         rm = {name for name in expected if name.startswith("rm/")} - {"rm/pairs_per_s"}
         assert {name: line[name] for name in rm} == pytest.approx({name: expected[name] for name in rm}, rel=1e-3)

@@ -8,8 +8,8 @@ from ray_runs import Life, write_run
 from test_ray_runs import APART, ASYNC, COLOCATED, assert_same_learning, metrics_of
 
 from hone.cli.main import main
-from hone.loop.audit import audit
 from hone.observe.events import read_events
+from hone.run.audit import audit
 
 pytestmark = [pytest.mark.timeout(600)]
 

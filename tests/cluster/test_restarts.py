@@ -1,6 +1,6 @@
 """A bound on restarts within any hour, and waits that double up to half a minute."""
 
-from hone.restarts import Restarts
+from hone.runtime.backoff import Restarts
 
 
 def test_waits_double_and_the_bound_is_kept():

@@ -8,11 +8,11 @@ import tempfile
 
 import pytest
 
-from hone.cluster.scratch import Scratch
+from hone.runtime.scratch import Scratch
 
 MAKE = """
 import sys, time
-from hone.cluster.scratch import Scratch
+from hone.runtime.scratch import Scratch
 print(Scratch("toy-").path, flush=True)
 time.sleep(600)
 """

@@ -1,6 +1,6 @@
 """A service's log: last lines, new lines, and what of them is shown."""
 
-from hone.cluster.log import EXCERPT_LINES, EXCERPT_REFILL_S, Excerpt, Follower, last_lines
+from hone.services.log import EXCERPT_LINES, EXCERPT_REFILL_S, Excerpt, Follower, last_lines
 
 
 def append(path, text):

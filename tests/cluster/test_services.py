@@ -9,15 +9,15 @@ import pytest
 from watching import gone, listens, processes_of, toy
 
 from hone import restarts
-from hone.cluster import service as one
-from hone.cluster import services as module
-from hone.cluster.devices import Split
-from hone.cluster.launch import plan_launches
-from hone.cluster.services import Services
-from hone.cluster.state import read_state
 from hone.config.run import RunConfig
 from hone.errors import ServiceError
 from hone.reward.transport import Address
+from hone.services import service as one
+from hone.services import supervisor as module
+from hone.services.gpus import Split
+from hone.services.launch import plan_launches
+from hone.services.state import read_state
+from hone.services.supervisor import Services
 
 TOKEN = "token-of-the-run"
 

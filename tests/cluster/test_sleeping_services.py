@@ -10,9 +10,9 @@ import psutil
 import pytest
 from test_services import Watched, quick, until  # noqa: F401
 
-from hone.cluster.launch import ReplicaPlace, plan_replica
-from hone.cluster.services import begin_here
 from hone.config.run import ServiceSection
+from hone.services.launch import ReplicaPlace, plan_replica
+from hone.services.supervisor import begin_here
 
 SLEEPY = """
 import http.server, pathlib, sys

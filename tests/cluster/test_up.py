@@ -16,7 +16,7 @@ from test_services import Watched
 from watching import gone, listens, toy, wait_for
 
 from hone.cli.main import main
-from hone.cluster.state import ServiceState, Supervision, kept_up, read_state, read_token, runtime_folder, write_state
+from hone.services.state import ServiceState, Supervision, kept_up, read_state, read_token, runtime_folder, write_state
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import torch
 from group_member import Member, members
 from publishing import BUCKET_BYTES, tiny_model, tiny_model_with_adapter
 
-from hone.cluster.meeting import Meeting, MeetingOutlet
-from hone.cluster.publish import Published, publish
-from hone.cluster.publish_group import Backend, GroupOutlet
-from hone.cluster.publish_ipc import IpcOutlet
 from hone.model.fingerprint import weights_fingerprint
+from hone.weights.meeting import Meeting, MeetingOutlet
+from hone.weights.publish import Published, publish
+from hone.weights.publish_group import Backend, GroupOutlet
+from hone.weights.publish_ipc import IpcOutlet
 
 CPU = torch.device("cpu")
 TWO = {"engine-0": "good", "engine-1": "good"}

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_search import examples
 
-from hone.cluster.weights import Bucket, Manifest, Packer, Unpacker, bucket_bytes
 from hone.errors import EngineError
 from hone.model.fingerprint import weights_fingerprint
+from hone.weights.buckets import Bucket, Manifest, Packer, Unpacker, bucket_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 

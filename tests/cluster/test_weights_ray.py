@@ -12,12 +12,12 @@ import ray
 import torch
 from publishing import BUCKET_BYTES, make_engine, tiny_model, tiny_model_with_adapter
 
-from hone.cluster.publish import publish
-from hone.cluster.publish_ray import Intake, RayOutlet
 from hone.cluster.ray import environment_for_ray
-from hone.cluster.weights import Manifest
 from hone.errors import EngineError
 from hone.model.fingerprint import weights_fingerprint
+from hone.weights.buckets import Manifest
+from hone.weights.publish import publish
+from hone.weights.publish_ray import Intake, RayOutlet
 
 
 @ray.remote(num_cpus=0)

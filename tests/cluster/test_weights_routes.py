@@ -2,11 +2,11 @@
 
 import pytest
 
-from hone.cluster.publish import Published
-from hone.cluster.publisher import Publisher, Routes
-from hone.cluster.sending import Target, by_engine
-from hone.cluster.weights import Manifest
 from hone.errors import ClusterError
+from hone.weights.buckets import Manifest
+from hone.weights.publish import Published
+from hone.weights.publisher import Publisher, Routes
+from hone.weights.sending import Target, by_engine
 
 MANIFEST = Manifest(version=7, buckets=2, tensors=3, num_bytes=1000, fingerprint="ab")
 

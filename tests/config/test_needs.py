@@ -10,7 +10,7 @@ from hone.config.algorithm_rules import NO_SIBLINGS
 from hone.config.layers import PRESETS, preset_names
 from hone.config.load import load_config
 from hone.config.run import AlgorithmSection
-from hone.config.source import read_yaml
+from hone.config.yaml_tree import read_yaml
 from hone.errors import ConfigError
 
 ROWS = [name for name in preset_names() if name.startswith("algorithm/")]

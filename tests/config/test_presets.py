@@ -2,7 +2,7 @@ import pytest
 
 from hone.config.layers import PRESETS, preset_names
 from hone.config.load import load_config
-from hone.config.source import read_yaml
+from hone.config.yaml_tree import read_yaml
 
 NAMES = preset_names()
 ROWS = {

@@ -6,8 +6,8 @@ from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.rules import RULES
 from hone.config.run import RunConfig
 from hone.config.service_engine import ENGINE_RULES
-from hone.config.source import read_yaml
 from hone.config.vllm_rules import VLLM_RULES
+from hone.config.yaml_tree import read_yaml
 
 SFT = {"stages": "[sft, rl]"}
 NO_RATIO = {"algorithm": "{ratio: none, clip: none}"}

@@ -9,8 +9,8 @@ import pytest
 import hone
 from hone.config import schema
 from hone.config.derived import DERIVED
+from hone.config.messages import OTHER_NAMES
 from hone.config.placed import PLACED
-from hone.config.wording import OTHER_NAMES
 
 SOURCES = Path(hone.__file__).parent
 NOT_READERS = {"config", "cli"}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.config.source import MAX_DEPTH, Node, read_yaml, scalar
+from hone.config.yaml_tree import MAX_DEPTH, Node, read_yaml, scalar
 
 
 def parse(text: str):

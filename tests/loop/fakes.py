@@ -12,7 +12,7 @@ from hone.algo.shaping import informative
 from hone.config.run import RunConfig
 from hone.loop.run import PolicyRun
 from hone.rollout.engine import Sampling
-from hone.train.shards import LiveSnapshot
+from hone.train.tensor_files import LiveSnapshot
 from hone.train.trainer import measured
 from hone.types import Group, Position, Progress, Prompt, Sample, Score
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-import hone.build  # noqa: F401 (the slow import, before the forks)
+import hone.assemble  # noqa: F401 (the slow import, before the forks)
 from hone.cli.main import main
 from hone.config.load import load_config
 

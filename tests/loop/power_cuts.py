@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from killed_runs import live
 
-from hone.loop.audit import audit_file
+from hone.run.audit import audit_file
 
 SHUTDOWN, WITHOUT_JOURNAL = 0x8004587D, 2  # FS_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH
 

@@ -13,7 +13,7 @@ from fakes import fake_run
 
 from hone.errors import CheckpointError
 from hone.train.checkpoint import Checkpoints
-from hone.train.shards import write_tensors
+from hone.train.tensor_files import write_tensors
 
 
 class Slow:

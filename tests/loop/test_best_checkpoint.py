@@ -15,7 +15,7 @@ from hone.cli.main import main
 from hone.errors import DataError
 from hone.loop.policy import train_policy
 from hone.train.checkpoint import Checkpoints
-from hone.train.shards import LiveSnapshot
+from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 
 SPOILED = ("sft.epochs=10", "sft.optimizer.lr=1e-2", "train.optimizer.lr=3e-2", "checkpoint.keep=1", "eval.every=2")

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import write_run
 
-from hone.build import inputs
-from hone.build.inputs import changed_inputs, input_hashes
+from hone.assemble import inputs
+from hone.assemble.inputs import changed_inputs, input_hashes
 from hone.cli.main import main
 from hone.config.load import load_config
 from hone.data.chat import character_tokenizer, load_tokenizer

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hone.config.load import load_config
-from hone.config.report import CheckReport
 from hone.errors import ConfigError
-from hone.loop import preflight
+from hone.run import check as preflight
+from hone.run.report import CheckReport
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ROWS = "data.train_rows='0:50'"

@@ -8,7 +8,7 @@ import pytest
 
 from hone.config.load import load_config
 from hone.data.chat import character_tokenizer
-from hone.loop import preflight
+from hone.run import check as preflight
 
 RUN = """\
 run: {dir: runs/tiny, steps: 3}

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from hone.config.load import load_config
-from hone.loop import preflight
+from hone.run import check as preflight
 
 RUN = """\
 model: {characters: "0123456789", init: {model_type: llama}}

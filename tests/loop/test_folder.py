@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hone.errors import RunFolderError
-from hone.loop.folder import RunFolder, identity_of
+from hone.run.folder import RunFolder, identity_of
 from hone.train.checkpoint import Checkpoints
-from hone.train.shards import LiveSnapshot
+from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 
 CONFIG = {
@@ -147,7 +147,7 @@ def test_only_a_run_that_is_going_on_can_be_stopped(tmp_path):
 
 def test_a_second_run_in_the_folder_is_told_who_holds_it(tmp_path):
     script = (
-        "import sys, time; from pathlib import Path; from hone.loop.folder import RunFolder\n"
+        "import sys, time; from pathlib import Path; from hone.run.folder import RunFolder\n"
         "folder = RunFolder.open(Path(sys.argv[1]), run_file=Path('x'), run_yaml='', config={})\n"
         "print('held', flush=True); time.sleep(60)"
     )

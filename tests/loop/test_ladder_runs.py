@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file
 from tiny import RUN, metrics_of, write_run
 
-import hone.build.models
-import hone.build.stages
-from hone import build
+import hone.assemble.models
+import hone.assemble.stages
+from hone import assemble
 from hone.config.load import load_config
 from hone.errors import MemoryExhausted
-from hone.loop.folder import RunFolder
+from hone.memory.gauges import GIB
+from hone.memory.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS
+from hone.memory.record import Record, comparison
 from hone.model.decoder import Decoder
-from hone.observe.memory import GIB
 from hone.observe.report import script_json
-from hone.plan.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS
-from hone.plan.record import Record, comparison
 from hone.rollout.decoding import DecoderStepper
+from hone.run.folder import RunFolder
 from hone.train import learner, policy
 from hone.train.checkpoint import Checkpoints
 from hone.train.critic import Critic
@@ -42,7 +42,7 @@ SITES = {
     "forward and backward": (policy, "train_microbatch", "update", "sft"),
     "optimizer step": (FlatAdamW, "step", "optimizer", "sft"),
     "checkpoint": (Checkpoints, "save", "checkpoint", "sft"),
-    "export": (hone.build.stages, "save_hf", "checkpoint", "sft"),
+    "export": (hone.assemble.stages, "save_hf", "checkpoint", "sft"),
 }
 
 
@@ -62,7 +62,7 @@ def fails(monkeypatch, owner, name, at):
 
 def run(folder, *overrides, run_file=None, **options):
     run_file = run_file or write_run(folder, steps=3)
-    build.train(load_config(run_file, [REWARDED, *overrides]), **options)
+    assemble.train(load_config(run_file, [REWARDED, *overrides]), **options)
     return folder / "run"
 
 
@@ -161,7 +161,7 @@ def test_exit_code_4_and_no_loop_when_nothing_helps(tmp_path, monkeypatch):
 
 
 def test_out_of_memory_before_anything_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(hone.build.models, "make_trainer", lambda *a, **k: (_ for _ in ()).throw(OUT_OF_MEMORY))
+    monkeypatch.setattr(hone.assemble.models, "make_trainer", lambda *a, **k: (_ for _ in ()).throw(OUT_OF_MEMORY))
     with pytest.raises(MemoryExhausted, match="out of memory in start"):
         run(tmp_path, "stages=[rl]")
     with pytest.raises(MemoryExhausted, match="out of memory in start"):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.loop.audit import RULES
 from hone.observe.events import KINDS
+from hone.run.audit import RULES
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs" / "recovery.md").read_text("utf-8")

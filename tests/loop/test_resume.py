@@ -9,7 +9,7 @@ import pytest
 from tiny import metrics_of, weights_of, write_run
 
 from hone.cli.main import main
-from hone.loop.audit import audit_file
+from hone.run.audit import audit_file
 
 
 def train(run_file, *arguments):

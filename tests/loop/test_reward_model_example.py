@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hone import build
+from hone import assemble
 from hone.cli.main import main
 from hone.config.load import load_config
 
@@ -41,14 +41,14 @@ def test_held_out_pairs_are_never_trained_on():
 def test_a_reward_model_is_trained_and_then_rewards_a_policy(tmp_path):
     examples = EXAMPLES / "reward-model"
     rm = [*QUICK, f"run.dir={tmp_path}/rm", "rm.epochs=2", "train.optimizer.warmup_steps=2", "eval.every=0"]
-    build.train(load_config(examples / "run-rm.yaml", rm))
+    assemble.train(load_config(examples / "run-rm.yaml", rm))
     config = json.loads((tmp_path / "rm" / "hf" / "config.json").read_text())
     assert config["hone_reward_std"] > 0
     reward = f"[{{use: reward_model, args: {{path: {tmp_path}/rm/hf, normalize: true}}, timeout_s: 60}}, "
     reward += "{use: exact, weight: 0}]"
     rl = [*QUICK, f"run.dir={tmp_path}/rl", f"reward.components={reward}", "run.steps=2", "sft.epochs=1"]
     rl += ["train.prompts_per_step=4", "data.eval_rows=0:8"]
-    build.train(load_config(examples / "run-rl.yaml", rl))
+    assemble.train(load_config(examples / "run-rl.yaml", rl))
     lines = [json.loads(line) for line in (tmp_path / "rl" / "metrics.jsonl").read_text().splitlines()]
     (first, second) = (line for line in lines if "rollout/reward_mean" in line)
     assert first["reward/reward_model_fault_frac"] == 0.0
@@ -58,7 +58,7 @@ def test_a_reward_model_is_trained_and_then_rewards_a_policy(tmp_path):
 
 def test_conversations_are_imitated(tmp_path):
     settings = [*QUICK, f"run.dir={tmp_path}/chat", "sft.rows=0:256", "sft.epochs=1", "sft.optimizer.warmup_steps=1"]
-    build.train(load_config(EXAMPLES / "sft-chat" / "run.yaml", settings))
+    assemble.train(load_config(EXAMPLES / "sft-chat" / "run.yaml", settings))
     lines = [json.loads(line) for line in (tmp_path / "chat" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 4 and lines[-1]["sft/loss"] < lines[0]["sft/loss"]
     template = json.loads((tmp_path / "chat" / "hf" / "tokenizer_config.json").read_text()).get("chat_template")

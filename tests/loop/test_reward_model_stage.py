@@ -9,7 +9,7 @@ import torch
 from tiny import metrics_of, weights_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hone import build
+from hone import assemble
 from hone.cli.main import main
 from hone.config.load import load_config
 from hone.errors import ConfigError
@@ -98,7 +98,7 @@ def test_a_run_that_dies_goes_on_bit_for_bit(trained, tmp_path, monkeypatch, die
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(PairTrainer, "update", dying)
-        build.train(load_config(run_file))
+        assemble.train(load_config(run_file))
     assert main(["train", str(run_file), "--resume"]) == 0
     assert weights_of(tmp_path) == weights_of(trained)
     assert same_metrics(tmp_path) == same_metrics(trained)
@@ -108,8 +108,8 @@ def test_a_run_that_dies_goes_on_bit_for_bit(trained, tmp_path, monkeypatch, die
 def test_death_between_the_last_step_and_the_export_loses_nothing(trained, tmp_path, monkeypatch):
     run_file = write_run(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build.stages, "save_hf", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-        build.train(load_config(run_file))
+        patch.setattr(assemble.stages, "save_hf", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        assemble.train(load_config(run_file))
     assert main(["train", str(run_file), "--resume"]) == 0
     assert weights_of(tmp_path) == weights_of(trained)
     assert same_metrics(tmp_path) == same_metrics(trained)

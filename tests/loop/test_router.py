@@ -12,7 +12,7 @@ from replicas import FakeReplica, Fleet, request, token_of
 
 from hone.errors import ClusterError, EngineError
 from hone.loop import policy
-from hone.loop.audit import audit
+from hone.run.audit import audit
 
 
 def virtually(test, *names, **options):

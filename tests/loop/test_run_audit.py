@@ -10,7 +10,7 @@ from tiny import write_run
 
 from hone.cli.main import main
 from hone.loop import policy
-from hone.loop.audit import RULES, audit, audit_file
+from hone.run.audit import RULES, audit, audit_file
 
 
 def events_of(max_staleness=1, seed=0, **options):

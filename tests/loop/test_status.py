@@ -6,9 +6,9 @@ import pytest
 from tiny import write_run
 
 from hone.cli.main import main
-from hone.loop.folder import RunFolder
-from hone.loop.status import read_status
 from hone.observe.events import EventLog
+from hone.run.folder import RunFolder
+from hone.run.status import read_status
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from tiny import metrics_of, weights_of, write_run
 
-import hone.build.workers as build_workers
+import hone.assemble.workers as build_workers
 from hone import restarts as restarts_module
-from hone.build.workers import workers_here
+from hone.assemble.workers import workers_here
 from hone.cli.main import main
 from hone.errors import ClusterError, PlacementError
-from hone.loop.audit import audit_file
 from hone.loop.supervisor import lost_process, run_with_restarts
-from hone.restarts import Restarts
+from hone.run.audit import audit_file
+from hone.runtime.backoff import Restarts
 
 
 class Dying:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from tiny import write_run
 
-import hone.build.workers as build_workers
-from hone.build.workers import workers_here
+import hone.assemble.workers as build_workers
+from hone.assemble.workers import workers_here
 from hone.cli.main import main
 from hone.types import Score
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny import metrics_of, write_run
 
-from hone.build import train
+from hone.assemble import train
 from hone.config.load import load_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]

@@ -10,10 +10,10 @@ import pytest
 from observed import Settings, decode, make_group
 
 from hone.errors import RunFolderError
-from hone.loop.audit import audit_file
 from hone.observe import background
 from hone.observe.observer import Observer
 from hone.observe.recorder import read_samples, recorded_steps
+from hone.run.audit import audit_file
 from hone.types import Position
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from measuring import FakeGauge
 
 from hone.errors import MemoryExhausted
-from hone.observe.memory import GIB, MIB, Busy, HostGauge, Meter, ran_out_of_memory
-from hone.plan import calibration
-from hone.plan.ladder import CHUNK, HIGH, PREFILL, RECOMPUTE, ROWS, RUNGS, TOKENS, Knob, Ladder, OutOfMemory
+from hone.memory import calibration
+from hone.memory.gauges import GIB, MIB, Busy, HostGauge, Meter, ran_out_of_memory
+from hone.memory.ladder import CHUNK, HIGH, PREFILL, RECOMPUTE, ROWS, RUNGS, TOKENS, Knob, Ladder, OutOfMemory
 from hone.plan.ledger import Ledger, moment, term
 from hone.types import Progress
 
@@ -314,7 +314,7 @@ def test_phases_that_overlap_see_the_same_peak():
 
 
 def test_busy_is_the_mean_of_readings_and_a_broken_driver_ends_nothing(monkeypatch):
-    monkeypatch.setattr("hone.observe.memory.BUSY_EVERY_S", 0.001)
+    monkeypatch.setattr("hone.memory.gauges.BUSY_EVERY_S", 0.001)
     readings = iter([0.5, 1.0])
     busy = Busy(lambda: next(readings))  # StopIteration, from then on
     until = time.monotonic() + 10

@@ -11,7 +11,7 @@ import torch
 from measuring import allocated
 
 from hone.algo.algorithm import Algorithm
-from hone.build.trace import trace_plan
+from hone.assemble.trace import trace_plan
 from hone.cli.main import main
 from hone.config.derived import needs_critic, needs_reference, trains_adapter
 from hone.errors import DataError

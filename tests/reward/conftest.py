@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hone.config.run import RewardComponent, RewardSection
-from hone.reward.base import Rewards
+from hone.reward.rewards import Rewards
 from hone.types import Group, Prompt, Sample
 
 

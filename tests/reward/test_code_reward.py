@@ -14,9 +14,9 @@ from needs import PYTHON_OF_ALL, missing
 
 from hone.errors import ConfigError, RewardError
 from hone.reward import code as code_module
-from hone.reward.base import Rewards
 from hone.reward.code import CodeReward
 from hone.reward.resolve import Unusable
+from hone.reward.rewards import Rewards
 from hone.reward.sandbox.base import Call, Ending, Run, SandboxFault, SandboxLost, SandboxUnavailable
 from hone.types import Fault, Score
 

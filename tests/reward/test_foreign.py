@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hone.errors import ConfigError
-from hone.reward.base import component_metrics, first_fault
 from hone.reward.foreign import Unfit, adapted
 from hone.reward.resolve import Unusable, load, resolve
+from hone.reward.rewards import component_metrics, first_fault
 from hone.reward.signature import check_scores, declared_range, overrun_score
 from hone.types import Fault, Group, Prompt, Sample, Score
 

@@ -13,16 +13,16 @@ from types import ModuleType
 import pytest
 from PIL import Image
 
-from hone.build.pictures import picture_of_responses
+from hone.assemble.pictures import picture_of_responses
 from hone.config.load import load_config
 from hone.config.run import ModelSection, RewardSection
 from hone.data.chat import load_tokenizer
-from hone.loop.preflight_rewards import services_away
 from hone.observe.observer import Observer
 from hone.observe.recorder import RecordedSample
-from hone.reward.base import Rewards
 from hone.reward.poster import judge_of
 from hone.reward.poster.scoring import score_posters
+from hone.reward.rewards import Rewards
+from hone.run.check_rewards import services_away
 from hone.types import Group, Sample
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "poster"

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from hone.observe.metrics import find_metric
-from hone.reward.base import component_metrics
 from hone.reward.poster import judge_of
 from hone.reward.poster.accuracy import Text, normalize, score_accuracy
 from hone.reward.poster.lint import PARTS, WEIGHTS, lint, lint_score, misalignment, overlap
@@ -22,6 +21,7 @@ from hone.reward.poster.scoring import score_posters
 from hone.reward.poster.structure import score_structure
 from hone.reward.poster.table import GROUND_TRUTH
 from hone.reward.poster.tasks import make_task
+from hone.reward.rewards import component_metrics
 from hone.types import Fault
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "poster"

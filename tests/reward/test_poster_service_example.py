@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hone.cluster.ports import free_port
 from hone.config.load import load_config
 from hone.reward.poster.table import GROUND_TRUTH
+from hone.services.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "poster-service"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hone.errors import ConfigError, RewardError
-from hone.reward.base import first_fault
+from hone.reward.rewards import first_fault
 
 SOURCE = '''
 import asyncio, os, pathlib, signal, subprocess, sys, time
@@ -257,7 +257,7 @@ def test_no_process_outlives_a_parent_that_is_killed(tmp_path):
     program = """
 import asyncio, pathlib, sys
 from hone.config.run import RewardComponent, RewardSection
-from hone.reward.base import Rewards
+from hone.reward.rewards import Rewards
 from hone.types import Group, Prompt, Sample
 
 async def main():

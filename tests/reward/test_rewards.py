@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from hone.config.run import RewardComponent, RewardSection
 from hone.errors import RewardError
-from hone.reward.base import Component, Rewards, UnscoredBound, component_metrics, first_fault
 from hone.reward.pool import WorkerPool
+from hone.reward.rewards import Component, Rewards, UnscoredBound, component_metrics, first_fault
 from hone.types import Fault, Group, Prompt, Sample, Score
 
 

@@ -9,10 +9,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from hone.config.run import RewardSection
-from hone.reward.base import Rewards
 from hone.reward.builtin import BUILTIN, HELD, POOLED
 from hone.reward.poster import judge_of
 from hone.reward.poster.scoring import score_posters
+from hone.reward.rewards import Rewards
 from hone.types import Fault, Group, Prompt, Sample
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -218,7 +218,7 @@ def test_a_score_that_is_no_number_is_our_fault(save_model, make_rewards, make_g
 
 
 def test_a_slow_model_is_given_up_and_the_event_loop_stays_free(save_model, make_rewards, make_group, monkeypatch):
-    from hone.reward.scalar import OwnModel
+    from hone.reward.reward_model import OwnModel
 
     save_model()
     scores = OwnModel.scores
@@ -250,7 +250,7 @@ def test_a_slow_model_is_given_up_and_the_event_loop_stays_free(save_model, make
 
 
 def test_a_model_that_raises_is_our_fault(save_model, make_rewards, make_group, monkeypatch):
-    from hone.reward.scalar import OwnModel
+    from hone.reward.reward_model import OwnModel
 
     def raises(self, conversations, batch_tokens):
         raise torch.OutOfMemoryError("no memory left")

@@ -9,7 +9,7 @@ import torch
 from needs import needs
 from tiny_engines import generate, random_prompts, request, tiny_model
 
-from hone.build.sampling import make_engine
+from hone.assemble.sampling import make_engine
 from hone.config.run import RolloutSection
 from hone.errors import DataError
 

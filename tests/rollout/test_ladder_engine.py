@@ -8,9 +8,9 @@ from measuring import FakeGauge
 from tiny_engines import EOS, letters, random_prompts, request, tiny_model
 
 from hone.errors import EngineError, MemoryExhausted
+from hone.memory.gauges import Meter
+from hone.memory.ladder import PREFILL, ROWS, Knob, Ladder
 from hone.model.load import weights_fingerprint
-from hone.observe.memory import Meter
-from hone.plan.ladder import PREFILL, ROWS, Knob, Ladder
 from hone.rollout.decoding import DecoderStepper
 from hone.rollout.local import LocalEngine
 from hone.types import Progress

@@ -8,16 +8,16 @@ import torch
 from tiny_engines import random_prompts, request
 from vllm_engines import Vllm, model_for_vllm, save
 
-from hone.cluster.meeting import Meeting
-from hone.cluster.publish import publish
-from hone.cluster.publish_group import GroupOutlet
-from hone.cluster.receiving import GroupIntake
-from hone.cluster.sending import Target, by_engine
 from hone.model.fingerprint import weights_fingerprint
+from hone.weights.meeting import Meeting
+from hone.weights.publish import publish
+from hone.weights.publish_group import GroupOutlet
+from hone.weights.receiving import GroupIntake
+from hone.weights.sending import Target, by_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
-TRANSFER = {"worker_extension": "hone.cluster.vllm_transfer.TransferExtension", "weight_transfer": "hone"}
+TRANSFER = {"worker_extension": "hone.weights.vllm_transfer.TransferExtension", "weight_transfer": "hone"}
 ENGINE = {"engine-0": Target(None, members=2)}
 
 

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import torch
 
-from hone.build.policy_server import PolicySettings, loader
+from hone.assemble.policy_server import PolicySettings, loader
 from hone.data.chat import character_tokenizer
 from hone.model.load import init_model, save_hf
 from hone.serve.http import HttpSettings, Lifecycle, Tokens

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hone.config.load import load_rewards
-from hone.reward.base import Component
 from hone.reward.fingerprint import fingerprint
+from hone.reward.rewards import Component
 from hone.reward.wire import (
     Disagreement,
     Item,

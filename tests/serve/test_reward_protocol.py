@@ -13,7 +13,7 @@ from served import POSTER, poster_text, serving, wait_for
 
 from hone.config.load import load_rewards
 from hone.errors import RewardError
-from hone.reward.base import Rewards
+from hone.reward.rewards import Rewards
 from hone.reward.verl_client import compute_score
 from hone.reward.wire import RewardReply, RewardRequest, items_of, score_of
 from hone.types import Group, Prompt, Sample

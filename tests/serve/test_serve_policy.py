@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hone.build.policy_server import PolicySettings, find_weights, loader
+from hone.assemble.policy_server import PolicySettings, find_weights, loader
 from hone.data.chat import character_tokenizer
 from hone.errors import DataError
 from hone.model.load import init_model, save_hf

@@ -13,17 +13,17 @@ from cases import ARCHITECTURE, VOCAB
 
 from hone.config.run import LoraSection, OptimizerSection
 from hone.errors import HoneError
+from hone.memory.gauges import MIB, HostGauge
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
 from hone.model.load import init_model, load_model
 from hone.model.lora import AdapterOff, add_adapter
-from hone.observe.memory import MIB, HostGauge
 from hone.train.critic import Critic
 from hone.train.mesh import make_mesh
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import ALONE, Ranks
 from hone.train.sharded import Sharded
-from hone.train.shards import Share
+from hone.train.tensor_files import Share
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hone.process import begin, framed, receive, start
+from hone.runtime.processes import begin, framed, receive, start
 
 GROUP_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 240.0

@@ -14,7 +14,7 @@ from sharded_cases import Case, alone_or_sharded
 from torch import Tensor
 
 from hone.train.policy import PolicyTrainer
-from hone.train.shards import FileFacts, HostCopies, LiveSnapshot, SavedTensors, Snapshot
+from hone.train.tensor_files import FileFacts, HostCopies, LiveSnapshot, SavedTensors, Snapshot
 
 _trainer: PolicyTrainer | None = None
 _case = Case()

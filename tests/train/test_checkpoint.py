@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from hone.errors import CheckpointError
 from hone.train.checkpoint import Checkpoints
-from hone.train.shards import LiveSnapshot
+from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 
 FILES = ["tensors.safetensors", "state.json", "manifest.json"]

@@ -17,14 +17,14 @@ import torch
 
 from hone.errors import CheckpointError
 from hone.train.checkpoint import Checkpoints
-from hone.train.shards import LiveSnapshot
+from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 
 SAVE_FOR_EVER = """
 import sys, torch
 from pathlib import Path
 from hone.train.checkpoint import Checkpoints
-from hone.train.shards import LiveSnapshot
+from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 torch.set_num_threads(1)
 checkpoints, step = Checkpoints(Path(sys.argv[1]), 2), int(sys.argv[2])
@@ -41,7 +41,7 @@ import resource, signal, sys, torch
 from pathlib import Path
 from hone.errors import CheckpointError
 from hone.train.checkpoint import Checkpoints
-from hone.train.shards import LiveSnapshot
+from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

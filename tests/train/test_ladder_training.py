@@ -12,8 +12,8 @@ from test_reward_model_loss import PAIRS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.errors import MemoryExhausted
-from hone.observe.memory import Meter
-from hone.plan.ladder import CHUNK, RECOMPUTE, TOKENS, Knob, Ladder
+from hone.memory.gauges import Meter
+from hone.memory.ladder import CHUNK, RECOMPUTE, TOKENS, Knob, Ladder
 from hone.types import Progress
 
 LOWEST_TOKENS = 24
@@ -39,7 +39,7 @@ class Failing(TorchDispatchMode):
 
 
 def guarded(learner, *, critic=None, settings=None):
-    """The learner under a ladder that may change its settings, as `build.memory` binds them."""
+    """The learner under a ladder that may change its settings, as `assemble.memory` binds them."""
     settings = settings or {TOKENS: learner.tokens_per_microbatch, CHUNK: 64, RECOMPUTE: "none"}
     ladder = Ladder(Meter(FakeGauge()), settings=settings)
     ladder.begin(Progress())

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from hone.errors import CheckpointError
 from hone.train.checkpoint import Checkpoints, Loaded
-from hone.train.shards import LiveSnapshot
+from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 
 

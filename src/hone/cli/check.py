@@ -14,8 +14,8 @@ from rich.markup import escape
 
 from hone.cli.arguments import AsJson, Overrides, RunFile, examples
 from hone.config.load import Loaded, load_config
-from hone.config.report import CheckReport
 from hone.errors import ConfigError, DataError, HoneError
+from hone.run.report import CheckReport
 
 EXAMPLES = examples(
     "hone check run.yaml",
@@ -36,9 +36,10 @@ def check(
     """Check a run file, its data, its tokenizer and its rewards on real rows."""
     try:
         loaded = load_config(run_file, overrides or ())
-        from hone import build
 
-        report = build.check_run(loaded, start_services=start_services)
+        from hone import assemble
+
+        report = assemble.check_run(loaded, start_services=start_services)
     except HoneError as error:
         if not as_json:
             raise

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from hone.plan.record import Compared, Record, comparison, table
+from hone.memory.record import Compared, Record, comparison, table
 
 
 def show_comparison(folder: Path, *, as_json: bool) -> None:

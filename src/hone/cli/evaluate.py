@@ -11,7 +11,7 @@ import typer
 
 from hone.cli.arguments import AsJson, Overrides, RunOrFolder, examples
 from hone.config.load import Loaded
-from hone.loop.folder import load_run
+from hone.run.folder import load_run
 
 EXAMPLES = examples(
     "hone eval run.yaml",
@@ -30,9 +30,10 @@ def evaluate(
 ) -> None:
     """Evaluate the trained model: unbiased pass@k, sampled or greedy."""
     loaded = load_run(run, overrides or ())
-    from hone import build
 
-    evaluation = build.evaluate_run(loaded, model=model)
+    from hone import assemble
+
+    evaluation = assemble.evaluate_run(loaded, model=model)
     if as_json:
         typer.echo(json.dumps(dict(evaluation.metrics), indent=2))
     else:

@@ -28,7 +28,7 @@ def evaluate_judge(
 ) -> None:
     """Hold a judge against known pairs: accuracy, consistency when they are swapped, canaries."""
     loaded = load_rewards(file, overrides or ())
-    from hone.build.judge import evaluate_judge_of
+    from hone.assemble.judge import evaluate_judge_of
 
     figures = evaluate_judge_of(loaded, pairs, name=name, url=url)
     if as_json:

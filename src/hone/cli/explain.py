@@ -11,10 +11,10 @@ from hone.cli.arguments import AsJson, RunFile, examples
 from hone.config import schema
 from hone.config.derived import derived_from
 from hone.config.load import Loaded, load_config
+from hone.config.messages import unknown_key
 from hone.config.placed import placed_from
 from hone.config.render import inline, resolved_yaml, value_at
-from hone.config.source import Problem, Where
-from hone.config.wording import unknown_key
+from hone.config.yaml_tree import Problem, Where
 from hone.errors import ConfigError
 
 EXAMPLES = examples(

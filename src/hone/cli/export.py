@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hone.cli.arguments import Overrides, RunOrFolder, examples
-from hone.loop.folder import load_run
+from hone.run.folder import load_run
 
 EXAMPLES = examples(
     "hone export run.yaml --to my-model",
@@ -30,6 +30,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a directory that Transformers loads."""
     loaded = load_run(run, overrides or ())
-    from hone import build
 
-    typer.echo(build.export_run(loaded, to=to, step=step, best=best, adapter=adapter))
+    from hone import assemble
+
+    typer.echo(assemble.export_run(loaded, to=to, step=step, best=best, adapter=adapter))

@@ -16,7 +16,7 @@ from hone.cli.arguments import AsJson, examples
 from hone.config.load import Loaded, load_config
 from hone.config.topology import topology_lines
 from hone.errors import DataError, MemoryExhausted
-from hone.plan.calibration import with_experience
+from hone.memory.calibration import with_experience
 from hone.plan.hardware import THIS, find_hardware, in_cluster
 from hone.plan.ledger import Ledger, gib, percent
 from hone.plan.placement import PREFIX, is_placement, placement_from
@@ -25,7 +25,7 @@ from hone.plan.search import MARGINS, Preset, Proposal, beyond, propose
 from hone.plan.verdict import level_of
 
 if TYPE_CHECKING:
-    from hone.build.trace import Trace
+    from hone.assemble.trace import Trace
 
 EXAMPLES = examples(
     "hone plan run.yaml",
@@ -157,7 +157,7 @@ def _propose(today: Plan, wanted: Preset, given: list[str]) -> list[Proposal]:
 
 def _trace(today: Plan, folder: Path) -> Trace:
     """Takes some seconds, so it says on stderr what it is at."""
-    from hone.build.trace import trace_plan
+    from hone.assemble.trace import trace_plan
 
     return trace_plan(today, folder, lambda what: typer.echo(f"{what} ...", err=True))
 

@@ -11,15 +11,15 @@ import typer
 from hone.observe.console import HEADLINE, duration, number
 
 if TYPE_CHECKING:
-    from hone.loop.status import RunStatus
+    from hone.run.status import RunStatus
 
 
 def show_run(path: Path, name: str, *, with_audit: bool, as_json: bool) -> int:
     """Print how a run is. Returns the exit code: 1 when the audit found a violation."""
-    from hone.cluster.state import read_state
-    from hone.loop.audit import audit_file
-    from hone.loop.folder import RunFolder
-    from hone.loop.status import read_status
+    from hone.run.audit import audit_file
+    from hone.run.folder import RunFolder
+    from hone.run.status import read_status
+    from hone.services.state import read_state
 
     folder = RunFolder.read(path)
     status = read_status(folder)
@@ -44,7 +44,7 @@ def show_run(path: Path, name: str, *, with_audit: bool, as_json: bool) -> int:
 
 def lines_of(name: str, status: RunStatus) -> list[str]:
     """What people see of a run."""
-    from hone.loop.status import described
+    from hone.run.status import described
 
     ended = f"not running; {status.outcome}" if status.outcome else "not running; it was killed, or is not begun"
     lines = [f"{name}: {'running' if status.running else ended}"]

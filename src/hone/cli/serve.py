@@ -140,7 +140,7 @@ def policy(
     ] = None,
 ) -> None:
     """Serve a model through OpenAI's completions and chat completions."""
-    from hone.build.policy_server import PolicySettings, serve_policy
+    from hone.assemble.policy_server import PolicySettings, serve_policy
     from hone.serve.http import HttpSettings
 
     http = given(

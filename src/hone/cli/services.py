@@ -13,7 +13,7 @@ from hone.cli.arguments import AsJson, Overrides, RunFile, examples
 from hone.cli.run_status import show_run
 from hone.config.load import load_services
 from hone.errors import DataError
-from hone.loop.folder import RunFolder
+from hone.run.folder import RunFolder
 
 UP_EXAMPLES = examples("hone up run.yaml", "hone up judge.yaml --name judge services.judge.port=8000")
 STATUS_EXAMPLES = examples("hone status", "hone status judge --json", "hone status runs/poster --audit")
@@ -31,8 +31,8 @@ def up(
 ) -> None:
     """Start the services of a file and leave them running; runs of the same file use them."""
     loaded = load_services(run_file, overrides or ())
-    from hone.cluster import up as supervisor
-    from hone.cluster.state import runtime_folder
+    from hone.services import up as supervisor
+    from hone.services.state import runtime_folder
 
     folder = runtime_folder() / _checked_name(loaded.name if name is None else name)
     if foreground:
@@ -51,7 +51,7 @@ def status(
     audit: Annotated[bool, typer.Option("--audit", help="Check what a run trained on, by its events.")] = False,
 ) -> int:
     """What is running: services of `hone up`, or a run with its step, phase, pace, engines and last events."""
-    from hone.cluster.state import kept_up, read_state, runtime_folder
+    from hone.services.state import kept_up, read_state, runtime_folder
 
     if what is None:
         if audit:
@@ -84,8 +84,8 @@ def stop(
     checkpoint."""
     if (what is None) == (not everything):
         raise typer.BadParameter("name one of `hone status` or a run's folder, or say --all")
-    from hone.cluster.state import kept_up, runtime_folder
-    from hone.cluster.up import stop_supervisor
+    from hone.services.state import kept_up, runtime_folder
+    from hone.services.up import stop_supervisor
 
     running = kept_up(runtime_folder())
     if what is not None and what not in running:

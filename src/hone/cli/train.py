@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hone.cli.arguments import Overrides, RunOrFolder, examples
-from hone.loop.folder import load_run
+from hone.run.folder import load_run
 
 EXAMPLES = examples(
     "hone train run.yaml",
@@ -29,6 +29,7 @@ def train(
     if resume and fresh:
         raise typer.BadParameter("--resume and --fresh exclude each other")
     loaded = load_run(run, overrides or ())
-    from hone import build
 
-    build.train(loaded, resume=resume, fresh=fresh, accept_changed_inputs=accept_changed_inputs)
+    from hone import assemble
+
+    assemble.train(loaded, resume=resume, fresh=fresh, accept_changed_inputs=accept_changed_inputs)

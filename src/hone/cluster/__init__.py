@@ -1,1 +1,1 @@
-"""Processes beside the run: its services, started, watched, restarted and ended. Imports nothing heavy."""
+"""Ray: processes of a run on the devices of a cluster. Imports nothing heavy."""

@@ -27,19 +27,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.cluster.meeting import Link
-from hone.cluster.publish import Published, publish
-from hone.cluster.publish_ray import Intake
 from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
-from hone.cluster.receiving import GroupIntake
-from hone.cluster.sending import Sender, Target, Way, by_engine, make_sender
 from hone.errors import CheckpointError, EngineError, HoneError
 from hone.model.memory import give_back_memory
 from hone.rollout.engine import CacheUse, Caching, Engine, Request
 from hone.train.apart import Apart
 from hone.train.learner import Learner
-from hone.train.shards import FileFacts, HostCopies
+from hone.train.tensor_files import FileFacts, HostCopies
 from hone.types import Sample
+from hone.weights.meeting import Link
+from hone.weights.publish import Published, publish
+from hone.weights.publish_ray import Intake
+from hone.weights.receiving import GroupIntake
+from hone.weights.sending import Sender, Target, Way, by_engine, make_sender
 
 BEAT_S = 2.0
 """An engine with nothing to tell says so after this time."""

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.cluster.actors import TrainerRank
-from hone.cluster.publish import Incoming
-from hone.cluster.publish_ray import Intake
 from hone.train.apart import Apart
+from hone.weights.publish import Incoming
+from hone.weights.publish_ray import Intake
 
 
 class ReferenceRank(TrainerRank):

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from hone.cluster.ray import lost, raylet_lost
 from hone.errors import ClusterError, ClusterLost, HoneError, MemoryExhausted
-from hone.observe.memory import ran_out_of_memory
+from hone.memory.gauges import ran_out_of_memory
 
 CALL_KEY, START_KEY = "cluster.call_timeout_s", "cluster.start_timeout_s"
 GRACE_S = 5.0

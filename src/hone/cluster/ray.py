@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psutil
 
-from hone.cluster.scratch import Scratch
 from hone.config.cluster import ClusterSection
 from hone.errors import ClusterError, ClusterLost, PlacementError, Stopped
-from hone.process import end_with, environment_restored
+from hone.runtime.processes import end_with, environment_restored
+from hone.runtime.scratch import Scratch
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

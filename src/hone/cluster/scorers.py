@@ -17,11 +17,11 @@ from hone.cluster.actors import Vitals
 from hone.cluster.calls import wait_for_one
 from hone.cluster.ray import HEARTBEAT, end_with_ray
 from hone.errors import DataError, HoneError
-from hone.restarts import Restarts
-from hone.reward.base import Held
+from hone.reward.rewards import Held
 from hone.reward.signature import all_faulty
+from hone.runtime.backoff import Restarts
+from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Group, Score
-from hone.user_code import DETAIL_CHARACTERS
 
 MAX_DEATHS = 2
 """Copies that die over one group: once may be chance, twice is the group's doing."""
@@ -232,13 +232,13 @@ class ScorerPool:
 
 
 class PooledScorer:
-    """One component's scorer (`reward.base.Scorer`): the copies' of this name."""
+    """One component's scorer (`reward.rewards.Scorer`): the copies' of this name."""
 
     def __init__(self, pool: ScorerPool, name: str) -> None:
         self._pool, self._name = pool, name
 
     async def score(self, group: Group) -> tuple[Score, ...]:
-        """See `reward.base.Scorer`."""
+        """See `reward.rewards.Scorer`."""
         return await self._pool.score(self._name, group)
 
 

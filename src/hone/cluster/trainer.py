@@ -20,15 +20,15 @@ from transformers import PreTrainedConfig
 
 from hone.algo.algorithm import Algorithm
 from hone.cluster.calls import START_KEY, put, why_killed
-from hone.cluster.gang import Asked, Gang, answers, close
-from hone.cluster.publish import Published
-from hone.cluster.publisher import Publisher, Routes
-from hone.cluster.sending import Target, Way
+from hone.cluster.ranks import Asked, Gang, answers, close
 from hone.data.pairs import Pair
 from hone.errors import ClusterError, EngineError
 from hone.train.pairs import Measured
-from hone.train.shards import FileFacts
+from hone.train.tensor_files import FileFacts
 from hone.types import Batch
+from hone.weights.publish import Published
+from hone.weights.publisher import Publisher, Routes
+from hone.weights.sending import Target, Way
 
 
 class RemoteLearner:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hone.config.breach import Breach
+from hone.config.messages import nearest
 from hone.config.run import RunConfig
 from hone.config.service_engine import ServiceEngine, engines_of
-from hone.config.wording import nearest
 
 BUILT_IN_REWARDS = (
     "exact",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hone.config import schema
-from hone.config.source import COMMAND_LINE, Node, Problem, Where, read_yaml, scalar
-from hone.config.wording import nearest, show
+from hone.config.messages import nearest, show
+from hone.config.yaml_tree import COMMAND_LINE, Node, Problem, Where, read_yaml, scalar
 
 PRESETS = Path(__file__).parent / "presets"
 MAX_FILE_BYTES = 4 << 20

@@ -9,7 +9,7 @@ from typing import Any
 
 from hone.config import schema
 from hone.config.run import RunConfig
-from hone.config.source import Where, scalar
+from hone.config.yaml_tree import Where, scalar
 
 _COMMENT_COLUMN = 44
 _UNPRINTABLE = re.compile("[^\x20-\x7e\xa1-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from hone.config.breach import Breach
 from hone.config.derived import service_uses
+from hone.config.messages import nearest
 from hone.config.run import RunConfig
 from hone.config.service_engine import ENGINE_RULES
-from hone.config.wording import nearest
 
 PORT_WORD = "{port}"
 """What stands for the port in a command."""

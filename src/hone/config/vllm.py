@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from hone.config.messages import nearest, show
 from hone.config.section import Section, key
-from hone.config.wording import nearest, show
 from hone.errors import ConfigError
 
 

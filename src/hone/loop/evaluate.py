@@ -13,7 +13,7 @@ import numpy as np
 
 from hone.config.files import flat
 from hone.config.run import EvalSection
-from hone.reward.base import Rewards
+from hone.reward.rewards import Rewards
 from hone.rollout.engine import Engine, Request, Sampling
 from hone.rollout.env import episode_metrics
 from hone.types import Group, Prompt

@@ -15,7 +15,7 @@ from hone.errors import EngineError
 from hone.loop.buffer import GroupBuffer
 from hone.loop.gate import check_first_step
 from hone.loop.run import PolicyRun, due, now, staleness_shares, summarize
-from hone.reward.base import component_metrics
+from hone.reward.rewards import component_metrics
 from hone.rollout.engine import Request
 from hone.types import Batch, Group, Prompt
 

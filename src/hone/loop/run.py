@@ -19,15 +19,15 @@ from hone.config.run import RunConfig
 from hone.data.prompts import PromptStream
 from hone.errors import DataError, HoneError, RewardError
 from hone.loop.canary import check_replicas
+from hone.memory.guard import UNGUARDED, Guard
 from hone.observe.events import versions_of
 from hone.observe.observer import Observer
-from hone.plan.guard import UNGUARDED, Guard
-from hone.reward.base import Rewards
+from hone.reward.rewards import Rewards
 from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env import episode_metrics
 from hone.train.checkpoint import Checkpoints
 from hone.train.pairs import PairLearner
-from hone.train.shards import Snapshot
+from hone.train.tensor_files import Snapshot
 from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Progress
 

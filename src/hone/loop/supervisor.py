@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from hone.errors import ClusterError, PlacementError
 from hone.observe.observer import Observer
-from hone.restarts import Restarts
+from hone.runtime.backoff import Restarts
 from hone.train.checkpoint import Loaded as Saved
 
 Attempt = Callable[[Saved | None, Callable[[], None]], Awaitable[None]]

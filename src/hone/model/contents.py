@@ -1,7 +1,7 @@
 """What is to be in a model that has no memory yet: its weights one after another, for whoever keeps a part of each.
 
 A model made on device `meta` has names and shapes only. Its `contents` say what belongs there, and may be gone through
-when it is known which part of which weight is to be where. Not here: who keeps what (`train/filling.py`).
+when it is known which part of which weight is to be where. Not here: who keeps what (`train/materialize.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """events.jsonl: what happened to each group, each version of the weights and each process, in lines of JSON.
 
-For people (`hone status`) and for the checker (`loop/audit.py`), which proves from it that no fault had a sample
+For people (`hone status`) and for the checker (`run/audit.py`), which proves from it that no fault had a sample
 trained twice or drawn from weights that were not published. Numbers to look at are in metrics.jsonl. A resumed run goes
 on with the file: its `started` says at which step, and what was trained after that step counts as undone.
 

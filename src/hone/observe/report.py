@@ -171,7 +171,7 @@ def _text(path: Path) -> str:
 
 
 def _memory(path: Path) -> Any:
-    """What the run's memory was planned and measured to be (`plan.record`); None where that was not kept."""
+    """What the run's memory was planned and measured to be (`memory.record`); None where that was not kept."""
     try:
         return json.loads(_text(path) or "null")
     except ValueError:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from hone.config.wording import nearest
+from hone.config.messages import nearest
 from hone.errors import DataError
 
 GIB = 2**30

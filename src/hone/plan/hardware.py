@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from hone.config.messages import nearest
 from hone.config.run import RunConfig
 from hone.config.topology import topology_of
-from hone.config.wording import nearest
 from hone.errors import DataError
 from hone.plan.architecture import GIB
 

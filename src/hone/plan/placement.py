@@ -14,11 +14,11 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from hone.config.cluster import EnginesSection
+from hone.config.messages import nearest
 from hone.config.run import RunConfig, Section, key
 from hone.config.service_engine import ServiceEngine, engine_of
 from hone.config.topology import Topology, judge_services, reward_models
 from hone.config.vllm import VllmSettings
-from hone.config.wording import nearest
 from hone.errors import ConfigError
 
 PREFIX = "placement."

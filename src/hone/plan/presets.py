@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hone.config.messages import nearest
 from hone.config.run import ModelSection
-from hone.config.wording import nearest
 from hone.errors import DataError
 from hone.plan.architecture import Architecture, architecture_from
 

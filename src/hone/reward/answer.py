@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from hone.reward.wire import decode_json
-from hone.user_code import DETAIL_CHARACTERS
+from hone.runtime.user_code import DETAIL_CHARACTERS
 
 MAX_RETRY_AFTER_S = 300.0
 """An endpoint that asks for a longer rest, through a clock that is wrong for example, is tried again after this."""

@@ -71,7 +71,7 @@ killable process."""
 
 HELD: dict[str, str] = {
     "code": "hone.reward.code:CodeReward",
-    "reward_model": "hone.reward.scalar:RewardModel",
+    "reward_model": "hone.reward.reward_model:RewardModel",
     "service": "hone.reward.client:ServiceReward",
     "judge": "hone.reward.judge.scorer:JudgeReward",
     "given": "hone.reward.given:GivenReward",

@@ -37,8 +37,8 @@ from hone.reward.transport import (
     token_from,
 )
 from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, score_of
+from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
-from hone.user_code import DETAIL_CHARACTERS
 
 PATH, READY_PATH = "/v1/rewards", "/readyz"
 SERVER_SHARE = 0.9

@@ -32,8 +32,8 @@ from hone.reward.sandbox.remote import Remote
 from hone.reward.signature import Range, ScoreSample
 from hone.reward.snippet import NoProgram, last_program
 from hone.reward.transport import token_from
+from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
-from hone.user_code import DETAIL_CHARACTERS
 
 START_AGAIN_S = 30.0
 """A sandbox that could not be had is tried again after this long: a service may come back."""

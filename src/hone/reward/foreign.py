@@ -26,8 +26,8 @@ from numbers import Real
 from typing import Any
 
 from hone.reward.signature import RewardFunction, all_faulty, plain_value, plain_values
+from hone.runtime.user_code import describe
 from hone.types import Fault, Group, Sample, Score
-from hone.user_code import describe
 
 FORMS = (
     "A reward is one of: f(group, **args), ours; f(prompts, completions, **columns), TRL's; "

@@ -15,8 +15,8 @@ from typing import Any, Self
 from hone.reward.foreign import Unfit, adapted
 from hone.reward.resolve import Unusable
 from hone.reward.signature import all_faulty, check_scores, declared_range
+from hone.runtime.user_code import describe
 from hone.types import Group, Score
-from hone.user_code import describe
 
 GIVEN: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("GIVEN", default={})  # noqa: B039  never changed
 """The functions of the program that is training now, by name."""

@@ -24,10 +24,10 @@ from typing import Any, NoReturn
 
 import psutil
 
-from hone import process
 from hone.reward.signature import Range, all_faulty
 from hone.reward.wire import decode_json
 from hone.reward.worker import Call, Hello, Job, Ready, Returned, Task
+from hone.runtime import processes
 from hone.types import Fault, Group, Score
 
 START_TIMEOUT_S = 60.0
@@ -279,7 +279,7 @@ class _Worker:
     async def start(self, hello: Hello) -> Ready:
         """Start the process. Returns what it found of the jobs. Raises WorkerDied."""
         await self.kill()
-        self.process, self.channel = process.start("hone.reward.worker")
+        self.process, self.channel = processes.start("hone.reward.worker")
         self.channel.setblocking(False)
         return await self.ask(hello)
 
@@ -287,7 +287,7 @@ class _Worker:
         """Send a message and await its first answer. Raises WorkerDied, saying how, when the process ends first."""
         assert self.channel is not None
         try:
-            await asyncio.get_running_loop().sock_sendall(self.channel, process.framed(message))
+            await asyncio.get_running_loop().sock_sendall(self.channel, processes.framed(message))
         except ConnectionError:
             await self._bury()
         return await self.receive()
@@ -296,14 +296,14 @@ class _Worker:
         """Await the next answer. Raises as `ask`."""
         assert self.channel is not None
         try:
-            (length,) = process.HEADER.unpack(await self._read(self.channel, process.HEADER.size))
+            (length,) = processes.HEADER.unpack(await self._read(self.channel, processes.HEADER.size))
             return pickle.loads(await self._read(self.channel, length))
         except (ConnectionError, EOFError):
             await self._bury()
 
     async def _bury(self) -> NoReturn:
         code = await self.kill()
-        raise WorkerDied(process.how_it_ended(code), crashed=-code in _CRASHES) from None
+        raise WorkerDied(processes.how_it_ended(code), crashed=-code in _CRASHES) from None
 
     @staticmethod
     async def _read(channel: socket.socket, num_bytes: int) -> bytes:
@@ -321,7 +321,7 @@ class _Worker:
         self.process = self.channel = None
         if channel is not None:
             channel.close()
-        return 0 if running is None else await process.kill(running)
+        return 0 if running is None else await processes.kill(running)
 
     async def close(self) -> None:
         """Let the process end by itself, so that exit handlers run; kill it when it does not."""

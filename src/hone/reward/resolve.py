@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hone.reward.builtin import BUILTIN, HELD, POOLED
 from hone.reward.foreign import Unfit, adapted
 from hone.reward.signature import RewardFunction
-from hone.user_code import describe, import_module
+from hone.runtime.user_code import describe, import_module
 
 if TYPE_CHECKING:
     from hone.reward.transport import Addresses

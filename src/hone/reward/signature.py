@@ -17,8 +17,8 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any
 
+from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Sample, Score
-from hone.user_code import DETAIL_CHARACTERS
 
 Scores = Sequence[float | Score | None]
 RewardFunction = Callable[..., Scores | Awaitable[Scores]]

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hone.process import begin, framed, receive
 from hone.reward.resolve import Target, Unusable, load
 from hone.reward.signature import Range, RewardFunction, all_faulty, check_scores, declared_range, overrun_score
 from hone.reward.wire import encode_json
+from hone.runtime.processes import begin, framed, receive
+from hone.runtime.user_code import describe
 from hone.types import Group, Score
-from hone.user_code import describe
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hone import process
 from hone.config.run import EnvironmentSection
 from hone.errors import ConfigError
 from hone.rollout.env import Episode, Observation
 from hone.rollout.env_worker import Answer, Forget, Hello, Step, send
+from hone.runtime import processes
 
 START_TIMEOUT_S = 60.0
 """Until a new process must have imported the environment."""
@@ -116,13 +116,13 @@ class _Process:
     @classmethod
     async def start(cls, hello: Hello) -> _Process:
         """Raises EnvironmentFault when it cannot import the environment, or does not come up."""
-        started, channel = process.start("hone.rollout.env_worker")
+        started, channel = processes.start("hone.rollout.env_worker")
         reader, writer = await asyncio.open_connection(sock=channel)
         self = cls(started, reader, writer, hello.timeout_s)
         send(writer, hello)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                problem = await process.receive_async(reader)
+                problem = await processes.receive_async(reader)
         except TimeoutError:
             problem = f"its import did not finish within {START_TIMEOUT_S:g} s"
         except asyncio.CancelledError:
@@ -181,8 +181,8 @@ class _Process:
         return await asyncio.shield(self._ending)
 
     async def _end(self, cause: str) -> str:
-        code = await process.kill(self._process)
-        cause = cause or f"the process of the environments {process.how_it_ended(code)}"
+        code = await processes.kill(self._process)
+        cause = cause or f"the process of the environments {processes.how_it_ended(code)}"
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(EnvironmentFault(cause))
@@ -200,7 +200,7 @@ class _Process:
 
     async def _read(self) -> None:
         """Hand answers to those who wait, until the process is gone."""
-        while (answer := await process.receive_async(self._reader)) is not None:
+        while (answer := await processes.receive_async(self._reader)) is not None:
             self._num_answers += 1
             waiting = self._waiting.get(answer.number)
             if waiting is not None and not waiting.done():

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.process import begin, framed, receive_async
 from hone.rollout.env import Environment, Episode, Observation, Unusable, check_observation
-from hone.user_code import describe, import_module
+from hone.runtime.processes import begin, framed, receive_async
+from hone.runtime.user_code import describe, import_module
 
 
 @dataclass(frozen=True, slots=True)

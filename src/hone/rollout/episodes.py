@@ -19,8 +19,8 @@ from hone.errors import DataError
 from hone.rollout.engine import Engine, OnSample, Request
 from hone.rollout.env import Episode, Observation, episode_seed
 from hone.rollout.env_pool import EnvironmentFault, EnvironmentPool, EpisodeHandle
+from hone.runtime.user_code import describe
 from hone.types import FinishReason, Sample, Turn
-from hone.user_code import describe
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,11 +14,11 @@ from concurrent.futures import Executor, Future
 from torch import Tensor
 
 from hone.errors import DataError, EngineError
+from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.model.hf import TransformersModel
 from hone.model.load import weights_fingerprint
-from hone.plan.guard import UNGUARDED, Guard
 from hone.rollout.decoding import PREFILL_TOKENS, DecoderStepper
 from hone.rollout.engine import CacheUse, OnSample, OnToken, Request
 from hone.rollout.rows import Job

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from hone.restarts import Restarts
 from hone.rollout.engine import Engine, OnSample, Request
+from hone.runtime.backoff import Restarts
 from hone.types import Sample
 
 

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.errors import ClusterError, EngineError
 from hone.observe.events import Witness, versions_of
-from hone.restarts import Restarts
 from hone.rollout.engine import Engine, OnSample, Request
 from hone.rollout.replica import Draft, Life, Replica
+from hone.runtime.backoff import Restarts
 from hone.types import Sample
 
 if TYPE_CHECKING:

@@ -198,14 +198,14 @@ class VllmEngine:
         await self._worker.run(lambda: self._load(weights, version), f"loading the weights of version {version}")
 
     async def join_transfer(self, info: dict[str, Any]) -> None:
-        """See `cluster.receiving.DividedEngine`."""
+        """See `weights.receiving.DividedEngine`."""
         call = {"kwargs": {"init_info": info}}
         await self._worker.run(
             lambda: self._llm.collective_rpc("init_weight_transfer_engine", **call), "joining a group"
         )
 
     async def take_transfer(self, version: int) -> str:
-        """See `cluster.receiving.DividedEngine`; otherwise as `load`."""
+        """See `weights.receiving.DividedEngine`; otherwise as `load`."""
         await self._worker.run(lambda: self._receive(version), f"taking the weights of version {version}")
         return self.fingerprint()
 

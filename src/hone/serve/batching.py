@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from hone.reward.base import Component, Scorer
+from hone.reward.rewards import Component, Scorer
 from hone.types import Group, Score
 
 

@@ -17,10 +17,10 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from functools import partial
 
-from hone.reward.base import Component
+from hone.reward.rewards import Component
 from hone.reward.signature import all_faulty
+from hone.runtime.user_code import describe
 from hone.types import Fault, Group, Score
-from hone.user_code import describe
 
 log = logging.getLogger("hone.serve.reward")
 _FADE_S = 10.0

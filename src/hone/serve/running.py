@@ -21,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from hone.errors import DataError, Stopped
-from hone.process import stop_signals_handled
+from hone.runtime.processes import stop_signals_handled
 from hone.serve.access import log
 from hone.serve.connection import KEEP_ALIVE_S, Connection
 from hone.serve.http import HttpSettings, Lifecycle

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 from hone.config.load import Loaded
 from hone.errors import RewardError
-from hone.reward.base import Component, InPool, Rewards
+from hone.reward.aggregate import settled, weighted_sums
 from hone.reward.fingerprint import fingerprint
 from hone.reward.judge.scorer import JudgeReward
+from hone.reward.rewards import Component, InPool, Rewards
 from hone.reward.signature import Range
-from hone.reward.sums import settled, weighted_sums
 from hone.reward.wire import (
     ComponentResult,
     Disagreement,

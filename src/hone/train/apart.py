@@ -16,7 +16,7 @@ from hone.data.pack import optimizer_steps
 from hone.train.critic import Critic
 from hone.train.policy import CRITIC, REFERENCE
 from hone.train.reference import Reference
-from hone.train.shards import Share, put_under, under
+from hone.train.tensor_files import Share, put_under, under
 from hone.train.trainer import measured
 from hone.types import Batch
 

@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 
 from hone.errors import CheckpointError
 from hone.observe.whole import make_folder, set_aside, sync
-from hone.train.shards import FileFacts, SavedTensors, Snapshot, write_synced
+from hone.train.tensor_files import FileFacts, SavedTensors, Snapshot, write_synced
 from hone.types import Progress
 
 FORMAT = 2

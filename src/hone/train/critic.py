@@ -18,8 +18,8 @@ from hone.algo.algorithm import Algorithm
 from hone.algo.value import Values, value_loss
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, count_totals
+from hone.memory.guard import UNGUARDED, Guard
 from hone.model.heads import ScalarModel
-from hone.plan.guard import UNGUARDED, Guard
 from hone.train.learner import Learner
 from hone.train.optim import StepResult
 from hone.train.ranks import ALONE, Ranks

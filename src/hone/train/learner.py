@@ -15,13 +15,13 @@ from transformers import PreTrainedConfig
 
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices
+from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.heads import ScalarModel
-from hone.plan.guard import UNGUARDED, Guard
 from hone.train.optim import StepResult, Weights
 from hone.train.ranks import ALONE, Ranks
-from hone.train.shards import LiveSnapshot, Share
+from hone.train.tensor_files import LiveSnapshot, Share
 from hone.train.trainer import PreparedBatch, forward_samples
 from hone.types import Batch
 

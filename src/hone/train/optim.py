@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hone.config.run import OptimizerSection
 from hone.errors import CheckpointError
 from hone.model.base import CausalModel
-from hone.train.shards import Share
+from hone.train.tensor_files import Share
 
 T = TypeVar("T")
 Segments = Sequence[tuple[str, Sequence[int]]]

@@ -18,8 +18,8 @@ from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, Shape
 from hone.data.pairs import Pair
 from hone.errors import DataError
+from hone.memory.guard import UNGUARDED, Guard
 from hone.model.heads import ScalarModel, Sequences, last_token_scores
-from hone.plan.guard import UNGUARDED, Guard
 from hone.train.learner import Learner
 from hone.train.ranks import ALONE, Ranks
 from hone.train.trainer import Keepable

@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
 from hone.train.mesh import TENSOR, Mesh
-from hone.train.shards import Share
+from hone.train.tensor_files import Share
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, computed_tokens, count_totals, optimizer_steps
 from hone.errors import CheckpointError
+from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
-from hone.plan.guard import UNGUARDED, Guard
 from hone.train.critic import Critic
 from hone.train.learner import Learner
 from hone.train.optim import StepResult
 from hone.train.ranks import ALONE, Ranks
-from hone.train.shards import Share, put_under, under
+from hone.train.tensor_files import Share, put_under, under
 from hone.train.trainer import PreparedBatch, measured, train_microbatch
 from hone.types import Batch
 

@@ -20,7 +20,7 @@ from hone.data.pack import Indices, Shape, plan_microbatches
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
 from hone.train.optim import AdamW, FlatAdamW, FlatWeights
-from hone.train.shards import Share
+from hone.train.tensor_files import Share
 
 Model = TypeVar("Model", bound=CausalModel | ScalarModel)
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
-from hone.plan.guard import UNGUARDED, Guard
 from hone.train.learner import Passes
 from hone.train.ranks import ALONE, Ranks
-from hone.train.shards import Share
+from hone.train.tensor_files import Share
 from hone.types import Batch
 
 

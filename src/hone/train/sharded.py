@@ -21,13 +21,13 @@ from hone.data.pack import Indices, Shape, divide_over_ranks
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff
-from hone.train.filling import fill
+from hone.train.materialize import fill
 from hone.train.mesh import DATA, Mesh
 from hone.train.places import Place, Places, shares_of
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import Ranks
 from hone.train.sharded_weights import ShardedAdamW, ShardedWeights, compile_layers, divide, shard
-from hone.train.shards import Share, box_of
+from hone.train.tensor_files import Share, box_of
 
 
 class ShardedTrainer(PolicyTrainer):

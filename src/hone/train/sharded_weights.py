@@ -34,11 +34,11 @@ from hone.model.decoder import Decoder
 from hone.model.heads import ScalarModel
 from hone.model.hf import TransformersModel
 from hone.model.parallel import divide_layers, divide_tokens
-from hone.train.filling import fill
+from hone.train.materialize import fill
 from hone.train.mesh import Mesh
 from hone.train.optim import MOMENTS, AdamW, refuse_other_weights, trained_weights
 from hone.train.places import Place, Places, sharded_parameters, share_of
-from hone.train.shards import Share, box_of
+from hone.train.tensor_files import Share, box_of
 
 T = TypeVar("T")
 

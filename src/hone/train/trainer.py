@@ -22,7 +22,7 @@ from hone.data.pack import Indices, Shape
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import token_logprobs
-from hone.train.shards import Snapshot
+from hone.train.tensor_files import Snapshot
 from hone.types import Batch, Totals
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from hone.config.run import Section, key
-from hone.config.source import Node, read_yaml
+from hone.config.yaml_tree import Node, read_yaml
 from hone.errors import ConfigError
 
 Size = float | tuple[float, float]

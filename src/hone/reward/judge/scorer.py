@@ -33,8 +33,8 @@ from hone.reward.pool import CallFailed
 from hone.reward.resolve import Unusable
 from hone.reward.signature import MayScoreSample, Range, all_faulty
 from hone.reward.transport import Addresses, Counts
+from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
-from hone.user_code import DETAIL_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ from sympy.logic.boolalg import And, Boolean
 from hone.reward.rules.answer import after_hashes, final_answer, last_boxed
 from hone.reward.rules.latex import as_latex
 from hone.reward.signature import all_faulty, reward
+from hone.runtime.user_code import describe
 from hone.types import Fault, Group, Score
-from hone.user_code import describe
 
 MAX_ANSWER_CHARACTERS = 1000
 """Longer final answers are none: nothing worth comparing is that long."""

@@ -23,8 +23,8 @@ from hone.config.run import Section, key
 from hone.reward.rules.answer import after_reasoning
 from hone.reward.rules.settings import takes
 from hone.reward.signature import all_faulty, reward
+from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Score
-from hone.user_code import DETAIL_CHARACTERS
 
 _FENCED = re.compile(
     r"\s*(?P<fence>`{3,}|~{3,})[ \t]*(?:json|\{\s*\.?json\s*\})?[ \t]*\n(?P<inside>.*?)\n?(?P=fence)\s*",

@@ -16,9 +16,9 @@ from hone.algo.algorithm import Algorithm
 from hone.config.derived import correction, needs_critic, needs_reference, trains_adapter
 from hone.config.run import RunConfig
 from hone.data.pack import Indices
+from hone.memory.guard import Unguarded
 from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff, add_adapter
-from hone.plan.guard import Unguarded
 from hone.train.critic import Critic
 from hone.train.local import LocalTrainer
 from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors
@@ -55,7 +55,7 @@ def trace_local(
 def _trainer(
     config: RunConfig, policy: Mapping[str, Any], critic: Mapping[str, Any] | None, memory: LiveMemory
 ) -> LocalTrainer:
-    """As `build.models` makes it, without weights."""
+    """As `assemble.models` makes it, without weights."""
     train, implementation = config.train, config.model.implementation
     model = empty_model(policy, implementation)
     learner = None

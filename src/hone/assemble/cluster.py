@@ -1,0 +1,426 @@
+"""Stages with Ray: their processes started, started again, and ended. What they make is in `processes.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from hone.assemble.job import Job, first_cause
+from hone.assemble.models import apart, imitation_trainer, pair_trainer, policy_trainer, restore
+from hone.assemble.processes import Blueprint, Held, embedded, rank, vllm
+from hone.assemble.scoring import Scoring
+from hone.assemble.vllm import starting_folder
+from hone.assemble.workers import Workers
+from hone.cluster.actors import EngineActor, MakeEngine, TrainerRank
+from hone.cluster.apart import CriticRank, ReferenceRank
+from hone.cluster.calls import kill
+from hone.cluster.engine import RemoteEngine
+from hone.cluster.ranks import Gang
+from hone.cluster.ray import RayCluster, lost, take_sigterm_back
+from hone.cluster.trainer import RemoteLearner, RemotePairTrainer, RemoteTrainer
+from hone.cluster.vitals import VitalsWatch
+from hone.config.cluster import Role
+from hone.config.topology import TRAINED
+from hone.config.transport import in_words, transport_of
+from hone.errors import ClusterLost, PlacementError, Stopped
+from hone.loop.run import Sleeper
+from hone.rollout.engine import Engine
+from hone.rollout.router import Router
+from hone.train.checkpoint import Loaded as Saved
+from hone.train.pairs import PairLearner
+from hone.train.trainer import Trainer
+from hone.weights.buckets import bucket_bytes
+from hone.weights.publisher import Routes
+from hone.weights.sending import Way
+
+T = TypeVar("T")
+L = TypeVar("L", bound=RemoteLearner)
+
+LOOK_S, LOST_LOOKS = 2.0, 5
+"""Ray is lost when it does not answer for so many looks in a row: a GCS may be started again by its owner."""
+STOP_S = 35.0
+"""How long a run whose Ray is lost may take to stop. Some 15 s later Ray would end this process by itself."""
+
+
+class OnRay:
+    """The `Backend` with processes of their own, on the devices that the topology says. For each attempt the trainer is
+    made anew; engines, judges and reward models that are well go on to the next one, and so does Ray. The loss of Ray
+    itself ends the run with ClusterLost."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._crew: Crew | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._lost: str | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+        cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(cause, ClusterLost):
+            self._lost = self._lost or str(cause)
+        if self._lost is not None and cause is not None:
+            raise ClusterLost(self._farewell()) from error
+
+    @asynccontextmanager
+    async def workers(self, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
+        """See `Backend.workers`.
+
+        Raises:
+            ClusterError: devices or processes that cannot be had. Nothing is left of any then.
+            Stopped: the user did not want to wait for them.
+        """
+        async with self._crew_with(lambda crew: crew.assemble(needs, saved)) as (crew, (trainer, engine)):
+            watching = self._job.observer.watching
+            try:
+                with watching(engine.metrics), watching(trainer.metrics):
+                    yield Workers(
+                        trainer,
+                        engine,
+                        weights_are_shared=False,
+                        sleepers=crew.sleepers(engine),
+                        addresses=crew.scoring.addresses,
+                        scorers=crew.scoring.scorers,
+                    )
+            finally:
+                await engine.close()
+
+    @asynccontextmanager
+    async def imitator(self, steps: int, saved: Saved | None) -> AsyncIterator[Trainer]:
+        """See `Backend.imitator`; raises what `workers` does."""
+        async with self._crew_with(lambda crew: crew.imitator(steps, saved)) as (_, trainer):
+            yield trainer
+
+    @asynccontextmanager
+    async def pair_learner(self, steps: int, saved: Saved | None) -> AsyncIterator[PairLearner]:
+        """See `Backend.pair_learner`; raises what `workers` does."""
+        async with self._crew_with(lambda crew: crew.pair_learner(steps, saved)) as (_, trainer):
+            yield trainer
+
+    @asynccontextmanager
+    async def _crew_with(self, begin: Callable[[Crew], Coroutine[Any, Any, T]]) -> AsyncIterator[tuple[Crew, T]]:
+        """The processes of the run with what `begin` has them do; its trainer ends with this."""
+        torch.set_num_threads(1)  # the cores are for the processes
+        try:
+            crew = await self._crew_with_devices()
+            begun = await _unless_stopped(self._job, begin(crew))
+        except BaseException:
+            await self.close()
+            raise
+        try:
+            silence_s = self._job.config.cluster.heartbeat_timeout_s
+            async with VitalsWatch(lambda: crew.processes, silence_s=silence_s, silent=crew.end_silent) as vitals:
+                with self._job.observer.watching(vitals.metrics):
+                    yield crew, begun
+        finally:
+            await crew.end_trainer()
+
+    async def close(self) -> None:
+        """End all processes. May be called twice."""
+        crew, self._crew = self._crew, None
+        if self._watching is not None:
+            self._watching.cancel()
+        if crew is not None:
+            await crew.dismiss()
+            await asyncio.to_thread(crew.cluster.close)
+
+    async def _crew_with_devices(self) -> Crew:
+        """The one of the attempt before, unless a machine of it is gone."""
+        if self._crew is not None and not await asyncio.to_thread(self._crew.cluster.is_whole):
+            await self.close()
+        if self._crew is None:
+            job = self._job
+            cluster = RayCluster(
+                job.config.cluster,
+                name=f"hone {job.loaded.name}",
+                has_gpus=job.device.type == "cuda",
+                num_devices=job.topology.num_devices,
+                say=job.observer.say,
+            )
+            self._crew = Crew(job, cluster, Blueprint.of(job))
+            await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
+            take_sigterm_back()
+            self._watching = asyncio.create_task(self._watch(), name="watching Ray")
+        return self._crew
+
+    async def _watch(self) -> None:
+        """Stop the run when Ray is lost, as a signal does: with a checkpoint, where the trainer's ranks can still write
+        one. A run that cannot stop in time ends here."""
+        looks, why = 0, None
+        while looks < LOST_LOOKS:
+            await asyncio.sleep(LOOK_S)
+            why = await asyncio.to_thread(lost)
+            looks = looks + 1 if why else 0
+        self._lost = why
+        self._job.observer.warn(f"{why} Stopping within {STOP_S:g} s, with a checkpoint if the trainer still answers.")
+        self._job.stop.set()
+        deadline = threading.Timer(STOP_S, self._end_process)  # the event loop may be waiting for Ray
+        deadline.daemon = True
+        deadline.start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            deadline.cancel()
+
+    def _end_process(self) -> None:
+        print(self._farewell(), file=sys.stderr, flush=True)
+        os._exit(ClusterLost.exit_code)
+
+    def _farewell(self) -> str:
+        job = self._job
+        return (
+            f"{self._lost} Look into Ray's logs and the machine's (out of memory?); `hone train {job.loaded.run_file} "
+            f"--resume` continues from the newest checkpoint in {job.folder.checkpoints}."
+        )
+
+
+class Crew:
+    """The processes of a run."""
+
+    def __init__(self, job: Job, cluster: RayCluster, blueprint: Blueprint) -> None:
+        self._job, self.cluster, self._blueprint = job, cluster, blueprint
+        self._settings = job.config.cluster
+        self.processes: dict[str, Any] = {}
+        """Handles by name, of those that were started last."""
+        self._trainer: RemoteLearner | None = None
+        self._engines: dict[str, RemoteEngine] = {}
+        self._replicas = {replica.name: replica for replica in job.topology.engines}
+        self._vllm_folder: Path | None = None  # what vLLM starts with; None: engines are Hone's own
+        self._scores = False  # whether judges and reward models are there
+        self.scoring = Scoring(
+            job, blueprint.loaded, spawn=self._spawn, processes=self._processes, is_one_machine=cluster.is_own
+        )
+
+    async def imitator(self, steps: int, saved: Saved | None) -> RemoteTrainer:
+        """Start the ranks of a supervised stage's trainer, and nothing else."""
+        gang = self._gang_alone(partial(imitation_trainer, steps=steps))
+        timeout_s, bucket = self._settings.call_timeout_s, bucket_bytes(self._settings.bucket_mib)
+        return await self._begun(RemoteTrainer(gang, timeout_s=timeout_s, bucket_size=bucket), saved)
+
+    async def pair_learner(self, steps: int, saved: Saved | None) -> RemotePairTrainer:
+        """As `imitator`, for a reward model."""
+        gang = self._gang_alone(partial(pair_trainer, steps=steps))
+        return await self._begun(RemotePairTrainer([gang], timeout_s=self._settings.call_timeout_s), saved)
+
+    async def assemble(self, needs: frozenset[str], saved: Saved | None) -> tuple[RemoteTrainer, Router]:
+        """Start all processes at once that are not there yet, and wait until each has made its part."""
+        started = time.monotonic()
+        if self._settings.engines.use == "vllm" and self._vllm_folder is None:
+            self._vllm_folder = await asyncio.to_thread(starting_folder, self._job)
+        kept = await self._well_engines()
+        if self.scoring.shares_devices:
+            await self._prepare_scoring()
+        trainer = self._trainer = self._new_trainer(needs)
+        async with asyncio.TaskGroup() as tasks:
+            if not self.scoring.shares_devices:
+                tasks.create_task(self._prepare_scoring())
+            tasks.create_task(asyncio.to_thread(self._start_trainer, trainer, saved))
+            for name in self._replicas.keys() - kept:
+                tasks.create_task(self.start_engine(name))
+        observer, topology, settings = self._job.observer, self._job.topology, self._settings
+        num_ranks = len(topology.trainer.devices)
+        seconds = time.monotonic() - started
+        others = "".join(f", of {' and '.join(roles)}: {len(devices)}" for roles, devices in self._apart())
+        engines = f"{len(self._engines)}{f', {len(kept)} of them as they were' if kept else ''}"
+        observer.say(f"trainer ranks: {num_ranks}{others}, engines: {engines}; ready after {seconds:.1f} s")
+        observer.event("trainer_up", ranks=num_ranks)
+        router = Router(
+            self._engines,
+            observer,
+            # Half of what a group may take, so that another engine can still draw what this one has left.
+            silence_s=min(settings.call_timeout_s, self._job.config.rollout.timeout_s / 2),
+            call_s=3 * settings.call_timeout_s,  # publishing itself takes up to twice that: `RemoteTrainer.publish`
+            patience_s=settings.start_timeout_s,
+            restart=self.start_engine,
+            restarts=settings.restarts,
+            start_s=settings.start_timeout_s,
+            ends_replicas=False,
+        )
+        return trainer, router
+
+    def sleepers(self, engine: Engine) -> tuple[Sleeper, ...]:
+        """See `PolicyRun.sleepers`."""
+        engines = (engine,) if self._job.topology.sleeps("rollout") else ()
+        return (*engines, self.scoring) if self.scoring.sleeps else engines
+
+    def end_silent(self, name: str, actor: Any) -> None:
+        """Kill a process that answers no heartbeat; who waits for it starts it again."""
+        bound = f"cluster.heartbeat_timeout_s = {self._settings.heartbeat_timeout_s:g}"
+        kill(actor, f"It was killed because it answered no heartbeat ({bound}): it was stopped or deadlocked.")
+
+    async def end_trainer(self) -> None:
+        """End the trainer's ranks alone."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            await asyncio.to_thread(trainer.close)
+
+    async def dismiss(self) -> None:
+        """End all processes."""
+        await self.scoring.close()
+        await self.end_trainer()
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+
+    async def _well_engines(self) -> set[str]:
+        """Names of the engines of the attempt before that can be published to; the others are ended."""
+        engines = list(self._engines.values())
+        are_well = await asyncio.gather(*(engine.is_well() for engine in engines))
+        ill = [engine for engine, is_well in zip(engines, are_well, strict=True) if not is_well]
+        await asyncio.gather(*(engine.close() for engine in ill))
+        return {engine.name for engine in engines} - {engine.name for engine in ill}
+
+    async def _prepare_scoring(self) -> None:
+        """Start judges and reward models, or have those of the attempt before make room for the trainer."""
+        if self._scores:
+            await self.scoring.sleep()
+        else:
+            await self.scoring.start()
+            self._scores = True
+
+    async def _begun(self, trainer: L, saved: Saved | None) -> L:
+        """A trainer that nobody samples beside, ready."""
+        self._trainer, started = trainer, time.monotonic()
+        await asyncio.to_thread(self._start_trainer, trainer, saved)
+        seconds, num_ranks = time.monotonic() - started, len(self._job.topology.trainer.devices)
+        self._job.observer.say(f"trainer ranks: {num_ranks}; ready after {seconds:.1f} s")
+        self._job.observer.event("trainer_up", ranks=num_ranks)
+        return trainer
+
+    def _gang_alone(self, make: Held) -> Gang:
+        """The trainer's ranks, which have their machines' cores to themselves."""
+        topology = self._job.topology
+        machines = [device // topology.devices_per_node for device in topology.trainer.devices]
+        return self._policys_gang(make, processes=machines.count(machines[0]), takes_turns=False)
+
+    def _policys_gang(self, make: Held, *, processes: int, takes_turns: bool) -> Gang:
+        devices = self._job.topology.trainer.devices
+        ranks = [self._spawn(f"rank-{n}", TrainerRank, (device,)) for n, device in enumerate(devices)]
+        return Gang("trainer", ranks, partial(rank, self._blueprint, processes, make), takes_turns=takes_turns)
+
+    def _new_trainer(self, needs: frozenset[str]) -> RemoteTrainer:
+        devices, timeout_s = self._job.topology.trainer.devices, self._settings.call_timeout_s
+        elsewhere: list[Role] = [role for roles, _ in self._apart() for role in roles]
+        gangs: dict[Role, Gang] = {}
+        for roles, others in self._apart():
+            gangs |= dict.fromkeys(roles, self._new_gang_apart(roles, others))
+        return RemoteTrainer(
+            self._policys_gang(
+                partial(policy_trainer, needs=needs, elsewhere=elsewhere),
+                processes=self._processes("policy", devices),
+                takes_turns=self._sharers(devices) > 1,
+            ),
+            critic=gangs.get("critic"),
+            reference=gangs.get("reference"),
+            reference_refresh_every=self._job.config.algorithm.reference_refresh_every,
+            routes=self._routes(),
+            timeout_s=timeout_s,
+            bucket_size=bucket_bytes(self._settings.bucket_mib),
+        )
+
+    def _routes(self) -> Routes:
+        """How weights get to the engines: with CUDA IPC from the rank on the same GPU, else from rank 0."""
+        job, trainer, engines = self._job, self._job.topology.trainer, self._job.topology.engines
+        on_gpu = job.device.type == "cuda"
+        transport = transport_of(job.config, job.topology, on_gpu=on_gpu)
+        if transport == "ipc" and not on_gpu:
+            raise PlacementError("cluster.transport = ipc shares a GPU's memory, and here is none. Nearest: auto.")
+        job.observer.say(f"new weights go through {in_words(transport, on_gpu=on_gpu)}")
+        ranks = {engine.name: trainer.devices.index(engine.devices[0]) for engine in engines if transport == "ipc"}
+        way: Way = ("nccl" if on_gpu else "gloo") if transport == "group" else transport
+        machines = {engine.name: engine.nodes[0] for engine in engines}
+        members = self._settings.engines.tensor_parallel if transport == "group" else 1
+        return Routes(way, ranks, members, machines, sender_machine=trainer.nodes[0])
+
+    def _new_gang_apart(self, roles: Sequence[Role], devices: Sequence[int]) -> Gang:
+        make = partial(rank, self._blueprint, self._processes(roles[0], devices), partial(apart, roles=roles))
+        actor = CriticRank if "critic" in roles else ReferenceRank
+        timeout_s = self._settings.call_timeout_s
+        ranks = [self._spawn(f"{roles[0]}-{n}", actor, (device,), timeout_s) for n, device in enumerate(devices)]
+        return Gang(" and ".join(roles), ranks, make, takes_turns=self._sharers(devices) > 1)
+
+    def _apart(self) -> list[tuple[tuple[Role, ...], tuple[int, ...]]]:
+        """Roles that other ranks have than the policy's, and on which devices."""
+        topology = self._job.topology
+        return [(roles, pool.devices) for pool in topology.pools if (roles := topology.apart.get(pool.name))]
+
+    def _start_trainer(self, trainer: RemoteLearner, saved: Saved | None) -> None:
+        trainer.start(is_one_machine=self.cluster.is_own, timeout_s=self._settings.start_timeout_s)
+        restore(trainer, saved)
+
+    async def start_engine(self, name: str) -> RemoteEngine:
+        """Start an engine, or start it again after its process has ended."""
+        devices = self._replicas[name].devices
+        engine = RemoteEngine(name, self._spawn(name, EngineActor, devices), timeout_s=self._settings.call_timeout_s)
+        self._engines[name] = engine
+        try:
+            await engine.build(self._making(devices), timeout_s=self._settings.start_timeout_s)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    def _making(self, devices: Sequence[int]) -> MakeEngine:
+        processes = self._processes("rollout", devices)
+        if self._vllm_folder is None:
+            return partial(embedded, self._blueprint, processes)
+        takes_turns = self._job.topology.sleeps("rollout")
+        return partial(vllm, self._blueprint, processes, self._vllm_folder, takes_turns=takes_turns)
+
+    def _spawn(self, name: str, actor: type, devices: Sequence[int], *args: Any) -> Any:
+        """A process on devices that it shares with those who take turns with it."""
+        topology = self._job.topology
+        numbers = sorted(device for pool in topology.pools for device in pool.devices)
+        process = self.cluster.spawn(
+            actor,
+            *args,
+            devices=[numbers.index(device) for device in devices],
+            shared_by=self._sharers(devices),
+        )
+        if hasattr(actor, "ping"):
+            self.processes[name] = process
+        return process
+
+    def _sharers(self, devices: Sequence[int]) -> int:
+        """Most processes that work on one of these devices, whether in turn or not."""
+        return max(self._job.topology.processes_on(device) for device in devices)
+
+    def _processes(self, role: Role, devices: Sequence[int]) -> int:
+        """How many processes compute on the same machine at the same time, if its cores are what they compute with."""
+        topology = self._job.topology
+        machine = devices[0] // topology.devices_per_node
+        pools = {pool.name: pool for pool in topology.pools}
+        learning = [topology.trainer.devices]
+        learning += [pools[name].devices for name, roles in topology.apart.items() if "critic" in roles]
+        sampling = [one.devices for one in (*topology.engines, *topology.judges, *topology.reward_models)]
+        beside = {"reference": [devices]}.get(role, learning if role in TRAINED else sampling)
+        if self._job.config.rollout.max_staleness:  # nobody waits for anybody
+            beside = [*learning, *sampling]
+        return sum(device // topology.devices_per_node == machine for devices in beside for device in devices)
+
+
+async def _unless_stopped(job: Job, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises Stopped, and leaves it alone, when the user stops the run first."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(job.stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            job.services.check()  # a judge that is lost stops the run, too
+            raise Stopped("stopped before the cluster was ready; nothing was trained")
+        return working.result()
+    finally:
+        stopping.cancel()
+        working.cancel()

@@ -1,0 +1,182 @@
+"""What all stages of a run share, and how arithmetic, signals and failures are handled around them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hone.assemble.memory import RunMemory
+from hone.config.load import Loaded
+from hone.config.run import RunConfig, RunSection
+from hone.config.topology import Topology
+from hone.data.chat import Tokenizer
+from hone.errors import ConfigError, HoneError, Stopped
+from hone.memory.guard import Guard
+from hone.model.device import device_of
+from hone.observe.observer import Observer
+from hone.run.folder import RunFolder
+from hone.runtime.processes import stop_signals_handled
+from hone.services.supervisor import Services
+from hone.train.checkpoint import Checkpoints
+from hone.train.checkpoint import Loaded as Saved
+
+T = TypeVar("T")
+
+INTERRUPT_POLL_S = 0.1
+
+
+@dataclass
+class Job:
+    """What all stages of a run share."""
+
+    loaded: Loaded
+    folder: RunFolder
+    observer: Observer
+    tokenizer: Tokenizer
+    checkpoints: Checkpoints
+    compute: ThreadPoolExecutor
+    stop: asyncio.Event
+    device: torch.device
+    services: Services
+    memory: RunMemory
+    topology: Topology
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+    @property
+    def base_dir(self) -> Path:
+        """Where relative paths of the run file start."""
+        return self.loaded.run_file.parent
+
+    @property
+    def guard(self) -> Guard:
+        """Watches over memory."""
+        return self.memory.ladder
+
+    @property
+    def doors(self) -> tuple[Observer, Checkpoints, ThreadPoolExecutor, asyncio.Event]:
+        """What the run of every stage takes from the job, in the order of `loop.run.Stage`."""
+        return self.observer, self.checkpoints, self.compute, self.stop
+
+    async def computed(self, work: Callable[[], T], *, phase: str) -> T:
+        """Work done on the compute thread, from its start again if it runs out of memory. All arithmetic belongs there:
+        see `rollout.worker` for why."""
+        ladder = self.memory.ladder
+
+        def guarded() -> T:
+            with ladder.phase(phase):
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self.compute, ladder.attempt, guarded)
+
+
+def set_up_arithmetic(run: RunSection, processes: int = 1) -> torch.device:
+    """Threads, kernel caches, and the device that `run` asks for.
+
+    Args:
+        processes: how many share the cores.
+    """
+    # oneDNN compiles a kernel for every shape it meets and keeps it, PyTorch keeps another record of each: without
+    # bounds, training in bfloat16 grew by 18 MiB a step. Sizes are rounded so that some hundred shapes come again and
+    # again (`layout.round_size`); the second record never made anything faster.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "8")
+    torch.set_num_threads(run.threads or max(1, len(os.sched_getaffinity(0)) // processes))
+    device = device_of(run.device, "run.device")
+    if device.type == "cpu":
+        with ThreadPoolExecutor(1) as passing:  # its OpenMP threads end with it
+            passing.submit(use_fast_float32_products).result()
+    return device
+
+
+def use_fast_float32_products() -> None:
+    """Let the CPU library choose faster float32 matrix products, where their error stays that of float32.
+
+    "medium" is up to twice as fast on AVX-512 machines at the same error; elsewhere it may round to bfloat16, so it
+    is kept only if a product of this very machine is right to 2e-6.
+    """
+    torch.set_float32_matmul_precision("medium")
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 256, 256, generator=generator)
+    exact = a.double() @ b.double()
+    if ((a @ b) - exact).abs().max() > 2e-6 * exact.abs().max():
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
+def asks_to_stop(stop: asyncio.Event, observer: Observer, interrupted: threading.Event | None = None) -> Iterator[None]:
+    """The first stop signal asks for a clean end, a second one ends the process at once. `interrupted`, which another
+    thread sets, asks too."""
+
+    def handle(_: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(Stopped.exit_code)
+        observer.say("stopping: the step in flight is finished or dropped, then a checkpoint; again to exit at once")
+        stop.set()
+
+    async def wait_for_interrupt(interrupted: threading.Event) -> None:
+        while not interrupted.is_set():
+            await asyncio.sleep(INTERRUPT_POLL_S)
+        handle(signal.SIGINT)
+
+    waiting = asyncio.create_task(wait_for_interrupt(interrupted)) if interrupted else None
+    try:
+        with stop_signals_handled(handle):
+            yield
+    finally:
+        if waiting:
+            waiting.cancel()
+
+
+def tell_where_it_starts(job: Job, saved: Saved | None) -> None:
+    """What a person wants to know of a start: moved folders, skipped checkpoints, where it goes on."""
+    if job.folder.moved_aside is not None:
+        job.observer.say(f"the run that was here is now in {job.folder.moved_aside}")
+    for note in job.folder.notes:
+        job.observer.warn(note)
+    if saved is not None:
+        for torn in saved.skipped:
+            job.observer.warn(f"checkpoint skipped: {torn}")
+        job.observer.say(f"resuming from {saved.path} ({saved.progress.stage} step {saved.progress.step})")
+    elif job.folder.resumed:
+        job.observer.say("no checkpoint yet: starting from the beginning")
+
+
+def in_new_loop(work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, which would also take away the thread's own event loop."""
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def first_cause(group: BaseExceptionGroup) -> BaseException:
+    """The failure to show of several that happened together: one of ours if there is any."""
+    pending: list[BaseException] = [group]
+    leaves: list[BaseException] = []
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return next((error for error in leaves if isinstance(error, HoneError)), leaves[0])
+
+
+@contextlib.contextmanager
+def located(loaded: Loaded) -> Iterator[None]:
+    """Problems of the run file that show only on the way name the line of their key too."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([loaded.located(problem) for problem in error.problems]) from error

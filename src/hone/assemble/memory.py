@@ -1,0 +1,227 @@
+"""The memory of a run: what measures it, the ladder, what the ladder may change, and where its record goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hone.config.derived import longest_tokens, samples_per_update
+from hone.config.load import Loaded
+from hone.config.render import resolved_yaml
+from hone.config.run import RunConfig
+from hone.config.yaml_tree import Where
+from hone.errors import DataError, MemoryExhausted
+from hone.memory import calibration
+from hone.memory.gauges import GIB, Busy, CudaGauge, HostGauge, Meter, nvml_reader, ran_out_of_memory
+from hone.memory.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS, Knob, Ladder, Predict
+from hone.memory.record import Expected, Record, comparison, table
+from hone.model.recompute import Checkpointing
+from hone.observe.observer import Observer
+from hone.observe.whole import write_whole
+from hone.plan.hardware import Hardware, memory_limit_bytes
+from hone.plan.inputs import resolve
+from hone.plan.ledger import Ledger, Moment
+from hone.plan.placement import Placement
+from hone.plan.planner import plan_inputs
+from hone.plan.settings import changed, with_value
+from hone.plan.svg import timeline
+from hone.plan.workload import workload_of
+from hone.rollout.local import LocalEngine
+from hone.run.folder import RunFolder
+from hone.train.pairs import PairTrainer
+from hone.train.policy import PolicyTrainer
+
+KEYS = (TOKENS, CHUNK, RECOMPUTE, ROWS, PREFILL)
+LEAST_CHUNK = 64
+"""Tokens whose logits exist at one time; fewer save nothing worth the time."""
+
+
+class RunMemory:
+    """A run's ladder, and its record in the run's folder: memory.json, memory.svg and run.yaml.
+
+    Args:
+        observer: told of every change, and given the metrics of every line.
+    """
+
+    def __init__(self, loaded: Loaded, folder: RunFolder, observer: Observer, device: torch.device) -> None:
+        self._loaded, self._folder, self._observer = loaded, folder, observer
+        config = loaded.config
+        budget = config.plan.memory_budget_gib
+        budget_bytes = None if budget is None else int(budget * GIB)
+        is_gpu = device.type == "cuda"
+        gauge = CudaGauge(budget_bytes) if is_gpu else HostGauge(memory_limit_bytes())
+        reader = nvml_reader() if is_gpu else None
+        self._device = calibration.device_key(gauge.kind)
+        self._has_limit = is_gpu or budget is not None
+        self._what = gauge.what
+        earlier = Record.read(folder.path) if folder.resumed else None
+        self.ladder = Ladder(
+            Meter(gauge),
+            settings={key: value_of(config, key) for key in KEYS},
+            budget_bytes=budget_bytes,
+            autotune=config.plan.autotune,
+            say=observer.say,
+            changed=self.write,
+            earlier=earlier.changes if earlier else (),
+            busy=Busy(reader) if reader else None,
+        )
+        self.predict = self._predictor() if "rl" in config.stages else None
+        """The plan of the RL stage as a function of the rungs' settings; None for a model that no plan knows."""
+        observer.watch(self.ladder.metrics)
+        self.write()
+
+    def write(self) -> None:
+        """Bring memory.json, memory.svg and run.yaml up to date."""
+        ladder = self.ladder
+        expected = {
+            stage: {phase: Expected.of(moment) for phase, moment in phases.items()}
+            for stage, phases in ladder.predicted.items()
+        }
+        self.record = Record(
+            device=self._device,
+            what=self._what,
+            limit_bytes=ladder.limit_bytes,
+            has_limit=self._has_limit,
+            expected=expected,
+            measured=ladder.measured,
+            changes=tuple(ladder.changes),
+        )
+        try:
+            self.record.write(self._folder.path)
+            if self.predict is not None:
+                picture = timeline(self.predict(ladder.settings), f"{ladder.meter.gauge.what}, as planned")
+                write_whole(self._folder.path / "memory.svg", picture)
+            if ladder.changes:
+                self._folder.rewrite(self._run_yaml())
+        except OSError as error:  # a record less, and no reason to end
+            self._observer.warn(f"memory.json, memory.svg and run.yaml cannot be written: {error.strerror}")
+
+    def _run_yaml(self) -> str:
+        """The resolved configuration with what was changed, and by whom."""
+        ladder, config = self.ladder, self._loaded.config
+        origins = {change.key: Where(change.origin) for change in ladder.changes}
+        for key in origins:
+            config = with_value(config, key.split("."), ladder.settings[key])
+        title = f"Resolved from {self._loaded.run_file}, and changed while it ran"
+        return resolved_yaml(config, lambda path: origins.get(path) or self._loaded.where(path), title=title)
+
+    def _predictor(self) -> Predict | None:
+        loaded, ladder = self._loaded, self.ladder
+        gauge = ladder.meter.gauge
+        hardware = one_device(gauge.kind, ladder.limit_bytes)
+        try:
+            workload = workload_of(loaded.config)
+            inputs = resolve(loaded.config, hardware, Placement(mode="local"), workload, loaded.run_file.parent)
+            plan_inputs(inputs)
+        except DataError:
+            return None
+
+        def predict(settings: Any) -> Ledger:
+            ledger = plan_inputs(changed(inputs, settings)).ledgers[0]
+            return without_context(ledger) if gauge.kind == "gpu" else ledger
+
+        return predict
+
+    def tell(self) -> None:
+        """At the end of a run: measured beside planned, for people and for the plans to come."""
+        self.ladder.metrics()  # what came after the last line
+        self.write()
+        _, found = comparison(self._folder.path)
+        for line in table(found, self.record):
+            self._observer.say(line)
+        planned = {row.phase: (row.expected.bytes, row.measured_bytes) for row in found if row.expected}
+        calibration.remember(self._device, planned)
+
+
+def exhausted(error: BaseException) -> MemoryExhausted | None:
+    """What to say where memory ran out in no phase that answers for it; None for a failure of another kind."""
+    if not ran_out_of_memory(error):
+        return None
+    return MemoryExhausted(f"out of memory outside of any phase that could do with less: {error}")
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    here: Any = config
+    for part in key.split("."):
+        here = getattr(here, part)
+    return here
+
+
+def one_device(kind: Any, memory_bytes: int) -> Hardware:
+    """This device as a plan of memory sees it; of its speed nothing is asked."""
+    return Hardware(
+        name="this GPU" if kind == "gpu" else "this process",
+        kind=kind,
+        devices=1,
+        memory_bytes=memory_bytes,
+        bandwidth=1e11,
+        bf16_flops=1e12,
+        fp32_flops=1e12,
+        link=1e10,
+        host_link=1e10,
+        per_node=1,
+        host_bytes=memory_limit_bytes(),
+    )
+
+
+def without_context(ledger: Ledger) -> Ledger:
+    """As torch's allocator sees it, which knows of no CUDA context."""
+
+    def held(moment: Moment) -> Moment:
+        return Moment(moment.phase, moment.name, tuple(t for t in moment.terms if t.name != "CUDA context"))
+
+    return Ledger(ledger.device, ledger.count, ledger.capacity_bytes, tuple(map(held, ledger.moments)))
+
+
+# ---- what may be changed
+
+
+def trainer_knobs(trainer: PolicyTrainer, config: RunConfig, *, most_tokens: int | None = None) -> list[Knob]:
+    """Of a policy's trainer and its critic. `most_tokens`: a larger budget would change nothing."""
+    critic = trainer.critic
+
+    def tokens(value: int) -> None:
+        trainer.tokens_per_microbatch = value
+        if critic is not None:
+            critic.tokens_per_microbatch = value
+
+    def chunk(value: int) -> None:
+        trainer.logprob_chunk_tokens = value
+
+    def recompute(value: Checkpointing) -> None:
+        trainer.model.checkpointing = value
+        if critic is not None:
+            critic.model.body.checkpointing = value
+
+    def in_use() -> int:
+        return trainer.largest_microbatch
+
+    return [
+        Knob(TOKENS, tokens, lowest=longest_tokens(config), highest=most_tokens, in_use=in_use),
+        Knob(CHUNK, chunk, lowest=LEAST_CHUNK, in_use=in_use),
+        Knob(RECOMPUTE, recompute),
+    ]
+
+
+def pair_knobs(trainer: PairTrainer, config: RunConfig) -> list[Knob]:
+    """Of a reward model's trainer, whose microbatches hold whole pairs."""
+
+    def tokens(value: int) -> None:
+        trainer.tokens_per_microbatch = value
+
+    def recompute(value: Checkpointing) -> None:
+        trainer.model.body.checkpointing = value
+
+    return [Knob(TOKENS, tokens, lowest=2 * longest_tokens(config)), Knob(RECOMPUTE, recompute)]
+
+
+def engine_knobs(engine: LocalEngine, config: RunConfig) -> list[Knob]:
+    """Of the embedded engine."""
+    in_flight = samples_per_update(config) * (config.rollout.max_staleness + 1)
+    limit: Callable[..., None] = engine.limit
+    return [
+        Knob(ROWS, lambda value: limit(max_concurrent=value), highest=in_flight, in_use=lambda: engine.num_rows),
+        Knob(PREFILL, lambda value: limit(prefill_tokens=value), lowest=config.data.max_prompt_tokens),
+    ]

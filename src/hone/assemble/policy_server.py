@@ -1,0 +1,128 @@
+"""`hone serve policy`: from a model's or a run's name to a server of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from hone.assemble.job import set_up_arithmetic
+from hone.config.load import load_config
+from hone.config.run import ModelSection, RunSection
+from hone.data.chat import load_tokenizer, resolve_model
+from hone.errors import DataError, RunFolderError
+from hone.model.load import load_model
+from hone.model.memory import give_back_memory
+from hone.rollout.local import LocalEngine
+from hone.run.folder import RunFolder
+from hone.serve.http import HttpSettings, Lifecycle, Tokens, refuse_open_door
+from hone.serve.policy import Policy, PolicyService
+from hone.serve.policy_app import policy_app
+from hone.serve.running import serve
+
+STEP_TIMEOUT_S = 600.0
+"""An engine that makes no step for so long is given up."""
+
+
+class PolicySettings(BaseModel):
+    """How a served model computes; the one place of the defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: str | None = None
+    """What requests call it; None: the last part of its path."""
+    chat_template: Path | None = None
+    """Jinja file, instead of the tokenizer's own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    threads: int = Field(0, ge=0)
+    """For arithmetic; 0 takes every core that this process may use."""
+    max_concurrent: int = Field(64, ge=1)
+    """Samples decoded together; bounds the KV cache."""
+    enable_sleep_mode: bool = False
+    """Answer /sleep and /wake_up, as vLLM does: whoever may ask it anything may then stop it for the others."""
+
+
+def serve_policy(model_or_run: str, http: HttpSettings, settings: PolicySettings) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        model_or_run: a Hugging Face directory or hub name; or a run's folder or file, which means its final weights.
+    Raises:
+        DataError: no such model, or no port.
+        ConfigError: others than this machine could ask, and there is no token.
+    """
+    tokens = Tokens(http)
+    refuse_open_door(http, tokens)
+    model, version = find_weights(model_or_run)
+    path = Path(model_or_run).expanduser()
+    name = settings.name or (path.resolve().name if path.exists() else model_or_run)
+
+    async def run() -> None:
+        lifecycle = Lifecycle()
+        service = PolicyService(loader(model, version, name, settings))
+        app = policy_app(service, lifecycle, http, tokens, may_sleep=settings.enable_sleep_mode)
+        await serve(app, service, lifecycle, http, name="policy")
+
+    asyncio.run(run())
+
+
+def find_weights(model_or_run: str) -> tuple[str, int]:
+    """Where the weights are, and how many policy updates have been made to them."""
+    path = Path(model_or_run).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        path = load_config(path).run_dir
+    try:
+        folder = RunFolder.read(path)
+    except RunFolderError:
+        return model_or_run, 0
+    if not folder.hf.is_dir():
+        raise DataError(
+            f"{path}: this run has no final weights yet. Let it finish, or write a checkpoint's with "
+            "`hone export RUN.yaml --to FOLDER` and serve that."
+        )
+    made = folder.identity()
+    return str(folder.hf), made["run"]["steps"] if made["stages"][-1] == "rl" else 0
+
+
+def loader(model: str, version: int, name: str, settings: PolicySettings) -> Callable[[], Policy]:
+    """A function that loads the model and makes its engine. Raises DataError when called."""
+
+    def load() -> Policy:
+        device = set_up_arithmetic(RunSection(device=settings.device, threads=settings.threads))
+        precision = settings.precision
+        if precision == "auto":
+            precision = "bfloat16" if device.type == "cuda" else "float32"
+        template = str(settings.chat_template) if settings.chat_template else None
+        place = resolve_model(model, Path.cwd())
+        tokenizer = load_tokenizer(ModelSection(path=place, chat_template=template), Path.cwd())
+        weights = load_model(place, dtype=getattr(torch, precision), device=device)
+        engine = LocalEngine(
+            weights,
+            decode=tokenizer.decode,
+            eos_ids=tokenizer.eos_ids,
+            max_concurrent=settings.max_concurrent,
+            timeout_s=STEP_TIMEOUT_S,
+            version=version,
+        )
+        held = partial(torch.cuda.memory_allocated, device) if device.type == "cuda" else _process_bytes
+
+        def move(awake: bool) -> None:
+            weights.to(device if awake else "cpu")
+            if not awake:
+                give_back_memory()
+
+        return Policy(name, engine, tokenizer, weights.max_positions, weights.vocab_size, held, move)
+
+    return load
+
+
+def _process_bytes() -> float:
+    return psutil.Process().memory_info().rss

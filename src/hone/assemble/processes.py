@@ -1,0 +1,129 @@
+"""What the processes of a run on Ray make: a rank of the trainer, of a critic or a reference, or an engine.
+
+Each makes its model by itself, from the run file and from what the stage before left on the disk, which all machines
+see under the same path. What crosses between processes is in `cluster/`; who starts them, in `cluster.py` here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.assemble.job import Job, set_up_arithmetic
+from hone.assemble.models import starting_model
+from hone.assemble.sampling import embedded_engine
+from hone.assemble.vllm import start_vllm
+from hone.cluster.actors import Seat
+from hone.config.load import Loaded
+from hone.data.chat import Tokenizer, load_tokenizer
+from hone.memory.guard import UNGUARDED, Guard
+from hone.model.base import CausalModel
+from hone.rollout.engine import Engine
+from hone.run.folder import RunFolder
+from hone.train.apart import Apart
+from hone.train.learner import Learner
+from hone.train.mesh import make_mesh, process_group
+from hone.train.ranks import ALONE, Ranks
+from hone.train.sharded import Sharded
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a process needs to make its part. It goes there as it is."""
+
+    loaded: Loaded
+    """Its paths hold wherever the process starts."""
+    run_dir: Path
+
+    @classmethod
+    def of(cls, job: Job) -> Blueprint:
+        loaded = replace(job.loaded, run_file=job.loaded.run_file.absolute())
+        return cls(loaded, job.folder.path.absolute())
+
+
+@dataclass
+class Site:
+    """A `models.Source` in such a process."""
+
+    loaded: Loaded
+    folder: RunFolder
+    tokenizer: Tokenizer
+    device: torch.device
+    guard: Guard = UNGUARDED
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, processes: int) -> Site:
+        """Set the process up. `processes`: how many of them compute on this machine at a time."""
+        loaded = blueprint.loaded
+        device = set_up_arithmetic(loaded.config.run, processes)
+        if device.type == "cuda":
+            device = torch.device("cuda", 0)  # Ray shows each process its own alone
+        tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent)
+        return cls(loaded, RunFolder(blueprint.run_dir), tokenizer, device)
+
+
+Held = Callable[[Site, Ranks], Learner[Any] | Apart]
+"""Makes what a rank holds: `models.policy_trainer`, `apart` and their like."""
+
+
+@contextmanager
+def rank(blueprint: Blueprint, processes: int, make: Held, seat: Seat) -> Iterator[Learner[Any] | Apart]:
+    """One rank with what `make` makes, among the others if there are any."""
+    with rank_among_others(blueprint, processes, seat) as (site, ranks):
+        yield make(site, ranks)
+
+
+@contextmanager
+def rank_among_others(blueprint: Blueprint, processes: int, seat: Seat) -> Iterator[tuple[Site, Ranks]]:
+    """Where a rank makes what it holds, and who computes with it."""
+    site = Site.of(blueprint, processes)
+    cluster, layout = blueprint.loaded.config.cluster, blueprint.loaded.config.cluster.trainer
+    if seat.world_size == 1 and not (layout.offload or layout.compile):
+        yield site, ALONE
+        return
+    with process_group(
+        site.device,
+        rank=seat.rank,
+        world_size=seat.world_size,
+        address=seat.address,
+        timeout_s=cluster.call_timeout_s,
+    ):
+        mesh = make_mesh(
+            site.device,
+            shard=layout.shard,
+            tensor_parallel=layout.tensor_parallel,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        ranks = Sharded(mesh, offload=layout.offload, compile=layout.compile)
+        # No rank ever has a whole model: it is made without memory, and filled when each rank's shares are known.
+        yield replace(site, device=torch.device("meta")), ranks
+
+
+async def embedded(blueprint: Blueprint, processes: int) -> Engine:
+    """An engine with a model of its own, which waits for weights."""
+    site = Site.of(blueprint, processes)
+    config = site.loaded.config
+
+    def make() -> CausalModel:
+        model = starting_model(site, "rl").requires_grad_(False)
+        for parameter in model.parameters():  # buffers stay as the trainer has them
+            parameter.data = parameter.data.to(getattr(torch, config.run.precision))
+        return model
+
+    # Every thread that computes has OpenMP threads of its own; where they are more than cores, all wait for each other
+    # in the kernel, and sampling took twice as long. So these end before the engine's thread begins.
+    with ThreadPoolExecutor(1) as passing:
+        model = await asyncio.get_running_loop().run_in_executor(passing, make)
+    return embedded_engine(config, site.tokenizer, model)
+
+
+async def vllm(blueprint: Blueprint, processes: int, folder: Path, *, takes_turns: bool) -> Engine:
+    """vLLM, with the weights of a folder until it gets others."""
+    return await start_vllm(Site.of(blueprint, processes), folder, takes_turns=takes_turns)

@@ -1,0 +1,144 @@
+"""Engine, rewards and evaluation of an RL stage, or of `hone eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
+from pathlib import Path
+from types import MappingProxyType
+
+from hone.assemble.job import Job
+from hone.assemble.memory import engine_knobs
+from hone.config.run import RunConfig
+from hone.data.chat import Tokenizer
+from hone.data.prompts import load_prompts
+from hone.errors import DataError
+from hone.loop.evaluate import evaluate
+from hone.memory.guard import UNGUARDED
+from hone.memory.ladder import Ladder
+from hone.model.base import CausalModel
+from hone.model.decoder import Decoder
+from hone.reward.environment import FromEnvironment
+from hone.reward.rewards import Component, Rewards, Scorer
+from hone.reward.transport import Addresses
+from hone.rollout.engine import Engine, Sampling
+from hone.rollout.env_pool import EnvironmentPool
+from hone.rollout.episodes import EpisodeEngine
+from hone.rollout.local import LocalEngine
+
+Evaluate = Callable[[], Awaitable[dict[str, float]]]
+
+
+async def make_engine(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    model: CausalModel,
+    base_dir: Path,
+    executor: Executor | None = None,
+    ladder: Ladder | None = None,
+) -> Engine:
+    """The embedded engine, computing on a thread of `executor`; with an environment, one whose samples meet it.
+
+    Args:
+        ladder: bound to the engine's bounds, where a run has one.
+    """
+    return await with_environment(
+        config, tokenizer, base_dir, embedded_engine(config, tokenizer, model, executor, ladder)
+    )
+
+
+def embedded_engine(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    model: CausalModel,
+    executor: Executor | None = None,
+    ladder: Ladder | None = None,
+) -> LocalEngine:
+    """Hone's own engine; arguments as in `make_engine`."""
+    if config.rollout.compile:
+        if not isinstance(model, Decoder):
+            raise DataError(
+                f"rollout.compile = true: {type(model.hf_config).__name__} goes through Transformers' own class, which "
+                "is not compiled. Set rollout.compile=false."
+            )
+        model.compile_inference()
+    engine = LocalEngine(
+        model,
+        decode=tokenizer.decode,
+        eos_ids=tokenizer.eos_ids,
+        max_concurrent=config.rollout.max_concurrent_samples,
+        timeout_s=config.rollout.timeout_s,
+        executor=executor,
+        prefill_tokens=config.rollout.prefill_tokens,
+        guard=ladder or UNGUARDED,
+    )
+    if ladder is not None:
+        ladder.bind(*engine_knobs(engine, config))
+    return engine
+
+
+async def with_environment(config: RunConfig, tokenizer: Tokenizer, base_dir: Path, engine: Engine) -> Engine:
+    """An engine whose samples meet the run file's environment; the engine itself where there is none."""
+    settings = config.rollout.environment
+    if settings.use is None:
+        return engine
+    environments = EnvironmentPool(settings, base_dir)
+    await environments.start()
+    return EpisodeEngine(
+        engine,
+        environments,
+        encode=tokenizer.encode_observation,
+        max_turns=settings.max_turns,
+        in_step=config.rollout.max_staleness == 0,
+    )
+
+
+def make_rewards(
+    config: RunConfig,
+    base_dir: Path,
+    *,
+    window_samples: int,
+    services: Addresses = MappingProxyType({}),
+    elsewhere: Mapping[str, Scorer] = MappingProxyType({}),
+) -> Rewards:
+    """The run file's rewards, and the environment's own; arguments as of `Rewards.from_config`."""
+    has_environment = config.rollout.environment.use is not None
+    extra = [Component("environment", 1.0, FromEnvironment())] if has_environment else []
+    return Rewards.from_config(
+        config.reward,
+        base_dir,
+        window_samples=window_samples,
+        extra=extra,
+        services=services,
+        elsewhere=elsewhere,
+    )
+
+
+def sampling_of(config: RunConfig, *, temperature: float | None = None) -> Sampling:
+    """How the run file samples, at another temperature if one is given."""
+    rollout = config.rollout
+    return Sampling(
+        max_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature if temperature is None else temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+    )
+
+
+def held_out_evaluation(job: Job, engine: Engine, rewards: Rewards) -> Evaluate | None:
+    """A function that evaluates the live policy, or None when the run file names no data for it."""
+    config = job.config
+    if config.data.eval is None:
+        return None
+    prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, part="eval")
+    job.observer.say(f"evaluating on {prompts.report}")
+    sampling = sampling_of(config, temperature=config.eval.temperature)
+
+    async def run() -> dict[str, float]:
+        found = await evaluate(engine, rewards, prompts.rows(), sampling, config.eval, seed=config.seed)
+        return dict(found.metrics)
+
+    return run

@@ -1,0 +1,343 @@
+"""`hone train`: the stages of a run file in order, each assembled from its parts.
+
+A stage starts from weights on disk (the model of the run file, or what the stage before it exported), so that a run
+that is resumed goes on from the same bytes as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from hone.algo.algorithm import Algorithm
+from hone.assemble.inputs import changed_inputs, input_hashes, refuse_changed_inputs
+from hone.assemble.job import (
+    Job,
+    asks_to_stop,
+    first_cause,
+    in_new_loop,
+    located,
+    set_up_arithmetic,
+    tell_where_it_starts,
+)
+from hone.assemble.memory import RunMemory, exhausted
+from hone.assemble.models import stage_weights
+from hone.assemble.pictures import picture_of_responses
+from hone.assemble.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
+from hone.assemble.services import claim_devices, placed, unused_notes
+from hone.assemble.workers import Backend, Here, Workers
+from hone.config.derived import correction, longest_tokens, samples_per_update
+from hone.config.load import Loaded
+from hone.config.run import Stage
+from hone.config.topology import judge_services, topology_lines
+from hone.data.chat import load_tokenizer
+from hone.data.pairs import load_pairs
+from hone.data.prompts import PromptStream, load_prompts
+from hone.errors import Stopped
+from hone.loop.policy import train_policy
+from hone.loop.reward_model import RewardModelRun, train_reward_model
+from hone.loop.reward_model import total_steps as pair_steps
+from hone.loop.run import PolicyRun
+from hone.loop.sft import SftRun, imitation_rows, total_steps, train_sft
+from hone.loop.supervisor import run_with_restarts
+from hone.memory.ladder import Predict
+from hone.model.load import save_hf
+from hone.observe.observer import Observer, OnMetrics
+from hone.rollout.router import Router
+from hone.run.folder import RunFolder, identity_of
+from hone.runtime.backoff import Restarts
+from hone.services.supervisor import Services
+from hone.train.checkpoint import Checkpoints
+from hone.train.checkpoint import Loaded as Saved
+from hone.types import Progress
+
+R = TypeVar("R", SftRun, RewardModelRun)
+
+
+def train(
+    loaded: Loaded,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    accept_changed_inputs: bool = False,
+    callbacks: Sequence[OnMetrics] = (),
+    interrupted: threading.Event | None = None,
+) -> Path:
+    """Run every stage of a run file, or go on with it. Returns the run's folder.
+
+    Args:
+        accept_changed_inputs: resume also where data, tokenizer, model, the user's code or Hone are others than the
+            checkpoint was trained with.
+        callbacks: called with each line of metrics.
+        interrupted: set by another thread, which asks the run to stop.
+    Raises:
+        HoneError: what went wrong; its `exit_code` is the process's. The newest checkpoint is then still there.
+    """
+    config = loaded.config
+    topology = placed(config)
+    split = claim_devices(config)
+    device = set_up_arithmetic(config.run)
+    tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
+    settings = config.model_dump(mode="json")
+    with RunFolder.open(
+        loaded.run_dir,
+        run_file=loaded.run_file,
+        run_yaml=loaded.as_yaml(),
+        config=settings,
+        resume=resume,
+        fresh=fresh,
+    ) as folder:
+        identity = identity_of(loaded.run_file, settings) | {"inputs": input_hashes(loaded, tokenizer)}
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, identity)
+        saved = checkpoints.newest() if folder.resumed else None
+        changes = changed_inputs(saved.run["inputs"], identity["inputs"]) if saved else []
+        if saved and not accept_changed_inputs:
+            refuse_changed_inputs(folder.path, changes, checkpoint=saved.path)
+        folder.notes += checkpoints.forget_torn_best(saved.progress) if saved else []
+        folder.notes += [f"continues with another input than before: {change}" for change in changes]
+        observer = Observer(
+            folder.path,
+            config.observe,
+            title=loaded.name,
+            total_steps=config.run.steps,
+            resume=saved.progress.position if saved else None,
+            decode=tokenizer.decode,
+            picture=picture_of_responses(config),
+            callbacks=callbacks,
+        )
+        outcome = "failed"
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="compute") as compute:
+                stop = asyncio.Event()
+                services = Services.from_config(
+                    loaded,
+                    split,
+                    folder=folder.path,
+                    logs=folder.logs,
+                    without=judge_services(config) if topology.judges else (),
+                    say=observer.say,
+                    relay=observer.relay,
+                    stop=stop,
+                )
+                memory = RunMemory(loaded, folder, observer, device)
+                job = Job(
+                    loaded, folder, observer, tokenizer, checkpoints, compute, stop, device, services, memory, topology
+                )
+                placement = topology_lines(topology) if topology.backend != "local" else []
+                for note in (*placement, *split.notes, *unused_notes(config)):
+                    observer.say(note)
+                try:
+                    with located(loaded):
+                        in_new_loop(run_stages(job, saved, interrupted))
+                finally:
+                    memory.tell()
+            outcome = "finished"
+        except Stopped:
+            outcome = "stopped by the user"
+            raise
+        except BaseExceptionGroup as group:
+            cause = first_cause(group)
+            raise (exhausted(cause) or cause) from group
+        except (MemoryError, RuntimeError, OSError) as error:
+            if told := exhausted(error):
+                raise told from error
+            raise
+        finally:
+            observer.close(outcome)
+        return folder.path
+
+
+async def run_stages(job: Job, saved: Saved | None, interrupted: threading.Event | None) -> None:
+    """The stages in order, beginning with the one that `saved` was in. Services run from before to after them, and so
+    do a cluster's processes."""
+    tell_where_it_starts(job, saved)
+    with asks_to_stop(job.stop, job.observer, interrupted):
+        async with job.services, backend_of(job) as backend:
+            await run_stages_on(job, backend, saved)
+
+
+async def run_stages_on(job: Job, backend: Backend, saved: Saved | None) -> None:
+    stages = job.config.stages
+    first = stages.index(saved.progress.stage) if saved else 0  # type: ignore[arg-type]
+    for number, stage in enumerate(stages[first:], first):
+        await run_stage(job, backend, stage, saved if saved and saved.progress.stage == stage else None)
+        if job.stop.is_set():
+            job.services.check()
+            raise Stopped(job.folder.how_to_go_on())
+        if number + 1 == len(stages):
+            job.observer.say(f"final weights: {job.folder.hf}")
+
+
+async def run_stage(job: Job, backend: Backend, stage: Stage, saved: Saved | None) -> None:
+    """One stage, from its beginning or from a checkpoint of it; again from the newest when its trainer is lost."""
+    once = {"sft": imitate_once, "reward_model": learn_preferences_once, "rl": optimise_once}[stage]
+
+    def newest() -> Saved | None:
+        found = job.checkpoints.newest()
+        return found if found and found.progress.stage == stage else None
+
+    await run_with_restarts(
+        partial(once, job, backend),
+        saved,
+        newest=newest,
+        observer=job.observer,
+        restarts=Restarts(job.config.cluster.restarts),
+        stop=job.stop,
+    )
+
+
+async def imitate_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
+    """Supervised fine-tuning from the run file's model; leaves its weights in `stage_weights`. Calls `ready` when the
+    trainer is there."""
+    rows, report = imitation_rows(job.config, job.tokenizer, job.base_dir)
+    job.observer.say(f"imitating {report}")
+    steps = total_steps(job.config.sft, len(rows))
+    progress = begin_stage(job, "sft", saved)
+    async with backend.imitator(steps, saved) as trainer:
+        ready()
+        job.observer.begin("sft", steps)
+        run = SftRun(job.config, progress, trainer, *job.doors, rows=rows, guard=job.guard)
+        await run_to_end(job, run, train_sft)
+
+
+async def learn_preferences_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
+    """Learning from preferences, from the run file's model or from what the SFT stage left. `ready`: as before."""
+    config, tokenizer = job.config, job.tokenizer
+    longest = longest_tokens(config)
+    pairs, report = load_pairs(config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest)
+    held_out, other = load_pairs(config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest, part="eval")
+    job.observer.say(f"pairs to learn from: {report}; held out: {other}")
+    steps = pair_steps(config.rm, len(pairs))
+    progress = begin_stage(job, "reward_model", saved)
+    async with backend.pair_learner(steps, saved) as trainer:
+        ready()
+        job.observer.begin("reward_model", steps)
+        run = RewardModelRun(config, progress, trainer, *job.doors, pairs=pairs, held_out=held_out, guard=job.guard)
+        await run_to_end(job, run, train_reward_model)
+
+
+async def optimise_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
+    """The policy loop, from the run file's model or from what the SFT stage left. Calls `ready` when trainer and engine
+    are there."""
+    config = job.config
+    prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed)
+    job.observer.say(f"training on {prompts.report}")
+    progress = begin_stage(job, "rl", saved, job.memory.predict)
+    algorithm = Algorithm(
+        config.algorithm,
+        max_response_tokens=config.rollout.max_response_tokens,
+        correction=correction(config),
+        control=progress.control,
+    )
+    async with backend.workers(algorithm.needs, saved) as workers:
+        ready()
+        await job.services.ready()
+        if not job.stop.is_set():
+            await optimise_policy(job, progress, prompts, algorithm, workers)
+
+
+@asynccontextmanager
+async def backend_of(job: Job) -> AsyncIterator[Backend]:
+    """Where `cluster.backend` wants the stages to train."""
+    if job.config.cluster.backend == "local":
+        yield Here(job)
+        return
+    from hone.assemble.cluster import OnRay  # Ray is an extra
+
+    async with OnRay(job) as on_ray:
+        yield on_ray
+
+
+async def optimise_policy(
+    job: Job, progress: Progress, prompts: PromptStream, algorithm: Algorithm, workers: Workers
+) -> None:
+    """The policy loop, and what it leaves."""
+    config = job.config
+    engine = await with_environment(config, job.tokenizer, job.base_dir, workers.engine)
+    window = 20 * samples_per_update(config)
+    rewards = make_rewards(
+        config,
+        job.base_dir,
+        window_samples=window,
+        services={**job.services.addresses, **workers.addresses},
+        elsewhere=workers.scorers,
+    )
+    evaluation = held_out_evaluation(job, engine, rewards)
+    job.observer.begin("rl", config.run.steps)
+    run = PolicyRun(
+        config,
+        progress,
+        workers.trainer,
+        *job.doors,
+        prompts=prompts,
+        engine=engine,
+        rewards=rewards,
+        algorithm=algorithm,
+        sampling=sampling_of(config),
+        eos_ids=frozenset(job.tokenizer.eos_ids),
+        weights_are_shared=workers.weights_are_shared,
+        sleepers=workers.sleepers,
+        replicas=workers.engine.up if isinstance(workers.engine, Router) else None,
+        evaluate=evaluation,
+        gate_passed=False,
+        guard=job.guard,
+    )
+    try:
+        async with rewards:
+            await train_policy(run)
+        await finish_stage(job, run)
+        export_best(job, run)
+    finally:
+        await run.settle()
+        await engine.close()
+        services = job.services.summary()
+        job.observer.say(f"rewards: {rewards.summary()}{f'; services: {services}' if services else ''}")
+
+
+def begin_stage(job: Job, stage: Stage, saved: Saved | None, predict: Predict | None = None) -> Progress:
+    """Where a stage goes on: at its first step, or where `saved` was taken. From here its memory is watched over."""
+    progress = saved.progress if saved else Progress(stage=stage)
+    job.memory.ladder.begin(progress, predict)
+    return progress
+
+
+async def run_to_end(job: Job, run: R, train: Callable[[R], Awaitable[None]]) -> None:
+    """A supervised stage: what it learns, and what it leaves."""
+    try:
+        await train(run)
+        await finish_stage(job, run)
+    finally:
+        await run.settle()
+
+
+async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> None:
+    """Save where the stage ended; when it was not stopped, also its weights as a Hugging Face directory."""
+    await run.save()
+    await run.saved()
+    if not job.stop.is_set():
+        folder = stage_weights(job.folder, job.config, run.progress.stage)
+        await job.computed(lambda: save_weights(job, run, folder), phase="checkpoint")
+
+
+def save_weights(job: Job, run: SftRun | RewardModelRun | PolicyRun, folder: Path) -> None:
+    """What a run trains as a Hugging Face directory; a policy with what ends its responses."""
+    eos_ids = () if run.progress.stage == "reward_model" else job.tokenizer.eos_ids
+    save_hf(folder, run.trainer.hf_config, run.trainer.master_weights(), job.tokenizer.hf, eos_ids=eos_ids)
+
+
+def export_best(job: Job, run: PolicyRun) -> None:
+    """Leave the weights of the step where `checkpoint.best` was highest in hf-best/. The trainer holds them then."""
+    step = run.progress.best_step
+    if step is None or job.config.checkpoint.best is None or job.stop.is_set():
+        return
+    saved = job.checkpoints.at("rl", step)
+    run.trainer.restore(saved.tensors, saved.rest)
+    save_weights(job, run, job.folder.hf_best)
+    value = f"{job.config.checkpoint.best} = {run.progress.best_value:.4g}"
+    job.observer.say(f"best weights: {job.folder.hf_best} ({value}, step {step})")

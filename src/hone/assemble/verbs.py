@@ -1,0 +1,153 @@
+"""`hone check`, `hone eval` and `hone export`: what looks at a run without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from hone.assemble.job import first_cause, in_new_loop, located, set_up_arithmetic
+from hone.assemble.models import model_before, named_model, scalar_model, weights_before, with_adapter
+from hone.assemble.sampling import make_engine, make_rewards, sampling_of
+from hone.assemble.services import claim_devices, services_apart
+from hone.config.derived import trains_adapter
+from hone.config.load import Loaded
+from hone.config.run import RunConfig
+from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
+from hone.data.prompts import load_prompts
+from hone.errors import DataError
+from hone.loop.evaluate import Evaluation, evaluate
+from hone.model.base import CausalModel
+from hone.model.heads import ScalarModel
+from hone.model.load import load_model, save_hf
+from hone.model.lora import save_adapter
+from hone.run import check as preflight
+from hone.run.folder import RunFolder
+from hone.run.report import CheckReport
+from hone.services.supervisor import Services
+from hone.train.checkpoint import Checkpoints
+from hone.train.checkpoint import Loaded as Saved
+from hone.train.optim import MASTER, FlatWeights
+from hone.train.policy import refuse_other_base
+
+
+def check_run(loaded: Loaded, *, start_services: bool = False) -> CheckReport:
+    """Everything that `hone check` looks at beyond the configuration; with its services only if they are to start.
+
+    Raises:
+        ServiceError: one of them did not get ready.
+    """
+    if not start_services:
+        return in_new_loop(preflight.check(loaded))
+    split = claim_devices(loaded.config)
+
+    async def run(services: Services) -> CheckReport:
+        async with services:
+            await services.ready()
+            return await preflight.check(loaded, services.addresses)
+
+    with TemporaryDirectory(prefix="hone-check-") as folder:
+        return in_new_loop(run(services_apart(loaded, split, Path(folder))))
+
+
+def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
+    """Sample and score the evaluation data with the run's final weights, or with those in a directory.
+
+    Raises:
+        DataError: no evaluation data, or no weights yet.
+    """
+    config, base_dir = loaded.config, loaded.run_file.parent
+    split = claim_devices(config)
+    device = set_up_arithmetic(config.run)
+    weights = model or RunFolder(loaded.run_dir).hf
+    if not weights.is_dir():
+        raise DataError(
+            f"{weights}: no weights to evaluate. Train first, export a checkpoint there with `hone export`, "
+            "or name a model directory with --model."
+        )
+    tokenizer = load_tokenizer(config.model, base_dir)
+    prompts = load_prompts(config.data, tokenizer, base_dir, seed=config.seed, part="eval")
+    dtype = getattr(torch, config.run.precision)
+    policy = load_model(weights, dtype=dtype, device=device, implementation=config.model.implementation)
+    sampling = sampling_of(config, temperature=config.eval.temperature)
+
+    async def run(services: Services) -> Evaluation:
+        async with services:
+            engine = await make_engine(config, tokenizer, policy, base_dir)
+            try:
+                await services.ready()
+                window, served = len(prompts), services.addresses
+                async with make_rewards(config, base_dir, window_samples=window, services=served) as rewards:
+                    return await evaluate(engine, rewards, prompts.rows(), sampling, config.eval, seed=config.seed)
+            finally:
+                await engine.close()
+
+    try:
+        # a folder of its own: the run folder's logs are the training run's
+        with located(loaded), TemporaryDirectory(prefix="hone-eval-") as folder:
+            return in_new_loop(run(services_apart(loaded, split, Path(folder))))
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from group
+
+
+def export_run(loaded: Loaded, *, to: Path, step: int | None = None, best: bool = False, adapter: bool = False) -> Path:
+    """Write the weights of a checkpoint as a Hugging Face directory that must not exist yet.
+
+    Args:
+        step: of the RL stage (or of the only stage); None takes the newest whole checkpoint.
+        best: take the step where `checkpoint.best` was highest instead.
+        adapter: write the adapter alone, in peft's format; else what it was learnt beside, with it merged in.
+    """
+    if to.exists():
+        raise DataError(f"{to} exists. Name a folder that does not; nothing is overwritten.")
+    folder = RunFolder.read(loaded.run_dir)
+    saved = wanted_checkpoint(loaded.config, folder, step, best=best)
+    tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent)
+    model = model_of(saved, loaded, folder, tokenizer)
+    if adapter:
+        if not isinstance(model, CausalModel) or model.adapter is None:
+            raise DataError(f"{saved.path}: stage {saved.progress.stage} trained every weight: there is no adapter.")
+        place = weights_before(saved.progress.stage, loaded.config, folder)
+        named = resolve_model(loaded.config.model.path or "", loaded.run_file.parent) if place is None else place
+        save_adapter(to, model, str(Path(named).resolve()) if Path(named).is_dir() else str(named))
+    else:
+        weights = ((name, w.float()) for name, w in model.named_weights())
+        eos_ids = tokenizer.eos_ids if isinstance(model, CausalModel) else ()
+        save_hf(to, model.hf_config, weights, tokenizer.hf, eos_ids=eos_ids)
+    return to
+
+
+def wanted_checkpoint(config: RunConfig, folder: RunFolder, step: int | None, *, best: bool) -> Saved:
+    """The checkpoint that was asked for; the newest whole one if none was."""
+    checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+    if step is not None and best:
+        raise DataError("--step and --best exclude each other; choose one.")
+    if step is not None:
+        return checkpoints.at(config.stages[-1], step)
+    saved = checkpoints.newest()
+    if saved is None:
+        raise DataError(f"{folder.checkpoints}: no checkpoint yet. The run writes one every checkpoint.every updates.")
+    if not best:
+        return saved
+    if saved.progress.best_step is None:
+        raise DataError(
+            f"{folder.checkpoints}: no step is known as the best. Set checkpoint.best to a metric of evaluation, "
+            "such as eval/accuracy, and go on with --resume."
+        )
+    return checkpoints.at("rl", saved.progress.best_step)
+
+
+def model_of(saved: Saved, loaded: Loaded, folder: RunFolder, tokenizer: Tokenizer) -> CausalModel | ScalarModel:
+    """The model that a checkpoint was taken of, on the CPU, at the precision of its master weights."""
+    config, stage, device = loaded.config, saved.progress.stage, torch.device("cpu")
+    if trains_adapter(config, stage):
+        model = with_adapter(config, model_before(stage, loaded, folder, tokenizer, device), stage)
+        refuse_other_base(model, saved.rest)
+    else:
+        model = named_model(config, tokenizer, loaded.run_file.parent, device)
+    if stage == "reward_model":
+        model = scalar_model(config, tokenizer, model)
+    weights = FlatWeights(model, torch.float32)
+    weights.fill(weights.master, MASTER, saved.tensors)
+    return model

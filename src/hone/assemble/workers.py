@@ -1,0 +1,124 @@
+"""Who trains and who samples: what a stage asks of a backend, and the backend where everything is in one process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+
+from hone.assemble.job import Job
+from hone.assemble.memory import pair_knobs, trainer_knobs
+from hone.assemble.models import imitation_trainer, pair_trainer, policy_trainer, restore, tell_of_adapter
+from hone.assemble.sampling import embedded_engine
+from hone.loop.run import Sleeper
+from hone.model.base import CausalModel
+from hone.model.lora import merged_copy
+from hone.plan.workload import workload_of
+from hone.reward.rewards import Scorer
+from hone.reward.transport import Addresses
+from hone.rollout.engine import Engine
+from hone.train.checkpoint import Loaded as Saved
+from hone.train.pairs import PairLearner
+from hone.train.policy import PolicyTrainer
+from hone.train.trainer import Keepable, Trainer
+
+L = TypeVar("L", bound=Keepable)
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """What the loop drives."""
+
+    trainer: Trainer
+    engine: Engine
+    weights_are_shared: bool
+    """See `PolicyRun.weights_are_shared`."""
+    sleepers: tuple[Sleeper, ...] = ()
+    """See `PolicyRun.sleepers`."""
+    addresses: Addresses = field(default_factory=dict)
+    """Of judges that have devices of the cluster."""
+    scorers: Mapping[str, Scorer] = field(default_factory=dict)
+    """What scores, by the names of components, instead of something in this process."""
+
+
+class Backend(Protocol):
+    """Makes them, for each attempt at a stage. What it began ends with it."""
+
+    def workers(self, needs: frozenset[str], saved: Saved | None) -> AbstractAsyncContextManager[Workers]:
+        """For RL.
+
+        Args:
+            needs: what the algorithm needs of a trainer; see `Algorithm.needs`.
+            saved: where to go on.
+        """
+        ...
+
+    def imitator(self, steps: int, saved: Saved | None) -> AbstractAsyncContextManager[Trainer]:
+        """For a supervised stage of so many optimizer steps."""
+        ...
+
+    def pair_learner(self, steps: int, saved: Saved | None) -> AbstractAsyncContextManager[PairLearner]:
+        """For a reward-model stage of so many optimizer steps."""
+        ...
+
+
+class Here:
+    """The `Backend` of one process."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def workers(self, needs: frozenset[str], saved: Saved | None) -> AbstractAsyncContextManager[Workers]:
+        """See `Backend.workers`."""
+        return workers_here(self._job, needs, saved)
+
+    @asynccontextmanager
+    async def imitator(self, steps: int, saved: Saved | None) -> AsyncIterator[Trainer]:
+        """See `Backend.imitator`."""
+        trainer = await self._begun(partial(imitation_trainer, self._job, steps=steps), saved)
+        tell_of_adapter(self._job, trainer)
+        self._job.memory.ladder.bind(*trainer_knobs(trainer, self._job.config))
+        yield trainer
+
+    @asynccontextmanager
+    async def pair_learner(self, steps: int, saved: Saved | None) -> AsyncIterator[PairLearner]:
+        """See `Backend.pair_learner`."""
+        trainer = await self._begun(partial(pair_trainer, self._job, steps=steps), saved)
+        self._job.memory.ladder.bind(*pair_knobs(trainer, self._job.config))
+        yield trainer
+
+    async def _begun(self, make: Callable[[], L], saved: Saved | None) -> L:
+        def begun() -> L:
+            trainer = make()
+            restore(trainer, saved)
+            return trainer
+
+        return await self._job.computed(begun, phase="start")
+
+
+@asynccontextmanager
+async def workers_here(job: Job, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
+    """Trainer and engine in this process. In a synchronous run they share the weights and the thread that computes."""
+    config, ladder = job.config, job.memory.ladder
+    shared = config.rollout.max_staleness == 0
+
+    def assemble() -> tuple[PolicyTrainer, CausalModel]:
+        trainer = policy_trainer(job, needs=needs)
+        restore(trainer, saved)
+        if not shared and job.device.type == "cpu":  # sampling and training at the same time: half the cores each
+            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        return trainer, trainer.model if shared else merged_copy(trainer.model)
+
+    trainer, sampled = await job.computed(assemble, phase="start")
+    tell_of_adapter(job, trainer)
+    ladder.bind(*trainer_knobs(trainer, config, most_tokens=workload_of(config).step_tokens()))
+    engine = embedded_engine(config, job.tokenizer, sampled, job.compute if shared else None, ladder)
+    try:
+        with job.observer.watching(lambda: engine.cache_use().metrics("engine-0")):
+            yield Workers(trainer, engine, weights_are_shared=shared)
+    finally:
+        await engine.close()

@@ -1,0 +1,108 @@
+"""Ranks that hold models together, as the run sees them: asked all alike, waited for all at once.
+
+A trainer has one gang with the policy, and others where critic or reference have devices of their own. Not here: what
+is asked of whom (`trainer.py`), and what a rank does (`actors.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from hone.cluster.actors import MakeTrainer, Seat
+from hone.cluster.calls import CALL_KEY, START_KEY, wait_for_all
+from hone.errors import ClusterError
+from hone.runtime.scratch import Scratch
+
+CLOSE_S = 10.0
+
+
+class Gang:
+    """The ranks of one process group.
+
+    Args:
+        name: who they are, for errors: `critic` has `critic rank 0`.
+        ranks: handles of `TrainerRank`.
+        make: what each of them holds.
+        takes_turns: see `Seat`.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[Any], make: MakeTrainer, *, takes_turns: bool = False) -> None:
+        self.name = name
+        self.ranks = {f"{name} rank {number}": rank for number, rank in enumerate(ranks)}
+        self.is_broken = False
+        """A rank died or is stuck, and the others may wait for it."""
+        self._make, self._takes_turns = make, takes_turns
+        self._open = ExitStack()
+        self._asking = threading.Lock()
+
+    def begin(self, *, is_one_machine: bool, timeout_s: float) -> Asked:
+        """Have every rank make its part. On one machine they meet in a file, and no port is opened for it."""
+        if is_one_machine:
+            folder = Scratch("hone-ranks-")
+            self._open.callback(folder.remove)
+            address = f"file://{folder.path}/meeting"
+        else:
+            name, first = next(iter(self.ranks.items()))
+            asked = {name: first.free_address.remote()}
+            address = wait_for_all(asked, f"starting the {self.name}", timeout_s, START_KEY)[0]
+        size = len(self.ranks)
+        calls = {
+            name: rank.build.remote(self._make, Seat(number, size, address, self.name, self._takes_turns))
+            for number, (name, rank) in enumerate(self.ranks.items())
+        }
+        return Asked(self, calls)
+
+    def ask(self, method: str, *args: Any, **named: Any) -> Asked:
+        """Call every rank. Calls of several threads reach all in one order; else ranks that work together would wait
+        for each other for ever."""
+        with self._asking:
+            calls = {name: getattr(rank, method).remote(*args, **named) for name, rank in self.ranks.items()}
+        return Asked(self, calls)
+
+    def end(self) -> None:
+        """End all ranks; what they have not told is lost."""
+        for rank in self.ranks.values():
+            ray.kill(rank)
+        self._open.close()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call on all ranks of a gang."""
+
+    gang: Gang
+    calls: Mapping[str, ray.ObjectRef]
+    """By the names of the ranks."""
+
+
+def answers(asked: Sequence[Asked], what: str, timeout_s: float, key: str = CALL_KEY) -> list[list[Any]]:
+    """What the ranks of each gang say, which work at the same time.
+
+    Args:
+        what, timeout_s, key: see `wait_for_all`.
+    Raises:
+        HoneError: of any rank of any of them; after a ClusterError none of these gangs can be asked again.
+    """
+    every = {name: call for one in asked for name, call in one.calls.items()}
+    try:
+        found = iter(wait_for_all(every, what, timeout_s, key))
+    except ClusterError:
+        for one in asked:
+            one.gang.is_broken = True
+        raise
+    return [[next(found) for _ in one.calls] for one in asked]
+
+
+def close(gangs: Sequence[Gang]) -> None:
+    """Let the ranks leave each other, where they can, and end them."""
+    leaving = [call for gang in gangs if not gang.is_broken for call in gang.ask("close").calls.values()]
+    if leaving:
+        ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_S)
+    for gang in gangs:
+        gang.end()

@@ -1,0 +1,439 @@
+"""Rewards of a run: components scored, weighted, summed, with every failure kept as a fault and bounded.
+
+A reward is the weighted sum of its components' scores. A sample lacks a reward when any weighted component could not
+score it: a partial sum would be another reward, and a made-up number for a failed scorer teaches the policy that our
+failure was its mistake. How a component comes to its scores is behind `Scorer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+
+from hone.config.run import RewardComponent, RewardSection
+from hone.errors import ConfigError, RewardError
+from hone.reward.aggregate import settled, weighted_sums
+from hone.reward.builtin import HELD
+from hone.reward.pool import WorkerPool
+from hone.reward.resolve import Unusable, load, load_held, resolve
+from hone.reward.signature import MayScoreSample, Range, RewardFunction, check_scores, declared_range
+from hone.reward.worker import Job
+from hone.types import Group, Prompt, Sample, Score
+
+if TYPE_CHECKING:
+    from hone.reward.transport import Addresses, Counts
+
+
+class Scorer(Protocol):
+    """Where one component's scores come from. A failure of the world is a fault in the scores, never an exception."""
+
+    async def score(self, group: Group) -> tuple[Score, ...]: ...
+
+
+@runtime_checkable
+class Held(Scorer, Protocol):
+    """A scorer that holds processes or connections from the start of the run to its end."""
+
+    async def start(self) -> list[str]:
+        """Make ready. Returns problems of the run file; what the world lacks becomes faults of the scores instead."""
+        ...
+
+    async def close(self) -> None:
+        """End everything it holds, within seconds; may be called without a start, and twice."""
+        ...
+
+
+@runtime_checkable
+class Early(Scorer, Protocol):
+    """A scorer to which a sample's siblings mostly do not matter, so that each can be scored once it is finished."""
+
+    def begin(self, prompt: Prompt) -> MayScoreSample | None:
+        """What scores the samples of this prompt, each as `score` would; None: only `score` can, as args have it.
+
+        It may give None for a sample whose siblings matter after all: then `score` is asked for the whole group.
+        """
+        ...
+
+
+@runtime_checkable
+class OverHttp(Scorer, Protocol):
+    """A scorer that asks a service of another process, which may fail and may be another than it was."""
+
+    @property
+    def counts(self) -> Counts:
+        """What happened on the way since the start."""
+        ...
+
+    fingerprint: str | None
+    """Of the rules that the service scores by; None while unknown. Set it to hold the service to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """A built-in function, called right here: it is pure, fast and our own."""
+
+    function: RewardFunction
+    args: Mapping[str, Any]
+
+    @property
+    def hone_range(self) -> Range:
+        return declared_range(self.function)
+
+    async def score(self, group: Group) -> tuple[Score, ...]:
+        return check_scores(self.function(group, **self.args), group, declared_range(self.function))
+
+
+@dataclass(frozen=True, slots=True)
+class InPool:
+    """A user's function, called in a process that can be killed."""
+
+    pool: WorkerPool
+    job: int
+    timeout_s: float
+
+    @property
+    def hone_range(self) -> Range:
+        return self.pool.range_of(self.job)
+
+    async def score(self, group: Group) -> tuple[Score, ...]:
+        return await self.pool.score(self.job, group, timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One term of the weighted sum."""
+
+    name: str
+    weight: float
+    scorer: Scorer
+
+
+class Rewards:
+    """Scores groups. `async with` starts and closes the processes that user functions need."""
+
+    def __init__(
+        self, components: Sequence[Component], settings: RewardSection, *, window_samples: int, pool: WorkerPool
+    ) -> None:
+        self.components = tuple(components)
+        self.early = {c.name: c.scorer for c in components if isinstance(c.scorer, Early)}
+        self._over_http = {c.name: c.scorer for c in components if isinstance(c.scorer, OverHttp)}
+        self._counted: dict[str, dict[str, int]] = {}
+        """What `http_metrics` has told already."""
+        self.weights = {component.name: component.weight for component in components}
+        self._min_valid_per_group = settings.min_valid_per_group
+        self._bound = UnscoredBound(settings.max_unscored_frac, window_samples)
+        self._samples = self._unscored = 0
+        self._pool = pool
+        self._pool_keys = [
+            f"reward.components[{i}].use" for i, c in enumerate(components) if isinstance(c.scorer, InPool)
+        ]
+
+    @classmethod
+    def from_config(
+        cls,
+        settings: RewardSection,
+        folder: Path,
+        *,
+        window_samples: int,
+        extra: Sequence[Component] = (),
+        services: Addresses = MappingProxyType({}),
+        elsewhere: Mapping[str, Scorer] = MappingProxyType({}),
+    ) -> Self:
+        """The rewards of a run file.
+
+        Args:
+            folder: the run file's; `file.py:function` is relative to it, and modules beside it can be imported.
+            window_samples: samples of 20 steps, the window of `reward.max_unscored_frac`.
+            extra: components that the run file does not list, such as the environment's own.
+            services: addresses of the run file's services that are running, by name.
+            elsewhere: what scores in place of some components, by their names: other processes of the run.
+        Raises:
+            ConfigError: every component that names no reward, names used twice, no component with a weight.
+        """
+        pool = WorkerPool(num_workers=settings.workers, folder=folder)
+        components: list[Component] = list(extra)
+        problems: list[str] = []
+        if not any(component.weight for component in (*extra, *settings.components)):
+            problems.append("reward.components: none has a weight, so there is nothing to maximise; add one.")
+        for number, component in enumerate(settings.components):
+            name, key = component_name(component), f"reward.components.{number}"
+            if name in (other.name for other in components):
+                problems.append(f"{key}.name: {name!r} is taken by another component; give this one a name of its own.")
+            try:
+                scorer = elsewhere.get(name) or _scorer(component, folder, pool, f"{key}.use", services)
+                components.append(Component(name, component.weight, scorer))
+            except Unusable as error:
+                problems.append(f"{key}.use: {error}")
+        if problems:
+            raise ConfigError(problems)
+        return cls(components, settings, window_samples=window_samples, pool=pool)
+
+    async def start(self) -> None:
+        """Start what scorers hold. Raises ConfigError for each user function that cannot be imported or called."""
+        problems = await self._pool.start()
+        for scorer in self._held():
+            problems += await scorer.start()
+        if problems:
+            await self.close()
+            raise ConfigError(problems)
+
+    async def score(self, group: Group) -> Group:
+        """The group with its scores and rewards.
+
+        Raises RewardError when more samples than `reward.max_unscored_frac` allows could not be scored lately.
+        """
+        async with self.begin(group.prompt) as scoring:
+            return await scoring.finish(group.samples)
+
+    def begin(self, prompt: Prompt) -> Scoring:
+        """For a prompt whose samples are still being generated: scoring that starts with the first finished one."""
+        return Scoring(self, prompt)
+
+    def combine(self, group: Group, results: Sequence[tuple[Score, ...]]) -> Group:
+        """The group with every component's scores and their weighted sums; raises what `score` does."""
+        weights = {component.name: component.weight for component in self.components}
+        scores = settled(dict(zip(weights, results, strict=True)), weights)
+        rewards = weighted_sums(scores, weights, len(group.samples))
+        scored = group.scored(scores, rewards)
+        self._samples += len(rewards)
+        self._unscored += rewards.count(None)
+        self._bound.observe(scored)
+        return scored
+
+    def summary(self) -> str:
+        """How many samples came to be scored since the start, and how many of them could not be."""
+        return f"{self._unscored:,} of {self._samples:,} samples could not be scored"
+
+    def http_metrics(self) -> dict[str, float]:
+        """`reward/<component>_http_*`: what failed on the way to services since the last call."""
+        metrics: dict[str, float] = {}
+        for name, scorer in self._over_http.items():
+            counts = scorer.counts
+            now = {"failed": counts.failed + counts.invalid, "given_up": counts.unavailable + counts.refused}
+            before, self._counted[name] = self._counted.get(name, {}), now
+            metrics |= {f"reward/{name}_http_{key}": float(now[key] - before.get(key, 0)) for key in now}
+        return metrics
+
+    def fingerprints(self) -> dict[str, str]:
+        """By which rules each component's service scores, as far as they are known."""
+        known = {name: scorer.fingerprint for name, scorer in self._over_http.items()}
+        return {name: fingerprint for name, fingerprint in known.items() if fingerprint is not None}
+
+    def expect(self, fingerprints: Mapping[str, str]) -> None:
+        """Hold the services to the rules that the run began with."""
+        for name, scorer in self._over_http.items():
+            scorer.fingerprint = fingerprints.get(name, scorer.fingerprint)
+
+    @property
+    def worker_restarts(self) -> int:
+        """Processes of user functions that were started again, because they had hung or died."""
+        return self._pool.restarts
+
+    @property
+    def timeouts(self) -> int:
+        """How often user functions took too long, see `WorkerPool.timeouts`."""
+        return self._pool.timeouts
+
+    def enough(self, group: Group) -> bool:
+        """Whether a scored group keeps its quorum, `reward.min_valid_per_group` (or all of a smaller group)."""
+        num_scored = sum(reward is not None for reward in group.rewards)
+        return num_scored >= min(self._min_valid_per_group, len(group.samples))
+
+    async def close(self) -> None:
+        """End the processes and connections, within seconds."""
+        await asyncio.gather(self._pool.close(), *(scorer.close() for scorer in self._held()))
+
+    def _held(self) -> list[Held]:
+        return [component.scorer for component in self.components if isinstance(component.scorer, Held)]
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Scoring:
+    """The scores of one prompt's samples, begun as each sample finishes where the scorer allows it.
+
+        async with rewards.begin(prompt) as scoring:
+            samples = await engine.generate(request, scoring.on_sample)
+            group = await scoring.finish(samples)
+
+    Leaving it ends what is still being scored.
+    """
+
+    def __init__(self, rewards: Rewards, prompt: Prompt) -> None:
+        self._rewards, self._prompt = rewards, prompt
+        begun = {name: scorer.begin(prompt) for name, scorer in rewards.early.items()}
+        self._early = {name: score_sample for name, score_sample in begun.items() if score_sample is not None}
+        self._running: dict[tuple[str, int], asyncio.Future[Score | None]] = {}
+        """Component name and sample index -> its score."""
+        self.on_sample: Callable[[Sample], None] | None = self._start if self._early else None
+        """To be told of each finished sample; None when no scorer can use it."""
+
+    def _start(self, sample: Sample) -> None:
+        for name, score_sample in self._early.items():
+            self._running[name, sample.index] = asyncio.ensure_future(score_sample(sample))
+
+    async def finish(self, samples: tuple[Sample, ...]) -> Group:
+        """The scored group, as `Rewards.score` would give it; raises what that does."""
+        group = Group(self._prompt, samples)
+        components = self._rewards.components
+        if len(components) == 1:  # a task for a function of microseconds would cost more than it
+            return self._rewards.combine(group, [await self._scores(components[0], group)])
+        results = await asyncio.gather(*(self._scores(component, group) for component in components))
+        return self._rewards.combine(group, results)
+
+    async def _scores(self, component: Component, group: Group) -> tuple[Score, ...]:
+        running = [self._running.get((component.name, sample.index)) for sample in group.samples]
+        begun = [score for score in running if score is not None]
+        scores = await asyncio.gather(*begun) if len(begun) == len(running) else [None]
+        found = tuple(score for score in scores if score is not None)
+        return found if len(found) == len(group.samples) else await component.scorer.score(group)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._early = {}  # an engine's last words may still come after the call was cancelled
+        for score in self._running.values():
+            score.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+
+class UnscoredBound:
+    """Ends a run whose samples stay unscored too often: a broken reward must not look like a slow day."""
+
+    def __init__(self, max_frac: float, window_samples: int) -> None:
+        self._window_samples = window_samples
+        self._allowed = max_frac * window_samples
+        self._groups: deque[tuple[int, int, str]] = deque()
+        """Samples, unscored samples and first cause of each group in the window."""
+        self._samples = self._unscored = 0
+
+    def observe(self, group: Group) -> None:
+        """Count a scored group; samples still to come in the first window count as scored.
+
+        Raises RewardError when the window holds more unscored samples than allowed.
+        """
+        unscored = sum(reward is None for reward in group.rewards)
+        self._groups.append((len(group.samples), unscored, first_fault(group) if unscored else ""))
+        self._samples += len(group.samples)
+        self._unscored += unscored
+        while self._samples > self._window_samples and len(self._groups) > 1:
+            left_samples, left_unscored, _ = self._groups.popleft()
+            self._samples -= left_samples
+            self._unscored -= left_unscored
+        if unscored and self._unscored > self._allowed:
+            raise RewardError(self._message(group))
+
+    def _message(self, group: Group) -> str:
+        causes = Counter[str]()
+        for _, unscored, cause in self._groups:
+            if unscored:
+                causes[cause] += unscored
+        most, count = causes.most_common(1)[0]
+        return (
+            f"{self._unscored} of the last {self._samples} samples could not be scored; reward.max_unscored_frac "
+            f"allows {self._allowed:g} in a window of {self._window_samples}. Most frequent cause, {count} samples: "
+            f"{most} (last seen with prompt {group.prompt.id}). Nothing was trained on these samples. Mend the reward."
+        )
+
+
+def _scorer(component: RewardComponent, folder: Path, pool: WorkerPool, key: str, services: Addresses) -> Scorer:
+    if component.use in HELD:
+        timeout_s = component.timeout_s
+        return load_held(component.use, component.args, folder=folder, timeout_s=timeout_s, services=services)
+    target = resolve(component.use, folder)
+    if target.is_builtin:
+        return InProcess(load(target, component.args), component.args)
+    return InPool(pool, pool.add(Job(target, component.args, key)), component.timeout_s)
+
+
+def component_name(component: RewardComponent) -> str:
+    """What metrics call a component: its `name`, else the last part of `use`."""
+    return component.name or component.use.rpartition(":")[2]
+
+
+def first_fault(group: Group) -> str:
+    """The first data or infrastructure fault of a group, as `component: kind fault: cause`; empty without one."""
+    for name, scores in group.scores.items():
+        for score in scores:
+            if score.fault is not None and score.value is None:
+                return f"{name}: {score.fault} fault: {score.detail}"
+    return ""
+
+
+def component_metrics(groups: Sequence[Group], weights: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    """`reward/<component>_*` of the scored groups of a step; statistics without a single value are left out.
+
+    `_zero_std_group_frac` is over groups with two scores or more: those in which the component tells nothing apart.
+    `_variance_share` is cov(weight * score, reward) / var(reward) over the samples with a reward. The shares sum to 1;
+    one below 0 is of a component that works against the others. A component without a weight has none.
+    What a component says of its own parts (`Score.metrics`) follows as `reward/<component>_<part>_*`, mean and that.
+    """
+    metrics: dict[str, float] = {}
+    for name in groups[0].scores if groups else ():
+        per_group = [group.scores[name] for group in groups]
+        metrics |= {f"reward/{name}_{key}": value for key, value in _statistics(per_group).items()}
+        metrics |= {f"reward/{name}_{key}": value for key, value in _variance_share(groups, name, weights).items()}
+        for part in dict.fromkeys(part for scores in per_group for score in scores for part in score.metrics):
+            values = [[score.metrics[part] for score in scores if part in score.metrics] for scores in per_group]
+            metrics[f"reward/{name}_{part}_mean"] = _mean([value for group in values for value in group])
+            metrics |= {f"reward/{name}_{part}_{key}": value for key, value in _silent_groups(values).items()}
+    return metrics
+
+
+def _statistics(per_group: Sequence[Sequence[Score]]) -> dict[str, float]:
+    values = [[score.value for score in scores if score.value is not None] for scores in per_group]
+    flat = [value for group in values for value in group]
+    num_faults = sum(score.fault is not None for scores in per_group for score in scores)
+    num_samples = max(1, sum(map(len, per_group)))
+    found = {"fault_frac": num_faults / num_samples}
+    if apart := sum(not score.applies for scores in per_group for score in scores):
+        found["not_applied_frac"] = apart / num_samples
+    if flat:
+        mean = _mean(flat)
+        variance = _mean([(value - mean) ** 2 for value in flat])
+        found |= {"mean": mean, "std": math.sqrt(variance), "min": min(flat), "max": max(flat)}
+    return found | _silent_groups(values)
+
+
+def _variance_share(groups: Sequence[Group], name: str, weights: Mapping[str, float]) -> dict[str, float]:
+    weight = weights.get(name, 0.0)
+    pairs = [
+        (weight * score.value, reward)
+        for group in groups
+        for score, reward in zip(group.scores[name], group.rewards, strict=True)
+        if weight and reward is not None and score.value is not None
+    ]
+    if not pairs:
+        return {}
+    mean_part, mean = _mean([part for part, _ in pairs]), _mean([reward for _, reward in pairs])
+    variance = _mean([(reward - mean) ** 2 for _, reward in pairs])
+    if variance == 0:
+        return {}
+    return {"variance_share": _mean([(part - mean_part) * (reward - mean) for part, reward in pairs]) / variance}
+
+
+def _silent_groups(values: Sequence[Sequence[float]]) -> dict[str, float]:
+    comparable = [group for group in values if len(group) > 1]
+    if not comparable:
+        return {}
+    return {"zero_std_group_frac": sum(min(group) == max(group) for group in comparable) / len(comparable)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

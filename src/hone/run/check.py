@@ -1,0 +1,329 @@
+"""What `hone check` looks at beyond the configuration: data, tokenizer, model and rewards, on real rows.
+
+Nothing is trained or sampled. What cannot be looked at here (a hub model without a network) is named as not checked
+instead of being passed over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from hone.cluster.placement import topology_here
+from hone.config.derived import longest_tokens, needs_critic, unused_services
+from hone.config.load import Loaded, load_rewards
+from hone.config.run import RunConfig
+from hone.config.topology import judge_services, judges_pool, topology_lines
+from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
+from hone.data.pairs import load_pairs
+from hone.data.prompts import PromptStream, load_prompts
+from hone.data.sources import Part
+from hone.errors import ConfigError, DataError, PlacementError, ServiceError
+from hone.loop.sft import imitation_rows
+from hone.model.device import device_of
+from hone.model.load import describe_model, init_config, read_config
+from hone.model.lora import check_targets
+from hone.reward.rewards import Rewards
+from hone.reward.transport import Address
+from hone.rollout.env_pool import EnvironmentPool
+from hone.run.check_rewards import check_rewards
+from hone.run.report import CheckReport, Findings
+from hone.services.gpus import split_devices, visible_devices
+from hone.services.launch import engine_note, plan_launches
+from hone.services.ports import holder, is_free
+from hone.services.state import kept_up, runtime_folder
+from hone.types import Prompt
+
+PREVIEWS = 2
+USUAL_LR = (1e-9, 1e-2)
+"""AdamW moves each weight by about the learning rate at every step."""
+
+
+async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyType({})) -> CheckReport:
+    """Look at everything a run of this file would use. Problems are collected; only a bug raises.
+
+    Args:
+        services: addresses of those services of the run file that are running, by name.
+    """
+    config, folder, findings = loaded.config, loaded.run_file.parent, Findings()
+    check_settings(config, findings)
+    if config.cluster.backend != "local":
+        check_placement(config, findings)
+    tokenizer = check_tokenizer_and_model(config, folder, findings)
+    if config.critic.path is not None:
+        check_critic(config, folder, tokenizer, findings)
+    if config.lora.rank > 0:
+        check_adapter(config, folder, tokenizer, findings)
+    streams = check_prompts(config, folder, tokenizer, findings) if tokenizer is not None else []
+    if tokenizer is not None:
+        check_other_rows(config, folder, tokenizer, findings)
+    if await can_be_had(loaded, services, findings) and config.reward.components:
+        await check_rewards(config, folder, streams, tokenizer, services, findings)
+    if config.rollout.environment.use is not None:
+        await check_environment(config, folder, findings)
+    if config.services:
+        check_services(config, folder, services, findings)
+    return findings.report(loaded)
+
+
+def check_settings(config: RunConfig, findings: Findings) -> None:
+    """Values that the configuration allows, and with which nothing would be learnt or started here."""
+    if "rl" in config.stages and config.run.steps == 0:
+        findings.problems.append("run.steps: 0 updates, so stage rl would learn nothing. Nearest: 1")
+    try:
+        device_of(config.run.device, "run.device")
+    except DataError as error:
+        findings.problems.append(str(error))
+    used = {"train": {"rl", "reward_model"}, "sft": {"sft"}, "critic": {"rl"} if needs_critic(config) else set()}
+    for name, stages in used.items():
+        lr = getattr(config, name).optimizer.lr
+        if stages & set(config.stages) and not USUAL_LR[0] <= lr <= USUAL_LR[1]:
+            what = "every step would overwrite the weights" if lr > USUAL_LR[1] else "the weights would not move"
+            findings.warnings.append(
+                f"{name}.optimizer.lr: {lr:g} is far from usual learning rates of AdamW (1e-7 to 1e-3): {what}"
+            )
+
+
+def check_placement(config: RunConfig, findings: Findings) -> None:
+    """Who would work where; whether a cluster has these devices free is known only when it is asked for them."""
+    try:
+        findings.topology = topology_here(config, visible_devices())
+        findings.lines += topology_lines(findings.topology)
+    except PlacementError as error:
+        findings.problems.append(str(error))
+
+
+def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: Findings) -> Tokenizer | None:
+    """The tokenizer, if it can be had; the model's files, as far as they are on this machine."""
+    model = config.model
+    is_hub_name = False
+    try:
+        if model.path is not None:
+            place = resolve_model(model.path, folder)
+            is_hub_name = not Path(place).is_dir()
+            if is_hub_name:
+                findings.not_checked.append(
+                    f"weights of {model.path}: a hub name; they are fetched when training starts"
+                )
+            else:
+                findings.figures |= describe_model(Path(place), trust_remote_code=model.trust_remote_code)
+        return load_tokenizer(model, folder)
+    except DataError as error:
+        if is_hub_name:
+            findings.not_checked.append(f"prompts and tokens: {error}")
+        else:
+            findings.problems.append(str(error))
+        return None
+
+
+def check_critic(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: Findings) -> None:
+    """The directory that the critic starts from: it must read the policy's token ids, and its longest sample."""
+    path = str(config.critic.path)
+    try:
+        place = Path(resolve_model(path, folder))
+        if not place.is_dir():
+            findings.not_checked.append(f"critic {path}: a hub name; it is fetched when training starts")
+            return
+        trust = config.model.trust_remote_code
+        described = describe_model(place, trust_remote_code=trust)
+        findings.figures |= {f"critic, {name}": value for name, value in described.items()}
+        critic = read_config(place, trust_remote_code=trust)
+        policy = Path(resolve_model(config.model.path, folder)) if config.model.path is not None else None
+    except DataError as error:
+        findings.problems.append(f"critic.path: {error}")
+        return
+    wanted = tokenizer.vocab_size if tokenizer is not None and policy is None else None
+    if policy is not None and policy.is_dir():
+        wanted = getattr(read_config(policy, trust_remote_code=trust), "vocab_size", None)
+    found, limit = getattr(critic, "vocab_size", None), getattr(critic, "max_position_embeddings", None)
+    if None not in (wanted, found) and wanted != found:
+        findings.problems.append(
+            f"critic.path: {path} has a vocabulary of {found} tokens, the policy's has {wanted}. The critic reads the "
+            "policy's token ids: take a model with the same tokenizer."
+        )
+    if limit is not None and limit < longest_tokens(config):
+        findings.problems.append(
+            f"critic.path: {path} reads {limit} tokens (max_position_embeddings), the longest sample has "
+            f"{longest_tokens(config)}."
+        )
+
+
+def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> list[PromptStream]:
+    """The prompts that training and evaluation would load; shows the first few."""
+    reads: dict[Part, bool] = {
+        "train": train_has_prompts(config),
+        "eval": config.data.eval is not None and "reward_model" not in config.stages,
+    }
+    streams: list[PromptStream] = []
+    for part in filter(reads.__getitem__, reads):
+        try:
+            stream = load_prompts(config.data, tokenizer, folder, seed=config.seed, part=part)
+        except DataError as error:
+            findings.problems.append(str(error))
+            continue
+        streams.append(stream)
+        prompts = stream.rows()
+        findings.lines.append(f"{part}: {stream.report}")
+        lengths = np.array([len(prompt.token_ids) for prompt in prompts])
+        findings.figures[f"{part} rows"] = len(prompts)
+        findings.figures[f"{part} prompt tokens, mean"] = float(lengths.mean())
+        findings.figures[f"{part} prompt tokens, 95th percentile"] = float(np.percentile(lengths, 95))
+        findings.figures[f"{part} prompt tokens, longest"] = int(lengths.max())
+        if part == "train":
+            findings.lines += [preview(prompt) for prompt in prompts[:PREVIEWS]]
+            if "rl" in config.stages:
+                check_steps(stream, config.train.prompts_per_step, findings)
+    return streams
+
+
+def check_steps(stream: PromptStream, prompts_per_step: int, findings: Findings) -> None:
+    """Whether a step holds the same prompt twice: as the same row, or as rows that ask the same."""
+    if len(stream) < prompts_per_step:
+        findings.problems.append(
+            f"train.prompts_per_step: {prompts_per_step} prompts per step, but there are only {len(stream)}, so every "
+            f"step would hold the same prompts several times. Nearest: {len(stream)}"
+        )
+        return
+    epoch = itertools.islice(stream.starting_at(0), len(stream))
+    steps = list(zip(*[epoch] * prompts_per_step, strict=False))
+    twice: list[tuple[int, Prompt, Prompt]] = []
+    for number, step in enumerate(steps, start=1):
+        firsts: dict[tuple[int, ...], Prompt] = {}
+        for prompt in step:
+            if (first := firsts.setdefault(prompt.token_ids, prompt)) is not prompt:
+                twice.append((number, first, prompt))
+    if twice:
+        number, first, second = twice[0]
+        findings.warnings.append(
+            f"data.train: {len({n for n, _, _ in twice})} of the {len(steps)} steps of the first epoch hold the same "
+            f"prompt more than once, such as step {number}: {stream.where[first.id]} and {stream.where[second.id]}. "
+            "Leave repeated rows out"
+        )
+
+
+def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> None:
+    """What is imitated, and the pairs of preferences."""
+    try:
+        if "sft" in config.stages:
+            rows, report = imitation_rows(config, tokenizer, folder)
+            findings.lines.append(f"sft: {report}")
+            findings.lines.append(
+                f"  imitates {tokenizer.decode(rows[0].response)!r}, {len(rows[0].response)} tokens with EOS"
+            )
+        if "reward_model" in config.stages:
+            for part in ("train", "eval"):
+                pairs, report = load_pairs(
+                    config.data, config.rm, tokenizer, folder, max_tokens=longest_tokens(config), part=part
+                )
+                findings.lines.append(f"pairs to {'learn from' if part == 'train' else 'measure on'}: {report}")
+            findings.lines.append(f"  prefers {tokenizer.decode(pairs[0].chosen)!r}")
+            findings.lines.append(f"  to      {tokenizer.decode(pairs[0].rejected)!r}, by {pairs[0].margin:g}")
+    except DataError as error:
+        findings.problems.append(str(error))
+
+
+def preview(prompt: Prompt) -> str:
+    """A prompt as text and as tokens."""
+    text = prompt.text if len(prompt.text) <= 300 else f"{prompt.text[:200]} ... {prompt.text[-100:]}"
+    first = ", ".join(map(str, prompt.token_ids[:12])) + (", ..." if len(prompt.token_ids) > 12 else "")
+    return f"  {text!r} -> {len(prompt.token_ids)} tokens: {first}"
+
+
+def check_adapter(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: Findings) -> None:
+    """The layers that get an adapter: whether the model has them is known from its architecture alone."""
+    model = config.model
+    try:
+        if model.init is not None:
+            architecture = init_config(model.init, vocab_size=tokenizer.vocab_size if tokenizer else None)
+        else:
+            place = Path(resolve_model(str(model.path), folder))
+            if not place.is_dir():
+                findings.not_checked.append(f"lora.targets: {model.path} is a hub name, read when training starts")
+                return
+            architecture = read_config(place, trust_remote_code=model.trust_remote_code)
+        layers = check_targets(
+            architecture, config.lora, model.implementation, trust_remote_code=model.trust_remote_code
+        )
+        findings.lines.append(f"adapter of rank {config.lora.rank} beside every {', '.join(layers)}")
+    except DataError as error:
+        findings.problems.append(str(error))
+
+
+async def check_environment(config: RunConfig, folder: Path, findings: Findings) -> None:
+    """Import it where it will run. What it answers is known only when the policy writes something."""
+    environments = EnvironmentPool(config.rollout.environment, folder)
+    try:
+        await environments.start()
+        findings.lines.append(f"environment: {config.rollout.environment.use} can be imported")
+    except ConfigError as error:
+        findings.problems += error.problems
+    finally:
+        await environments.close()
+
+
+def check_services(config: RunConfig, folder: Path, services: Mapping[str, Address], findings: Findings) -> None:
+    """What would be started, with which GPUs. Their programs and files are looked at with the configuration."""
+    try:
+        split = split_devices(config, visible_devices())
+    except ServiceError as error:
+        findings.problems.append(str(error))
+        return
+    findings.lines += split.notes
+    if split.training:
+        findings.lines.append(f"training sees GPU {split.training}")
+    for name, service in config.services.items():
+        what = service.reward or service.policy or " ".join(service.command or ())
+        gpus = f"GPU {split.services[name]}" if split.services[name] else "no GPU"
+        replicas = 1
+        if name in judge_services(config) and (pool := judges_pool(config)):
+            gpus, replicas = f"in pool {pool}", len(findings.topology.judges) if findings.topology else 1
+        where = f"running at {', '.join(services[name].urls)}" if name in services else "started with the run"
+        parts = (what, gpus, engine_note(service, folder, replicas), where)
+        findings.lines.append(f"service {name}: {'; '.join(filter(None, parts))}")
+    findings.lines += [f"service {name}: no reward names it in its args" for name in unused_services(config)]
+    kept = {service.fingerprint for state in kept_up(runtime_folder()).values() for service in state.services}
+    in_pools = judge_services(config) if judges_pool(config) else ()
+    for launch in plan_launches(config, folder, folder, split, without=in_pools, token=""):  # none is started
+        if launch.service.port and launch.name not in services and launch.fingerprint not in kept:
+            findings.problems += port_problems(launch.name, launch.port)
+
+
+def port_problems(name: str, port: int) -> list[str]:
+    try:
+        if is_free(port):
+            return []
+        why = f"is taken by {holder(port)}. End that, or set it to 0, which takes a free one"
+    except PermissionError:
+        why = "is below 1024, where only root may listen. Set it to 0, which takes a free one"
+    return [f"services.{name}.port: {port} {why}"]
+
+
+async def can_be_had(loaded: Loaded, services: Mapping[str, Address], findings: Findings) -> bool:
+    """Make every reward from its args, those that ask services and those that services serve too; start none."""
+    config, num_problems = loaded.config, len(findings.problems)
+    somewhere = dict.fromkeys(config.services, "http://127.0.0.1:1") | dict(services)
+    sections = [("", config.reward, loaded.run_file.parent, somewhere)] if config.reward.components else []
+    for name, service in config.services.items():
+        if service.reward is not None:
+            try:
+                served = load_rewards(loaded.path(service.reward))
+            except ConfigError as error:
+                findings.problems += [f"services.{name}.reward: {problem}" for problem in error.problems]
+                continue
+            sections.append((f"services.{name}.reward: ", served.config.reward, served.run_file.parent, {}))
+    for where, section, folder, known in sections:
+        try:
+            rewards = Rewards.from_config(section, folder, window_samples=1, services=known)
+            await rewards.close()
+        except ConfigError as error:
+            findings.problems += [f"{where}{problem}" for problem in error.problems]
+    return len(findings.problems) == num_problems
+
+
+def train_has_prompts(config: RunConfig) -> bool:
+    """Whether `data.train` holds prompts, and not only pairs or whole conversations."""
+    return "rl" in config.stages or (config.sft.messages_column is None and "reward_model" not in config.stages)

@@ -1,0 +1,168 @@
+"""How a run is, from its folder alone: where it is, what it does at this moment, who is up, how long it will take.
+
+For `hone status`. Reads what the run writes (metrics.jsonl, events.jsonl, the lock), asks no process, and may be called
+while the run goes on, after it ended, or after it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hone.observe.events import read_events
+from hone.run.folder import RunFolder
+
+_EVENT_BYTES = 16 << 20
+"""Of the end of events.jsonl; more than enough for what is current."""
+_NUM_LINES = 200
+"""Of metrics.jsonl: what the pace is taken from."""
+_NUM_RECENT = 6
+
+PHASE_AFTER = {
+    "stage": "starting",
+    "started": "publishing",
+    "published": "sampling",
+    "training": "training",
+    "trained": "publishing",
+    "evaluating": "evaluating",
+    "evaluated": "sampling",
+    "saving": "saving",
+    "saved": "sampling",
+    "trainer_down": "restarting",
+}
+"""Event -> what the loop does from then on. `published` counts where it is of all engines."""
+
+NOTABLE = (
+    "started", "saved", "requeued", "replica_down", "replica_restarting", "replica_up", "trainer_down", "trainer_up",
+    "stopped",
+)  # fmt: skip
+"""What people want to know of the last events; the others come by the hundred."""
+
+
+@dataclass(slots=True)
+class ReplicaStatus:
+    """An engine as the last events tell of it."""
+
+    state: str = "up"
+    """up, down or restarting."""
+    version: int | None = None
+    """Of the weights that it holds."""
+    why: str = ""
+    """What it died of last."""
+
+
+@dataclass(slots=True)
+class RunStatus:
+    """Everything that `hone status RUN_DIR` shows."""
+
+    running: bool
+    stage: str | None = None
+    step: int = 0
+    steps: int | None = None
+    """Of the stage."""
+    phase: str | None = None
+    phase_s: float | None = None
+    """How long it has been at that."""
+    version: int | None = None
+    """Of the weights that samples are drawn from."""
+    step_s: float | None = None
+    """Seconds a step, over the last ones, with everything in between."""
+    eta_s: float | None = None
+    """To the end of the stage."""
+    outcome: str | None = None
+    """How it ended, if it ended in order."""
+    ranks: int | None = None
+    """Processes of the trainer, where it has any of its own."""
+    replicas: dict[str, ReplicaStatus] = field(default_factory=dict)
+    in_flight: int = 0
+    """Groups being sampled or scored."""
+    last: dict[str, Any] | None = None
+    """The last value of each metric of the stage."""
+    recent: list[dict[str, Any]] = field(default_factory=list)
+    """The last notable events."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_status(folder: RunFolder, *, now_s: float | None = None) -> RunStatus:
+    """The state of a run.
+
+    Args:
+        now_s: Unix seconds.
+    """
+    status = RunStatus(running=folder.is_in_use())
+    at_s = _follow(status, read_events(folder.events, last_bytes=_EVENT_BYTES))
+    if status.phase is not None and at_s is not None and status.running:
+        status.phase_s = (time.time() if now_s is None else now_s) - at_s
+    lines = folder.last_metrics(_NUM_LINES)
+    if lines and lines[-1]["stage"] == (status.stage or lines[-1]["stage"]):
+        status.stage, status.step = lines[-1]["stage"], lines[-1]["step"]
+        lines = [line for line in lines if line["stage"] == status.stage]
+        status.last = {name: value for line in lines for name, value in line.items()}
+        _take_pace(status, lines)
+    return status
+
+
+def _follow(status: RunStatus, events: Iterable[Mapping[str, Any]]) -> float | None:
+    """Go through the events; returns when the current phase began."""
+    sampling: set[int] = set()
+    phase_at_s: float | None = None
+    for event in events:
+        kind = event["kind"]
+        if kind in PHASE_AFTER and not (kind == "published" and event.get("replica")):
+            status.phase, phase_at_s = PHASE_AFTER[kind], event["at"]
+        if kind in NOTABLE:
+            status.recent = [*status.recent[1 - _NUM_RECENT :], dict(event)]
+        match kind:
+            case "stage":
+                status.stage, status.steps, status.outcome = event["stage"], event["steps"], None
+            case "started":
+                status.step = event["step"]
+                sampling.clear()
+            case "group_started":
+                sampling.update(event["prompts"])
+            case "group_finished" | "group_dropped":
+                sampling.difference_update(event["prompts"])
+            case "published" if event.get("replica"):
+                status.replicas[event["replica"]] = ReplicaStatus(version=event["version"])
+            case "published":
+                status.version = event["version"]
+            case "replica_up":
+                status.replicas[event["replica"]] = ReplicaStatus()
+            case "replica_down":
+                status.replicas[event["replica"]] = ReplicaStatus("down", why=event["why"])
+            case "replica_restarting":
+                status.replicas.setdefault(event["replica"], ReplicaStatus()).state = "restarting"
+            case "trainer_up":
+                status.ranks = event["ranks"]
+            case "trainer_down":
+                status.replicas.clear()
+                sampling.clear()
+            case "stopped":
+                status.outcome, status.phase = event["outcome"], None
+                status.replicas.clear()
+                sampling.clear()
+    status.in_flight = len(sampling)
+    if status.stage in ("sft", "reward_model") and status.phase in ("starting", "sampling"):
+        status.phase = "training"  # nothing else is done there
+    return phase_at_s
+
+
+def _take_pace(status: RunStatus, lines: list[dict[str, Any]]) -> None:
+    """Seconds a step and the time left, by the last lines of the stage."""
+    first, last = lines[0], lines[-1]
+    if last["step"] > first["step"]:
+        status.step_s = step_s = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
+        if status.steps is not None and status.running:
+            status.eta_s = max(0, status.steps - last["step"]) * step_s
+
+
+def described(event: Mapping[str, Any]) -> str:
+    """An event as a line for people."""
+    fields = {name: value for name, value in event.items() if name not in ("at", "kind")}
+    shown = [f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()]
+    return f"{time.strftime('%H:%M:%S', time.localtime(event['at']))} {event['kind']}: {', '.join(shown)}"

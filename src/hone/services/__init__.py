@@ -1,0 +1,1 @@
+"""Processes of a run file's `services`, without Ray: started, watched, restarted and ended. Imports nothing heavy."""

@@ -1,0 +1,197 @@
+"""What is started for each service of a run file: command, environment, port, log. Starts nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hone.config.files import find_program, served_by
+from hone.config.run import RunConfig, ServiceSection
+from hone.config.service_engine import engine_of
+from hone.config.service_rules import PORT_WORD
+from hone.services.gpus import VARIABLE, Split
+from hone.services.ports import HOST, free_port
+
+TOKEN_VARIABLE = "HONE_SERVICE_TOKEN"
+"""Has the token of the run's services, in the environment of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A service that is ready to be started."""
+
+    name: str
+    """Its own: of its log and of its state."""
+    section: str
+    """What the run file calls it; a replica has a name of its own."""
+    service: ServiceSection
+    command: tuple[str, ...]
+    folder: Path
+    """Where the command runs: the run file's folder."""
+    environment: Mapping[str, str] = field(repr=False)
+    port: int
+    log: Path
+    fingerprint: str
+    """Hash of what makes two services the same: command, folder, devices and model files; not the port."""
+    note: str = ""
+    """On the engine in it, for people."""
+    host: str = HOST
+    token: str = field(default="", repr=False)
+    """What requests to it must carry."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def health_url(self) -> str:
+        return self.url + self.service.health
+
+
+def plan_launches(
+    config: RunConfig, folder: Path, logs: Path, split: Split, without: Collection[str] = (), *, token: str
+) -> list[Launch]:
+    """One launch for each service, in the order of the run file.
+
+    Args:
+        folder: the run file's.
+        logs: where each service's `<name>.log` goes.
+        without: services that are started elsewhere.
+        token: that they accept.
+    """
+    launches = []
+    for name, service in config.services.items():
+        if name in without:
+            continue
+        command, devices = _command(service, folder), split.services[name]
+        port = service.port or free_port()
+        words, secrets = _accepting(token, service, folder)
+        launches.append(
+            Launch(
+                name,
+                name,
+                service,
+                tuple(word.replace(PORT_WORD, str(port)) for word in [*command, *words]),
+                folder.absolute(),
+                environment_with(devices) | secrets,
+                port,
+                logs.absolute() / f"{name}.log",
+                _fingerprint(service, command, folder, devices),
+                engine_note(service, folder),
+                token=token,
+            )
+        )
+    return launches
+
+
+def _accepting(token: str, service: ServiceSection, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Words and environment by which a service asks for the token. The program of a `command` may do so itself."""
+    if _is_vllm(service, folder):
+        return [], {TOKEN_VARIABLE: token, "VLLM_API_KEY": token}
+    return [] if service.command else ["--token-env", TOKEN_VARIABLE], {TOKEN_VARIABLE: token}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """Where one of the equal servers of a model runs, on devices of a cluster."""
+
+    name: str
+    """`judge-0`."""
+    section: str
+    """The service in the run file."""
+    sleeps: bool
+    """Others work on its devices in turn, and it gives them its memory."""
+    processes: int
+    """That share the machine's cores while it works; for Hone's own engine."""
+    token: str = field(repr=False)
+
+
+def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, logs: Path, host: str) -> Launch:
+    """One replica of a service with `policy`. To be called on the machine where it is to run: its port is free there.
+
+    Its environment is only what it has besides that of the process which starts it.
+
+    Args:
+        folder: the run file's.
+        host: address of that machine, for whoever asks it.
+    """
+    port, command = free_port(host), _command(service, folder, host)
+    words, environment = _accepting(place.token, service, folder)
+    words += ["--enable-sleep-mode"] if place.sleeps else []
+    if _is_vllm(service, folder):
+        environment |= {"VLLM_SERVER_DEV_MODE": "1"} if place.sleeps else {}
+    else:
+        threads = max(1, len(os.sched_getaffinity(0)) // place.processes)
+        words += ["--host", host, "--threads", str(threads)]
+    return Launch(
+        place.name,
+        place.section,
+        service,
+        tuple(word.replace(PORT_WORD, str(port)) for word in [*command, *words]),
+        folder.absolute(),
+        environment,
+        port,
+        logs.absolute() / f"{place.name}.log",
+        _fingerprint(service, command, folder, ""),
+        engine_note(service, folder),
+        host,
+        place.token,
+    )
+
+
+def _command(service: ServiceSection, folder: Path, host: str = HOST) -> list[str]:
+    if service.command is not None:
+        program, *words = service.command
+        return [find_program(program, folder) or program, *words]
+    hone = [sys.executable, "-m", "hone.cli.main", "serve"]
+    if service.reward is not None:
+        return [*hone, "reward", str(folder.absolute() / Path(service.reward).expanduser()), "--port", PORT_WORD]
+    place = folder.absolute() / Path(str(service.policy)).expanduser()
+    model = str(place if place.is_dir() else service.policy)
+    engine = engine_of(service)
+    if engine is None:
+        return [*hone, "policy", model, "--port", PORT_WORD]
+    if not _is_vllm(service, folder):
+        return [*hone, "policy", model, "--port", PORT_WORD, "--max-concurrent", str(engine.sequences)]
+    vllm = [str(find_program("vllm", folder)), "serve", model, "--host", host, "--port", PORT_WORD]
+    return [*vllm, *engine.vllm_words(service)]
+
+
+def _is_vllm(service: ServiceSection, folder: Path) -> bool:
+    engine = engine_of(service)
+    return engine is not None and served_by(engine, folder) == "vllm"
+
+
+def engine_note(service: ServiceSection, folder: Path, replicas_in_pool: int = 1) -> str:
+    """What becomes of the engine that a service describes, for people; empty if it describes none."""
+    engine = engine_of(service)
+    if engine is None:
+        return ""
+    if _is_vllm(service, folder):
+        size, gpus, replicas = engine.tensor_model_parallel_size, len(service.devices), engine.replicas(service)
+        arithmetic = f"{gpus} GPUs // tensor_model_parallel_size {size} = {replicas} replicas" if gpus else "1 replica"
+        arithmetic = f"{replicas_in_pool} replicas" if replicas_in_pool > 1 else arithmetic
+        return f"vLLM, {arithmetic}, of {engine.sequences} sequences each"
+    unused = ", ".join(engine.unused_by_hone())
+    said = f"Hone's own engine, {engine.sequences} sequences"
+    return f"{said}; without vLLM these do nothing: {unused}" if unused else said
+
+
+def environment_with(devices: str) -> dict[str, str]:
+    """This process's, with the service's GPUs, and this Python's programs first on the PATH."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    # Without a terminal Python keeps its output back, and with it the last lines before a crash.
+    return {**os.environ, VARIABLE: devices, "PATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def _fingerprint(service: ServiceSection, command: list[str], folder: Path, devices: str) -> str:
+    model = folder / Path(service.policy).expanduser() if service.policy else None
+    files = [file for file in sorted(model.iterdir()) if file.is_file()] if model and model.is_dir() else []
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    what = json.dumps([command, str(folder.resolve()), devices, stamps])
+    return hashlib.sha256(what.encode()).hexdigest()[:16]

@@ -1,0 +1,283 @@
+"""The services of a run: started together, waited for, watched, started again within bounds, and always ended.
+
+    services = Services.from_config(loaded, split, folder=..., logs=..., say=..., relay=..., stop=...)
+    async with services:             # starts all of them and does not wait
+        await services.ready()       # raises ServiceError, with the last lines of the log
+        ...                          # services.addresses by name; a service that ends is started again on its port
+                                     # leaving asks them to stop, then kills; nothing of them is left
+
+A service that cannot be had any more sets `stop`, so that training ends with a checkpoint, and is told by `check`.
+How one of them is kept is in `service.py`. Those that a cluster has the devices for join later (`add`) and leave
+earlier (`drop`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from hone.config.load import Loaded, load_rewards
+from hone.errors import ServiceError
+from hone.reward.fingerprint import fingerprint
+from hone.reward.transport import Address
+from hone.services.gpus import Split
+from hone.services.launch import Launch, plan_launches
+from hone.services.log import Excerpt
+from hone.services.ports import holder, is_free
+from hone.services.process import Life
+from hone.services.service import Begin, Say, Service
+from hone.services.state import (
+    TOKEN_FILE,
+    kept_up,
+    read_token,
+    runtime_folder,
+    supervised_by_me,
+    write_state,
+    write_token,
+)
+
+Relay = Callable[[str, str], None]
+"""Shows one line of a service's log: its name, the line."""
+
+HEALTH_TIMEOUT_S = 5.0
+PORT_TIMEOUT_S = 3.0
+"""For a port that a run which was killed a moment ago is giving back."""
+FOLLOW_INTERVAL_S = 0.25
+
+
+class Services:
+    """All services of a run. `async with` starts them, and ends them in any case."""
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        *,
+        folder: Path,
+        run_file: Path,
+        say: Say,
+        relay: Relay,
+        stop: asyncio.Event,
+        may_share: bool = True,
+    ) -> None:
+        """
+        Args:
+            folder: where services.json is written.
+            stop: set when a service is lost for good, and by others; waiting ends then.
+            may_share: use what `hone up` keeps running; False starts each in any case.
+        """
+        self._may_share = may_share
+        self._folder, self._run_file, self._stop = folder, run_file, stop
+        self._say, self._relay = say, relay
+        self._launches = tuple(launches)
+        self._client: httpx.AsyncClient | None = None
+        self._services: dict[str, Service] = {}
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._following: asyncio.Task[None] | None = None
+        self._logs: dict[str, Excerpt] = {}
+        self.failure: Exception | None = None
+        """Why a service is lost for good."""
+        self.addresses: Mapping[str, Address] = {}
+        """By name; they stay what they are when a service is started again."""
+
+    @classmethod
+    def from_config(
+        cls,
+        loaded: Loaded,
+        split: Split,
+        *,
+        folder: Path,
+        logs: Path,
+        without: Collection[str] = (),
+        **options: Any,
+    ) -> Self:
+        """The services of a run file, with the GPUs that `split` gives them; each log goes into `logs`.
+
+        Args:
+            without: services that are started elsewhere.
+            options: those of the class.
+        """
+        token = secrets.token_urlsafe(32)
+        launches = plan_launches(loaded.config, loaded.run_file.parent, logs, split, without, token=token)
+        return cls(launches, folder=folder, run_file=loaded.run_file, **options)
+
+    async def start(self) -> None:
+        """Start all of them, without waiting until they are ready.
+
+        Raises:
+            ServiceError: a port is taken; nothing was started then.
+        """
+        if not self._launches:
+            return
+        shared = {launch.name: await self._kept_up(launch) if self._may_share else None for launch in self._launches}
+        own = [launch for launch in self._launches if shared[launch.name] is None]
+        for launch in own:
+            await self._see_that_port_is_free(launch)
+        addresses = {launch.name: Address((launch.url,), launch.token) for launch in own}
+        self.addresses = {launch.name: shared[launch.name] or addresses[launch.name] for launch in self._launches}
+        if own:
+            with contextlib.suppress(OSError):  # a full disk: the services run all the same, and nobody shares them
+                write_token(self._folder, own[0].token)
+        for launch in own:
+            self.add(launch, begin_here)
+
+    def add(self, launch: Launch, begin: Begin) -> Service:
+        """Keep one more from now on, which `begin` starts."""
+        if self._client is None:
+            # Ours are where we put them: what the environment says of proxies is not for them.
+            self._client = httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False)
+            self._following = asyncio.create_task(self._follow(), name="logs of services")
+        service = Service(launch, begin, client=self._client, say=self._say, changed=self._write)
+        if (before := self._services.get(launch.name)) is not None:  # of an earlier attempt at the stage
+            service.restarts = before.restarts
+        self._services[launch.name] = service
+        self._logs.setdefault(launch.name, Excerpt(launch.log))
+        if launch.note:
+            self._say(f"service {launch.name}: {launch.note}")
+        self._say(f"service {launch.name}: starting; waiting for {launch.health_url}, log in {launch.log}")
+        self._keeping[launch.name] = asyncio.create_task(self._keep(service), name=f"service {launch.name}")
+        return service
+
+    async def drop(self, services: Iterable[Service]) -> None:
+        """Keep these no longer: ask them to end, and kill what does not in time. What they were is still told."""
+        leaving = list(services)
+        tasks = [self._keeping.pop(service.launch.name) for service in leaving]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(service.stop() for service in leaving))
+
+    async def ready(self) -> None:
+        """Wait until all are ready for the first time, or a stop is asked for.
+
+        Raises:
+            ServiceError: one of them ended or took too long.
+        """
+
+        async def all_ready() -> None:
+            for name in [*self._keeping]:
+                await self._services[name].ready.wait()
+
+        ready, stopping = asyncio.ensure_future(all_ready()), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+            stopping.cancel()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what a service was lost by, if one was."""
+        if self.failure is not None:
+            raise self.failure
+
+    async def stop(self) -> None:
+        """Ask all to end, kill what does not in time, and say the last lines of their logs."""
+        await self.drop([self._services[name] for name in self._keeping])
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        self._show_new_lines()
+        for name, log in self._logs.items():
+            for line in log.left_out():
+                self._relay(name, line)
+        if self._client is not None:
+            await self._client.aclose()
+            (self._folder / TOKEN_FILE).unlink(missing_ok=True)
+
+    def summary(self) -> str:
+        """How often which was started again, on one line; empty without services."""
+        return ", ".join(f"{name} {_times(one.restarts, 'restart')}" for name, one in self._services.items())
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _kept_up(self, launch: Launch) -> Address | None:
+        """Where `hone up` keeps a service of these settings, if it is ready and serves what the files say by now."""
+        for name, supervision in kept_up(runtime_folder()).items():
+            for service in supervision.services:
+                if service.fingerprint != launch.fingerprint or service.state != "ready":
+                    continue
+                if launch.service.reward and not await self._scores_alike(launch, service.url):
+                    self._say(
+                        f"service {launch.name}: {name} at {service.url} scores by other rewards; `hone stop {name}`"
+                    )
+                    continue
+                self._say(f"service {launch.name}: the one that `hone up` keeps as {name}, at {service.url}")
+                return Address((service.url,), read_token(runtime_folder() / name))
+        return None
+
+    async def _scores_alike(self, launch: Launch, url: str) -> bool:
+        loaded = await asyncio.to_thread(load_rewards, launch.folder / Path(str(launch.service.reward)).expanduser())
+        ours = await asyncio.to_thread(fingerprint, loaded)
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
+                return (await client.get(f"{url}/health")).json()["fingerprint"] == ours
+        return False
+
+    async def _see_that_port_is_free(self, launch: Launch) -> None:
+        deadline = time.monotonic() + PORT_TIMEOUT_S
+        try:
+            while not is_free(launch.port):
+                if time.monotonic() >= deadline:
+                    raise ServiceError(
+                        f"services.{launch.name}.port = {launch.port} is taken by {holder(launch.port)}. End that, "
+                        "choose another port, or 0 for a free one."
+                    )
+                await asyncio.sleep(0.1)
+        except PermissionError:
+            message = f"services.{launch.name}.port = {launch.port} is not for this user. Choose one from 1024 on."
+            raise ServiceError(message) from None
+
+    async def _keep(self, service: Service) -> None:
+        try:
+            await service.keep()
+        except Exception as error:  # boundary: a background task's failure must end the run, whatever it is
+            self.failure = self.failure or error
+            self._say(str(error).partition("\n")[0])
+            self._stop.set()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(FOLLOW_INTERVAL_S)
+            self._show_new_lines()
+
+    def _show_new_lines(self) -> None:
+        for name, log in self._logs.items():
+            for line in log.new_lines(time.monotonic()):
+                self._relay(name, line)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the services run all the same
+            states = tuple(service.state for service in self._services.values())
+            longest_s = max(service.launch.service.stop_timeout_s for service in self._services.values())
+            write_state(self._folder, supervised_by_me(self._run_file, states, longest_s))
+
+
+async def begin_here(launch: Launch) -> Life:
+    """A life of a service on this machine, beside the run."""
+    launch.log.parent.mkdir(parents=True, exist_ok=True)
+    return await Life.begin(
+        launch.command,
+        log=launch.log,
+        folder=launch.folder,
+        environment=launch.environment,
+        stop_timeout_s=launch.service.stop_timeout_s,
+    )
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""Generated documentation pages. No part of a run."""
