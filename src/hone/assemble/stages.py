@@ -32,6 +32,7 @@ from hone.assemble.pictures import picture_of_responses
 from hone.assemble.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
 from hone.assemble.services import claim_devices, placed, unused_notes
 from hone.assemble.workers import Backend, Here, Workers
+from hone.cluster.ray import environment_for_ray
 from hone.config.derived import correction, longest_tokens, samples_per_update
 from hone.config.load import Loaded
 from hone.config.run import Stage
@@ -248,7 +249,8 @@ async def backend_of(job: Job) -> AsyncIterator[Backend]:
     if job.config.cluster.backend == "local":
         yield Here(job)
         return
-    from hone.assemble.cluster import OnRay  # Ray is an extra
+    with environment_for_ray():
+        from hone.assemble.cluster import OnRay  # Ray is an extra
 
     async with OnRay(job) as on_ray:
         yield on_ray

@@ -304,6 +304,7 @@ def lost() -> str | None:
     without a word."""
     import ray
     from ray._private import worker
+    from ray.exceptions import RaySystemError
 
     node: Any = worker._global_node
     why = raylet_lost()
@@ -314,8 +315,12 @@ def lost() -> str | None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as error:
         return f"Ray is lost: the GCS at {node.gcs_address} does not answer ({error.strerror or error})."
-    own = ray.get_runtime_context().get_node_id()
-    if not any(each["Alive"] for each in ray.nodes() if each["NodeID"] == own):
+    try:
+        own = ray.get_runtime_context().get_node_id()
+        alive = any(each["Alive"] for each in ray.nodes() if each["NodeID"] == own)
+    except RaySystemError:  # another thread has disconnected meanwhile
+        return "Ray is lost: this process is not connected any more."
+    if not alive:
         return "Ray is lost: the raylet of this machine has ended, or is about to."
     return None
 
@@ -366,9 +371,11 @@ def _on_loopback() -> Iterator[None]:
 @contextlib.contextmanager
 def environment_for_ray() -> Iterator[None]:
     """What Ray and this module set in the environment meanwhile is for Ray's processes; afterwards it is as before, so
-    that processes that this one starts later do not inherit it."""
+    that processes that this one starts later do not inherit it. To import Ray sets variables too, and reads whether a
+    call without a connection starts a Ray of its own: a call that comes after the end of ours would."""
     with environment_restored():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
         yield
 
 
