@@ -138,16 +138,17 @@ def test_a_hint_only_where_there_is_a_checkpoint(tmp_path):
 def test_only_a_run_that_is_going_on_can_be_stopped(tmp_path):
     start(tmp_path).close()
     with pytest.raises(RunFolderError, match="no run is going on there"):
-        RunFolder.read(tmp_path).stop()
+        RunFolder.read(tmp_path).stop(timeout_s=5)
     with start(tmp_path, resume=True) as folder:
         (tmp_path / ".lock").write_text("process 1 on another-host")
         with pytest.raises(RunFolderError, match="process 1 on another-host cannot be asked to stop"):
-            folder.stop()
+            folder.stop(timeout_s=5)
 
 
-def test_a_second_run_in_the_folder_is_told_who_holds_it(tmp_path):
+def test_a_second_run_in_the_folder_learns_who_holds_it(tmp_path):
     script = (
         "import sys, time; from pathlib import Path; from hone.run.folder import RunFolder\n"
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "folder = RunFolder.open(Path(sys.argv[1]), run_file=Path('x'), run_yaml='', config={})\n"
         "print('held', flush=True); time.sleep(60)"
     )
@@ -158,6 +159,8 @@ def test_a_second_run_in_the_folder_is_told_who_holds_it(tmp_path):
             with pytest.raises(RunFolderError, match=f"in use by process {holder.pid} on "):
                 start(tmp_path / "x", **how)
         assert not (tmp_path / "x.old-1").exists()
+        with pytest.raises(RunFolderError, match=rf"process {holder.pid} has not ended within 0.2 s"):
+            RunFolder.read(tmp_path / "x").stop(timeout_s=0.2)
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()

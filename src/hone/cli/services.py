@@ -79,6 +79,7 @@ def stop(
         str | None, typer.Argument(metavar="[NAME | RUN_DIR]", help="As `hone status` takes it; Ctrl-C stops waiting.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop all that `hone up` started.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for a run to end.")] = 600.0,
 ) -> None:
     """Stop what is running and wait until it has ended: services of `hone up`, or a training run, which ends with a
     checkpoint."""
@@ -92,7 +93,7 @@ def stop(
         if not Path(what).is_dir():
             raise DataError(f"{what} is not up, and no run's folder is there. Up: {', '.join(running) or 'nothing'}.")
         folder = RunFolder.read(Path(what))
-        folder.stop()
+        folder.stop(timeout_s)
         typer.echo(folder.how_to_go_on())
         return
     for known in running if everything else [str(what)]:

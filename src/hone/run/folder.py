@@ -208,8 +208,12 @@ class RunFolder:
         _, number, _, host = (self.path / _LOCK).read_text().split()
         return int(number), host
 
-    def stop(self) -> None:
-        """Ask the run to end with a checkpoint, and wait until it has. Raises RunFolderError if it cannot be asked."""
+    def stop(self, timeout_s: float) -> None:
+        """Ask the run to end with a checkpoint, and wait until it has ended.
+
+        Raises:
+            RunFolderError: no run is there, it cannot be asked, or it has not ended within `timeout_s` seconds.
+        """
         holder = self.holder()
         if holder is None:
             raise RunFolderError(f"{self.path}: no run is going on there.")
@@ -223,7 +227,13 @@ class RunFolder:
         except PermissionError as error:
             message = f"{self.path}: process {number} on {host} cannot be asked to stop: {error.strerror or error}."
             raise RunFolderError(message) from error
+        deadline = time.monotonic() + timeout_s
         while self.holder() == holder:
+            if time.monotonic() > deadline:
+                raise RunFolderError(
+                    f"{self.path}: process {number} has not ended within {timeout_s:g} s. It may still be saving a "
+                    f"checkpoint: see {self.path / 'logs/training.log'}, and repeat the command to wait longer."
+                )
             time.sleep(0.1)
 
     def how_to_go_on(self) -> str:
