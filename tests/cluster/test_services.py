@@ -8,10 +8,10 @@ import psutil
 import pytest
 from watching import gone, listens, processes_of, toy
 
-from hone import restarts
 from hone.config.run import RunConfig
 from hone.errors import ServiceError
 from hone.reward.transport import Address
+from hone.runtime import backoff
 from hone.services import service as one
 from hone.services import supervisor as module
 from hone.services.gpus import Split
@@ -55,7 +55,7 @@ def quick(monkeypatch):
     """Looks often, and starts again at once."""
     monkeypatch.setattr(one, "HEALTH_INTERVAL_S", 0.05)
     monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(backoff, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(module, "PORT_TIMEOUT_S", 0.2)
 
 

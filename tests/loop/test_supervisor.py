@@ -9,12 +9,12 @@ import pytest
 from tiny import metrics_of, weights_of, write_run
 
 import hone.assemble.workers as build_workers
-from hone import restarts as restarts_module
 from hone.assemble.workers import workers_here
 from hone.cli.main import main
 from hone.errors import ClusterError, PlacementError
 from hone.loop.supervisor import lost_process, run_with_restarts
 from hone.run.audit import audit_file
+from hone.runtime import backoff
 from hone.runtime.backoff import Restarts
 
 
@@ -48,7 +48,7 @@ class Dying:
 @pytest.fixture
 def dying(monkeypatch):
     """Let the run's trainer be lost at its n-th call of a method; n counts on over its lives."""
-    monkeypatch.setattr(restarts_module, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(backoff, "FIRST_WAIT_S", 0.01)
     faults = {"update": 0, "logprobs": 0}
 
     @asynccontextmanager
