@@ -19,7 +19,7 @@ DETAIL_CHARACTERS = 240
 """Of what is kept of a message: details are stored with each sample."""
 _DESCRIPTION_CHARACTERS = DETAIL_CHARACTERS - len("raised ")
 _NOT_THE_USERS = (
-    f"{Path(__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[1]}{os.sep}",
     "<",
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
