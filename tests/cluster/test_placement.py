@@ -2,9 +2,9 @@
 
 import pytest
 
-from hone.cluster.placement import topology_here
 from hone.config.run import RunConfig
 from hone.errors import PlacementError
+from hone.services.gpus import topology_here
 
 
 def run(**cluster) -> RunConfig:

@@ -6,7 +6,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from hone.cluster import calls
-from hone.cluster.calls import told
+from hone.cluster.calls import as_hone_error
 from hone.errors import ClusterError, ClusterLost, DataError, MemoryExhausted
 from hone.loop.supervisor import lost_process
 
@@ -36,7 +36,7 @@ def test_an_error_of_any_class_is_the_loss_of_a_process_and_shows_its_traceback(
     if is_dual:
         error = error.as_instanceof_cause()
         assert isinstance(error, type(cause)) and not hasattr(error, "traceback_str")
-    said = told("trainer rank 1", error, "update")
+    said = as_hone_error("trainer rank 1", error, "update")
     assert type(said) is ClusterError and lost_process(said) is said, "so the stage starts again from its checkpoint"
     assert str(said).startswith(f"update: trainer rank 1 failed: {type(cause).__name__}: {cause}\n")
     assert "raise cause" in str(said) and "pid=7, ip=10.0.0.7" in str(said) and "\x1b" not in str(said)
@@ -44,24 +44,26 @@ def test_an_error_of_any_class_is_the_loss_of_a_process_and_shows_its_traceback(
 
 def test_what_is_our_own_or_memory_is_no_lost_process():
     for error in (raised(DataError("row 3")), raised(DataError("row 3")).as_instanceof_cause()):
-        assert isinstance(told("trainer rank 0", error, "update"), DataError)
+        assert isinstance(as_hone_error("trainer rank 0", error, "update"), DataError)
     error = raised(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")).as_instanceof_cause()
-    assert isinstance(told("trainer rank 0", error, "update"), MemoryExhausted)
+    assert isinstance(as_hone_error("trainer rank 0", error, "update"), MemoryExhausted)
 
 
 def test_a_dead_actor_is_named_with_why_it_was_killed_if_it_was_killed_here(monkeypatch):
     unavailable = ActorUnavailableError("connection reset", b"7" * 16)
-    assert str(told("engine-1", unavailable, "sampling")).startswith("sampling: engine-1 died. The actor 3737")
-    assert str(told("engine-1", ActorDiedError(), "sampling")).startswith("sampling: engine-1 died. The actor died")
+    assert str(as_hone_error("engine-1", unavailable, "sampling")).startswith("sampling: engine-1 died. The actor 3737")
+    assert str(as_hone_error("engine-1", ActorDiedError(), "sampling")).startswith(
+        "sampling: engine-1 died. The actor died"
+    )
     monkeypatch.setitem(calls._killed, unavailable.actor_id, "It answered no heartbeat.")
-    said = told("engine-1", unavailable, "sampling")
+    said = as_hone_error("engine-1", unavailable, "sampling")
     assert type(said) is ClusterError and str(said) == "sampling: engine-1 died. It answered no heartbeat."
-    assert type(told("engine-1", OutOfMemoryError("killed by Ray"), "sampling")) is ClusterError
+    assert type(as_hone_error("engine-1", OutOfMemoryError("killed by Ray"), "sampling")) is ClusterError
 
 
 def test_with_ray_itself_lost_nothing_is_started_again(monkeypatch):
     monkeypatch.setattr(calls, "lost", lambda: "Ray is lost: the raylet of this machine does not answer.")
-    said = told("trainer rank 1", ActorDiedError(), "update")
+    said = as_hone_error("trainer rank 1", ActorDiedError(), "update")
     assert isinstance(said, ClusterLost) and said.exit_code == 3 and lost_process(said) is None
     monkeypatch.setattr(calls, "raylet_lost", calls.lost)
     with pytest.raises(ClusterLost, match="the raylet of this machine"):

@@ -10,7 +10,7 @@ import ray
 from ray._private import worker
 
 from hone.assemble import cluster
-from hone.assemble.cluster import OnRay
+from hone.assemble.cluster import RayBackend
 from hone.cluster.ray import lost, raylet_lost
 from hone.errors import ClusterError, ClusterLost, Stopped
 
@@ -69,8 +69,8 @@ def watched(monkeypatch, looks, work, stop_s=60.0):
 
     async def run():
         job = Job()
-        async with OnRay(job) as on_ray:
-            on_ray._watching = asyncio.create_task(on_ray._watch())
+        async with RayBackend(job) as backend:
+            backend._watching = asyncio.create_task(backend._watch())
             await work(job)
         return job
 
@@ -111,7 +111,7 @@ def test_a_loss_that_a_call_met_first_says_how_to_go_on(monkeypatch):
 
 def test_a_run_that_does_not_stop_in_time_is_ended(monkeypatch):
     ended = []
-    monkeypatch.setattr(OnRay, "_end_process", lambda self: ended.append(self._farewell()))
+    monkeypatch.setattr(RayBackend, "_end_process", lambda self: ended.append(self._farewell()))
 
     async def work(job):
         while not ended:

@@ -16,7 +16,7 @@ from ray_toys import toy_engine, toy_trainer
 from hone.cluster.actors import EngineActor, TrainerRank
 from hone.cluster.calls import kill
 from hone.cluster.engine import RemoteEngine
-from hone.cluster.ranks import Gang
+from hone.cluster.ranks import RankGroup
 from hone.cluster.ray import RayCluster
 from hone.cluster.trainer import RemoteTrainer
 from hone.config.cluster import ClusterSection
@@ -61,7 +61,7 @@ class Joined(RayCluster):
 
 def make_trainer(cluster, ranks, timeout_s=30.0):
     actors = [cluster.spawn(TrainerRank, devices=[number], shared_by=2) for number in range(ranks)]
-    trainer = RemoteTrainer(Gang("trainer", actors, toy_trainer), timeout_s=timeout_s, bucket_size=1024)
+    trainer = RemoteTrainer(RankGroup("trainer", actors, toy_trainer), timeout_s=timeout_s, bucket_size=1024)
     trainer.start(is_one_machine=True, timeout_s=120)
     return trainer
 

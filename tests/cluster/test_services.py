@@ -73,11 +73,11 @@ def test_a_service_is_waited_for_and_ended_with_all_it_started(tmp_path):
             assert services.addresses == {"judge": Address((f"http://127.0.0.1:{watched.port}",), TOKEN)}
             assert listens(watched.port)
             (server,) = processes_of(watched.port)
-            keeper = server.parent()
-            below = keeper.children(recursive=True)
+            reaper = server.parent()
+            below = reaper.children(recursive=True)
             assert len(below) == 4, "the server, two of its children, and one whose parent has gone"
             await asyncio.sleep(0.3)
-        assert gone([keeper, *below], within_s=0.5) and not listens(watched.port)
+        assert gone([reaper, *below], within_s=0.5) and not listens(watched.port)
         assert watched.relayed == [("judge", "listening")]
         assert watched.state().state == "stopped"
         assert any("ready after" in line for line in watched.said)
@@ -209,7 +209,7 @@ def test_a_deaf_service_is_killed_after_its_time(tmp_path):
     asyncio.run(run())
 
 
-def test_a_killed_keeper_takes_its_service_with_it(tmp_path, quick):
+def test_a_killed_reaper_takes_its_service_with_it(tmp_path, quick):
     async def run():
         watched = Watched(tmp_path, judge={"command": toy()})
         async with watched.services as services:
@@ -218,7 +218,7 @@ def test_a_killed_keeper_takes_its_service_with_it(tmp_path, quick):
             server.parent().kill()
             assert gone([server])
             await until(lambda: watched.state().state == "ready" and watched.state().pid != server.pid)
-            assert any("was killed together with its keeper" in line for line in watched.said)
+            assert any("was killed together with its reaper" in line for line in watched.said)
 
     asyncio.run(run())
 

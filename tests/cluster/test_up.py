@@ -67,7 +67,7 @@ def test_what_does_not_start_is_told_and_is_not_up(runtime, tmp_path, capsys):
 def test_a_killed_supervisor_leaves_nothing(runtime, tmp_path, capsys):
     up = shown(capsys, "up", write_file(tmp_path, "--children"))
     below = psutil.Process(up["pid"]).children(recursive=True)
-    assert len(below) == 5, "a keeper, the server, three of its processes"
+    assert len(below) == 5, "a reaper, the server, three of its processes"
     psutil.Process(up["pid"]).kill()
     assert gone(below) and not listens(int(up["services"][0]["url"].rpartition(":")[2]))
     wait_for(lambda: kept_up(runtime_folder()) == {})

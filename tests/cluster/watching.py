@@ -25,7 +25,7 @@ def processes_of(port: int) -> list[psutil.Process]:
             words = process.cmdline()
         except psutil.Error:
             continue
-        if str(TOY) in words and str(port) in words and "keeper.py" not in " ".join(words):
+        if str(TOY) in words and str(port) in words and "reaper.py" not in " ".join(words):
             found.append(process)
     return found
 

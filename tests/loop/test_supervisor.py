@@ -9,7 +9,7 @@ import pytest
 from tiny import metrics_of, weights_of, write_run
 
 import hone.assemble.workers as build_workers
-from hone.assemble.workers import workers_here
+from hone.assemble.workers import local_workers
 from hone.cli.main import main
 from hone.errors import ClusterError, PlacementError
 from hone.loop.supervisor import lost_process, run_with_restarts
@@ -53,10 +53,10 @@ def dying(monkeypatch):
 
     @asynccontextmanager
     async def workers(job, needs, saved):
-        async with workers_here(job, needs, saved) as found:
+        async with local_workers(job, needs, saved) as found:
             yield replace(found, trainer=Dying(found.trainer, faults))
 
-    monkeypatch.setattr(build_workers, "workers_here", workers)
+    monkeypatch.setattr(build_workers, "local_workers", workers)
     return faults
 
 

@@ -7,7 +7,7 @@ import pytest
 from tiny import write_run
 
 import hone.assemble.workers as build_workers
-from hone.assemble.workers import workers_here
+from hone.assemble.workers import local_workers
 from hone.cli.main import main
 from hone.types import Score
 
@@ -63,16 +63,16 @@ def shared(monkeypatch):
 
     @asynccontextmanager
     async def workers(job, needs, saved):
-        async with workers_here(job, needs, saved) as found:
+        async with local_workers(job, needs, saved) as found:
             judge = Judge("judge", shared)
             yield replace(
                 found,
                 trainer=Trainer(found.trainer, shared),
-                sleepers=(Sleeper("engine", shared), judge),
+                colocated=(Sleeper("engine", shared), judge),
                 scorers={"exact": judge},
             )
 
-    monkeypatch.setattr(build_workers, "workers_here", workers)
+    monkeypatch.setattr(build_workers, "local_workers", workers)
     return shared
 
 

@@ -18,7 +18,7 @@ import torch
 
 from hone.assemble.job import Job, first_cause
 from hone.assemble.models import apart, imitation_trainer, pair_trainer, policy_trainer, restore
-from hone.assemble.processes import Blueprint, Held, embedded, rank, vllm
+from hone.assemble.processes import ActorSpec, MakeHeld, embedded, rank, vllm
 from hone.assemble.scoring import Scoring
 from hone.assemble.vllm import starting_folder
 from hone.assemble.workers import Workers
@@ -26,7 +26,7 @@ from hone.cluster.actors import EngineActor, MakeEngine, TrainerRank
 from hone.cluster.apart import CriticRank, ReferenceRank
 from hone.cluster.calls import kill
 from hone.cluster.engine import RemoteEngine
-from hone.cluster.ranks import Gang
+from hone.cluster.ranks import RankGroup
 from hone.cluster.ray import RayCluster, lost, take_sigterm_back
 from hone.cluster.trainer import RemoteLearner, RemotePairTrainer, RemoteTrainer
 from hone.cluster.vitals import VitalsWatch
@@ -34,7 +34,7 @@ from hone.config.cluster import Role
 from hone.config.topology import TRAINED
 from hone.config.transport import in_words, transport_of
 from hone.errors import ClusterLost, PlacementError, Stopped
-from hone.loop.run import Sleeper
+from hone.loop.run import Offloadable
 from hone.rollout.engine import Engine
 from hone.rollout.router import Router
 from hone.train.checkpoint import Loaded as Saved
@@ -53,14 +53,14 @@ STOP_S = 35.0
 """How long a run whose Ray is lost may take to stop. Some 15 s later Ray would end this process by itself."""
 
 
-class OnRay:
+class RayBackend:
     """The `Backend` with processes of their own, on the devices that the topology says. For each attempt the trainer is
     made anew; engines, judges and reward models that are well go on to the next one, and so does Ray. The loss of Ray
     itself ends the run with ClusterLost."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._crew: Crew | None = None
+        self._workers: RayWorkers | None = None
         self._watching: asyncio.Task[None] | None = None
         self._lost: str | None = None
 
@@ -85,7 +85,7 @@ class OnRay:
             ClusterError: devices or processes that cannot be had. Nothing is left of any then.
             Stopped: the user did not want to wait for them.
         """
-        async with self._crew_with(lambda crew: crew.assemble(needs, saved)) as (crew, (trainer, engine)):
+        async with self._running(lambda workers: workers.assemble(needs, saved)) as (workers, (trainer, engine)):
             watching = self._job.observer.watching
             try:
                 with watching(engine.metrics), watching(trainer.metrics):
@@ -93,9 +93,9 @@ class OnRay:
                         trainer,
                         engine,
                         weights_are_shared=False,
-                        sleepers=crew.sleepers(engine),
-                        addresses=crew.scoring.addresses,
-                        scorers=crew.scoring.scorers,
+                        colocated=workers.colocated(engine),
+                        addresses=workers.scoring.addresses,
+                        scorers=workers.scoring.scorers,
                     )
             finally:
                 await engine.close()
@@ -103,47 +103,49 @@ class OnRay:
     @asynccontextmanager
     async def imitator(self, steps: int, saved: Saved | None) -> AsyncIterator[Trainer]:
         """See `Backend.imitator`; raises what `workers` does."""
-        async with self._crew_with(lambda crew: crew.imitator(steps, saved)) as (_, trainer):
+        async with self._running(lambda workers: workers.imitator(steps, saved)) as (_, trainer):
             yield trainer
 
     @asynccontextmanager
     async def pair_learner(self, steps: int, saved: Saved | None) -> AsyncIterator[PairLearner]:
         """See `Backend.pair_learner`; raises what `workers` does."""
-        async with self._crew_with(lambda crew: crew.pair_learner(steps, saved)) as (_, trainer):
+        async with self._running(lambda workers: workers.pair_learner(steps, saved)) as (_, trainer):
             yield trainer
 
     @asynccontextmanager
-    async def _crew_with(self, begin: Callable[[Crew], Coroutine[Any, Any, T]]) -> AsyncIterator[tuple[Crew, T]]:
+    async def _running(
+        self, begin: Callable[[RayWorkers], Coroutine[Any, Any, T]]
+    ) -> AsyncIterator[tuple[RayWorkers, T]]:
         """The processes of the run with what `begin` has them do; its trainer ends with this."""
         torch.set_num_threads(1)  # the cores are for the processes
         try:
-            crew = await self._crew_with_devices()
-            begun = await _unless_stopped(self._job, begin(crew))
+            workers = await self._workers_with_devices()
+            begun = await _unless_stopped(self._job, begin(workers))
         except BaseException:
             await self.close()
             raise
         try:
             silence_s = self._job.config.cluster.heartbeat_timeout_s
-            async with VitalsWatch(lambda: crew.processes, silence_s=silence_s, silent=crew.end_silent) as vitals:
+            async with VitalsWatch(lambda: workers.processes, silence_s=silence_s, silent=workers.end_silent) as vitals:
                 with self._job.observer.watching(vitals.metrics):
-                    yield crew, begun
+                    yield workers, begun
         finally:
-            await crew.end_trainer()
+            await workers.end_trainer()
 
     async def close(self) -> None:
         """End all processes. May be called twice."""
-        crew, self._crew = self._crew, None
+        workers, self._workers = self._workers, None
         if self._watching is not None:
             self._watching.cancel()
-        if crew is not None:
-            await crew.dismiss()
-            await asyncio.to_thread(crew.cluster.close)
+        if workers is not None:
+            await workers.dismiss()
+            await asyncio.to_thread(workers.cluster.close)
 
-    async def _crew_with_devices(self) -> Crew:
+    async def _workers_with_devices(self) -> RayWorkers:
         """The one of the attempt before, unless a machine of it is gone."""
-        if self._crew is not None and not await asyncio.to_thread(self._crew.cluster.is_whole):
+        if self._workers is not None and not await asyncio.to_thread(self._workers.cluster.is_whole):
             await self.close()
-        if self._crew is None:
+        if self._workers is None:
             job = self._job
             cluster = RayCluster(
                 job.config.cluster,
@@ -152,11 +154,11 @@ class OnRay:
                 num_devices=job.topology.num_devices,
                 say=job.observer.say,
             )
-            self._crew = Crew(job, cluster, Blueprint.of(job))
+            self._workers = RayWorkers(job, cluster, ActorSpec.of(job))
             await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
             take_sigterm_back()
             self._watching = asyncio.create_task(self._watch(), name="watching Ray")
-        return self._crew
+        return self._workers
 
     async def _watch(self) -> None:
         """Stop the run when Ray is lost, as a signal does: with a checkpoint, where the trainer's ranks can still write
@@ -189,11 +191,11 @@ class OnRay:
         )
 
 
-class Crew:
+class RayWorkers:
     """The processes of a run."""
 
-    def __init__(self, job: Job, cluster: RayCluster, blueprint: Blueprint) -> None:
-        self._job, self.cluster, self._blueprint = job, cluster, blueprint
+    def __init__(self, job: Job, cluster: RayCluster, spec: ActorSpec) -> None:
+        self._job, self.cluster, self._spec = job, cluster, spec
         self._settings = job.config.cluster
         self.processes: dict[str, Any] = {}
         """Handles by name, of those that were started last."""
@@ -203,19 +205,19 @@ class Crew:
         self._vllm_folder: Path | None = None  # what vLLM starts with; None: engines are Hone's own
         self._scores = False  # whether judges and reward models are there
         self.scoring = Scoring(
-            job, blueprint.loaded, spawn=self._spawn, processes=self._processes, is_one_machine=cluster.is_own
+            job, spec.loaded, spawn=self._spawn, processes=self._processes, is_one_machine=cluster.is_own
         )
 
     async def imitator(self, steps: int, saved: Saved | None) -> RemoteTrainer:
         """Start the ranks of a supervised stage's trainer, and nothing else."""
-        gang = self._gang_alone(partial(imitation_trainer, steps=steps))
+        group = self._trainer_group(partial(imitation_trainer, steps=steps))
         timeout_s, bucket = self._settings.call_timeout_s, bucket_bytes(self._settings.bucket_mib)
-        return await self._begun(RemoteTrainer(gang, timeout_s=timeout_s, bucket_size=bucket), saved)
+        return await self._begun(RemoteTrainer(group, timeout_s=timeout_s, bucket_size=bucket), saved)
 
     async def pair_learner(self, steps: int, saved: Saved | None) -> RemotePairTrainer:
         """As `imitator`, for a reward model."""
-        gang = self._gang_alone(partial(pair_trainer, steps=steps))
-        return await self._begun(RemotePairTrainer([gang], timeout_s=self._settings.call_timeout_s), saved)
+        group = self._trainer_group(partial(pair_trainer, steps=steps))
+        return await self._begun(RemotePairTrainer([group], timeout_s=self._settings.call_timeout_s), saved)
 
     async def assemble(self, needs: frozenset[str], saved: Saved | None) -> tuple[RemoteTrainer, Router]:
         """Start all processes at once that are not there yet, and wait until each has made its part."""
@@ -253,8 +255,8 @@ class Crew:
         )
         return trainer, router
 
-    def sleepers(self, engine: Engine) -> tuple[Sleeper, ...]:
-        """See `PolicyRun.sleepers`."""
+    def colocated(self, engine: Engine) -> tuple[Offloadable, ...]:
+        """See `PolicyRun.colocated`."""
         engines = (engine,) if self._job.topology.sleeps("rollout") else ()
         return (*engines, self.scoring) if self.scoring.sleeps else engines
 
@@ -300,31 +302,31 @@ class Crew:
         self._job.observer.event("trainer_up", ranks=num_ranks)
         return trainer
 
-    def _gang_alone(self, make: Held) -> Gang:
+    def _trainer_group(self, make: MakeHeld) -> RankGroup:
         """The trainer's ranks, which have their machines' cores to themselves."""
         topology = self._job.topology
         machines = [device // topology.devices_per_node for device in topology.trainer.devices]
-        return self._policys_gang(make, processes=machines.count(machines[0]), takes_turns=False)
+        return self._policy_group(make, processes=machines.count(machines[0]), takes_turns=False)
 
-    def _policys_gang(self, make: Held, *, processes: int, takes_turns: bool) -> Gang:
+    def _policy_group(self, make: MakeHeld, *, processes: int, takes_turns: bool) -> RankGroup:
         devices = self._job.topology.trainer.devices
         ranks = [self._spawn(f"rank-{n}", TrainerRank, (device,)) for n, device in enumerate(devices)]
-        return Gang("trainer", ranks, partial(rank, self._blueprint, processes, make), takes_turns=takes_turns)
+        return RankGroup("trainer", ranks, partial(rank, self._spec, processes, make), takes_turns=takes_turns)
 
     def _new_trainer(self, needs: frozenset[str]) -> RemoteTrainer:
         devices, timeout_s = self._job.topology.trainer.devices, self._settings.call_timeout_s
         elsewhere: list[Role] = [role for roles, _ in self._apart() for role in roles]
-        gangs: dict[Role, Gang] = {}
+        groups: dict[Role, RankGroup] = {}
         for roles, others in self._apart():
-            gangs |= dict.fromkeys(roles, self._new_gang_apart(roles, others))
+            groups |= dict.fromkeys(roles, self._new_role_group(roles, others))
         return RemoteTrainer(
-            self._policys_gang(
+            self._policy_group(
                 partial(policy_trainer, needs=needs, elsewhere=elsewhere),
                 processes=self._processes("policy", devices),
                 takes_turns=self._sharers(devices) > 1,
             ),
-            critic=gangs.get("critic"),
-            reference=gangs.get("reference"),
+            critic=groups.get("critic"),
+            reference=groups.get("reference"),
             reference_refresh_every=self._job.config.algorithm.reference_refresh_every,
             routes=self._routes(),
             timeout_s=timeout_s,
@@ -345,12 +347,12 @@ class Crew:
         members = self._settings.engines.tensor_parallel if transport == "group" else 1
         return Routes(way, ranks, members, machines, sender_machine=trainer.nodes[0])
 
-    def _new_gang_apart(self, roles: Sequence[Role], devices: Sequence[int]) -> Gang:
-        make = partial(rank, self._blueprint, self._processes(roles[0], devices), partial(apart, roles=roles))
+    def _new_role_group(self, roles: Sequence[Role], devices: Sequence[int]) -> RankGroup:
+        make = partial(rank, self._spec, self._processes(roles[0], devices), partial(apart, roles=roles))
         actor = CriticRank if "critic" in roles else ReferenceRank
         timeout_s = self._settings.call_timeout_s
         ranks = [self._spawn(f"{roles[0]}-{n}", actor, (device,), timeout_s) for n, device in enumerate(devices)]
-        return Gang(" and ".join(roles), ranks, make, takes_turns=self._sharers(devices) > 1)
+        return RankGroup(" and ".join(roles), ranks, make, takes_turns=self._sharers(devices) > 1)
 
     def _apart(self) -> list[tuple[tuple[Role, ...], tuple[int, ...]]]:
         """Roles that other ranks have than the policy's, and on which devices."""
@@ -376,9 +378,9 @@ class Crew:
     def _making(self, devices: Sequence[int]) -> MakeEngine:
         processes = self._processes("rollout", devices)
         if self._vllm_folder is None:
-            return partial(embedded, self._blueprint, processes)
+            return partial(embedded, self._spec, processes)
         takes_turns = self._job.topology.sleeps("rollout")
-        return partial(vllm, self._blueprint, processes, self._vllm_folder, takes_turns=takes_turns)
+        return partial(vllm, self._spec, processes, self._vllm_folder, takes_turns=takes_turns)
 
     def _spawn(self, name: str, actor: type, devices: Sequence[int], *args: Any) -> Any:
         """A process on devices that it shares with those who take turns with it."""

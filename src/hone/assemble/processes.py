@@ -35,7 +35,7 @@ from hone.train.sharded import Sharded
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ActorSpec:
     """What a process needs to make its part. It goes there as it is."""
 
     loaded: Loaded
@@ -43,13 +43,13 @@ class Blueprint:
     run_dir: Path
 
     @classmethod
-    def of(cls, job: Job) -> Blueprint:
+    def of(cls, job: Job) -> ActorSpec:
         loaded = replace(job.loaded, run_file=job.loaded.run_file.absolute())
         return cls(loaded, job.folder.path.absolute())
 
 
 @dataclass
-class Site:
+class ActorContext:
     """A `models.Source` in such a process."""
 
     loaded: Loaded
@@ -59,60 +59,60 @@ class Site:
     guard: Guard = UNGUARDED
 
     @classmethod
-    def of(cls, blueprint: Blueprint, processes: int) -> Site:
+    def of(cls, spec: ActorSpec, processes: int) -> ActorContext:
         """Set the process up. `processes`: how many of them compute on this machine at a time."""
-        loaded = blueprint.loaded
+        loaded = spec.loaded
         device = set_up_arithmetic(loaded.config.run, processes)
         if device.type == "cuda":
             device = torch.device("cuda", 0)  # Ray shows each process its own alone
         tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent)
-        return cls(loaded, RunFolder(blueprint.run_dir), tokenizer, device)
+        return cls(loaded, RunFolder(spec.run_dir), tokenizer, device)
 
 
-Held = Callable[[Site, Ranks], Learner[Any] | Apart]
+MakeHeld = Callable[[ActorContext, Ranks], Learner[Any] | Apart]
 """Makes what a rank holds: `models.policy_trainer`, `apart` and their like."""
 
 
 @contextmanager
-def rank(blueprint: Blueprint, processes: int, make: Held, seat: Seat) -> Iterator[Learner[Any] | Apart]:
+def rank(spec: ActorSpec, processes: int, make: MakeHeld, seat: Seat) -> Iterator[Learner[Any] | Apart]:
     """One rank with what `make` makes, among the others if there are any."""
-    with rank_among_others(blueprint, processes, seat) as (site, ranks):
-        yield make(site, ranks)
+    with rank_among_others(spec, processes, seat) as (context, ranks):
+        yield make(context, ranks)
 
 
 @contextmanager
-def rank_among_others(blueprint: Blueprint, processes: int, seat: Seat) -> Iterator[tuple[Site, Ranks]]:
+def rank_among_others(spec: ActorSpec, processes: int, seat: Seat) -> Iterator[tuple[ActorContext, Ranks]]:
     """Where a rank makes what it holds, and who computes with it."""
-    site = Site.of(blueprint, processes)
-    cluster, layout = blueprint.loaded.config.cluster, blueprint.loaded.config.cluster.trainer
+    context = ActorContext.of(spec, processes)
+    cluster, layout = spec.loaded.config.cluster, spec.loaded.config.cluster.trainer
     if seat.world_size == 1 and not (layout.offload or layout.compile):
-        yield site, ALONE
+        yield context, ALONE
         return
     with process_group(
-        site.device,
+        context.device,
         rank=seat.rank,
         world_size=seat.world_size,
         address=seat.address,
         timeout_s=cluster.call_timeout_s,
     ):
         mesh = make_mesh(
-            site.device,
+            context.device,
             shard=layout.shard,
             tensor_parallel=layout.tensor_parallel,
             sequence_parallel=layout.sequence_parallel,
         )
         ranks = Sharded(mesh, offload=layout.offload, compile=layout.compile)
         # No rank ever has a whole model: it is made without memory, and filled when each rank's shares are known.
-        yield replace(site, device=torch.device("meta")), ranks
+        yield replace(context, device=torch.device("meta")), ranks
 
 
-async def embedded(blueprint: Blueprint, processes: int) -> Engine:
+async def embedded(spec: ActorSpec, processes: int) -> Engine:
     """An engine with a model of its own, which waits for weights."""
-    site = Site.of(blueprint, processes)
-    config = site.loaded.config
+    context = ActorContext.of(spec, processes)
+    config = context.loaded.config
 
     def make() -> CausalModel:
-        model = starting_model(site, "rl").requires_grad_(False)
+        model = starting_model(context, "rl").requires_grad_(False)
         for parameter in model.parameters():  # buffers stay as the trainer has them
             parameter.data = parameter.data.to(getattr(torch, config.run.precision))
         return model
@@ -121,9 +121,9 @@ async def embedded(blueprint: Blueprint, processes: int) -> Engine:
     # in the kernel, and sampling took twice as long. So these end before the engine's thread begins.
     with ThreadPoolExecutor(1) as passing:
         model = await asyncio.get_running_loop().run_in_executor(passing, make)
-    return embedded_engine(config, site.tokenizer, model)
+    return embedded_engine(config, context.tokenizer, model)
 
 
-async def vllm(blueprint: Blueprint, processes: int, folder: Path, *, takes_turns: bool) -> Engine:
+async def vllm(spec: ActorSpec, processes: int, folder: Path, *, takes_turns: bool) -> Engine:
     """vLLM, with the weights of a folder until it gets others."""
-    return await start_vllm(Site.of(blueprint, processes), folder, takes_turns=takes_turns)
+    return await start_vllm(ActorContext.of(spec, processes), folder, takes_turns=takes_turns)

@@ -18,7 +18,7 @@ import ray
 from hone.assemble.job import Job, set_up_arithmetic
 from hone.cluster.calls import START_KEY, wait_for_one
 from hone.cluster.scorers import ScorerActor, ScorerPool
-from hone.cluster.service_host import Host, HostActor
+from hone.cluster.service_host import RayServiceHost, ServiceHostActor
 from hone.config.cluster import Role
 from hone.config.load import Loaded
 from hone.config.topology import Replica, judge_services, reward_models
@@ -44,7 +44,7 @@ def load_reward_models(loaded: Loaded, processes: int) -> dict[str, RewardModel]
 
 
 class Scoring:
-    """The judges and reward models of a run; a `Sleeper` where one of them has to.
+    """The judges and reward models of a run; a `Offloadable` where one of them has to.
 
     Args:
         loaded: of the run, with paths that hold in any process.
@@ -66,7 +66,7 @@ class Scoring:
         self._spawn, self._processes, self._is_one_machine = spawn, processes, is_one_machine
         self._settings = job.config.cluster
         self._token = secrets.token_urlsafe(32)
-        self._hosts: list[Host] = []
+        self._hosts: list[RayServiceHost] = []
         self._judges: list[Service] = []
         self._pool = ScorerPool(
             [replica.name for replica in job.topology.reward_models],
@@ -121,13 +121,13 @@ class Scoring:
             await self._pool.sleep()
 
     async def sleep(self) -> None:
-        """Give the devices to the trainer; see `Sleeper`."""
+        """Give the devices to the trainer; see `Offloadable`."""
         await self._rest_judges()
         if self._topology.sleeps("reward_model"):
             await self._pool.sleep()
 
     async def wake(self) -> None:
-        """See `Sleeper`."""
+        """See `Offloadable`."""
         if self._topology.sleeps("judge"):
             await asyncio.gather(*(judge.wake() for judge in self._judges))
         if self._topology.sleeps("reward_model"):
@@ -144,12 +144,12 @@ class Scoring:
         if self._topology.sleeps("judge"):
             await asyncio.gather(*(judge.sleep() for judge in self._judges))
 
-    async def _planned(self, replica: Replica) -> tuple[Host, Launch]:
+    async def _planned(self, replica: Replica) -> tuple[RayServiceHost, Launch]:
         """Where a replica of the judge will be, and what is started for it there."""
         (name,) = judge_services(self._job.config)
-        host = Host(
+        host = RayServiceHost(
             replica.name,
-            partial(self._spawn, replica.name, HostActor, replica.devices),
+            partial(self._spawn, replica.name, ServiceHostActor, replica.devices),
             is_one_machine=self._is_one_machine,
             timeout_s=self._settings.start_timeout_s,
         )

@@ -8,13 +8,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from hone.cluster.placement import topology_here
 from hone.config.derived import unused_services
 from hone.config.load import Loaded
 from hone.config.run import RunConfig
 from hone.config.topology import Topology
 from hone.errors import PlacementError
-from hone.services.gpus import VARIABLE, Split, split_devices, visible_devices
+from hone.services.gpus import VARIABLE, Split, split_devices, topology_here, visible_devices
 from hone.services.supervisor import Services
 
 

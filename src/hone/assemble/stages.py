@@ -31,7 +31,7 @@ from hone.assemble.models import stage_weights
 from hone.assemble.pictures import picture_of_responses
 from hone.assemble.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
 from hone.assemble.services import claim_devices, placed, unused_notes
-from hone.assemble.workers import Backend, Here, Workers
+from hone.assemble.workers import Backend, LocalBackend, Workers
 from hone.cluster.ray import environment_for_ray
 from hone.config.derived import correction, longest_tokens, samples_per_update
 from hone.config.load import Loaded
@@ -247,13 +247,13 @@ async def optimise_once(job: Job, backend: Backend, saved: Saved | None, ready: 
 async def backend_of(job: Job) -> AsyncIterator[Backend]:
     """Where `cluster.backend` wants the stages to train."""
     if job.config.cluster.backend == "local":
-        yield Here(job)
+        yield LocalBackend(job)
         return
     with environment_for_ray():
-        from hone.assemble.cluster import OnRay  # Ray is an extra
+        from hone.assemble.cluster import RayBackend  # Ray is an extra
 
-    async with OnRay(job) as on_ray:
-        yield on_ray
+    async with RayBackend(job) as backend:
+        yield backend
 
 
 async def optimise_policy(
@@ -284,7 +284,7 @@ async def optimise_policy(
         sampling=sampling_of(config),
         eos_ids=frozenset(job.tokenizer.eos_ids),
         weights_are_shared=workers.weights_are_shared,
-        sleepers=workers.sleepers,
+        colocated=workers.colocated,
         replicas=workers.engine.up if isinstance(workers.engine, Router) else None,
         evaluate=evaluation,
         gate_passed=False,

@@ -14,7 +14,7 @@ from hone.assemble.job import Job
 from hone.assemble.memory import pair_knobs, trainer_knobs
 from hone.assemble.models import imitation_trainer, pair_trainer, policy_trainer, restore, tell_of_adapter
 from hone.assemble.sampling import embedded_engine
-from hone.loop.run import Sleeper
+from hone.loop.run import Offloadable
 from hone.model.base import CausalModel
 from hone.model.lora import merged_copy
 from hone.plan.workload import workload_of
@@ -37,8 +37,8 @@ class Workers:
     engine: Engine
     weights_are_shared: bool
     """See `PolicyRun.weights_are_shared`."""
-    sleepers: tuple[Sleeper, ...] = ()
-    """See `PolicyRun.sleepers`."""
+    colocated: tuple[Offloadable, ...] = ()
+    """See `PolicyRun.colocated`."""
     addresses: Addresses = field(default_factory=dict)
     """Of judges that have devices of the cluster."""
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Backend(Protocol):
         ...
 
 
-class Here:
+class LocalBackend:
     """The `Backend` of one process."""
 
     def __init__(self, job: Job) -> None:
@@ -74,7 +74,7 @@ class Here:
 
     def workers(self, needs: frozenset[str], saved: Saved | None) -> AbstractAsyncContextManager[Workers]:
         """See `Backend.workers`."""
-        return workers_here(self._job, needs, saved)
+        return local_workers(self._job, needs, saved)
 
     @asynccontextmanager
     async def imitator(self, steps: int, saved: Saved | None) -> AsyncIterator[Trainer]:
@@ -101,7 +101,7 @@ class Here:
 
 
 @asynccontextmanager
-async def workers_here(job: Job, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
+async def local_workers(job: Job, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
     """Trainer and engine in this process. In a synchronous run they share the weights and the thread that computes."""
     config, ladder = job.config, job.memory.ladder
     shared = config.rollout.max_staleness == 0

@@ -79,7 +79,7 @@ class Seat:
     world_size: int
     address: str
     """Where they meet; see `train.mesh.process_group`."""
-    gang: str = "trainer"
+    group: str = "trainer"
     """Who they are: `trainer`, or of which roles apart from it."""
     takes_turns: bool = False
     """Others work on its device while it does not, and want the memory."""
@@ -167,12 +167,12 @@ class TrainerRank:
         """Write it into a folder, to the disk itself, while the rank computes. Raises CheckpointError."""
         seat = self._seat
         assert seat is not None, "build comes first"
-        stem = "tensors" if seat.gang == "trainer" else seat.gang.replace(" ", "-")
+        stem = "tensors" if seat.group == "trainer" else seat.group.replace(" ", "-")
         try:
             return await asyncio.to_thread(self._copies.write, folder, seat.rank, seat.world_size, stem)
         except OSError as error:
             raise CheckpointError(
-                f"{folder}: {seat.gang} rank {seat.rank} on {socket.gethostname()} cannot write there: "
+                f"{folder}: {seat.group} rank {seat.rank} on {socket.gethostname()} cannot write there: "
                 f"{error.strerror or error}. The run's folder must be on a disk that all machines see, with room."
             ) from error
 

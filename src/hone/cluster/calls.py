@@ -77,12 +77,12 @@ async def wait_for_one(name: str, call: ray.ObjectRef, what: str, timeout_s: flo
             raise ClusterError(f"{what}: no answer from {name} within {timeout_s:g} s ({key}).")
         return waiting.result()
     except RayError as error:
-        raise told(name, error, what) from error
+        raise as_hone_error(name, error, what) from error
     finally:
         waiting.cancel()
 
 
-def told(name: str, error: RayError, what: str) -> HoneError:
+def as_hone_error(name: str, error: RayError, what: str) -> HoneError:
     """A failure in our words: what the process itself raised if that is ours."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, HoneError):
@@ -109,11 +109,11 @@ def _first_death(name: str, error: RayError, others: Mapping[str, ray.ObjectRef]
             try:
                 ray.get(ref)
             except RayActorError as death:
-                return told(refs[ref], death, what)
+                return as_hone_error(refs[ref], death, what)
             except RayTaskError as failure:
                 if isinstance(failure.cause, HoneError):
                     return failure.cause
-    return told(name, error, what)
+    return as_hone_error(name, error, what)
 
 
 def _last_line(error: RayActorError) -> str:

@@ -1,6 +1,6 @@
 """Ranks that hold models together, as the run sees them: asked all alike, waited for all at once.
 
-A trainer has one gang with the policy, and others where critic or reference have devices of their own. Not here: what
+A trainer has one group with the policy, and others where critic or reference have devices of their own. Not here: what
 is asked of whom (`trainer.py`), and what a rank does (`actors.py`).
 """
 
@@ -22,7 +22,7 @@ from hone.runtime.scratch import Scratch
 CLOSE_S = 10.0
 
 
-class Gang:
+class RankGroup:
     """The ranks of one process group.
 
     Args:
@@ -41,7 +41,7 @@ class Gang:
         self._open = ExitStack()
         self._asking = threading.Lock()
 
-    def begin(self, *, is_one_machine: bool, timeout_s: float) -> Asked:
+    def begin(self, *, is_one_machine: bool, timeout_s: float) -> PendingCalls:
         """Have every rank make its part. On one machine they meet in a file, and no port is opened for it."""
         if is_one_machine:
             folder = Scratch("hone-ranks-")
@@ -56,14 +56,14 @@ class Gang:
             name: rank.build.remote(self._make, Seat(number, size, address, self.name, self._takes_turns))
             for number, (name, rank) in enumerate(self.ranks.items())
         }
-        return Asked(self, calls)
+        return PendingCalls(self, calls)
 
-    def ask(self, method: str, *args: Any, **named: Any) -> Asked:
+    def ask(self, method: str, *args: Any, **named: Any) -> PendingCalls:
         """Call every rank. Calls of several threads reach all in one order; else ranks that work together would wait
         for each other for ever."""
         with self._asking:
             calls = {name: getattr(rank, method).remote(*args, **named) for name, rank in self.ranks.items()}
-        return Asked(self, calls)
+        return PendingCalls(self, calls)
 
     def end(self) -> None:
         """End all ranks; what they have not told is lost."""
@@ -73,36 +73,36 @@ class Gang:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A call on all ranks of a gang."""
+class PendingCalls:
+    """A call on all ranks of a group."""
 
-    gang: Gang
+    group: RankGroup
     calls: Mapping[str, ray.ObjectRef]
     """By the names of the ranks."""
 
 
-def answers(asked: Sequence[Asked], what: str, timeout_s: float, key: str = CALL_KEY) -> list[list[Any]]:
-    """What the ranks of each gang say, which work at the same time.
+def gather(asked: Sequence[PendingCalls], what: str, timeout_s: float, key: str = CALL_KEY) -> list[list[Any]]:
+    """What the ranks of each group say, which work at the same time.
 
     Args:
         what, timeout_s, key: see `wait_for_all`.
     Raises:
-        HoneError: of any rank of any of them; after a ClusterError none of these gangs can be asked again.
+        HoneError: of any rank of any of them; after a ClusterError none of these groups can be asked again.
     """
     every = {name: call for one in asked for name, call in one.calls.items()}
     try:
         found = iter(wait_for_all(every, what, timeout_s, key))
     except ClusterError:
         for one in asked:
-            one.gang.is_broken = True
+            one.group.is_broken = True
         raise
     return [[next(found) for _ in one.calls] for one in asked]
 
 
-def close(gangs: Sequence[Gang]) -> None:
+def close(groups: Sequence[RankGroup]) -> None:
     """Let the ranks leave each other, where they can, and end them."""
-    leaving = [call for gang in gangs if not gang.is_broken for call in gang.ask("close").calls.values()]
+    leaving = [call for group in groups if not group.is_broken for call in group.ask("close").calls.values()]
     if leaving:
         ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_S)
-    for gang in gangs:
-        gang.end()
+    for group in groups:
+        group.end()

@@ -1,7 +1,7 @@
 """A service on devices of the cluster: a small process of Ray's there starts its command, watches and ends it.
 
 The run looks after it as after any other service (`service.py`), over HTTP; only beginning and ending a life go through
-Ray. The command has a keeper (`process.py`), so that it ends when Ray's process does, however that goes. What runs in
+Ray. The command has a reaper (`process.py`), so that it ends when Ray's process does, however that goes. What runs in
 that process imports neither torch nor anything else heavy.
 """
 
@@ -31,7 +31,7 @@ ENDING_TIMEOUT_S = 30.0
 """Beyond a service's own `stop_timeout_s`, until its host is ended with it."""
 
 
-class HostActor:
+class ServiceHostActor:
     """Runs one command. All times and decisions are the run's."""
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class HostActor:
             await self._life.kill()
 
 
-class RemoteLife(Ending):
-    """A `service.Life` in another process. Made by `Host`."""
+class RayServiceProcess(Ending):
+    """A `service.Life` in another process. Made by `RayServiceHost`."""
 
     def __init__(self, name: str, actor: Any, pid: int | None, stop_timeout_s: float) -> None:
         self.pid = pid
@@ -92,7 +92,7 @@ class RemoteLife(Ending):
         try:
             if not self.has_ended:
                 await wait_for_one(self._name, method.remote(), "ending", timeout_s)
-        except HoneError:  # it is ended below, and its service by its keeper
+        except HoneError:  # it is ended below, and its service by its reaper
             pass
         ray.kill(self._actor)
         await self.ended()
@@ -108,14 +108,14 @@ class RemoteLife(Ending):
                 return said
 
 
-class Host:
+class RayServiceHost:
     """Devices of the cluster that have one service, in one life after the other.
 
     Args:
         name: of the service.
-        spawn: starts a `HostActor` there.
+        spawn: starts a `ServiceHostActor` there.
         is_one_machine: nobody on another machine needs to reach it.
-        timeout_s: longest wait for a `HostActor` to be there.
+        timeout_s: longest wait for a `ServiceHostActor` to be there.
     """
 
     def __init__(self, name: str, spawn: Callable[[], Any], *, is_one_machine: bool, timeout_s: float) -> None:
@@ -130,7 +130,7 @@ class Host:
         host = await self._address(self._actor)
         return await self._answer(self._actor.plan.remote(partial(make, host)))
 
-    async def begin(self, launch: Launch) -> RemoteLife:
+    async def begin(self, launch: Launch) -> RayServiceProcess:
         """A life of it (`service.Begin`).
 
         Raises:
@@ -147,7 +147,7 @@ class Host:
         except BaseException:
             ray.kill(actor)
             raise
-        return RemoteLife(self._name, actor, pid, launch.service.stop_timeout_s)
+        return RayServiceProcess(self._name, actor, pid, launch.service.stop_timeout_s)
 
     def close(self) -> None:
         """End what was not begun."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from hone.algo.algorithm import Algorithm
 from hone.cluster.calls import START_KEY, put, why_killed
-from hone.cluster.ranks import Asked, Gang, answers, close
+from hone.cluster.ranks import PendingCalls, RankGroup, close, gather
 from hone.data.pairs import Pair
 from hone.errors import ClusterError, EngineError
 from hone.train.pairs import Measured
@@ -35,19 +35,19 @@ class RemoteLearner:
     """What is common to those who train something on the ranks of a cluster. Made with `start`.
 
     Args:
-        gangs: the first one has what is trained and described, others what belongs to it.
+        groups: the first one has what is trained and described, others what belongs to it.
         timeout_s: a rank without an answer for so long is stuck.
     """
 
-    def __init__(self, gangs: Sequence[Gang], *, timeout_s: float) -> None:
-        self._gangs, self._timeout_s = gangs, timeout_s
+    def __init__(self, groups: Sequence[RankGroup], *, timeout_s: float) -> None:
+        self._groups, self._timeout_s = groups, timeout_s
         self._config: PreTrainedConfig | None = None
 
     def start(self, *, is_one_machine: bool, timeout_s: float) -> None:
-        """Have all ranks make what they hold; raises what `answers` does."""
-        begun = [gang.begin(is_one_machine=is_one_machine, timeout_s=timeout_s) for gang in self._gangs]
-        answers(begun, "starting the trainer", timeout_s, START_KEY)
-        self._config = self._answer(self._gangs[0].ask("hf_config"), "starting the trainer", self._timeout_s)
+        """Have all ranks make what they hold; raises what `gather` does."""
+        begun = [group.begin(is_one_machine=is_one_machine, timeout_s=timeout_s) for group in self._groups]
+        gather(begun, "starting the trainer", timeout_s, START_KEY)
+        self._config = self._answer(self._groups[0].ask("hf_config"), "starting the trainer", self._timeout_s)
 
     @property
     def device(self) -> torch.device:
@@ -66,32 +66,32 @@ class RemoteLearner:
 
     def snapshot(self) -> RemoteSnapshot:
         """See `Keepable.snapshot`; copied on each rank. The one before must have been written."""
-        asked = [gang.ask("copy_state") for gang in self._gangs]
-        copied = answers(asked, "copying the trainer's state", self._timeout_s)
+        asked = [group.ask("copy_state") for group in self._groups]
+        copied = gather(asked, "copying the trainer's state", self._timeout_s)
         num_bytes = [sum(size for size, _ in found) for found in copied]
         rest = {key: value for found in copied for key, value in found[0][1].items()}
-        writing = [gang for gang, size in zip(self._gangs, num_bytes, strict=True) if size]
+        writing = [group for group, size in zip(self._groups, num_bytes, strict=True) if size]
         return RemoteSnapshot(writing, sum(num_bytes), rest, self._timeout_s)
 
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         """See `Keepable.restore`; each rank reads what it needs from the disk."""
         saved = put(tensors)
-        asked = [gang.ask("call", "restore", saved, rest) for gang in self._gangs]
-        answers(asked, "restore", self._timeout_s)
+        asked = [group.ask("call", "restore", saved, rest) for group in self._groups]
+        gather(asked, "restore", self._timeout_s)
 
     def close(self) -> None:
         """End all ranks; what they have not told is lost."""
-        close(self._gangs)
+        close(self._groups)
 
     def _gather(self, *, master: bool) -> list[tuple[str, Tensor]]:
-        return self._answer(self._gangs[0].ask("weights", master=master), "gathering weights", self._timeout_s)
+        return self._answer(self._groups[0].ask("weights", master=master), "gathering weights", self._timeout_s)
 
-    def _call(self, gang: Gang, method: str, *args: Any, **named: Any) -> Any:
-        return self._answer(gang.ask("call", method, *args, **named), method, self._timeout_s)
+    def _call(self, group: RankGroup, method: str, *args: Any, **named: Any) -> Any:
+        return self._answer(group.ask("call", method, *args, **named), method, self._timeout_s)
 
-    def _answer(self, asked: Asked, what: str, timeout_s: float) -> Any:
+    def _answer(self, asked: PendingCalls, what: str, timeout_s: float) -> Any:
         """What rank 0 says, once all ranks are done."""
-        return answers([asked], what, timeout_s)[0][0]
+        return gather([asked], what, timeout_s)[0][0]
 
 
 class RemotePairTrainer(RemoteLearner):
@@ -99,11 +99,11 @@ class RemotePairTrainer(RemoteLearner):
 
     def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """See `PairLearner.update`."""
-        return self._call(self._gangs[0], "update", put(pairs))
+        return self._call(self._groups[0], "update", put(pairs))
 
     def measure(self, pairs: Sequence[Pair]) -> Measured:
         """See `PairLearner.measure`."""
-        return self._call(self._gangs[0], "measure", put(pairs))
+        return self._call(self._groups[0], "measure", put(pairs))
 
 
 class RemoteTrainer(RemoteLearner):
@@ -111,7 +111,7 @@ class RemoteTrainer(RemoteLearner):
 
     Args:
         policy: who trains the policy, and has beside it what is not apart.
-        critic, reference: who has these instead, on devices of their own; may be the same gang.
+        critic, reference: who has these instead, on devices of their own; may be the same group.
         reference_refresh_every: see `PolicyTrainer`; only of a reference apart.
         routes: how weights get to the engines.
         timeout_s: a rank without an answer for so long is stuck.
@@ -120,10 +120,10 @@ class RemoteTrainer(RemoteLearner):
 
     def __init__(
         self,
-        policy: Gang,
+        policy: RankGroup,
         *,
-        critic: Gang | None = None,
-        reference: Gang | None = None,
+        critic: RankGroup | None = None,
+        reference: RankGroup | None = None,
         reference_refresh_every: int = 0,
         routes: Routes | None = None,
         timeout_s: float,
@@ -138,8 +138,8 @@ class RemoteTrainer(RemoteLearner):
 
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
         """See `Trainer.logprobs`."""
-        gang = self._reference if reference else self._policy
-        return self._call(gang, "logprobs", put(batch), reference=reference, temperature=temperature)
+        group = self._reference if reference else self._policy
+        return self._call(group, "logprobs", put(batch), reference=reference, temperature=temperature)
 
     def values(self, batch: Batch) -> Tensor:
         """See `Trainer.values`."""
@@ -148,21 +148,21 @@ class RemoteTrainer(RemoteLearner):
     def measure(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
         """See `Trainer.measure`. What is apart measures at the same time."""
         at = {"ref_logprobs": self._reference, "policy_logprobs": self._policy, "values": self._critic}
-        wanted = {gang: [need for need, who in at.items() if need in needs and who is gang] for gang in self._gangs}
+        wanted = {group: [need for need, who in at.items() if need in needs and who is group] for group in self._groups}
         if not any(wanted.values()):
             return {}
         sent = put(batch)
-        asked = [gang.ask("call", "measure", sent, some) for gang, some in wanted.items() if some]
-        found = answers(asked, "measuring", self._timeout_s)
+        asked = [group.ask("call", "measure", sent, some) for group, some in wanted.items() if some]
+        found = gather(asked, "measuring", self._timeout_s)
         return {name: column for of_ranks in found for name, column in of_ranks[0].items()}
 
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         """See `Trainer.update`. A critic apart learns at the same time: they share nothing but the batch."""
         sent = put(batch)
         learning = dict.fromkeys((self._critic, self._policy))
-        asked = [gang.ask("call", "update", sent, algorithm) for gang in learning]
+        asked = [group.ask("call", "update", sent, algorithm) for group in learning]
         metrics: dict[str, float] = {}
-        for of_ranks in answers(asked, "update", self._timeout_s):
+        for of_ranks in gather(asked, "update", self._timeout_s):
             metrics |= of_ranks[0]
         self._update_count += 1
         if self._refresh_every and self._update_count % self._refresh_every == 0:
@@ -212,14 +212,14 @@ class RemoteTrainer(RemoteLearner):
         settings = {"version": version, "bucket_size": self._bucket_size, "timeout_s": self._timeout_s}
         asked = self._policy.ask("publish", dict(targets), way, **settings)
         # Each target may use up its time; only then is it the rank that is stuck.
-        return answers([asked], what, 2 * self._timeout_s)[0]
+        return gather([asked], what, 2 * self._timeout_s)[0]
 
 
 @dataclass(frozen=True)
 class RemoteSnapshot:
     """A `Snapshot` whose tensors are copies in the ranks' memory."""
 
-    gangs: Sequence[Gang]
+    groups: Sequence[RankGroup]
     """Those that have something to write."""
     num_bytes: int
     rest: Mapping[str, Any]
@@ -228,8 +228,8 @@ class RemoteSnapshot:
 
     def write(self, folder: Path) -> dict[str, FileFacts]:
         """Have each rank write what it copied, while it computes. Raises CheckpointError."""
-        asked = [gang.ask("write_copy", folder.absolute()) for gang in self.gangs]
-        written = answers(asked, f"writing {folder}", self.timeout_s)
+        asked = [group.ask("write_copy", folder.absolute()) for group in self.groups]
+        written = gather(asked, f"writing {folder}", self.timeout_s)
         return {name: facts for ranks in written for files in ranks for name, facts in files.items()}
 
 

@@ -119,7 +119,7 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     metrics |= component_metrics(groups, run.rewards.weights) | run.rewards.http_metrics()
     with run.observer.work("trainer", "train"):
         batch, agreement = await run.in_compute_thread(collate_and_check, run, groups)
-        await run.make_room()  # until the weights are published
+        await run.offload_others()  # until the weights are published
         batch, learned = await run.in_compute_thread(learn, run, batch)
     run.record(groups, dropped, batch)
     return metrics | agreement | learned

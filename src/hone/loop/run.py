@@ -37,7 +37,7 @@ T = TypeVar("T")
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer | PairLearner)
 
 
-class Sleeper(Protocol):
+class Offloadable(Protocol):
     """Who can leave the memory of its devices to others: an engine, a judge, a reward model."""
 
     async def sleep(self) -> None:
@@ -139,24 +139,24 @@ class PolicyRun(Stage[Trainer]):
     evaluate: Callable[[], Awaitable[dict[str, float]]] | None
     gate_passed: bool
     """False until sampler and trainer were seen to agree in this process."""
-    sleepers: tuple[Sleeper, ...] = ()
+    colocated: tuple[Offloadable, ...] = ()
     """Who sleeps while the trainer works, because they have the same devices, each with memory of its own there."""
     replicas: Callable[[], Mapping[str, Engine]] | None = None
     """The engines behind `engine` by name, each of which is sent weights; None where that is one in this process."""
     dropped: list[Group] = field(default_factory=list)
     """Groups of the step in flight that will not be trained on; recorded for people with the others."""
 
-    async def make_room(self) -> None:
+    async def offload_others(self) -> None:
         """Have whoever works on the trainer's devices sleep, until the next `publish`. Nothing may be in flight."""
-        for sleeper in self.sleepers:
-            await sleeper.sleep()
+        for other in self.colocated:
+            await other.sleep()
 
     async def publish(self) -> None:
         """Make the trainer's weights live in the engine, as version `progress.step`, and wake who sleeps."""
         weights = None if self.weights_are_shared else self.trainer.weights()
         await self.engine.load(weights, self.progress.step)
-        for sleeper in self.sleepers:
-            await sleeper.wake()
+        for other in self.colocated:
+            await other.wake()
         self.observer.event("published", version=self.progress.step)
         if self.replicas is not None and due(self.progress.step, self.config.cluster.canary_every):
             await check_replicas(self, self.replicas())

@@ -13,7 +13,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hone.cluster.placement import topology_here
 from hone.config.derived import longest_tokens, needs_critic, unused_services
 from hone.config.load import Loaded, load_rewards
 from hone.config.run import RunConfig
@@ -32,7 +31,7 @@ from hone.reward.transport import Address
 from hone.rollout.env_pool import EnvironmentPool
 from hone.run.check_rewards import check_rewards
 from hone.run.report import CheckReport, Findings
-from hone.services.gpus import split_devices, visible_devices
+from hone.services.gpus import split_devices, topology_here, visible_devices
 from hone.services.launch import engine_note, plan_launches
 from hone.services.ports import holder, is_free
 from hone.services.state import kept_up, runtime_folder

@@ -1,7 +1,7 @@
-"""Who gets which GPU, as values of CUDA_VISIBLE_DEVICES: training and each service see their own and no others.
+"""Assignment of this machine's GPUs to training, services and pools, as values of CUDA_VISIBLE_DEVICES.
 
-Numbers in a run file count within what this process may see: with CUDA_VISIBLE_DEVICES=2,3 device 0 is the third GPU
-of the machine. On a machine without GPUs everything runs on the CPU, and that is said.
+Device numbers in a run file count within this process's CUDA_VISIBLE_DEVICES: with 2,3 device 0 is the machine's third
+GPU. On a machine without GPUs everything runs on the CPU, with a note that says so.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.run import RunConfig
-from hone.errors import ServiceError
+from hone.config.topology import Topology, devices_asked_for, topology_of
+from hone.errors import PlacementError, ServiceError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _LIST_TIMEOUT_S = 30.0
@@ -73,6 +75,34 @@ def split_devices(config: RunConfig, visible: Sequence[str]) -> Split:
         None if training is None else _named(training, visible),
         {name: _named(devices, visible) for name, devices in services.items()},
     )
+
+
+def topology_here(config: RunConfig, gpus: Sequence[str]) -> Topology:
+    """The topology of a run file on machines like this one, whose devices are the default of `devices_per_node`.
+
+    Without GPUs a machine has as many devices as cores, or as many as the pools ask for.
+
+    Args:
+        gpus: GPUs of this machine (`visible_devices`), including those of services.
+    Raises:
+        PlacementError: every rule that the run file breaks on this machine.
+    """
+    cluster = config.cluster
+    if cluster.backend == "local":
+        return topology_of(config)
+    asked = -(-devices_asked_for(config) // cluster.nodes) if cluster.pools else 0
+    found = len(gpus) or max(asked, len(os.sched_getaffinity(0)))
+    wanted = cluster.devices_per_node or found
+    if gpus and cluster.address is None and wanted > found:
+        raise PlacementError(
+            f"cluster.devices_per_node = {wanted}, and this machine has {found} GPUs. Nearest: {found}; or join Ray on "
+            "larger machines with cluster.address."
+        )
+    settled = config.model_copy(update={"cluster": cluster.model_copy(update={"devices_per_node": wanted})})
+    broken = [f"{breach.keys[0]} {breach.message}" for rule in CLUSTER_RULES for breach in rule(settled)]
+    if broken:
+        raise PlacementError("; ".join(broken))
+    return topology_of(settled)
 
 
 def _named(devices: Sequence[int], visible: Sequence[str]) -> str:

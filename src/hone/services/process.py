@@ -1,6 +1,6 @@
-"""One life of a service: from its start, under a keeper, to the end of its last process.
+"""One life of a service: from its start, under a reaper, to the end of its last process.
 
-The keeper (`keeper.py`) does the ending, so that it happens also when this process is killed. What a service is for,
+The reaper (`reaper.py`) does the ending, so that it happens also when this process is killed. What a service is for,
 whether it is well and whether it starts again is `services.py`'s business.
 """
 
@@ -18,11 +18,11 @@ from typing import Self
 
 from hone.errors import ServiceError
 
-_KEEPER = Path(__file__).with_name("keeper.py")
+_REAPER = Path(__file__).with_name("reaper.py")
 _START_TIMEOUT_S = 30.0
-"""Until the keeper, which imports next to nothing, must have started the command."""
+"""Until the reaper, which imports next to nothing, must have started the command."""
 _KILL_TIMEOUT_S = 15.0
-"""Until a keeper that was told to end everything is killed itself; more than it takes to give a process up."""
+"""Until a reaper that was told to end everything is killed itself; more than it takes to give a process up."""
 
 
 class Ending:
@@ -48,10 +48,10 @@ class Ending:
 class Life(Ending):
     """A started command and everything it starts. Make one with `begin`; `stop` or `kill` it in any case."""
 
-    def __init__(self, keeper: Process, pid: int | None, stop_timeout_s: float) -> None:
+    def __init__(self, reaper: Process, pid: int | None, stop_timeout_s: float) -> None:
         self.pid = pid
         """The command's process; None when it could not be started."""
-        self._keeper = keeper
+        self._reaper = reaper
         self._stop_timeout_s = stop_timeout_s
         self._ending = asyncio.create_task(self._read_end(), name="life of a service")
 
@@ -63,29 +63,29 @@ class Life(Ending):
 
         A command that cannot be started is a life that has ended, and its log says why.
         Raises:
-            ServiceError: the keeper itself does not start.
+            ServiceError: the reaper itself does not start.
         """
-        keeper = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_KEEPER), str(log), str(stop_timeout_s), str(folder), *command),
+        reaper = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(_REAPER), str(log), str(stop_timeout_s), str(folder), *command),
             stdin=PIPE,
             stdout=PIPE,
             env=dict(environment),
             start_new_session=True,  # Ctrl-C is for the run to handle
         )
-        assert keeper.stdout is not None and keeper.stdin is not None
+        assert reaper.stdout is not None and reaper.stdin is not None
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                word, _, number = (await keeper.stdout.readline()).decode().partition(" ")
+                word, _, number = (await reaper.stdout.readline()).decode().partition(" ")
             if word not in ("pid", "exit"):
                 raise TimeoutError
-        except BaseException as error:  # also when cancelled: a keeper that nobody holds would keep its service
+        except BaseException as error:  # also when cancelled: a reaper that nobody holds would keep its service
             with contextlib.suppress(ProcessLookupError):
-                keeper.kill()
-            await keeper.wait()
+                reaper.kill()
+            await reaper.wait()
             if isinstance(error, TimeoutError):
                 raise ServiceError(f"{command[0]}: the process that looks after it did not start.") from None
             raise
-        return cls(keeper, int(number) if word == "pid" else None, stop_timeout_s)
+        return cls(reaper, int(number) if word == "pid" else None, stop_timeout_s)
 
     async def stop(self) -> None:
         """Ask it to end; it is killed after its `stop_timeout_s`."""
@@ -96,7 +96,7 @@ class Life(Ending):
         await self._end(b"", _KILL_TIMEOUT_S)
 
     async def _end(self, message: bytes, timeout_s: float) -> None:
-        control = self._keeper.stdin
+        control = self._reaper.stdin
         assert control is not None
         with contextlib.suppress(ConnectionError, RuntimeError):  # it has ended already
             if message:
@@ -107,21 +107,21 @@ class Life(Ending):
             async with asyncio.timeout(timeout_s):
                 await self.ended()
         except TimeoutError:
-            self._keeper.kill()  # takes the command with it
+            self._reaper.kill()  # takes the command with it
             await self.ended()
         control.close()
 
     async def _read_end(self) -> str:
-        assert self._keeper.stdout is not None
+        assert self._reaper.stdout is not None
         last = b""
-        async for line in self._keeper.stdout:
+        async for line in self._reaper.stdout:
             last = line
-        await self._keeper.wait()
+        await self._reaper.wait()
         word, _, number = last.decode().partition(" ")
         if word != "exit" and self.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # what is left of its group; the command died with its keeper
-            return "was killed together with its keeper"
+                os.killpg(self.pid, signal.SIGKILL)  # what is left of its group; the command died with its reaper
+            return "was killed together with its reaper"
         if self.pid is None:
             return "could not be started"
         code = int(number)

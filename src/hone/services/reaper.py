@@ -2,14 +2,14 @@
 
 Started by `process.py` only, as a plain script without Hone or any package on its path:
 
-    keeper.py LOG STOP_TIMEOUT_S FOLDER COMMAND...
+    reaper.py LOG STOP_TIMEOUT_S FOLDER COMMAND...
 
 Standard input is the run's end of a pipe. A byte on it asks the service to stop (SIGTERM to its process group, SIGKILL
 after STOP_TIMEOUT_S); its end means that the run is gone, however it went (kill -9, the kernel's memory killer), and
 the service is killed at once. Standard output says `pid N` and, when the last process has ended, `exit CODE`.
 
-On Linux every process that the service leaves behind, one that made a session of its own too, becomes the keeper's
-child and is killed by it; and the service is killed should the keeper itself be. Elsewhere the service's process
+On Linux every process that the service leaves behind, one that made a session of its own too, becomes the reaper's
+child and is killed by it; and the service is killed should the reaper itself be. Elsewhere the service's process
 group is what is ended.
 """
 
@@ -37,12 +37,12 @@ def main(log: str, stop_timeout_s: float, folder: str, command: list[str]) -> No
     if libc is not None:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken = _wake_on(signal.SIGCHLD, signal.SIGTERM)
-    keeper = os.getpid()
+    reaper = os.getpid()
 
-    def die_with_keeper() -> None:
+    def die_with_reaper() -> None:
         if libc is not None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != keeper:  # it died before the line above
+            if os.getppid() != reaper:  # it died before the line above
                 os._exit(1)
 
     with open(log, "ab") as out:
@@ -54,7 +54,7 @@ def main(log: str, stop_timeout_s: float, folder: str, command: list[str]) -> No
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                preexec_fn=die_with_keeper,
+                preexec_fn=die_with_reaper,
             )
         except OSError as error:
             out.write(f"{command[0]} cannot be started: {error.strerror}\n".encode())
