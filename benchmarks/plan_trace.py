@@ -107,7 +107,7 @@ def lattice() -> Iterator[Case]:
 
 
 def known_to_lose(case: Case) -> bool:
-    """docs/planner-trace.md lists these, with what is known of the reasons."""
+    """docs/memory-verification.md lists these, with what is known of the reasons."""
     long = case.tokens == 32768 and (case.model in EXPERTS or case.model == "gemma-2-2b")
     return long or (case.model == "qwen3-0.6b" and case.tensor == 8 and case.checkpointing == "full")
 

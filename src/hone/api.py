@@ -48,7 +48,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: `stage`, `step` and the metrics that docs/metrics.md lists."""
+        """The lines of metrics.jsonl: `stage`, `step` and the metrics that docs/reference/metrics.md lists."""
         return [json.loads(line) for line in RunFolder.read(self.path).metrics.read_text("utf-8").splitlines()]
 
     @property

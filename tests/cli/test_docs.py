@@ -6,7 +6,7 @@ from hone.config import schema
 from hone.observe.metrics import METRICS
 from hone.tools import docs
 
-FOLDER = Path(__file__).parents[2] / "docs"
+FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 
 
 @pytest.mark.parametrize("name", docs.pages())

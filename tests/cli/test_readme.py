@@ -130,7 +130,7 @@ def test_all_that_the_readme_shows_is_run_here():
     known = {"pip install", "make quickstart", "make test", *(f"hone {verb}" for verb in verbs)}
     assert {" ".join(command.split()[:2]) for command in COMMANDS} == known
     project = (ROOT / "pyproject.toml").read_text("utf-8")
-    assert "pip install hone-rl" in COMMANDS and 'name = "hone-rl"' in project
+    assert "pip install ." in COMMANDS and "pip install hone-rl" in README and 'name = "hone-rl"' in project
     targets = re.findall(r"^(\S+): .*\n\t(.*)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert {"quickstart", "test"} <= {name for name, _ in targets}
     assert dict(targets)["quickstart"] == "$(VENV)/bin/hone train examples/gsm8k-arithmetic/run.yaml --fresh"

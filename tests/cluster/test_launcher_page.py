@@ -1,4 +1,4 @@
-"""docs/launcher.md and examples/reward-service say what works."""
+"""docs/services.md and examples/reward-service say what works."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from hone.cli.main import app, main
 from hone.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "launcher.md").read_text()
+PAGE = (ROOT / "docs" / "services.md").read_text()
 EXAMPLE = ROOT / "examples" / "reward-service" / "run.yaml"
 
 

@@ -104,9 +104,7 @@ def test_messages_shown_are_really_said(name, overrides):
     assert said[0].partition("  ")[2].strip() in PAGE.replace("\n", " ")
 
 
-def test_every_link_leads_somewhere_and_every_layout_is_shown():
-    for place in re.findall(r"\]\(([^)#]+)\)", PAGE):
-        assert (ROOT / "docs" / place).exists(), place
+def test_every_layout_is_shown():
     runs = {path.name for path in (ROOT / "examples" / "cluster").glob("*.yaml")} - {"ppo-70b.yaml", "kuberay.yaml"}
     assert runs == {name for name in runs if name in PAGE}
 

@@ -1,6 +1,6 @@
 """The whole configuration tree: every key, its unit, default and meaning. Defaults are here and in `cluster.py` only.
 
-A run file is one YAML document of these sections; `docs/config.md` is generated from this file. Unknown keys are
+A run file is one YAML document of these sections; `docs/reference/config.md` is generated from this file. Unknown keys are
 refused, the resolved tree is frozen, and a test proves that every key is read by something. What this file does
 not do: find values (`load.py`) or check keys against each other (`rules.py`).
 """

@@ -1,7 +1,7 @@
 """The registry of metrics: every name that a run may log, with unit, meaning and, where known, healthy range.
 
 Names are `area/name[_unit]`; `<word>` in a name stands for any text without a slash. A name that is not here
-cannot be logged: one place says what a number means, and `docs/metrics.md` is generated from it. What this file
+cannot be logged: one place says what a number means, and `docs/reference/metrics.md` is generated from it. What this file
 does not do: compute anything.
 """
 

@@ -1,4 +1,4 @@
-"""docs/algorithms.md: the mathematics of every row and function, from the presets and the tables of `algo`.
+"""docs/reference/algorithms.md: the mathematics of every row and function, from the presets and the tables of `algo`.
 
 Written by hand is what no table knows: the notation, what happens around the functions, and where ours differs from
 others on purpose. Every number there is computed by `tests/algo/test_algorithm_page.py`.
@@ -42,7 +42,7 @@ give.
                 which stands at their last tokens; less kl_reward_coef KL_t"""
 
 _CURVES = """\
-![Accuracy of every row over its steps](presets.svg)
+![Accuracy of every row over its steps](../presets.svg)
 
 Every row on the arithmetic of GSM8K, from one supervised model, with one optimizer and one seed. No row is tuned, and
 one run tells little of a difference of a point or two. What the size of the task forces is set otherwise; it stands in

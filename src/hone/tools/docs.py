@@ -1,4 +1,4 @@
-"""Pages made from the code: docs/config.md, docs/metrics.md and docs/algorithms.md, each from its registry.
+"""Pages made from the code: docs/reference/: config.md, metrics.md and algorithms.md, each from its registry.
 
 Run as `python -m hone.tools.docs` (`make docs`); a test compares the committed pages with what this makes.
 """
@@ -94,9 +94,9 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
 
 
-def main(folder: Path = Path("docs")) -> int:
+def main(folder: Path = Path("docs/reference")) -> int:
     """Write every page into a folder."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, "utf-8")
         print(folder / name)

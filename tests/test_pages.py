@@ -1,0 +1,81 @@
+"""Prose of the project: every link of every page resolves, pages are found from the index, no quaint words."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hone.config import schema
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+QUAINT = re.compile(
+    r"\b((is|was|are|were)\s+told|goes\s+on|go\s+on\s+with|nobody|whoever|for\s+ever|referee)\b", re.IGNORECASE
+)
+"""A reader of this field has to translate these: say logged or reported, continues, no process, forever."""
+NOT_YET = ("docs/", "src/hone/")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def links(page: Path) -> list[str]:
+    """Relative links, as written."""
+    found = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text("utf-8")))
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link} has no such heading"
+
+
+def test_every_page_is_linked_from_the_index():
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
+    assert {page for page in PAGES if page != index} <= linked
+    assert "docs/index.md" in links(ROOT / "README.md")
+
+
+def test_links_and_headings_are_really_read(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# It does, or not\n[a](b.md#c) `[d](e)` [f](https://g)\n```\n# h [i](j)\n```\n")
+    assert links(page) == ["b.md#c"] and anchors(page) == {"it-does-or-not"}
+
+
+def quaint(text: str) -> list[str]:
+    """Lines with one of the words; a phrase may be broken over two lines of a comment."""
+    joined = re.sub(r"\s*\n\s*(?:#\s+)?", " \n", text)
+    return [f"{joined[: found.start()].count(chr(10)) + 1}: {found[0]}" for found in QUAINT.finditer(joined)]
+
+
+def test_words_are_those_of_the_field():
+    sources = [path for kind in ("py", "yaml") for path in (ROOT / "src").rglob(f"*.{kind}")]
+    read = [path for path in [*PAGES, *sources] if not str(path.relative_to(ROOT)).startswith(NOT_YET)]
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in read for line in quaint(path.read_text("utf-8"))] == []
+
+
+def test_a_quaint_line_is_found():
+    assert quaint("fine\n# The run goes\n# on, and Nobody waits") == ["2: goes \non", "3: Nobody"]
+
+
+def test_the_keys_of_the_migration_table_exist():
+    page = (ROOT / "docs" / "migrate.md").read_text("utf-8")
+    cells = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.startswith("| `")]
+    names = []
+    for cell in cells:
+        for name in re.findall(r"`([\w.*]+)(?:: [^`]*)?`", cell):  # `algorithm.clip_low`, `.clip_high`
+            names.append(names[-1].rpartition(".")[0] + name if name.startswith(".") else name)
+    keys = [*schema.all_keys(), "cluster.pools", "rollout.environment"]
+    assert len(names) > 60 and [name for name in names if "." in name and name not in keys] == []
