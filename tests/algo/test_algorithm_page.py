@@ -1,4 +1,4 @@
-"""docs/reference/algorithms.md: every number that is written there by hand is computed here, ours by the code itself."""
+"""docs/reference/algorithms.md: every number written there by hand is computed here, ours by the code itself."""
 
 import re
 from dataclasses import replace

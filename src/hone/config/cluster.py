@@ -1,6 +1,6 @@
-"""The `cluster` section: on which devices a run trains, samples and scores, and how its models are divided over them.
+"""Schema of the `cluster` section: placement of roles on devices, and parallelism of the models.
 
-The rest of a run file says what is computed, and is the same on a laptop and on a cluster.
+The rest of a run file is the same on a laptop and on a cluster.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ Role = Literal["policy", "rollout", "reference", "critic", "reward_model", "judg
 
 class PoolSection(Section):
     devices: int = key(..., unit="devices", ge=1)
-    """GPUs of the pool; on a machine without, processes that share its cores."""
+    """GPUs of the pool; without GPUs, processes that share the cores."""
     roles: tuple[Role, ...] = key(..., min_length=1)
-    """Who works on them; several take turns."""
+    """Roles placed on the pool; several take turns."""
 
 
 class ShardingSection(Section):
     shard: int | None = key(None, unit="devices", ge=1)
-    """Devices that weights, gradients and moments are sharded over (FSDP2), besides `tensor_parallel`; null: all;
-    fewer: copies of the shards."""
+    """Devices to shard weights, gradients and moments over (FSDP2), besides `tensor_parallel`; null: all; fewer: hybrid
+    sharding, with replicas of the shards."""
     tensor_parallel: int = key(1, unit="devices", ge=1)
-    """Devices that each layer is divided over."""
+    """Tensor parallel size: devices per layer."""
     sequence_parallel: int = key(1, unit="devices", ge=1)
-    """Devices that each long sequence is divided over (Ulysses)."""
+    """Sequence parallel size (Ulysses): devices per sequence."""
     offload: tuple[Literal["parameters", "optimizer", "reference"], ...] = key(())
-    """What waits on the host while it is not used."""
+    """What to keep in host memory while it is not used."""
     compile: bool = key(False)
     """Compile each layer."""
 
@@ -46,31 +46,31 @@ class EnginesSection(Section):
 
 class ClusterSection(Section):
     backend: Literal["local", "ray"] = key("local")
-    """local: one process on one device. ray: processes of their own for trainer ranks and engines."""
+    """local: one process on one device. ray: a process per trainer rank and engine."""
     address: str | None = key(None)
-    """Ray cluster to join, `host:port`, or `auto` for the one that this machine belongs to; null: start one here."""
+    """Ray cluster to join, `host:port`, or `auto` for this machine's; null: start one on this machine."""
     nodes: int = key(1, unit="machines", ge=1)
     """Machines of the cluster."""
     devices_per_node: int | None = key(None, unit="devices", ge=1)
-    """GPUs of each machine; null: as many as are found, on a machine without GPUs as many as it has cores."""
+    """GPUs per machine; null: all; without GPUs, the number of cores."""
     pools: dict[str, PoolSection] = key({})
-    """Devices by name and who works there; none: one pool of all devices, where trainer and engines take turns."""
+    """Named groups of devices with their roles; none: one pool of all devices, where trainer and engines take turns."""
     trainer: ShardingSection = key(ShardingSection())
     engines: EnginesSection = key(EnginesSection())
     """The policy's engines, where `rollout` is; a judge's are in its service's `engine`."""
     start_timeout_s: float = key(300.0, unit="seconds", gt=0)
-    """Longest wait for devices and for all processes to be ready."""
+    """Maximum time until devices are free and all processes are ready."""
     call_timeout_s: float = key(1800.0, unit="seconds", gt=0)
-    """A rank or an engine without an answer for so long is stuck, and named."""
+    """A rank or engine that does not respond to a call for this long counts as failed."""
     heartbeat_timeout_s: float = key(60.0, unit="seconds", gt=0)
-    """A process that answers no heartbeat for so long, because it is stopped or deadlocked, is killed and started
-    again, long before `call_timeout_s`; heartbeats are answered during any computation."""
+    """A process without a heartbeat for this long (stopped or deadlocked) is killed and restarted; heartbeats continue
+    during computation."""
     restarts: int = key(3, unit="restarts per hour", ge=0)
-    """Engines, reward models and trainers that die are started again so often; then the run ends."""
+    """Maximum restarts per hour of each engine, reward model and trainer; after that the run fails."""
     transport: Literal["auto", "ray", "group", "ipc"] = key("auto")
-    """How new weights reach the engines: Ray's object store; a broadcast (NCCL on GPUs, gloo on CPUs); the memory of a
-    GPU that both are on; auto: the fastest where they are."""
+    """How weights are published to the engines: Ray's object store, broadcast (NCCL on GPUs, gloo on CPUs), or CUDA IPC
+    on a shared GPU; auto: the fastest for the placement."""
     bucket_mib: float = key(256.0, unit="MiB", gt=0)
-    """Weights are published in pieces of this size."""
+    """Size of the buckets in which weights are published."""
     canary_every: int = key(10, unit="policy updates", ge=0)
-    """Compare trainer's and engines' logprobs after every so many publishes; 0: never."""
+    """Publishes between comparisons of trainer's and engines' logprobs; 0: never."""
