@@ -65,7 +65,7 @@ def memory_peak_mib(pid):
 def scorers():
     """Processes that score for this one; other tests of the same process may have left it servers of their own."""
     children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in children if "hone.reward.worker" in " ".join(child.cmdline())]
+    return [child for child in children if "hone.reward.pool" in " ".join(child.cmdline())]
 
 
 @pytest.mark.parametrize("name", MATRIX)

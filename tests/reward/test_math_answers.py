@@ -185,7 +185,7 @@ def group(*texts: str, answer: object = "4") -> Group:
 
 
 def workers(rewards) -> set[int]:
-    return {worker.process.pid for worker in rewards._pool._workers if worker.process is not None}
+    return {worker._process.pid for worker in rewards._pool.workers._workers if worker is not None and worker.alive}
 
 
 @pytest.mark.slow

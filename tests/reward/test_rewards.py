@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from hone.config.run import RewardComponent, RewardSection
 from hone.errors import RewardError
-from hone.reward.pool import WorkerPool
+from hone.reward.pool import RewardPool
 from hone.reward.rewards import Component, Rewards, UnscoredBound, component_metrics, first_fault
 from hone.types import Fault, Group, Prompt, Sample, Score
 
@@ -30,7 +30,7 @@ LOST = Score(None, Fault.INFRA, "service down")
 def fixed_rewards(tmp_path):
     def make(*weighted, window_samples=1000, **settings):
         components = [Component(f"c{i}", weight, Fixed(scores)) for i, (weight, scores) in enumerate(weighted)]
-        pool = WorkerPool(num_workers=1, folder=tmp_path)
+        pool = RewardPool(num_workers=1, folder=tmp_path)
         return Rewards(components, RewardSection(**settings), window_samples=window_samples, pool=pool)
 
     return make

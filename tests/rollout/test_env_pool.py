@@ -11,6 +11,7 @@ from hone.errors import ConfigError
 from hone.rollout import env_pool
 from hone.rollout.env import Episode, Observation, episode_seed
 from hone.rollout.env_pool import EnvironmentFault, EnvironmentPool
+from hone.runtime.worker_pool import CLOSE_TIMEOUT_S
 from hone.types import Prompt
 
 HERE = Path(__file__).parent
@@ -96,7 +97,7 @@ def test_what_goes_wrong_is_a_fault_of_that_episode_alone(how, fault):
     ("how", "fault"),
     [
         ("dies", "the process of the environments ended with exit code 7"),
-        ("blocks", r"no environment answered for 0.4 s: a step blocked their process; killed"),
+        ("blocks", "the process of the environments sent no reply for 0.4 s: a step blocked it; killed"),
     ],
 )
 def test_a_lost_process_costs_the_episodes_in_it_and_is_replaced(how, fault, monkeypatch):
@@ -141,4 +142,4 @@ def test_closing_is_quick_and_may_come_twice():
         await pool.close()
         return time.monotonic() - started
 
-    assert play("Echo", use) < env_pool.CLOSE_TIMEOUT_S
+    assert play("Echo", use) < CLOSE_TIMEOUT_S

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hone.runtime.processes import begin, framed, receive, start
+from hone.runtime.worker_pool import framed, receive, spawn
 
 GROUP_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 240.0
@@ -29,7 +29,7 @@ class Gang:
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gang")
         with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
-            self._members: list[tuple[subprocess.Popen[bytes], socket.socket]] = [start(__name__) for _ in range(size)]
+            self._members: list[tuple[subprocess.Popen[bytes], socket.socket]] = [spawn(__name__) for _ in range(size)]
         for rank, (_, channel) in enumerate(self._members):
             channel.sendall(framed((rank, size, f"file://{Path(self._folder.name) / 'meet'}")))
 
@@ -59,15 +59,13 @@ class Failure(str):
     """The traceback of a member."""
 
 
-def main(channel_fd: int, parent_pid: int) -> None:
+def main(channel: socket.socket) -> None:
     """A member's life, until the channel closes."""
-    begin(parent_pid)
     import torch
 
     from hone.train.mesh import process_group
 
     torch.set_num_threads(1)
-    channel = socket.socket(fileno=channel_fd)
     rank, size, address = receive(channel)
     cpu = torch.device("cpu")
     with process_group(cpu, rank=rank, world_size=size, address=address, timeout_s=GROUP_TIMEOUT_S):

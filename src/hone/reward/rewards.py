@@ -20,10 +20,9 @@ from hone.config.run import RewardComponent, RewardSection
 from hone.errors import ConfigError, RewardError
 from hone.reward.aggregate import settled, weighted_sums
 from hone.reward.builtin import HELD
-from hone.reward.pool import WorkerPool
+from hone.reward.pool import RewardPool, UserFunction
 from hone.reward.resolve import Unusable, load, load_held, resolve
 from hone.reward.signature import MayScoreSample, Range, RewardFunction, check_scores, declared_range
-from hone.reward.worker import Job
 from hone.types import Group, Prompt, Sample, Score
 
 if TYPE_CHECKING:
@@ -93,16 +92,16 @@ class InProcess:
 class InPool:
     """A user's function, called in a process that can be killed."""
 
-    pool: WorkerPool
-    job: int
+    pool: RewardPool
+    function: int
     timeout_s: float
 
     @property
     def hone_range(self) -> Range:
-        return self.pool.range_of(self.job)
+        return self.pool.range_of(self.function)
 
     async def score(self, group: Group) -> tuple[Score, ...]:
-        return await self.pool.score(self.job, group, timeout_s=self.timeout_s)
+        return await self.pool.score(self.function, group, timeout_s=self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class Rewards:
     """Scores groups. `async with` starts and closes the processes that user functions need."""
 
     def __init__(
-        self, components: Sequence[Component], settings: RewardSection, *, window_samples: int, pool: WorkerPool
+        self, components: Sequence[Component], settings: RewardSection, *, window_samples: int, pool: RewardPool
     ) -> None:
         self.components = tuple(components)
         self.early = {c.name: c.scorer for c in components if isinstance(c.scorer, Early)}
@@ -156,7 +155,7 @@ class Rewards:
         Raises:
             ConfigError: every component that names no reward, names used twice, no component with a weight.
         """
-        pool = WorkerPool(num_workers=settings.workers, folder=folder)
+        pool = RewardPool(num_workers=settings.workers, folder=folder)
         components: list[Component] = list(extra)
         problems: list[str] = []
         if not any(component.weight for component in (*extra, *settings.components)):
@@ -233,11 +232,11 @@ class Rewards:
     @property
     def worker_restarts(self) -> int:
         """Processes of user functions that were started again, because they had hung or died."""
-        return self._pool.restarts
+        return self._pool.workers.restarts
 
     @property
     def timeouts(self) -> int:
-        """How often user functions took too long, see `WorkerPool.timeouts`."""
+        """How often user functions took too long, see `RewardPool.timeouts`."""
         return self._pool.timeouts
 
     def enough(self, group: Group) -> bool:
@@ -352,14 +351,14 @@ class UnscoredBound:
         )
 
 
-def _scorer(component: RewardComponent, folder: Path, pool: WorkerPool, key: str, services: Addresses) -> Scorer:
+def _scorer(component: RewardComponent, folder: Path, pool: RewardPool, key: str, services: Addresses) -> Scorer:
     if component.use in HELD:
         timeout_s = component.timeout_s
         return load_held(component.use, component.args, folder=folder, timeout_s=timeout_s, services=services)
     target = resolve(component.use, folder)
     if target.is_builtin:
         return InProcess(load(target, component.args), component.args)
-    return InPool(pool, pool.add(Job(target, component.args, key)), component.timeout_s)
+    return InPool(pool, pool.add(UserFunction(target, component.args, key)), component.timeout_s)
 
 
 def component_name(component: RewardComponent) -> str:

@@ -59,29 +59,29 @@ class Environment(Protocol):
         ...
 
 
-class Unusable(Exception):
+class BadEnvironment(Exception):
     """What an environment returned is no answer; says why."""
 
 
 def check_observation(returned: Any) -> Observation:
-    """A valid observation of plain values from whatever a step returned. Raises Unusable."""
+    """A valid observation of plain values from whatever a step returned. Raises BadEnvironment."""
     if returned is None:
         return Observation()
     if not isinstance(returned, Observation):
-        raise Unusable(f"returned {type(returned).__name__}, not Observation or None")
+        raise BadEnvironment(f"returned {type(returned).__name__}, not Observation or None")
     text = returned.text
     if text is not None and not isinstance(text, str):
-        raise Unusable(f"gave a text that is {type(text).__name__}")
+        raise BadEnvironment(f"gave a text that is {type(text).__name__}")
     if text is not None and len(text) > MAX_OBSERVATION_CHARACTERS:
-        raise Unusable(f"gave a text of {len(text)} characters; at most {MAX_OBSERVATION_CHARACTERS} are taken")
+        raise BadEnvironment(f"gave a text of {len(text)} characters; at most {MAX_OBSERVATION_CHARACTERS} are taken")
     try:
         metrics = {str(name): float(value) for name, value in returned.metrics.items()}
         reward = float(returned.reward)
     except (AttributeError, TypeError, ValueError) as error:
-        raise Unusable(f"gave a reward or metrics that are no numbers: {error}") from error
+        raise BadEnvironment(f"gave a reward or metrics that are no numbers: {error}") from error
     for name, value in {"reward": reward, **metrics}.items():
         if not math.isfinite(value) or not name.isidentifier():
-            raise Unusable(f"gave {name!r} = {value}; names must be identifiers and values finite")
+            raise BadEnvironment(f"gave {name!r} = {value}; names must be identifiers and values finite")
     return Observation(None if text is None else str(text), reward, metrics)
 
 

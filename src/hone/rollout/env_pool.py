@@ -1,30 +1,29 @@
-"""Environments from the run's side: a process that can be killed, and a handle for each episode that plays in it.
+"""Environments in a worker process, and a handle for each episode that plays there.
 
-A thread cannot be stopped, and code stuck in C holds the whole interpreter; so environments live in a process of their
-own. It gives up a step that awaits too long by itself. When it stops answering altogether it is killed with what it
-started, every episode in it has a fault, and the next episode starts another one. Waiting: each step waits for its own
-answer, which one reading task hands out; the deadline counts from the last answer that the process gave to anyone.
+All episodes of a run share one process. Steps that await run side by side, and one that takes too long is given up
+there. A step that blocks holds up the others: when no reply has come for too long, the process is killed, every episode
+in it fails, and the next episode starts another process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+import inspect
+import socket
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hone.config.run import EnvironmentSection
 from hone.errors import ConfigError
-from hone.rollout.env import Episode, Observation
-from hone.rollout.env_worker import Answer, Forget, Hello, Step, send
-from hone.runtime import processes
+from hone.rollout.env import BadEnvironment, Environment, Episode, Observation, check_observation
+from hone.runtime.user_code import describe, import_module
+from hone.runtime.worker_pool import Session, Worker, WorkerDied, WorkerPool, framed, receive_async
 
-START_TIMEOUT_S = 60.0
-"""Until a new process must have imported the environment."""
+if TYPE_CHECKING:
+    from hone.config.run import EnvironmentSection
+
 GRACE_S = 1.0
-"""What a process without any answer gets beyond the deadline of a step, which it keeps itself if it can."""
-CLOSE_TIMEOUT_S = 2.0
-"""Until a process that was asked to end is killed."""
+"""What a process without any reply gets beyond the deadline of a step, which it keeps itself if it can."""
 
 
 class EnvironmentFault(Exception):
@@ -35,15 +34,17 @@ class EnvironmentPool:
     """All episodes of a run, in one process at a time."""
 
     def __init__(self, settings: EnvironmentSection, folder: Path) -> None:
-        """`folder`: the run file's; `file.py:Class` is relative to it."""
-        self._settings, self._folder = settings, folder.resolve()
-        self._process: _Process | None = None
-        self._starting = asyncio.Lock()
+        """`folder`: the run file's; `file.py:Class` is relative to it, and modules beside it can be imported."""
+        place, _, name = str(settings.use).rpartition(":")
+        place = str((folder / Path(place).expanduser()).resolve()) if place.endswith(".py") else place
+        self.timeout_s = settings.timeout_s
+        setup = (place, name, dict(settings.args), settings.timeout_s)
+        self._workers = WorkerPool(__name__, folder, setup, num_workers=1)
 
     async def start(self) -> None:
         """Start the process. Raises ConfigError when the environment cannot be imported or called."""
         try:
-            await self.running()
+            await self.worker()
         except EnvironmentFault as fault:
             raise ConfigError([f"rollout.environment.use: {fault}"]) from fault
 
@@ -51,158 +52,150 @@ class EnvironmentPool:
         """An episode, made in the process at its first step."""
         return EpisodeHandle(self, episode)
 
+    async def worker(self) -> Worker:
+        """The process, started anew if it died. Raises EnvironmentFault."""
+        try:
+            async with self._workers.worker() as worker:  # given back at once: episodes share it
+                if worker.ready:
+                    raise EnvironmentFault(worker.ready)
+                return worker
+        except WorkerDied as died:
+            raise EnvironmentFault(f"the process of the environments {died}") from died
+
     async def close(self) -> None:
         """End the process, within seconds."""
-        process, self._process = self._process, None
-        if process is not None:
-            await process.close()
-
-    async def running(self) -> _Process:
-        """The process, started anew if it died. Raises EnvironmentFault."""
-        async with self._starting:  # held while a process starts; whoever waits then finds it running
-            if self._process is None or self._process.dead:
-                hello = Hello(
-                    str(self._settings.use),
-                    dict(self._settings.args),
-                    self._settings.timeout_s,
-                    str(self._folder),
-                    tuple(sys.path),
-                )
-                self._process = await _Process.start(hello)
-            return self._process
+        await self._workers.close()
 
 
 class EpisodeHandle:
     """One environment, from the first turn to the last."""
 
     def __init__(self, pool: EnvironmentPool, episode: Episode) -> None:
-        self._pool = pool
-        self._episode = episode
-        self._process: _Process | None = None
-        self._number = -1
+        self._pool, self._episode = pool, episode
+        self._session: Session | None = None
 
     async def step(self, turn: str) -> Observation:
         """The environment's answer to a turn. Raises EnvironmentFault; the episode is over then."""
-        if self._process is None:
-            self._process = await self._pool.running()
-            self._number = self._process.next_number()
-            return await self._process.ask(Step(self._number, turn, self._episode))
-        return await self._process.ask(Step(self._number, turn))
+        episode = None
+        if self._session is None:
+            self._session, episode = Session(await self._pool.worker()), self._episode
+        self._session.send((episode, turn))
+        try:
+            reply = await self._reply(self._session)
+        except WorkerDied as died:
+            raise EnvironmentFault(f"the process of the environments {died}") from died
+        if isinstance(reply, str):
+            raise EnvironmentFault(reply)
+        return reply
 
     def close(self) -> None:
-        """Let the process forget the environment. It has done so already if the episode came to its end."""
-        if self._process is not None:
-            self._process.forget(self._number)
+        """Drop the environment."""
+        if self._session is not None:
+            self._session.send(None)
+            self._session.close()
+
+    async def _reply(self, session: Session) -> Observation | str:
+        """The next reply. The deadline counts from the last one that the process sent to any episode."""
+        worker, patience_s = session.worker, self._pool.timeout_s + GRACE_S
+        while True:
+            seen = worker.num_replies
+            try:
+                async with asyncio.timeout(patience_s):
+                    return await session.receive()
+            except TimeoutError:
+                if worker.num_replies == seen:
+                    await worker.kill(f"sent no reply for {patience_s:g} s: a step blocked it; killed")
 
 
-class _Process:
-    """One process, the socket to it, and the steps that wait for its answers."""
+# ---- in the worker
+
+
+def main(channel: socket.socket) -> None:
+    """Serve until the pool closes the channel."""
+    asyncio.run(_serve(channel))
+
+
+async def _serve(channel: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=channel)
+    number, (place, name, args, timeout_s) = await receive_async(reader)
+    try:
+        host = _Host(_load(place, name, args), args, timeout_s, writer)
+    except BadEnvironment as problem:
+        writer.write(framed((number, str(problem))))
+        await writer.drain()
+        return
+    writer.write(framed((number, "")))
+    while (message := await receive_async(reader)) is not None:
+        host.handle(*message)
+
+
+def _load(place: str, name: str, args: Mapping[str, Any]) -> Any:
+    """Import what the run file names. Raises BadEnvironment."""
+    try:
+        found = getattr(import_module(place, "environment"), name, None)
+    except BaseException as error:  # boundary: the user's module may raise anything while it is imported
+        raise BadEnvironment(f"{place} cannot be imported: {describe(error)}") from error
+    if not callable(found):
+        raise BadEnvironment(f"{place} has no class or function {name!r}")
+    try:
+        inspect.signature(found).bind(None, **args)
+    except TypeError as error:
+        raise BadEnvironment(f"{name}{inspect.signature(found)} does not fit args {args}: {error}") from error
+    if inspect.isclass(found) and not callable(getattr(found, "step", None)):
+        raise BadEnvironment(f"{name} has no method `step(self, turn)`")
+    return found
+
+
+class _Host:
+    """The live environments, by the number of their session. A reply is an Observation, or a text: what failed."""
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        timeout_s: float,
+        self, make: Callable[..., Environment], args: Mapping[str, Any], timeout_s: float, writer: asyncio.StreamWriter
     ) -> None:
-        self._process, self._reader, self._writer, self._timeout_s = process, reader, writer, timeout_s
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._live: set[int] = set()
-        self._last_number = 0
-        self._num_answers = 0
-        self._reading: asyncio.Task[None] | None = None
-        self._ending: asyncio.Task[str] | None = None
+        self._make, self._args, self._timeout_s, self._writer = make, args, timeout_s, writer
+        self._live: dict[int, Environment] = {}
+        self._awaiting: set[asyncio.Task[None]] = set()
 
-    @classmethod
-    async def start(cls, hello: Hello) -> _Process:
-        """Raises EnvironmentFault when it cannot import the environment, or does not come up."""
-        started, channel = processes.start("hone.rollout.env_worker")
-        reader, writer = await asyncio.open_connection(sock=channel)
-        self = cls(started, reader, writer, hello.timeout_s)
-        send(writer, hello)
+    def handle(self, number: int, message: tuple[Episode | None, str] | None) -> None:
+        """A turn, with the episode if it is the first; None: the environment is no longer needed."""
+        if message is None:
+            self._live.pop(number, None)
+            return
+        episode, turn = message
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                problem = await processes.receive_async(reader)
-        except TimeoutError:
-            problem = f"its import did not finish within {START_TIMEOUT_S:g} s"
-        except asyncio.CancelledError:
-            await self.end()
-            raise
-        if problem != "":
-            ended = await self.end()
-            raise EnvironmentFault(problem or ended)
-        self._reading = asyncio.create_task(self._read())
-        return self
+            if episode is not None:
+                self._live[number] = self._make(episode, **self._args)
+            returned = self._live[number].step(turn)
+        except BaseException as error:  # boundary: a user's code may raise anything, SystemExit included
+            self._reply(number, f"raised {describe(error)}")
+            return
+        if inspect.isawaitable(returned):
+            task = asyncio.ensure_future(self._await(number, returned))
+            self._awaiting.add(task)
+            task.add_done_callback(self._awaiting.discard)
+        else:
+            self._check(number, returned)
 
-    @property
-    def dead(self) -> bool:
-        return self._ending is not None
+    async def _await(self, number: int, returned: Awaitable[Any]) -> None:
+        step = asyncio.ensure_future(returned)
+        await asyncio.wait({step}, timeout=self._timeout_s)
+        if not step.done():
+            step.cancel()  # not awaited: it may refuse
+            self._reply(number, f"took longer than {self._timeout_s:g} s")
+        elif step.cancelled():
+            self._reply(number, "was cancelled by its own code")
+        elif (error := step.exception()) is not None:
+            self._reply(number, f"raised {describe(error)}")
+        else:
+            self._check(number, step.result())
 
-    def next_number(self) -> int:
-        self._last_number += 1
-        return self._last_number
-
-    async def ask(self, step: Step) -> Observation:
-        """The answer to a step. Raises EnvironmentFault."""
-        if self.dead:
-            raise EnvironmentFault(await self.end())
-        waiting = self._waiting[step.number] = asyncio.get_running_loop().create_future()
-        self._live.add(step.number)
-        send(self._writer, step)
+    def _check(self, number: int, returned: Any) -> None:
         try:
-            answer = await self._answered(waiting)
-        finally:
-            del self._waiting[step.number]
-        if answer.fault or answer.observation.text is None:
-            self._live.discard(step.number)
-        if answer.fault:
-            raise EnvironmentFault(answer.fault)
-        return answer.observation
+            self._reply(number, check_observation(returned))
+        except BadEnvironment as problem:
+            self._reply(number, str(problem))
 
-    async def _answered(self, waiting: asyncio.Future[Answer]) -> Answer:
-        patience_s = self._timeout_s + GRACE_S
-        while True:
-            seen = self._num_answers
-            done, _ = await asyncio.wait({waiting}, timeout=patience_s)
-            if done:
-                return waiting.result()
-            if self._num_answers == seen:
-                await self.end(f"no environment answered for {patience_s:g} s: a step blocked their process; killed")
-
-    def forget(self, number: int) -> None:
-        if number in self._live and not self.dead:
-            self._live.discard(number)
-            send(self._writer, Forget(number))
-
-    async def end(self, cause: str = "") -> str:
-        """End the process and what it started, now. Returns why it ended; whoever waits hears it as a fault."""
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._end(cause))
-        return await asyncio.shield(self._ending)
-
-    async def _end(self, cause: str) -> str:
-        code = await processes.kill(self._process)
-        cause = cause or f"the process of the environments {processes.how_it_ended(code)}"
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(EnvironmentFault(cause))
-        self._writer.close()
-        return cause
-
-    async def close(self) -> None:
-        """Let the process end by itself, so that exit handlers run; kill it when it does not."""
-        assert self._reading is not None
-        if not self.dead:
-            self._writer.write_eof()  # it reads the end of its messages
-        await asyncio.wait({self._reading}, timeout=CLOSE_TIMEOUT_S)
-        await self.end()
-        await self._reading
-
-    async def _read(self) -> None:
-        """Hand answers to those who wait, until the process is gone."""
-        while (answer := await processes.receive_async(self._reader)) is not None:
-            self._num_answers += 1
-            waiting = self._waiting.get(answer.number)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
-        await self.end()
+    def _reply(self, number: int, reply: Observation | str) -> None:
+        if isinstance(reply, str) or reply.text is None:
+            self._live.pop(number, None)
+        self._writer.write(framed((number, reply)))

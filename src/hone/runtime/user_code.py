@@ -1,7 +1,7 @@
 """Modules of the user's: importing one by name or from a file, and saying in a line what it raised.
 
-Shared by the processes in which rewards (`reward/resolve.py`) and environments (`rollout/env_worker.py`) live; the run
-itself never imports what a user wrote.
+Used in the worker processes of rewards (`reward/resolve.py`) and environments (`rollout/env_pool.py`); the run itself
+never imports what a user wrote.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ from typing import Any, Literal
 from hone.reward.judge.parse import NoScores
 from hone.reward.judge.prompt import Messages
 from hone.reward.judge.settings import DataProcessorConfig
-from hone.reward.pool import WorkerPool
+from hone.reward.pool import RewardPool, UserFunction
 from hone.reward.resolve import Target, Unusable, import_function
-from hone.reward.worker import Job
 
 Role = Literal["preprocess", "postprocess"]
 _LEADING: dict[Role, tuple[str, ...]] = {"preprocess": ("question", "response"), "postprocess": ("text",)}
@@ -32,23 +31,21 @@ class UserFunctions:
 
     def __init__(self, config: DataProcessorConfig, folder: Path, *, timeout_s: float) -> None:
         path = str((folder / Path(config.path).expanduser()).resolve())
-        self._pool = WorkerPool(num_workers=1, folder=folder)
+        self._pool = RewardPool(num_workers=1, folder=folder)
         self._timeout_s = timeout_s
         names: dict[Role, str | None] = {
             "preprocess": config.preprocess_fn_name,
             "postprocess": config.postprocess_fn_name,
         }
-        target = Target(__name__, call.__name__)
-        self._jobs = {
-            role: self._pool.add(
-                Job(target, {"path": path, "name": name, "role": role}, f"data_processor_config.{role}_fn_name")
-            )
-            for role, name in names.items()
-            if name is not None
-        }
+        self._functions: dict[Role, int] = {}
+        for role, name in names.items():
+            if name is not None:
+                args = {"path": path, "name": name, "role": role}
+                function = UserFunction(Target(__name__, call.__name__), args, f"data_processor_config.{role}_fn_name")
+                self._functions[role] = self._pool.add(function)
 
     def has(self, role: Role) -> bool:
-        return role in self._jobs
+        return role in self._functions
 
     async def start(self) -> list[str]:
         """Import the functions. Returns what is wrong with them."""
@@ -56,12 +53,12 @@ class UserFunctions:
 
     async def prompt(self, item: Mapping[str, Any]) -> Messages:
         """What `preprocess` makes of an item. Raises CallFailed."""
-        made = await self._pool.call(self._jobs["preprocess"], dict(item), timeout_s=self._timeout_s)
+        made = await self._pool.call(self._functions["preprocess"], dict(item), timeout_s=self._timeout_s)
         return [{"role": "user", "content": made}] if isinstance(made, str) else made
 
     async def score(self, text: str, item: Mapping[str, Any]) -> float:
         """What `postprocess` makes of the judge's text. Raises CallFailed, or NoScores where that is None."""
-        found = await self._pool.call(self._jobs["postprocess"], {**item, "text": text}, timeout_s=self._timeout_s)
+        found = await self._pool.call(self._functions["postprocess"], {**item, "text": text}, timeout_s=self._timeout_s)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise NoScores("missing" if found is None else "malformed", f"postprocess gave {type(found).__name__}")
         return float(found)
