@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hone.config.vllm import VllmSettings
+from hone.config.engine import EngineSection
 from hone.model.base import CausalModel
 from hone.model.load import init_model, save_hf
 from hone.rollout.engine import Engine, Request, Sampling
@@ -107,7 +107,7 @@ async def compare(hidden: int, prompts: int, rounds: int, folder: Path) -> None:
     save_hf(folder / "hf", model.hf_config, model.named_weights())
     vllm = await VllmEngine.start(
         VllmPlace(folder / "hf", "bfloat16", longest_tokens=192, max_concurrent=512, prefill_tokens=16384),
-        VllmSettings(),
+        EngineSection(),
         decode=lambda ids: "",
         eos_ids=(),
         timeout_s=120.0,

@@ -60,7 +60,7 @@ def test_what_a_preset_writes_is_a_cluster_section(tmp_path, capsys):
         main(["plan", str(run_file), "--hardware", "H100-80G", "--preset", "recommended", "--write", str(better)]) == 0
     )
     capsys.readouterr()
-    assert load_config(better).config.cluster.engines.tensor_parallel > 1
+    assert load_config(better).config.cluster.engines.tensor_parallel_size > 1
     assert main(["plan", str(better), "--hardware", "H100-80G", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"]["level"] == "fits"
 

@@ -95,13 +95,15 @@ def test_ranks_and_replicas_are_derived(run_file, capsys):
         "cluster.backend=ray",
         pools,
         "cluster.trainer.shard=2",
-        "cluster.engines={use: vllm, tensor_parallel: 2}",
+        "cluster.engines={use: vllm, tensor_parallel_size: 2}",
     ]
     out = explain(capsys, run_file, "cluster.pools.a.devices", *cluster)
     assert "  trainer = 8 ranks  (devices of the pool with policy)\n" in out
     assert "  copies of weights and states = 4 copies  (trainer ranks / (shard x tensor_parallel))\n" in out
-    assert "  engines = 3 replicas" in explain(capsys, run_file, "cluster.engines.tensor_parallel", *cluster)
-    assert "engines = " not in explain(capsys, run_file, "cluster.engines.tensor_parallel", "cluster.backend=local")
+    assert "  engines = 3 replicas" in explain(capsys, run_file, "cluster.engines.tensor_parallel_size", *cluster)
+    assert "engines = " not in explain(
+        capsys, run_file, "cluster.engines.tensor_parallel_size", "cluster.backend=local"
+    )
 
 
 def test_every_key_can_be_explained(run_file):

@@ -11,7 +11,6 @@ import torch
 from test_services import Watched
 
 from hone.config.run import ServiceSection
-from hone.config.service_engine import ServiceEngine, engine_of
 from hone.data.chat import character_tokenizer
 from hone.model.load import init_model, save_hf
 from hone.reward.judge.figures import EngineFigures, read_metrics
@@ -46,9 +45,8 @@ port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 ENGINE = {
-    "tensor_model_parallel_size": 2,
-    "micro_batch_size_per_gpu": 16,
-    "max_num_seqs": 64,
+    "tensor_parallel_size": 2,
+    "max_num_seqs": 32,
     "max_num_batched_tokens": 20480,
     "gpu_memory_utilization": 0.3,
     "max_model_len": 20480,
@@ -93,9 +91,9 @@ def test_a_judges_keys_become_a_vllm_server_that_is_asked(tmp_path, vllm, capfd)
         *["serve", "org/judge-16b", "--host", "127.0.0.1", "--port", str(watched.port)],
         *["--tensor-parallel-size", "2", "--data-parallel-size", "2"],
         *["--max-num-seqs", "32", "--max-num-batched-tokens", "20480", "--gpu-memory-utilization", "0.3"],
-        *["--max-model-len", "20480", "--no-enable-chunked-prefill", "--enable-prefix-caching", "--enforce-eager"],
+        *["--no-enable-chunked-prefill", "--enable-prefix-caching", "--max-model-len", "20480", "--enforce-eager"],
     ]
-    shown = "service judge: vLLM, 4 GPUs // tensor_model_parallel_size 2 = 2 replicas, of 32 sequences each"
+    shown = "service judge: vLLM, 4 GPUs // tensor_parallel_size 2 = 2 replicas, of 32 sequences each"
     assert shown in watched.said
 
 
@@ -127,21 +125,16 @@ def test_without_vllm_hones_own_server_runs_and_says_what_it_does_not_heed(tmp_p
 
 
 @pytest.mark.parametrize(("gpus", "size", "replicas"), [(0, 1, 1), (1, 1, 1), (7, 1, 7), (8, 2, 4), (8, 8, 1)])
-def test_replicas_are_gpus_over_tensor_parallel(gpus, size, replicas):
-    engine = {"tensor_model_parallel_size": size}
+def test_replicas_are_gpus_over_tensor_parallel(tmp_path, vllm, gpus, size, replicas):
+    engine = {"tensor_parallel_size": size}
     service = ServiceSection(policy="a/b", devices=tuple(range(gpus)), engine=engine)
-    assert engine_of(service).replicas(service) == replicas
-
-
-def test_both_bounds_on_sequences_are_heeded():
-    assert ServiceEngine().sequences == 64
-    assert ServiceEngine(micro_batch_size_per_gpu=8, tensor_model_parallel_size=2).sequences == 16
-    assert ServiceEngine(micro_batch_size_per_gpu=256).sequences == 64
+    said = f"{gpus} GPUs // tensor_parallel_size {size} = {replicas} replicas" if gpus else "1 replica"
+    assert engine_note(service, tmp_path) == f"vLLM, {said}, of 64 sequences each"
 
 
 def test_without_engine_nothing_is_said_and_nothing_changes(tmp_path, vllm):
     service = ServiceSection(policy="a/b")
-    assert engine_note(service, tmp_path) == "" and engine_of(service) is None
+    assert engine_note(service, tmp_path) == "" and service.engine is None
 
 
 def test_figures_are_since_they_were_last_asked_for():

@@ -141,7 +141,7 @@ def test_a_replica_of_vllm_is_divided_over_its_devices_alone(tmp_path, monkeypat
     (tmp_path / "vllm").write_text("#!/bin/sh\n")
     (tmp_path / "vllm").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    service = ServiceSection(policy="org/judge", engine={"tensor_model_parallel_size": 2})
+    service = ServiceSection(policy="org/judge", engine={"tensor_parallel_size": 2})
     found = plan_replica(service, place(sleeps=True), tmp_path, tmp_path, "127.0.0.2")
     words = " ".join(found.command)
     assert words.startswith(f"{tmp_path}/vllm serve org/judge --host 127.0.0.2 --port {found.port} ")

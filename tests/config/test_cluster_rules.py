@@ -16,7 +16,7 @@ HEAD = {
 }
 JUDGED = {
     "reward": {"components": [{"use": "judge", "args": {"service": "grm"}}]},
-    "services": {"grm": {"policy": "a/b", "engine": {"tensor_model_parallel_size": 2}}},
+    "services": {"grm": {"policy": "a/b", "engine": {"tensor_parallel_size": 2}}},
 }
 RATED = {"reward": {"components": [{"use": "reward_model", "args": {"path": "a/b"}}]}}
 GAE = {"algorithm": {"credit": "gae"}}
@@ -134,22 +134,22 @@ BROKEN = [
         "cluster.trainer.shard: must divide the 2 devices of critic (got 4). Nearest: 2",
     ),
     (
-        apart(2, 6, engines={"use": "vllm", "tensor_parallel": 4}),
-        "cluster.engines.tensor_parallel: must divide the 6 devices of pool sample (got 4). Nearest: 3 or 6; 2 would "
-        "idle",
+        apart(2, 6, engines={"use": "vllm", "tensor_parallel_size": 4}),
+        "cluster.engines.tensor_parallel_size: must divide the 6 devices of pool sample (got 4). Nearest: 3 or 6; 2 "
+        "would idle",
     ),
     (
         JUDGED | ray(pools=pools(a=(1, "policy rollout"), j=(3, "judge"))),
-        "services.grm.engine.tensor_model_parallel_size: must divide the 3 devices of pool j (got 2). Nearest: 1 or 3;",
+        "services.grm.engine.tensor_parallel_size: must divide the 3 devices of pool j (got 2). Nearest: 1 or 3;",
     ),
     (
         ray(devices_per_node=8, trainer={"tensor_parallel": 8}),
         "cluster.trainer.tensor_parallel: must divide the model's 4 key-value heads (got 8). Nearest: 4",
     ),
     (
-        ray(devices_per_node=6, engines={"use": "vllm", "tensor_parallel": 3}),
-        "cluster.engines.tensor_parallel: must divide the model's 4 key-value heads or be a multiple of them (got 3). "
-        "Nearest: 2 or 4",
+        ray(devices_per_node=6, engines={"use": "vllm", "tensor_parallel_size": 3}),
+        "cluster.engines.tensor_parallel_size: must divide the model's 4 key-value heads or be a multiple of them (got "
+        "3). Nearest: 2 or 4",
     ),
     (
         ray(devices_per_node=8, trainer={"tensor_parallel": 2, "sequence_parallel": 4}),
@@ -162,22 +162,22 @@ BROKEN = [
     (
         ray(
             pools=pools(a=(2, "policy"), b=(4, "rollout"), c=(2, "critic")),
-            engines={"use": "vllm", "tensor_parallel": 4},
+            engines={"use": "vllm", "tensor_parallel_size": 4},
             nodes=2,
             devices_per_node=4,
             address="auto",
         )
         | GAE,
-        "cluster.engines.tensor_parallel: = 4 puts devices 2 to 5, of pool b, together, and they are on machines 0 and "
-        "1, of 4 devices each. Nearest: the pools in the order a, c, b",
+        "cluster.engines.tensor_parallel_size: = 4 puts devices 2 to 5, of pool b, together, and they are on machines "
+        "0 and 1, of 4 devices each. Nearest: the pools in the order a, c, b",
     ),
     (
-        apart(6, 12, engines={"use": "vllm", "tensor_parallel": 6}, nodes=3, devices_per_node=8, address="auto"),
+        apart(6, 12, engines={"use": "vllm", "tensor_parallel_size": 6}, nodes=3, devices_per_node=8, address="auto"),
         "Let sizes of pools be multiples of what divides a machine",
     ),
     (
-        apart(8, 12, engines={"use": "vllm", "tensor_parallel": 12}, nodes=3, devices_per_node=8, address="auto"),
-        "cluster.engines.tensor_parallel: = 12 is more than a machine has (8). Nearest: 6",
+        apart(8, 12, engines={"use": "vllm", "tensor_parallel_size": 12}, nodes=3, devices_per_node=8, address="auto"),
+        "cluster.engines.tensor_parallel_size: = 12 is more than a machine has (8). Nearest: 6",
     ),
     (
         apart(4, 2) | {"train": {"samples_per_optimizer_step": 2}},
@@ -204,11 +204,17 @@ BROKEN = [
     ),
     (
         ray(engines={"use": "vllm"}) | {"rollout": {"compile": True}},
-        "rollout.compile: = true compiles Hone's own engine; vLLM does so by itself",
+        "rollout.compile: = true compiles Hone's own engine; vLLM compiles its own model",
     ),
-    (ray(engines={"memory_frac": 0.9}), "cluster.engines.memory_frac: is only used by use = vllm"),
-    (ray(engines={"args": {"a": 1}}), "cluster.engines.args: is only used by use = vllm"),
-    (ray(engines={"tensor_parallel": 2}, devices_per_node=2), "cluster.engines.tensor_parallel: is only used by use ="),
+    (
+        ray(engines={"gpu_memory_utilization": 0.9}),
+        "cluster.engines.gpu_memory_utilization: is only used by use = vllm",
+    ),
+    (ray(engines={"max_num_seqs": 1}), "cluster.engines.max_num_seqs: is only used by use = vllm"),
+    (
+        ray(engines={"tensor_parallel_size": 2}, devices_per_node=2),
+        "cluster.engines.tensor_parallel_size: is only used by use =",
+    ),
     (
         ray(pools=pools(a=(1, "policy rollout"), j=(1, "judge"))),
         "cluster.pools.j.roles: judge is one service with `policy`, a model that a reward `judge` names (got none). "
@@ -230,12 +236,13 @@ BROKEN = [
     (
         JUDGED
         | ray(pools=pools(a=(1, "policy rollout"), j=(2, "judge")))
-        | {"services": {"grm": {"policy": "a/b", "engine": {"use": "hone", "tensor_model_parallel_size": 2}}}},
-        "services.grm.engine: use: hone is an engine on one device (got tensor_model_parallel_size = 2). Set it to 1",
+        | {"services": {"grm": {"policy": "a/b", "engine": {"use": "hone", "tensor_parallel_size": 2}}}},
+        "services.grm.engine.tensor_parallel_size: = 2, and use = hone is an engine on one device. Set it to 1",
     ),
     (
-        JUDGED | ray(pools=pools(a=(2, "policy rollout judge")), engines={"use": "vllm", "memory_frac": 0.4}),
-        "services.grm.engine: gpu_memory_utilization 0.9 + cluster.engines.memory_frac 0.4 = 1.3 > 0.9 of each device "
+        JUDGED
+        | ray(pools=pools(a=(2, "policy rollout judge")), engines={"use": "vllm", "gpu_memory_utilization": 0.4}),
+        "services.grm.engine.gpu_memory_utilization: 0.9 + the policy's engines' 0.4 = 1.3 > 0.9 of each device "
         "of a: the judge scores while the policy's engines sample. Nearest: 0.45 each; or a pool of its own for judge",
     ),
     (
@@ -253,7 +260,7 @@ RIGHT = [
     ray(devices_per_node=8),
     apart(),
     apart() | {"rollout": {"max_staleness": 1}},
-    apart(4, 4, devices_per_node=8, trainer={"shard": 2}, engines={"use": "vllm", "tensor_parallel": 2}),
+    apart(4, 4, devices_per_node=8, trainer={"shard": 2}, engines={"use": "vllm", "tensor_parallel_size": 2}),
     ray(devices_per_node=4, trainer={"tensor_parallel": 2, "sequence_parallel": 2}),
     GAE | apart(also=("critic", "reference")),
     {"cluster": {"backend": "local", "nodes": 2}, "rollout": {"max_staleness": 1}},
@@ -261,7 +268,7 @@ RIGHT = [
     JUDGED | ray(pools=pools(a=(2, "policy rollout judge"))),
     JUDGED | ray(pools=pools(a=(2, "policy"), b=(2, "rollout judge"))) | {"rollout": {"max_staleness": 1}},
     JUDGED
-    | ray(pools=pools(a=(2, "policy rollout judge")), engines={"use": "vllm", "memory_frac": 0.4})
+    | ray(pools=pools(a=(2, "policy rollout judge")), engines={"use": "vllm", "gpu_memory_utilization": 0.4})
     | {"services": {"grm": {"policy": "a/b", "engine": {"gpu_memory_utilization": 0.5}}}},
     RATED | ray(pools=pools(a=(1, "policy rollout"), r=(2, "reward_model"))) | {"rollout": {"max_staleness": 0}},
     JUDGED | ray(devices_per_node=3) | {"services": {"grm": {"policy": "a/b", "devices": [2]}}},
@@ -302,7 +309,7 @@ def test_what_can_run_is_let_through(problems, sections):
 
 
 def test_all_problems_come_at_once(problems):
-    divided = {"trainer": {"tensor_parallel": 4}, "engines": {"use": "vllm", "tensor_parallel": 2}}
+    divided = {"trainer": {"tensor_parallel": 4}, "engines": {"use": "vllm", "tensor_parallel_size": 2}}
     assert len(problems(apart(6, 5, also=("critic",), devices_per_node=8, **divided) | GAE)) == 3
     assert len(problems(apart(6, 5, devices_per_node=8, **divided) | GAE)) == 2, "sizes wait for roles"
 

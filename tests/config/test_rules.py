@@ -3,10 +3,9 @@
 import pytest
 
 from hone.config.cluster_rules import CLUSTER_RULES
+from hone.config.engine_rules import ENGINE_RULES
 from hone.config.rules import RULES
 from hone.config.run import RunConfig
-from hone.config.service_engine import ENGINE_RULES
-from hone.config.vllm_rules import VLLM_RULES
 from hone.config.yaml_tree import read_yaml
 
 SFT = {"stages": "[sft, rl]"}
@@ -84,25 +83,25 @@ BROKEN = [
             "services": "{a: {policy: x/y, devices: [7], engine: {gpu_memory_utilization: 0.6}}, "
             "b: {policy: x/y, devices: [7], engine: {gpu_memory_utilization: 0.4}}}"
         },
-        "gpu_memory_utilization on GPU 7: a 0.6 + b 0.4 = 1 > 0.9. Lower them",
+        "services.a.engine.gpu_memory_utilization: on GPU 7: a 0.6 + b 0.4 = 1 > 0.9. Lower them",
     ),
     (
-        judge("policy: x/y, devices: [5, 6, 7], engine: {tensor_model_parallel_size: 2}"),
-        "engine: tensor_model_parallel_size = 2 must divide the service's GPUs (got 3). Nearest: give it 2",
-    ),
-    (judge("policy: x/y, engine: {max_num_sequences: 3}"), "services.judge.engine: max_num_sequences: Extra inputs"),
-    (judge("policy: x/y, engine: {gpu_memory_utilization: 30}"), "less than or equal to 1 (got 30)"),
-    (
-        judge("policy: x/y, engine: {skip_tokenizer_init: true}"),
-        "skip_tokenizer_init: Input should be False (got True)",
+        judge("policy: x/y, devices: [5, 6, 7], engine: {tensor_parallel_size: 2}"),
+        "engine.tensor_parallel_size: = 2 must divide the service's GPUs (got 3). Nearest: give it 2",
     ),
     (
         judge("policy: x/y, engine: {enable_chunked_prefill: false, max_model_len: 20480}"),
-        "max_num_batched_tokens must be at least max_model_len (got 8192 < 20480). Nearest: 20480",
+        "max_num_batched_tokens: must be at least max_model_len (got 8192 < 20480)",
     ),
-    (judge("policy: x/y, engine: {max_num_batched_tokens: 8}"), "max_num_batched_tokens = 8 < max_num_seqs = 64"),
+    (
+        judge("policy: x/y, engine: {max_num_batched_tokens: 8}"),
+        "engine.max_num_batched_tokens: = 8 < max_num_seqs = 64",
+    ),
     (judge("command: [sh, '{port}'], engine: {use: vllm}"), "services.judge.engine: is for a service with `policy`"),
-    (judge("policy: x/y, devices: [6, 7], engine: {use: hone}"), "use: hone is an engine on one device (got 2 GPUs)"),
+    (
+        judge("policy: x/y, devices: [6, 7], engine: {use: hone}"),
+        "services.judge.engine.use: = hone is an engine on one device (got 2 GPUs)",
+    ),
     (
         judge("policy: x/y, engine: {max_model_len: 18000}")
         | {"reward__components": "[{use: judge, args: {service: judge, prompt_length: 17000, response_length: 2048}}]"},
@@ -222,10 +221,24 @@ def test_the_run_folder_may_not_hold_the_run_file(folder, problems_of, monkeypat
         assert "run.dir: must be a folder of the run's own" in problems_of(run__dir=path)[0]
 
 
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("max_num_sequences: 3", "max_num_sequences: unknown key. Did you mean services.judge.engine.max_num_seqs?"),
+        ("gpu_memory_utilization: 30", "gpu_memory_utilization: must be above 0 and at most 1 (got 30). Nearest: 1"),
+        ("skip_tokenizer_init: true", "skip_tokenizer_init: is set by Hone, which relies on it"),
+        ("micro_batch_size_per_gpu: 8", "micro_batch_size_per_gpu: is max_num_seqs"),
+    ],
+)
+def test_an_engines_keys_are_checked(problems_of, engine, said):
+    found = problems_of(services=f"{{judge: {{policy: x/y, engine: {{{engine}}}}}}}")
+    assert any(f"services.judge.engine.{said}" in problem for problem in found), found
+
+
 def test_every_rule_has_a_case():
     """A rule that none of the cases wakes is one that may never speak."""
     spoken = {rule for changes, _ in BROKEN for rule in RULES if list(rule(config_of(changes)))}
-    elsewhere = {*CLUSTER_RULES, *VLLM_RULES, *ENGINE_RULES}  # these have files of tests of their own
+    elsewhere = {*CLUSTER_RULES, *ENGINE_RULES}  # these have files of tests of their own
     assert {rule.__name__ for rule in {*RULES} - elsewhere - spoken} == set()
 
 

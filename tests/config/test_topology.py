@@ -54,7 +54,7 @@ def test_tensor_parallel_is_innermost_and_copies_are_what_is_left():
 
 
 def test_engines_are_devices_over_tensor_parallel():
-    engines = {"engines": {"use": "vllm", "tensor_parallel": 4}}
+    engines = {"engines": {"use": "vllm", "tensor_parallel_size": 4}}
     topology = topology_of(run({"devices_per_node": 8, **engines}))
     assert [engine.devices for engine in topology.engines] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
@@ -100,7 +100,7 @@ def test_a_judge_is_a_service_with_a_model_that_rewards_ask():
         "train": {"devices": 1, "roles": ["policy", "rollout"]},
         "judge": {"devices": 4, "roles": ["judge"]},
     }
-    sections["services"]["grm"]["engine"] = {"tensor_model_parallel_size": 2}
+    sections["services"]["grm"]["engine"] = {"tensor_parallel_size": 2}
     topology = topology_of(run({"pools": pools}, **sections))
     assert [(one.name, one.devices) for one in topology.judges] == [("judge-0", (1, 2)), ("judge-1", (3, 4))]
     assert topology_of(run({"pools": pools})).judges == ()
@@ -153,7 +153,7 @@ def test_any_section_has_a_topology(sizes, nodes, per_node, found, shard, ways):
     pools = {f"pool{number}": {"devices": size, "roles": sorted(roles)} for number, (size, roles) in enumerate(sizes)}
     trainer = {"shard": shard, "tensor_parallel": tensor, "sequence_parallel": sequence}
     section = {"nodes": nodes, "devices_per_node": per_node, "pools": pools, "trainer": trainer}
-    topology = topology_of(run({**section, "engines": {"tensor_parallel": engine}}), found)
+    topology = topology_of(run({**section, "engines": {"tensor_parallel_size": engine}}), found)
     numbers = [number for pool in topology.pools for number in pool.devices]
     assert sorted(set(numbers)) == numbers, "a device belongs to one pool"
     assert all(len(one.devices) == engine for one in topology.engines)

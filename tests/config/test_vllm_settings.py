@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hone.config.engine import ELSEWHERE, EngineSection
 from hone.config.load import load_config
-from hone.config.vllm import ELSEWHERE, VllmSettings, settings_problems
 from hone.errors import ConfigError
 
 HEAD = """
@@ -17,57 +17,45 @@ rollout: {max_response_tokens: 28, max_concurrent_samples: 64}
 """
 
 
-def test_settings_are_vllms_own_defaults_checked_and_frozen():
-    settings = VllmSettings.of({"max_num_seqs": 8, "enforce_eager": True, "kv_cache_dtype": "fp8"})
+def test_settings_are_checked_frozen_and_documented():
+    settings = EngineSection.model_validate({"max_num_seqs": 8, "enforce_eager": True, "kv_cache_dtype": "fp8"})
     assert (settings.max_num_seqs, settings.enforce_eager, settings.enable_prefix_caching) == (8, True, True)
+    assert settings.changed() == ["max_num_seqs", "enforce_eager", "kv_cache_dtype"]
     with pytest.raises(ValueError):
         settings.max_num_seqs = 9
-    assert all(field.description for field in VllmSettings.model_fields.values())
+    assert all(field.description for field in EngineSection.model_fields.values())
+    assert not set(ELSEWHERE) & set(EngineSection.model_fields)
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ({"max_num_seq": 8}, "max_num_seq: is no argument of vLLM that Hone knows. Did you mean max_num_seqs?"),
-        ({"max_num_seqs": 0}, "max_num_seqs: must be greater than or equal to 1 (got 0)"),
-        ({"dtype": "fp8"}, "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16' (got \"fp8\")"),
-        ({"temperature": 1.0}, "temperature: is rollout.temperature. Leave it out here"),
-        ({"gpu_memory_utilisation": 0.4}, "gpu_memory_utilization is memory_frac, beside args"),
-        ({"something": 1}, "something: is no argument of vLLM that Hone knows. There are: max_num_seqs, "),
-        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode: is set by Hone, which relies on it"),
-    ],
-)
-def test_what_is_wrong_with_an_argument_is_said_with_the_nearest_that_is_right(args, said):
-    with pytest.raises(ConfigError) as error:
-        VllmSettings.of(args)
-    assert said in str(error.value)
-
-
-def test_every_problem_is_told_at_once_and_no_name_is_both_a_knob_and_elsewhere():
-    assert set(settings_problems({"max_num_seqs": 0, "block_size": 0, "seed": 1, "dtype": "auto"})) == {
-        "max_num_seqs",
-        "block_size",
-        "seed",
+def test_every_problem_is_reported_at_once(tmp_path):
+    found = problems(tmp_path, vllm(max_num_seqs=0, block_size=0, seed=1, dtype="auto"))
+    named = {
+        name for name in EngineSection.model_fields | ELSEWHERE if any(f"engines.{name}: " in one for one in found)
     }
-    assert not set(ELSEWHERE) & set(VllmSettings.model_fields)
+    assert named == {"max_num_seqs", "block_size", "seed"}
 
 
 def vllm(**args: object) -> dict:
-    return {"cluster": {"backend": "ray", "engines": {"use": "vllm", "args": args}}}
+    return {"cluster": {"backend": "ray", "engines": {"use": "vllm", **args}}}
 
 
 BROKEN = [
-    (vllm(max_num_seqs=0), "cluster.engines.args.max_num_seqs: must be greater than or equal to 1"),
-    (vllm(block_sise=16), "cluster.engines.args.block_sise: is no argument of vLLM that Hone knows. Did you mean"),
+    (vllm(max_num_seqs=0), "cluster.engines.max_num_seqs: must be at least 1 (got 0)"),
+    (vllm(block_sise=16), "cluster.engines.block_sise: unknown key. Did you mean cluster.engines.block_size?"),
+    (vllm(max_num_seq=8), "cluster.engines.max_num_seq: unknown key. Did you mean cluster.engines.max_num_seqs?"),
+    (vllm(dtype="fp8"), 'must be one of auto, float32, bfloat16, float16 (got "fp8")'),
+    (vllm(top_k=4), "cluster.engines.top_k: is rollout.top_k"),
+    (vllm(logprobs_mode="raw_logprobs"), "cluster.engines.logprobs_mode: is set by Hone, which relies on it"),
     (
-        {"cluster": {"backend": "ray", "engines": {"use": "vllm", "args": {"top_k": 4}}}},
-        "cluster.engines.args.top_k: is rollout.top_k",
+        vllm(gpu_memory_utilisation=0.4),
+        "cluster.engines.gpu_memory_utilisation: unknown key. Did you mean cluster.engines.gpu_memory_utilization?",
     ),
-    (vllm(max_model_len=127), "cluster.engines.args.max_model_len: = 127 cuts responses"),
-    (vllm(max_num_batched_tokens=63), "cluster.engines.args.max_num_batched_tokens: must be at least 64: 64 sequences"),
+    (vllm(something=1), "cluster.engines has: use, tensor_parallel_size, gpu_memory_utilization, max_num_seqs"),
+    (vllm(max_model_len=127), "cluster.engines.max_model_len: = 127 cuts responses"),
+    (vllm(max_num_batched_tokens=63), "cluster.engines.max_num_batched_tokens: must be at least 64: 64 sequences"),
     (
         vllm(max_num_batched_tokens=127, enable_chunked_prefill=False),
-        "cluster.engines.args.max_num_batched_tokens: must be at least 128: a prompt of 128 tokens",
+        "cluster.engines.max_num_batched_tokens: must be at least 128: a prompt of 128 tokens",
     ),
     (vllm() | {"rollout": {"top_p": 0.9, "min_p": 0.1}}, "rollout.min_p: = 0.1 with rollout.top_p = 0.9: vLLM applies"),
     (vllm() | {"rollout": {"temperature": 0.001}}, "rollout.temperature: must be at least 0.01"),
@@ -94,7 +82,7 @@ def problems(tmp_path, change):
 def _leaves(value, path=""):
     for name, child in value.items():
         below = f"{path}.{name}" if path else name
-        if isinstance(child, dict) and name != "args":
+        if isinstance(child, dict):
             yield from _leaves(child, below)
         else:
             yield below, child
@@ -108,20 +96,10 @@ def test_a_rule_says_what_is_wrong(tmp_path, change, said):
 @pytest.mark.parametrize("change", SOUND)
 def test_what_vllm_can_do_is_let_through(tmp_path, change):
     found = problems(tmp_path, change)
-    assert not [one for one in found if "vLLM" in one or "engines.args" in one], found
+    assert not [one for one in found if "vLLM" in one or "cluster.engines" in one], found
 
 
-def page_rows():
-    """The rows of the tables in docs/vllm.md."""
-    for name, field in VllmSettings.model_fields.items():
-        unit = field.json_schema_extra["unit"]
-        default = json.dumps(field.default)
-        yield f"| `{name}` | {unit} | {default} | {' '.join(field.description.split())} |"
-    for name, said in ELSEWHERE.items():
-        yield f"| `{name}` | {said} |"
-
-
-def test_the_page_has_every_knob_as_it_is():
+def test_the_page_has_every_name_that_is_no_key():
     page = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
-    missing = [row for row in page_rows() if row not in page]
+    missing = [row for name, said in ELSEWHERE.items() if (row := f"| `{name}` | {said} |") not in page]
     assert not missing, "put these into docs/vllm.md:\n" + "\n".join(missing)

@@ -22,7 +22,7 @@ CONFIG = {
     "train": {"optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "tokens_per_microbatch": 4096},
     "reward": {"components": [{"use": "exact", "args": {}}]},
     "eval": {"every": 10},
-    "cluster": {"backend": "local", "engines": {"use": "embedded"}},
+    "cluster": {"backend": "local", "engines": {"use": "hone"}},
 }
 
 
@@ -105,7 +105,7 @@ def test_a_run_may_go_on_elsewhere_but_with_the_same_engine(tmp_path):
     start(tmp_path).close()
     pools = {"all": {"devices": 4, "roles": ["policy", "rollout"]}}
     start(tmp_path, changed(cluster={"backend": "ray", "pools": pools, "trainer": {"shard": 2}}), resume=True).close()
-    with pytest.raises(RunFolderError, match=r"cluster.engines.use: \"embedded\" -> \"vllm\""):
+    with pytest.raises(RunFolderError, match=r"cluster.engines.use: \"hone\" -> \"vllm\""):
         start(tmp_path, changed(cluster={"engines": {"use": "vllm"}}), resume=True)
 
 

@@ -25,7 +25,7 @@ def test_training_with_vllm_agrees_with_the_trainer_at_every_version(tmp_path):
                 "cluster.backend=ray",
                 "cluster.devices_per_node=1",
                 "cluster.engines.use=vllm",
-                "cluster.engines.args={max_num_seqs: 64}",
+                "cluster.engines.max_num_seqs=64",
             ],
         )
     )

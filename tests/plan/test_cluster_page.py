@@ -68,7 +68,7 @@ def test_what_one_learns_from_it_is_so():
     today = planned("cluster/grpo-70b.yaml", "H100-80G")
     pools = "cluster.pools={train: {devices: 256, roles: [policy]}, sample: {devices: 512, roles: [rollout]}}"
     more = planned("cluster/grpo-70b.yaml", "H100-80G", [pools, "cluster.nodes=96"])
-    larger = planned("cluster/grpo-70b.yaml", "H100-80G", ["cluster.engines.tensor_parallel=8"])
+    larger = planned("cluster/grpo-70b.yaml", "H100-80G", ["cluster.engines.tensor_parallel_size=8"])
     assert f"shorten a step by {percent(1 - more.time.step_s / today.time.step_s)}, because" in PAGE
     assert f"instead of 4 shorten it by {percent(1 - larger.time.step_s / today.time.step_s)}." in PAGE.replace(
         "\n  ", " "

@@ -76,9 +76,9 @@ def test_every_division_is_read(planned, setting, key, value):
 
 
 def test_vllms_own_words_are_read(planned):
-    args = "{max_num_seqs: 33, max_num_batched_tokens: 4000, enforce_eager: true, sleep_level: 1}"
+    args = "{max_num_seqs: 33, max_num_batched_tokens: 4000, enforce_eager: true, sleep_level: 1, use: vllm}"
     engine = planned(
-        *ON_EIGHT, f"cluster.engines.args={args}", "cluster.engines.memory_frac=0.7"
+        *ON_EIGHT, f"cluster.engines={args}", "cluster.engines.gpu_memory_utilization=0.7"
     ).inputs.placement.engine
     assert (engine.max_samples, engine.max_batched_tokens, engine.graphs, engine.sleep_level) == (33, 4000, False, 1)
     assert engine.memory_frac == 0.7
@@ -86,7 +86,7 @@ def test_vllms_own_words_are_read(planned):
 
 def test_the_command_line_wins_and_sizes_in_words_replace_the_pools(planned):
     words = placement_from(["placement.engine.memory_frac=0.3", "placement.checkpointing=full"])
-    found = planned(*ON_EIGHT, "cluster.engines.tensor_parallel=2", placement=words)
+    found = planned(*ON_EIGHT, "cluster.engines.tensor_parallel_size=2", placement=words)
     engine = found.inputs.placement.engine
     assert (engine.memory_frac, engine.tensor_parallel) == (0.3, 2)
     assert found.inputs.topology is not None
@@ -199,7 +199,7 @@ def test_moments_alone_may_wait_on_the_host(planned):
 
 
 def test_a_preset_changes_keys_of_the_section(planned):
-    today, key = planned(*ON_EIGHT, "train.tokens_per_microbatch=4096"), "cluster.engines.tensor_parallel"
+    today, key = planned(*ON_EIGHT, "train.tokens_per_microbatch=4096"), "cluster.engines.tensor_parallel_size"
     assert key in [change.key for change in propose(today, "recommended").changes]
     pinned = propose(today, "recommended", pinned=frozenset({key}))
     assert pinned.plan.inputs.placement.engine.tensor_parallel == 1
@@ -252,11 +252,11 @@ def test_practice_as_judge_cannot_load_as_its_guide_has_it():
     """16 billion parameters on one GPU with 0.3 of its memory; on two, or with 0.41, they do."""
     loaded = load_config(
         EXAMPLES / "judge/grm-16b.yaml",
-        ["services.grm.engine={tensor_model_parallel_size: 1, gpu_memory_utilization: 0.3}"],
+        ["services.grm.engine={tensor_parallel_size: 1, gpu_memory_utilization: 0.3}"],
     )
     found = plan(loaded.config, in_cluster(find_hardware("A100-80G"), "A100-80G", loaded.config))
     (problem,) = found.verdict.problems
     assert "services.grm.engine.gpu_memory_utilization = 0.3 of 79.1 GiB is 23.7 GiB: weights (29.3 GiB)" in problem
-    assert "At least 0.41 is needed, or a larger services.grm.engine.tensor_model_parallel_size" in problem
+    assert "At least 0.41 is needed, or a larger services.grm.engine.tensor_parallel_size" in problem
     judges = pools_of(found.inputs)[0].judge
     assert isinstance(judges, Engine) and judges.settings.max_samples == 128

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hone.config.vllm import VllmSettings
+from hone.config.engine import EngineSection
 from hone.errors import EngineError
 from hone.rollout.engine import Sampling
 from hone.rollout.vllm import check_sampling
@@ -29,7 +29,7 @@ def place(tmp_path):
 
 
 def arguments(place, *, on_gpu=True, **args):
-    return engine_arguments(VllmSettings.of(args), place, on_gpu=on_gpu)
+    return engine_arguments(EngineSection.model_validate(args), place, on_gpu=on_gpu)
 
 
 def test_lengths_and_precision_come_from_the_run_file_unless_they_are_given(place):
@@ -49,8 +49,8 @@ def test_hone_relies_on_what_no_user_sets(place):
     assert found["async_scheduling"] is False
     assert found["generation_config"] == "vllm"
     assert "sleep_level" not in found and "distributed_executor_backend" not in found
-    turns = VllmPlace(place.folder, "float32", 100, 10, 64, tensor_parallel=2, memory_frac=0.3, takes_turns=True)
-    found = arguments(turns)
+    turns = VllmPlace(place.folder, "float32", 100, 10, 64, takes_turns=True)
+    found = arguments(turns, tensor_parallel_size=2, gpu_memory_utilization=0.3)
     assert (found["enable_sleep_mode"], found["tensor_parallel_size"]) == (True, 2)
     assert (found["gpu_memory_utilization"], found["distributed_executor_backend"]) == (0.3, "mp")
 
@@ -63,8 +63,7 @@ def test_a_cpus_cache_holds_every_sequence_at_its_longest(place):
     assert found["max_num_batched_tokens"] == 100  # a prompt is computed at once
     assert found["enable_sleep_mode"] is False
     assert arguments(place, on_gpu=False, kv_cache_memory_bytes=1 << 20)["kv_cache_memory_bytes"] == 1 << 20
-    little = VllmPlace(place.folder, "float32", 100, 10, 64, memory_frac=1e-7)
-    assert arguments(little, on_gpu=False)["kv_cache_memory_bytes"] < 50_000
+    assert arguments(place, on_gpu=False, gpu_memory_utilization=1e-7)["kv_cache_memory_bytes"] < 50_000
 
 
 def test_prompts_in_pieces_on_a_cpu_are_refused(place):

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarn
 
 def test_two_ranks_sample_what_one_process_does_with_old_and_new_weights(tmp_path):
     first, second = (model_for_vllm(seed=seed, num_key_value_heads=2) for seed in (0, 1))
-    vllm = Vllm(save(first, tmp_path / "hf"), tensor_parallel=2)
+    vllm = Vllm(save(first, tmp_path / "hf"), {"tensor_parallel_size": 2})
     requests = [request(p, index=i, temperature=0.0, max_tokens=16) for i, p in enumerate(random_prompts(6))]
     try:
         for model in (first, second, first):

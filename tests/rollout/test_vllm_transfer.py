@@ -23,7 +23,7 @@ ENGINE = {"engine-0": Target(None, members=2)}
 
 def test_two_ranks_take_versions_by_themselves_and_sample_from_them(tmp_path):
     first, second = (model_for_vllm(seed=seed, num_key_value_heads=2) for seed in (0, 1))
-    vllm = Vllm(save(first, tmp_path / "hf"), tensor_parallel=2, **TRANSFER)
+    vllm = Vllm(save(first, tmp_path / "hf"), {"tensor_parallel_size": 2}, **TRANSFER)
     intake = GroupIntake(vllm.engine, timeout_s=60.0)
     outlet = GroupOutlet(
         Meeting(), ["engine-0.0", "engine-0.1"], backend="gloo", device=torch.device("cpu"), timeout_s=60.0

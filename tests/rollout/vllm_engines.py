@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tiny_engines import EOS, letters, tiny_model
 
-from hone.config.vllm import VllmSettings
+from hone.config.engine import EngineSection
 from hone.model.base import CausalModel
 from hone.model.load import save_hf
 from hone.rollout.engine import Request
@@ -42,7 +42,7 @@ class Vllm:
         self.engine = self.run(
             VllmEngine.start(
                 VllmPlace(folder, **(sizes | place)),
-                VllmSettings.of(settings or {}),
+                EngineSection.model_validate(settings or {}),
                 decode=letters,
                 eos_ids=(EOS,),
                 timeout_s=60.0,

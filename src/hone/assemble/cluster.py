@@ -344,7 +344,7 @@ class RayWorkers:
         ranks = {engine.name: trainer.devices.index(engine.devices[0]) for engine in engines if transport == "ipc"}
         way: Way = ("nccl" if on_gpu else "gloo") if transport == "group" else transport
         machines = {engine.name: engine.nodes[0] for engine in engines}
-        members = self._settings.engines.tensor_parallel if transport == "group" else 1
+        members = self._settings.engines.tensor_parallel_size if transport == "group" else 1
         return Routes(way, ranks, members, machines, sender_machine=trainer.nodes[0])
 
     def _new_role_group(self, roles: Sequence[Role], devices: Sequence[int]) -> RankGroup:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hone.assemble.models import Source, named_model, weights_before
 from hone.config.derived import longest_tokens
-from hone.config.vllm import VllmSettings
 from hone.data.chat import resolve_model
 from hone.model.load import model_folder, save_hf
 from hone.rollout.vllm import VllmEngine
@@ -41,7 +40,7 @@ async def start_vllm(source: Source, folder: Path, *, takes_turns: bool) -> Vllm
     # Ranks in processes of their own may get weights without the engine's: `weights.receiving.DividedEngine`.
     transfer = (
         {"worker_extension": "hone.weights.vllm_transfer.TransferExtension", "weight_transfer": "hone"}
-        if engines.tensor_parallel > 1
+        if engines.tensor_parallel_size > 1
         else {}
     )
     place = VllmPlace(
@@ -50,15 +49,13 @@ async def start_vllm(source: Source, folder: Path, *, takes_turns: bool) -> Vllm
         longest_tokens=longest_tokens(config),
         max_concurrent=rollout.max_concurrent_samples,
         prefill_tokens=rollout.prefill_tokens,
-        tensor_parallel=engines.tensor_parallel,
-        memory_frac=engines.memory_frac,
         takes_turns=takes_turns,
         trust_remote_code=config.model.trust_remote_code,
         **transfer,
     )
     return await VllmEngine.start(
         place,
-        VllmSettings.of(engines.args),
+        engines,
         decode=source.tokenizer.decode,
         eos_ids=source.tokenizer.eos_ids,
         timeout_s=rollout.timeout_s,

@@ -5,8 +5,9 @@ The rest of a run file is the same on a laptop and on a cluster.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
+from hone.config.engine import EngineSection
 from hone.config.section import Section, key
 
 Role = Literal["policy", "rollout", "reference", "critic", "reward_model", "judge"]
@@ -33,17 +34,6 @@ class ShardingSection(Section):
     """Compile each layer."""
 
 
-class EnginesSection(Section):
-    use: Literal["embedded", "vllm"] = key("embedded")
-    """Hone's own engine, or vLLM (an extra)."""
-    tensor_parallel: int = key(1, unit="devices", ge=1)
-    """Devices that one replica's weights are divided over; replicas = devices of the pool // tensor_parallel."""
-    memory_frac: float = key(0.5, unit="fraction of a device's memory", gt=0, le=1)
-    """What vLLM takes for weights, cache and workspace, of the whole memory of each of its devices."""
-    args: dict[str, Any] = key({})
-    """vLLM's other knobs: see docs/vllm.md."""
-
-
 class ClusterSection(Section):
     backend: Literal["local", "ray"] = key("local")
     """local: one process on one device. ray: a process per trainer rank and engine."""
@@ -56,7 +46,7 @@ class ClusterSection(Section):
     pools: dict[str, PoolSection] = key({})
     """Named groups of devices with their roles; none: one pool of all devices, where trainer and engines take turns."""
     trainer: ShardingSection = key(ShardingSection())
-    engines: EnginesSection = key(EnginesSection())
+    engines: EngineSection = key(EngineSection())
     """The policy's engines, where `rollout` is; a judge's are in its service's `engine`."""
     start_timeout_s: float = key(300.0, unit="seconds", gt=0)
     """Maximum time until devices are free and all processes are ready."""

@@ -191,26 +191,6 @@ def sleeping_engines_do_not_run_ahead(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def engines_can_do_it(config: RunConfig) -> Iterator[Breach]:
-    cluster = config.cluster
-    if cluster.backend != "ray":
-        return
-    if cluster.engines.use == "vllm" and config.rollout.compile:
-        yield Breach(
-            ("rollout.compile", "cluster.engines.use"),
-            "= true compiles Hone's own engine; vLLM does so by itself. Set it to false",
-        )
-    engines = cluster.engines
-    only = [key for key in ("memory_frac", "args") if key in engines.model_fields_set]
-    only += ["tensor_parallel"] if engines.tensor_parallel > 1 else []
-    for key in only if engines.use != "vllm" else ():
-        yield Breach(
-            (f"cluster.engines.{key}", "cluster.engines.use"),
-            f"is only used by use = vllm (got use = {engines.use}, Hone's own engine, whole on each device). Leave it "
-            "out, or set use to vllm",
-        )
-
-
 def weights_can_go_that_way(config: RunConfig) -> Iterator[Breach]:
     """What `cluster.transport` asks for, as far as a run file tells; whether there are GPUs is seen at the start."""
     cluster, device = config.cluster, config.run.device
@@ -246,7 +226,6 @@ CLUSTER_RULES = (
     devices_exist,
     trainers_can_do_it,
     sleeping_engines_do_not_run_ahead,
-    engines_can_do_it,
     weights_can_go_that_way,
     *SCORING_RULES,
     *DIVISION_RULES,

@@ -54,7 +54,7 @@ def engines_divide(config: RunConfig) -> Iterator[Breach]:
         return
     rollout, judge = topology.pool_of("rollout"), topology.pool_of("judge")
     for key, pool, each in (
-        ("cluster.engines.tensor_parallel", rollout, cluster.engines.tensor_parallel),
+        ("cluster.engines.tensor_parallel_size", rollout, cluster.engines.tensor_parallel_size),
         (judge_key(config), judge, judge_tensor_parallel(config)),
     ):
         size = len(pool.devices) if pool else each
@@ -72,7 +72,7 @@ def heads_divide(config: RunConfig, folder: Path) -> Iterator[Breach]:
         return
     of_model = ("model.path", "model.init.num_attention_heads")
     kv_heads = kv_heads if isinstance(kv_heads, int) else heads
-    engines, key = cluster.engines.tensor_parallel, "cluster.engines.tensor_parallel"
+    engines, key = cluster.engines.tensor_parallel_size, "cluster.engines.tensor_parallel_size"
     if line := _not_dividing(engines, heads, f"the model's {heads} query heads"):
         yield Breach((key, *of_model), line)
     elif kv_heads % engines and engines % kv_heads:
@@ -122,7 +122,7 @@ def _replicas(config: RunConfig, topology: Topology) -> dict[str, tuple[Replica,
         "cluster.trainer.tensor_parallel": tuple(
             one for pool in learners for one in replicas_of(pool, "ranks", tensor)
         ),
-        "cluster.engines.tensor_parallel": topology.engines,
+        "cluster.engines.tensor_parallel_size": topology.engines,
         judge_key(config): topology.judges,
     }
 
@@ -167,7 +167,7 @@ def ranks_have_samples(config: RunConfig) -> Iterator[Breach]:
 
 def judge_key(config: RunConfig) -> str:
     """Where it is said how many devices a judge is divided over."""
-    return next((f"services.{name}.engine.tensor_model_parallel_size" for name in judge_services(config)), "services")
+    return next((f"services.{name}.engine.tensor_parallel_size" for name in judge_services(config)), "services")
 
 
 def _known(config: RunConfig) -> Topology | None:

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hone.config.breach import Breach
+from hone.config.engine import EngineSection
+from hone.config.engine_rules import engines_of
 from hone.config.messages import nearest
 from hone.config.run import RunConfig
-from hone.config.service_engine import ServiceEngine, engines_of
 
 BUILT_IN_REWARDS = (
     "exact",
@@ -372,7 +373,7 @@ def engines_can_be_started(config: RunConfig, folder: Path) -> Iterator[Breach]:
         if served_by(engine, folder) == "vllm":
             continue
         if engine.use == "vllm":
-            yield Breach((f"services.{name}.engine",), f"use: vllm, and {NO_VLLM}. Install it, or leave `use` out")
+            yield Breach((f"services.{name}.engine.use",), f"= vllm, and {NO_VLLM}. Install it, or leave `use` out")
         elif gpus > 1:
             yield Breach(
                 (f"services.{name}.engine", f"services.{name}.devices"),
@@ -383,7 +384,7 @@ def engines_can_be_started(config: RunConfig, folder: Path) -> Iterator[Breach]:
 NO_VLLM = "there is no program `vllm` beside this Python or on the PATH"
 
 
-def served_by(engine: ServiceEngine, folder: Path) -> Literal["hone", "vllm"]:
+def served_by(engine: EngineSection, folder: Path) -> Literal["hone", "vllm"]:
     """What a service's engine is, here."""
     return "vllm" if engine.use != "hone" and find_program("vllm", folder) is not None else "hone"
 

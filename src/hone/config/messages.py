@@ -10,6 +10,7 @@ from typing import Any
 from rapidfuzz import fuzz, process
 
 from hone.config import schema
+from hone.config.section import Section
 
 _SECRET_KEY = re.compile(
     r"(.*_)?(api_?keys?|passw(or)?d|passphrase|secrets?(_key)?|credentials?|bearer|private_key|"
@@ -96,6 +97,8 @@ def unknown_key(path: str) -> str:
     """What to say of a key that does not exist: a spelling, the right section, or what the section has."""
     section, _, name = path.rpartition(".")
     here = _children(section)
+    if said := _section(section).elsewhere.get(name):
+        return f"{said}. Leave it out here"
     if close := nearest(name, here):
         return f"unknown key. Did you mean {_join(section, close)}?"
     elsewhere = [key.path for key in schema.all_keys().values() if key.name == name]
@@ -162,8 +165,11 @@ def _nearest_number(key: schema.Key, got: float) -> str:
 
 def _children(section: str) -> list[str]:
     """Names that a section has."""
-    known = schema.all_sections().get(schema.generic(section))
-    return list(known.model_fields) if known else []
+    return list(_section(section).model_fields)
+
+
+def _section(path: str) -> type[Section]:
+    return schema.all_sections().get(schema.generic(path), Section)
 
 
 def _join(section: str, name: str) -> str:

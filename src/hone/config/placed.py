@@ -51,15 +51,15 @@ PLACED: tuple[Derived, ...] = (
     Derived(
         "engines",
         "replicas",
-        "devices of the pool with rollout / engines.tensor_parallel",
-        (*_POOLS, "cluster.engines.tensor_parallel"),
+        "devices of the pool with rollout / engines.tensor_parallel_size",
+        (*_POOLS, "cluster.engines.tensor_parallel_size"),
         _of(lambda t: len(t.engines) or None),
     ),
     Derived(
         "judges",
         "replicas",
-        "devices of the pool with judge / its engine's tensor_model_parallel_size",
-        (*_POOLS, "services.*.engine"),
+        "devices of the pool with judge / its engine's tensor_parallel_size",
+        (*_POOLS, "services.*.engine.tensor_parallel_size"),
         _of(lambda t: len(t.judges) or None),
     ),
     Derived(

@@ -1,7 +1,8 @@
 """What must hold between keys: one small function per rule, all of them asked, all answers reported together.
 
 A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm are in `algorithm_rules.py`, of adapters in
-`lora_rules.py`, of services in `service_rules.py`, of placements in `cluster_rules.py`, of vLLM in `vllm_rules.py`;
+`lora_rules.py`, of services in `service_rules.py`, of placements in `cluster_rules.py`, of engines in
+`engine_rules.py`;
 those that look at the world outside the run file (data files, rewards, model directories) are in `files.py`. Bounds of
 one key are in `run.py`.
 """
@@ -17,11 +18,11 @@ from hone.config.breach import Breach
 from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.derived import has_answers, longest_tokens, run_dir, samples_per_update
 from hone.config.division_rules import heads_divide
+from hone.config.engine_rules import ENGINE_RULES
 from hone.config.files import FILE_RULES, OF_ANSWERS, context_limit, template_columns
 from hone.config.lora_rules import LORA_RULES
 from hone.config.run import RewardComponent, RunConfig
 from hone.config.service_rules import SERVICE_RULES
-from hone.config.vllm_rules import VLLM_RULES
 
 Rule = Callable[[RunConfig], Iterator[Breach]]
 
@@ -319,5 +320,5 @@ RULES: tuple[Rule, ...] = (
     *LORA_RULES,
     *SERVICE_RULES,
     *CLUSTER_RULES,
-    *VLLM_RULES,
+    *ENGINE_RULES,
 )

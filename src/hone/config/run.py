@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hone.config.cluster import ClusterSection
+from hone.config.engine import EngineSection
 from hone.config.section import Section, key
 
 
@@ -114,8 +115,6 @@ class ServiceSection(Section):
     """Serve the rewards of this file, as `hone serve reward` does. Exactly one of `reward`, `policy` and `command`."""
     policy: str | None = key(None, is_path=True)
     """Serve this model, a directory or hub name, as `hone serve policy` does."""
-    engine: dict[str, Any] = key({})
-    """Engine of `policy`, on vLLM if it is installed: see docs/rewards-judge.md."""
     command: tuple[str, ...] | None = key(None, min_length=1, is_path=True)
     """Program to run in the run file's folder, as a list of words; {port} is replaced by the port."""
     devices: tuple[int, ...] = key((), unit="GPU numbers")
@@ -132,6 +131,8 @@ class ServiceSection(Section):
     """Maximum restarts per hour; after that the run ends with a checkpoint (exit code 3)."""
     stop_timeout_s: float = key(15.0, unit="seconds", gt=0)
     """Time between SIGTERM and SIGKILL."""
+    engine: EngineSection | None = key(None)
+    """How the model of `policy` is held and batched; null: Hone's own server with its defaults."""
 
 
 class EnvironmentSection(Section):

@@ -159,6 +159,8 @@ def _join(path: str, name: str) -> str:
 
 def _inner_section(annotation: Any) -> tuple[type[Section] | None, bool]:
     """The section class behind an annotation, and whether it holds many of them: a list, or a mapping by name."""
+    if _is_union(annotation):  # one that may be left out
+        annotation = next((part for part in get_args(annotation) if part is not type(None)), None)
     place = {tuple: 0, dict: 1}.get(get_origin(annotation))  # type: ignore[arg-type]
     inner = annotation if place is None else get_args(annotation)[place]
     return (inner, place is not None) if isinstance(inner, type) and issubclass(inner, Section) else (None, False)
@@ -170,7 +172,7 @@ def _is_union(annotation: Any) -> bool:
 
 def _choices(annotation: Any) -> tuple[str, ...]:
     if get_origin(annotation) is Literal:
-        return get_args(annotation)
+        return tuple(map(str, get_args(annotation)))
     return tuple(choice for part in get_args(annotation) for choice in _choices(part))
 
 
@@ -182,7 +184,7 @@ def _words(annotation: Any) -> str:
     if annotation in _KINDS:
         return _KINDS[annotation]
     if get_origin(annotation) is Literal:
-        return f"one of {', '.join(get_args(annotation))}"
+        return f"one of {', '.join(_choices(annotation))}"
     if _is_union(annotation):
         return " or ".join(_words(part) for part in get_args(annotation))
     if get_origin(annotation) is tuple:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from hone.config.breach import Breach
 from hone.config.derived import samples_ahead_on_ray
+from hone.config.engine import MAX_SHARED_FRAC, POLICY_GPU_FRAC, SERVICE_GPU_FRAC
 from hone.config.run import RunConfig
-from hone.config.service_engine import MAX_SHARED_FRAC, engines_of
 from hone.config.topology import judge_services, judges_pool, topology_of
 
 
@@ -46,24 +46,23 @@ def judges_are_services(config: RunConfig) -> Iterator[Breach]:
 def judges_engines_fit_their_pool(config: RunConfig) -> Iterator[Breach]:
     """What `services.NAME.engine` asks for can be had on the pool's devices, beside the policy's engines there."""
     pool = judges_pool(config)
-    engines = dict(engines_of(config))
     for name in judge_services(config) if pool else []:
-        if (engine := engines.get(name)) is None:
+        if (engine := config.services[name].engine) is None:
             continue
-        key, size = f"services.{name}.engine", engine.tensor_model_parallel_size
+        key, size = f"services.{name}.engine", engine.tensor_parallel_size
         if engine.use == "hone" and size > 1:
             yield Breach(
-                (key, f"cluster.pools.{pool}.devices"),
-                f"use: hone is an engine on one device (got tensor_model_parallel_size = {size}). Set it to 1, or use "
-                "vLLM",
+                (f"{key}.tensor_parallel_size", f"{key}.use", f"cluster.pools.{pool}.devices"),
+                f"= {size}, and use = hone is an engine on one device. Set it to 1, or use vLLM",
             )
-        policys, share = config.cluster.engines, engine.gpu_memory_utilization
+        policys, share = config.cluster.engines, engine.gpu_memory_utilization or SERVICE_GPU_FRAC
+        beside = policys.gpu_memory_utilization or POLICY_GPU_FRAC
         shares = policys.use == "vllm" and "rollout" in config.cluster.pools[str(pool)].roles
-        if shares and (total := share + policys.memory_frac) > MAX_SHARED_FRAC + 1e-9:
+        if shares and (total := share + beside) > MAX_SHARED_FRAC + 1e-9:
             yield Breach(
-                (key, "cluster.engines.memory_frac"),
-                f"gpu_memory_utilization {share:g} + cluster.engines.memory_frac {policys.memory_frac:g} = {total:g} > "
-                f"{MAX_SHARED_FRAC:g} of each device of {pool}: the judge scores while the policy's engines sample. "
+                (f"{key}.gpu_memory_utilization", "cluster.engines.gpu_memory_utilization"),
+                f"{share:g} + the policy's engines' {beside:g} = {total:g} > {MAX_SHARED_FRAC:g} of each device of "
+                f"{pool}: the judge scores while the policy's engines sample. "
                 f"Nearest: {MAX_SHARED_FRAC / 2:g} each; or a pool of its own for judge",
             )
 

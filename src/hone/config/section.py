@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
     """Base of all sections: closed to unknown keys, frozen, documented by the string under each key."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Names that people write here and that are no keys -> what to use instead."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()

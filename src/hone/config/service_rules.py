@@ -9,7 +9,6 @@ from hone.config.breach import Breach
 from hone.config.derived import service_uses
 from hone.config.messages import nearest
 from hone.config.run import RunConfig
-from hone.config.service_engine import ENGINE_RULES
 
 PORT_WORD = "{port}"
 """What stands for the port in a command."""
@@ -111,5 +110,4 @@ SERVICE_RULES = (
     ports_are_their_own,
     devices_are_their_own,
     named_services_exist,
-    *ENGINE_RULES,
 )

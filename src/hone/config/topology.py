@@ -158,7 +158,7 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
         devices_per_node=machines.devices_each,
         pools=pools,
         trainer=trained.get("policy") or _trainer(pools[0], None, 1, 1),
-        engines=replicas_of(place.get("rollout"), "engine", cluster.engines.tensor_parallel),
+        engines=replicas_of(place.get("rollout"), "engine", cluster.engines.tensor_parallel_size),
         critic=trained.get("critic"),
         reference=trained.get("reference"),
         reward_models=replicas_of(place.get("reward_model"), "reward_model", 1),
@@ -239,8 +239,8 @@ def judges_pool(config: RunConfig) -> str | None:
 
 def judge_tensor_parallel(config: RunConfig) -> int:
     """Devices of one replica of the judge."""
-    sizes = [config.services[name].engine.get("tensor_model_parallel_size", 1) for name in judge_services(config)]
-    return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
+    engines = [config.services[name].engine for name in judge_services(config)]
+    return next((engine.tensor_parallel_size for engine in engines if engine is not None), 1)
 
 
 def _default_pool(machines: _Machines) -> PoolSection:

@@ -13,12 +13,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from hone.config.cluster import EnginesSection
+from hone.config.engine import POLICY_GPU_FRAC, SERVICE_GPU_FRAC, SERVICE_SEQUENCES, SERVICE_STEP_TOKENS, EngineSection
 from hone.config.messages import nearest
 from hone.config.run import RunConfig, Section, key
-from hone.config.service_engine import ServiceEngine, engine_of
 from hone.config.topology import Topology, judge_services, reward_models
-from hone.config.vllm import VllmSettings
 from hone.errors import ConfigError
 
 PREFIX = "placement."
@@ -106,10 +104,10 @@ _CLUSTER_KEYS = {
     "placement.tensor_parallel": "cluster.trainer.tensor_parallel",
     "placement.context_parallel": "cluster.trainer.sequence_parallel",
     "placement.engine": "cluster.engines",
-    "placement.engine.tensor_parallel": "cluster.engines.tensor_parallel",
-    "placement.engine.memory_frac": "cluster.engines.memory_frac",
-    "placement.engine.max_batched_tokens": "cluster.engines.args.max_num_batched_tokens",
-    "placement.engine.max_samples": "cluster.engines.args.max_num_seqs",
+    "placement.engine.tensor_parallel": "cluster.engines.tensor_parallel_size",
+    "placement.engine.memory_frac": "cluster.engines.gpu_memory_utilization",
+    "placement.engine.max_batched_tokens": "cluster.engines.max_num_batched_tokens",
+    "placement.engine.max_samples": "cluster.engines.max_num_seqs",
 }
 
 
@@ -139,7 +137,7 @@ def placement_of(config: RunConfig, topology: Topology, given: Placement) -> Pla
         given: by the command line.
     """
     cluster, trainer = config.cluster, config.cluster.trainer
-    args = VllmSettings.of(cluster.engines.args)
+    args = cluster.engines
     engine = _engine(cluster.engines, config.rollout.prefill_tokens)
     said: dict[str, Any] = {
         "mode": "colocated" if topology.colocated else "separate",
@@ -168,12 +166,11 @@ def sizes_given(placement: Placement) -> bool:
     return bool(placement.model_fields_set & {"mode", "engine_devices", "critic_devices"} or judge & {"devices"})
 
 
-def _engine(section: EnginesSection, prefill_tokens: int) -> dict[str, Any]:
-    args = VllmSettings.of(section.args)
+def _engine(args: EngineSection, prefill_tokens: int) -> dict[str, Any]:
     samples = {"max_samples": args.max_num_seqs} if args.max_num_seqs is not None else {}
     return samples | {
-        "tensor_parallel": section.tensor_parallel,
-        "memory_frac": section.memory_frac,
+        "tensor_parallel": args.tensor_parallel_size,
+        "memory_frac": args.gpu_memory_utilization or POLICY_GPU_FRAC,
         "max_batched_tokens": args.max_num_batched_tokens or max(prefill_tokens, args.max_num_seqs or 0),
     }
 
@@ -184,13 +181,13 @@ def _judge(config: RunConfig) -> dict[str, Any]:
     asked = next(one.args for one in config.reward.components if one.args.get("service") == service)
     lengths = {"prompt_tokens": "prompt_length", "response_tokens": "response_length"}
     said = {ours: asked[theirs] for ours, theirs in lengths.items() if isinstance(asked.get(theirs), int)}
-    engine = engine_of(config.services[service]) or ServiceEngine()
+    engine = config.services[service].engine or EngineSection()
     return said | {
         "model": config.services[service].policy,
-        "tensor_parallel": engine.tensor_model_parallel_size,
-        "memory_frac": engine.gpu_memory_utilization,
-        "max_batched_tokens": engine.max_num_batched_tokens,
-        "max_samples": engine.sequences,
+        "tensor_parallel": engine.tensor_parallel_size,
+        "memory_frac": engine.gpu_memory_utilization or SERVICE_GPU_FRAC,
+        "max_batched_tokens": engine.max_num_batched_tokens or SERVICE_STEP_TOKENS,
+        "max_samples": engine.max_num_seqs or SERVICE_SEQUENCES,
     }
 
 

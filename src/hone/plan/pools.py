@@ -123,7 +123,7 @@ def _critic(inputs: Inputs, policy: Trained, devices: int) -> Trained | None:
 def _engine(inputs: Inputs, devices: int) -> Engine | Embedded:
     placement, lengths = inputs.placement.engine, inputs.workload.lengths
     concurrent = placement.max_samples or inputs.config.rollout.max_concurrent_samples
-    if inputs.topology is not None and inputs.config.cluster.engines.use == "embedded":
+    if inputs.topology is not None and inputs.config.cluster.engines.use != "vllm":
         return Embedded(_local_settings(inputs), share_of(inputs.workload, devices))
     return Engine(
         EngineSettings(
@@ -136,7 +136,7 @@ def _engine(inputs: Inputs, devices: int) -> Engine | Embedded:
             graphs=placement.graphs,
             prefix="engine: ",
             knob=key_in(inputs, "placement.engine"),
-            tokens_key="max_batched_tokens" if inputs.topology is None else "args.max_num_batched_tokens",
+            **({} if inputs.topology is None else VLLM_NAMES),
         ),
         inputs.hardware.memory_bytes,
     )
@@ -156,17 +156,19 @@ def _local_settings(inputs: Inputs) -> LocalSettings:
     )
 
 
+VLLM_NAMES = {
+    "frac_key": "gpu_memory_utilization",
+    "split_key": "tensor_parallel_size",
+    "tokens_key": "max_num_batched_tokens",
+}
+
+
 def _names(inputs: Inputs) -> dict[str, str]:
     """What the settings of a judge's engine are called."""
     services = judge_services(inputs.config) if inputs.topology is not None else []
     if not services:
         return {"knob": "placement.judge"}
-    return {
-        "knob": f"services.{services[0]}.engine",
-        "frac_key": "gpu_memory_utilization",
-        "split_key": "tensor_model_parallel_size",
-        "tokens_key": "max_num_batched_tokens",
-    }
+    return {"knob": f"services.{services[0]}.engine"} | VLLM_NAMES
 
 
 def _scorer(inputs: Inputs, scorer: JudgePlacement) -> Engine | Reader:

@@ -166,7 +166,7 @@ def ranks_have_work(inputs: Inputs) -> Iterator[str]:
 
 def engine_step_holds_its_samples(inputs: Inputs) -> Iterator[str]:
     engine = inputs.placement.engine
-    if inputs.topology is not None and inputs.config.cluster.engines.use == "embedded":
+    if inputs.topology is not None and inputs.config.cluster.engines.use != "vllm":
         return
     samples = engine.max_samples or inputs.config.rollout.max_concurrent_samples
     key = key_in(inputs, "placement.engine.max_batched_tokens")

@@ -46,7 +46,7 @@ def rates_of(inputs: Inputs) -> Efficiency:
     """The priors for this hardware and this engine."""
     if inputs.hardware.kind == "cpu":
         return CPU
-    is_embedded = inputs.topology is not None and inputs.config.cluster.engines.use == "embedded"
+    is_embedded = inputs.topology is not None and inputs.config.cluster.engines.use != "vllm"
     graphs = inputs.placement.mode != "local" and inputs.placement.engine.graphs and not is_embedded
     return GPU if graphs else GPU_EAGER
 

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.config.vllm import VllmSettings
-from hone.config.vllm_rules import LEAST_TEMPERATURE
+from hone.config.engine import LEAST_TEMPERATURE, EngineSection
 from hone.errors import DataError, EngineError
 from hone.model.fingerprint import Fingerprint, weights_fingerprint
 from hone.model.load import read_weights
@@ -79,7 +78,7 @@ class VllmEngine:
         executor: ThreadPoolExecutor,
         *,
         place: VllmPlace,
-        settings: VllmSettings,
+        settings: EngineSection,
         on_gpu: bool,
         decode: Decode,
         eos_ids: tuple[int, ...],
@@ -88,7 +87,7 @@ class VllmEngine:
         self.version = 0
         llm.set_weight_version("0")
         self._llm, self._executor, self._cache = llm, executor, VllmCache(llm)
-        self._place, self._sleep_level = place, settings.sleep_level
+        self._place, self._settings = place, settings
         self._frees_memory = on_gpu and place.takes_turns
         self._decode, self._eos_ids = decode, eos_ids
         self._max_positions: int = llm.model_config.max_model_len
@@ -107,7 +106,7 @@ class VllmEngine:
     async def start(
         cls,
         place: VllmPlace,
-        settings: VllmSettings,
+        settings: EngineSection,
         *,
         decode: Decode,
         eos_ids: tuple[int, ...],
@@ -323,7 +322,7 @@ class VllmEngine:
         self._llm.collective_rpc("hone_begin_weights")
         fingerprint = Fingerprint()
         for part in in_parts(complete(weights, self._shapes, fingerprint)):
-            if self._place.tensor_parallel > 1:  # the parts go to other processes
+            if self._settings.tensor_parallel_size > 1:  # the parts go to other processes
                 part = [(name, weight.cpu()) for name, weight in part]
             self._llm.collective_rpc("hone_take_weights", args=(part,))
         self._llm.collective_rpc("hone_finish_weights")
@@ -355,11 +354,11 @@ class VllmEngine:
             return False
         if self._awake:
             if self._frees_memory:
-                self._llm.sleep(self._sleep_level)
+                self._llm.sleep(self._settings.sleep_level)
             else:
                 self._llm.reset_prefix_cache()
             self._awake, self._weights_awake = False, False
-            self._weights_lost = self._place.takes_turns and self._sleep_level == 2
+            self._weights_lost = self._place.takes_turns and self._settings.sleep_level == 2
         return True
 
     def _wake(self) -> None:

@@ -12,7 +12,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hone.config.vllm import VllmSettings
+from hone.config.engine import POLICY_GPU_FRAC, EngineSection
 from hone.errors import EngineError
 from hone.plan.architecture import architecture_from
 
@@ -45,13 +45,13 @@ def check_version(installed: str) -> None:
     if not supported.contains(installed, prereleases=True):
         raise EngineError(
             f"vLLM {installed} is installed, and Hone works with {supported}: new weights go in through parts of vLLM "
-            "that change between versions. Install hone-rl[vllm], or set cluster.engines.use = embedded."
+            "that change between versions. Install hone-rl[vllm], or set cluster.engines.use = hone."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class VllmPlace:
-    """What the run file says elsewhere about an engine: its model, its lengths, its devices."""
+    """What the rest of the run file says about an engine: its model and its lengths."""
 
     folder: Path
     """A Hugging Face directory: config.json and safetensors."""
@@ -61,18 +61,16 @@ class VllmPlace:
     max_concurrent: int
     """Sequences decoded together, at most."""
     prefill_tokens: int
-    tensor_parallel: int = 1
-    memory_frac: float = 0.5
     worker_extension: str = WORKER_EXTENSION
     """Class that vLLM loads into its workers, by its full name."""
     weight_transfer: str | None = None
     """What that class has registered with vLLM as a way in for weights."""
     takes_turns: bool = False
-    """Whether the engine gives its memory to somebody else between `sleep` and `wake`."""
+    """Whether others use the engine's memory between `sleep` and `wake`."""
     trust_remote_code: bool = False
 
 
-def engine_arguments(settings: VllmSettings, place: VllmPlace, *, on_gpu: bool) -> dict[str, Any]:
+def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`. Raises EngineError for what this device cannot do."""
     max_len = settings.max_model_len or place.longest_tokens
     sequences = settings.max_num_seqs or place.max_concurrent
@@ -83,7 +81,9 @@ def engine_arguments(settings: VllmSettings, place: VllmPlace, *, on_gpu: bool) 
         )
     in_pieces = on_gpu if settings.enable_chunked_prefill is None else settings.enable_chunked_prefill
     least_budget = sequences if in_pieces else max(sequences, max_len)
-    arguments = settings.model_dump(exclude={"sleep_level", "distributed_executor_backend"}, exclude_none=True) | {
+    arguments = settings.model_dump(
+        exclude={"use", "sleep_level", "distributed_executor_backend"}, exclude_none=True
+    ) | {
         "model": str(place.folder),
         "dtype": place.precision if settings.dtype == "auto" else settings.dtype,
         "max_model_len": max_len,
@@ -91,8 +91,8 @@ def engine_arguments(settings: VllmSettings, place: VllmPlace, *, on_gpu: bool) 
         "max_num_batched_tokens": settings.max_num_batched_tokens or max(place.prefill_tokens, least_budget),
         "enable_chunked_prefill": in_pieces,
         "enforce_eager": not on_gpu if settings.enforce_eager is None else settings.enforce_eager,
-        "tensor_parallel_size": place.tensor_parallel,
-        "gpu_memory_utilization": place.memory_frac,
+        "gpu_memory_utilization": settings.gpu_memory_utilization or POLICY_GPU_FRAC,
+        "disable_log_stats": settings.disable_log_stats is not False,
         "trust_remote_code": place.trust_remote_code,
         "enable_sleep_mode": on_gpu and place.takes_turns,
         "skip_tokenizer_init": True,
@@ -105,19 +105,21 @@ def engine_arguments(settings: VllmSettings, place: VllmPlace, *, on_gpu: bool) 
         arguments["weight_transfer_config"] = {"backend": place.weight_transfer}
     if not on_gpu:
         arguments.setdefault("block_size", CPU_BLOCK_TOKENS)
-    if place.tensor_parallel > 1:
+    if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = settings.distributed_executor_backend
     if not on_gpu and settings.kv_cache_memory_bytes is None:
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(settings, place, sequences=sequences, max_len=max_len)
     return arguments
 
 
-def _cpu_cache_bytes(settings: VllmSettings, place: VllmPlace, *, sequences: int, max_len: int) -> int:
-    """What all sequences take at their longest, within `memory_frac` of this machine's memory."""
+def _cpu_cache_bytes(settings: EngineSection, place: VllmPlace, *, sequences: int, max_len: int) -> int:
+    """What all sequences take at their longest, within `gpu_memory_utilization` of this machine's memory."""
     architecture = architecture_from(json.loads((place.folder / "config.json").read_text()), source=str(place.folder))
     dtype = place.precision if settings.dtype == "auto" else settings.dtype
     each = DTYPE_BYTES[dtype] if settings.kv_cache_dtype == "auto" else FP8_BYTES
-    per_token = architecture.kv_bytes_per_token(bytes_each=each, tensor_parallel=place.tensor_parallel)
+    per_token = architecture.kv_bytes_per_token(bytes_each=each, tensor_parallel=settings.tensor_parallel_size)
     block = settings.block_size or CPU_BLOCK_TOKENS
     tokens = (sequences * -(-max_len // block) + 1) * block  # vLLM keeps a block for itself
-    return min(tokens * per_token, int(place.memory_frac * psutil.virtual_memory().total))
+    return min(
+        tokens * per_token, int((settings.gpu_memory_utilization or POLICY_GPU_FRAC) * psutil.virtual_memory().total)
+    )

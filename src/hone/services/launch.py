@@ -10,13 +10,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hone.config.engine import SERVICE_SEQUENCES
 from hone.config.files import find_program, served_by
 from hone.config.run import RunConfig, ServiceSection
-from hone.config.service_engine import engine_of
 from hone.config.service_rules import PORT_WORD
 from hone.services.gpus import VARIABLE, Split
 from hone.services.ports import HOST, free_port
 
+HONES_OWN = frozenset({"use", "max_num_seqs", "max_model_len"})
+"""Keys of an engine that `hone serve policy` honours; its context is the model's."""
 TOKEN_VARIABLE = "HONE_SERVICE_TOKEN"
 """Has the token of the run's services, in the environment of each."""
 
@@ -153,32 +155,45 @@ def _command(service: ServiceSection, folder: Path, host: str = HOST) -> list[st
         return [*hone, "reward", str(folder.absolute() / Path(service.reward).expanduser()), "--port", PORT_WORD]
     place = folder.absolute() / Path(str(service.policy)).expanduser()
     model = str(place if place.is_dir() else service.policy)
-    engine = engine_of(service)
+    engine = service.engine
     if engine is None:
         return [*hone, "policy", model, "--port", PORT_WORD]
     if not _is_vllm(service, folder):
-        return [*hone, "policy", model, "--port", PORT_WORD, "--max-concurrent", str(engine.sequences)]
+        return [
+            *hone,
+            "policy",
+            model,
+            "--port",
+            PORT_WORD,
+            "--max-concurrent",
+            str(engine.max_num_seqs or SERVICE_SEQUENCES),
+        ]
     vllm = [str(find_program("vllm", folder)), "serve", model, "--host", host, "--port", PORT_WORD]
-    return [*vllm, *engine.vllm_words(service)]
+    return [*vllm, *engine.command_words(_replicas(service))]
 
 
 def _is_vllm(service: ServiceSection, folder: Path) -> bool:
-    engine = engine_of(service)
-    return engine is not None and served_by(engine, folder) == "vllm"
+    return service.engine is not None and served_by(service.engine, folder) == "vllm"
+
+
+def _replicas(service: ServiceSection) -> int:
+    """GPUs // tensor_parallel_size; 1 on a service without GPUs."""
+    return max(1, len(service.devices) // service.engine.tensor_parallel_size) if service.engine else 1
 
 
 def engine_note(service: ServiceSection, folder: Path, replicas_in_pool: int = 1) -> str:
     """What becomes of the engine that a service describes, for people; empty if it describes none."""
-    engine = engine_of(service)
+    engine = service.engine
     if engine is None:
         return ""
+    sequences = engine.max_num_seqs or SERVICE_SEQUENCES
     if _is_vllm(service, folder):
-        size, gpus, replicas = engine.tensor_model_parallel_size, len(service.devices), engine.replicas(service)
-        arithmetic = f"{gpus} GPUs // tensor_model_parallel_size {size} = {replicas} replicas" if gpus else "1 replica"
+        size, gpus, replicas = engine.tensor_parallel_size, len(service.devices), _replicas(service)
+        arithmetic = f"{gpus} GPUs // tensor_parallel_size {size} = {replicas} replicas" if gpus else "1 replica"
         arithmetic = f"{replicas_in_pool} replicas" if replicas_in_pool > 1 else arithmetic
-        return f"vLLM, {arithmetic}, of {engine.sequences} sequences each"
-    unused = ", ".join(engine.unused_by_hone())
-    said = f"Hone's own engine, {engine.sequences} sequences"
+        return f"vLLM, {arithmetic}, of {sequences} sequences each"
+    unused = ", ".join(sorted(engine.model_fields_set - HONES_OWN))
+    said = f"Hone's own engine, {sequences} sequences"
     return f"{said}; without vLLM these do nothing: {unused}" if unused else said
 
 

@@ -46,8 +46,13 @@ def pages() -> Mapping[str, str]:
 def config_page() -> str:
     """Every key: type, unit, default, meaning; and the presets."""
     parts = [_NOTE, _CONFIG_INTRO, _presets(), f"The {len(schema.all_keys())} keys:"]
+    first: dict[type, str] = {}
     for section, keys in groupby(schema.all_keys().values(), key=lambda key: key.section):
         parts.append(f"## {f'`{section}`' if section else 'Top level'}")
+        kind = schema.all_sections()[section]
+        if first.setdefault(kind, section) != section:
+            parts.append(f"The keys of `{first[kind]}`, above.")
+            continue
         rows = ["| Key | Type | Unit | Default | Meaning |", "|---|---|---|---|---|"]
         rows += [_row(f"`{k.name}`", k.rule, k.unit, _default(k), k.meaning) for k in keys]
         parts.append("\n".join(rows))

@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
+from hone.config.engine import ROLE_TOKENS, EngineSection
 from hone.config.run import Section, key
-from hone.config.service_engine import ROLE_TOKENS, ServiceEngine
 from hone.reward.judge.guard import FLAGS, Flag
 from hone.reward.judge.parse import Method
 from hone.reward.resolve import Unusable
@@ -219,7 +219,7 @@ def template_text(settings: JudgeSettings, folder: Path, built_in: str) -> str:
 
 def _problem(error: Mapping[str, Any]) -> str:
     place = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden" and place in ServiceEngine.model_fields:
+    if error["type"] == "extra_forbidden" and place in EngineSection.model_fields:
         return f"args.{place}: a setting of the judge's engine; set it where that is started (services.NAME.engine)"
     said = error["msg"].removeprefix("Value error, ")
     return f"args.{place}: {said} (got {error['input']!r})" if place else f"args: {said}"

@@ -1,0 +1,134 @@
+"""Inference engine settings: one section, in vLLM's words, for the policy's engines and for the models of services.
+
+`cluster.engines` and `services.NAME.engine` both are this section. What another key of the run file decides already,
+or what Hone needs to be one way, is no key: `ELSEWHERE` names the key to use instead. Without vLLM and without torch,
+so that `hone check` knows every key; `rollout/vllm_args.py` and `services/launch.py` turn the section into vLLM's
+arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from hone.config.section import Section, key
+
+_FIXED = "is set by Hone, which relies on it"
+ELSEWHERE = {
+    "model": "is model.path, or the service's policy",
+    "tokenizer": "is model.tokenizer; the policy's engines get token ids and return token ids",
+    "trust_remote_code": "is model.trust_remote_code",
+    "tensor_model_parallel_size": "is tensor_parallel_size",
+    "pipeline_parallel_size": "is not supported: a replica is divided by tensor_parallel_size alone",
+    "data_parallel_size": "is not needed: replicas = devices // tensor_parallel_size",
+    "micro_batch_size": "is not needed: vLLM forms batches at every step, of at most max_num_seqs sequences",
+    "micro_batch_size_per_gpu": "is max_num_seqs, which counts the sequences of one replica on all its devices",
+    "prompt_length": "is data.max_prompt_tokens; of a judge, in the reward's args",
+    "response_length": "is rollout.max_response_tokens; of a judge, in the reward's args",
+    "max_tokens": "is rollout.max_response_tokens; of a judge, response_length in the reward's args",
+    "temperature": "is rollout.temperature; of a judge, in the reward's args",
+    "top_k": "is rollout.top_k; of a judge, in the reward's args",
+    "top_p": "is rollout.top_p; of a judge, in the reward's args",
+    "min_p": "is rollout.min_p",
+    "stop": "is rollout.stop",
+    "n": "is rollout.group_size; of a judge, votes in the reward's args",
+    "seed": "is seed; each sample's own seed is derived from it",
+    "swap_space": "no longer exists: vLLM recomputes what it preempted. Lower max_num_seqs if that happens often",
+    "use_cudagraph": "is enforce_eager, inverted",
+    "enable_sleep_mode": f"{_FIXED}: on wherever engines and trainer take turns on a GPU",
+    "logprobs_mode": f"{_FIXED}: logprobs are of the distribution that was sampled from",
+    "skip_tokenizer_init": f"{_FIXED}: the policy's engines have no tokenizer, a service's render chat with theirs",
+    "worker_extension_cls": f"{_FIXED}: it loads new weights",
+    "async_scheduling": f"{_FIXED}: off, so that the version of the weights that sampled a token is known",
+    "speculative_config": "is not supported: the draft model would not follow the policy",
+    "enable_lora": "is not needed: an adapter is published merged into the weights",
+    "quantization": "is not supported: the trainer's weights are published as they are",
+}
+"""Arguments of vLLM and of other tools that are not keys of the section -> why, and what to use."""
+
+POLICY_GPU_FRAC, SERVICE_GPU_FRAC = 0.5, 0.9
+"""`gpu_memory_utilization` where it is null."""
+SERVICE_SEQUENCES, SERVICE_STEP_TOKENS = 64, 8192
+"""`max_num_seqs` and `max_num_batched_tokens` of a service where they are null."""
+MAX_SHARED_FRAC = 0.9
+"""Of a GPU's memory that the engines on it may take together."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples with this temperature where a lower one is asked for."""
+ROLE_TOKENS = 32
+"""Most tokens that a chat template writes around one message of the user."""
+
+
+class EngineSection(Section):
+    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
+
+    use: Literal["hone", "vllm"] | None = key(None)
+    """hone: Hone's own engine, whole on one device. vllm: vLLM (an extra). null: hone; for a service vLLM where it is
+    installed."""
+    tensor_parallel_size: int = key(1, unit="devices", ge=1)
+    """Devices that one replica's weights are divided over; replicas = devices of the pool or service // this."""
+    gpu_memory_utilization: float | None = key(None, unit="fraction of a device's memory", gt=0, le=1)
+    """What a replica takes of each of its devices: weights, cache and workspace; null: 0.5, for a service 0.9."""
+    max_num_seqs: int | None = key(None, unit="sequences", ge=1)
+    """Sequences decoded together; null: `rollout.max_concurrent_samples`, for a service 64."""
+    max_num_batched_tokens: int | None = key(None, unit="tokens", ge=1)
+    """Tokens computed in one step, of prompts and responses; null: `rollout.prefill_tokens`, or more where needed; for
+    a service 8192."""
+    max_model_len: int | None = key(None, unit="tokens", ge=2)
+    """Longest prompt + response; null: `data.max_prompt_tokens` + `rollout.max_response_tokens`; for a service the
+    model's own."""
+    enable_chunked_prefill: bool | None = key(None)
+    """Long prompts are computed in chunks, beside sequences that are being decoded; null: on a GPU and for a service.
+    On a CPU vLLM cannot do it for samples with a seed, and all of the policy's have one."""
+    enable_prefix_caching: bool = key(True)
+    """What prompts begin with in common is computed once, in whole blocks."""
+    block_size: int | None = key(None, unit="tokens", ge=1)
+    """Tokens in a block of the cache, the unit that samples share; null: vLLM's choice on a GPU, 32 on a CPU."""
+    enforce_eager: bool | None = key(None)
+    """Neither compile nor capture CUDA graphs: slower, less memory; null: on a CPU, where it starts sooner."""
+    max_cudagraph_capture_size: int | None = key(None, unit="sequences", ge=1)
+    """Largest batch that a CUDA graph is captured for; null: vLLM's choice."""
+    disable_log_stats: bool | None = key(None)
+    """No statistics; null: for the policy's engines. A judge's log lines take its cache's figures from them."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto")
+    """Type of the weights and of matrix products; auto: `run.precision`, for a service the model's own."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = key("auto")
+    """Type of cached keys and values; fp8 holds twice as many, and moves the logprobs."""
+    kv_cache_memory_bytes: int | None = key(None, unit="bytes", ge=1)
+    """Size of the cache; null: on a GPU what `gpu_memory_utilization` leaves, on a CPU what `max_num_seqs` whole
+    sequences take, within `gpu_memory_utilization`."""
+    cpu_offload_gb: float = key(0.0, unit="GiB", ge=0)
+    """Weights of each GPU that are kept on the host and read from there in every step."""
+    attention_backend: str | None = key(None)
+    """Such as FLASH_ATTN or FLASHINFER; null: vLLM's choice."""
+    disable_custom_all_reduce: bool = key(False)
+    """Use NCCL's all-reduce between tensor-parallel ranks."""
+    distributed_executor_backend: Literal["mp", "ray"] = key("mp")
+    """What starts tensor-parallel ranks: processes beside the engine, or Ray."""
+    sleep_level: Literal[1, 2] = key(2)
+    """While asleep the policy's weights are on the host (1), or discarded because new ones are published before waking
+    (2)."""
+
+    def changed(self) -> list[str]:
+        """Names of the keys, `use` aside, that do not have their default."""
+        return [name for name, value in self if name != "use" and value != type(self).model_fields[name].default]
+
+    def command_words(self, replicas: int) -> list[str]:
+        """What follows `vllm serve MODEL` on the command line of a service with so many replicas."""
+        words: dict[str, Any] = {
+            "tensor_parallel_size": self.tensor_parallel_size,
+            **({"data_parallel_size": replicas} if replicas > 1 else {}),
+            "max_num_seqs": SERVICE_SEQUENCES,
+            "max_num_batched_tokens": SERVICE_STEP_TOKENS,
+            "gpu_memory_utilization": SERVICE_GPU_FRAC,
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": self.enable_prefix_caching,
+        }
+        words |= {name: getattr(self, name) for name in self.changed() if name != "sleep_level"}
+        return [word for name, value in words.items() for word in _option(name.replace("_", "-"), value)]
+
+
+def _option(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        no = [] if name.startswith("disable") else [f"--no-{name}"]  # vLLM has no --no-disable-log-stats
+        return [f"--{name}"] if value else no
+    return [f"--{name}", str(value)]

@@ -1,0 +1,188 @@
+"""Engine rules: what `cluster.engines` and `services.NAME.engine` need of each other and of the rest of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hone.config.breach import Breach
+from hone.config.derived import longest_tokens
+from hone.config.engine import (
+    LEAST_TEMPERATURE,
+    MAX_SHARED_FRAC,
+    ROLE_TOKENS,
+    SERVICE_GPU_FRAC,
+    SERVICE_SEQUENCES,
+    SERVICE_STEP_TOKENS,
+    EngineSection,
+)
+from hone.config.run import RunConfig
+from hone.config.topology import judge_services, judges_pool
+
+# ---- the policy's engines
+
+
+def engines_can_do_it(config: RunConfig) -> Iterator[Breach]:
+    engines = config.cluster.engines
+    if config.cluster.backend != "ray":
+        return
+    if engines.use == "vllm" and config.rollout.compile:
+        yield Breach(
+            ("rollout.compile", "cluster.engines.use"),
+            "= true compiles Hone's own engine; vLLM compiles its own model. Set it to false",
+        )
+    for name in engines.changed() if engines.use != "vllm" else ():
+        yield Breach(
+            (f"cluster.engines.{name}", "cluster.engines.use"),
+            "is only used by use = vllm (got Hone's own engine, whole on each device). Leave it out, or set use to "
+            "vllm",
+        )
+
+
+def vllm_lengths_fit(config: RunConfig) -> Iterator[Breach]:
+    engines, longest = _vllm(config), longest_tokens(config)
+    if engines is None:
+        return
+    max_len = engines.max_model_len or longest
+    if max_len < longest:
+        yield Breach(
+            ("cluster.engines.max_model_len", "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"= {max_len} cuts responses: a prompt and its response may have {longest} tokens. Nearest: {longest}, or "
+            "leave it out",
+        )
+    budget, sequences = engines.max_num_batched_tokens, engines.max_num_seqs or config.rollout.max_concurrent_samples
+    is_whole = engines.enable_chunked_prefill is False and max_len > sequences
+    least = max_len if is_whole else sequences
+    if budget is not None and budget < least:
+        why = f"{sequences} sequences take a token each in every step"
+        if is_whole:
+            why = f"a prompt of {max_len} tokens is computed at once without enable_chunked_prefill"
+        yield Breach(
+            (
+                "cluster.engines.max_num_batched_tokens",
+                "cluster.engines.max_num_seqs",
+                "rollout.max_concurrent_samples",
+            ),
+            f"must be at least {least}: {why} (got {budget})",
+        )
+
+
+def vllm_samples_as_hone_does(config: RunConfig) -> Iterator[Breach]:
+    rollout = config.rollout
+    if _vllm(config) is None:
+        return
+    if rollout.top_p < 1 and rollout.min_p > 0:
+        yield Breach(
+            ("rollout.min_p", "rollout.top_p", "cluster.engines.use"),
+            f"= {rollout.min_p} with rollout.top_p = {rollout.top_p}: vLLM applies min_p first and Hone top_p first, "
+            "which is another distribution. Use one of them, or cluster.engines.use = hone",
+        )
+    if rollout.temperature < LEAST_TEMPERATURE:
+        yield Breach(
+            ("rollout.temperature", "cluster.engines.use"),
+            f"must be at least {LEAST_TEMPERATURE}, below which vLLM raises it (got {rollout.temperature})",
+        )
+
+
+def _vllm(config: RunConfig) -> EngineSection | None:
+    engines = config.cluster.engines
+    return engines if config.cluster.backend == "ray" and engines.use == "vllm" else None
+
+
+# ---- engines of services
+
+
+def engines_of(config: RunConfig) -> list[tuple[str, EngineSection]]:
+    """Services that describe their engine."""
+    return [(name, service.engine) for name, service in config.services.items() if service.engine is not None]
+
+
+def engines_fit_their_services(config: RunConfig) -> Iterator[Breach]:
+    """Sums within an engine, and GPUs that its replicas divide."""
+    for name, engine in engines_of(config):
+        service, where = config.services[name], f"services.{name}.engine"
+        if service.policy is None:
+            yield Breach((where, f"services.{name}.policy"), "is for a service with `policy`. Leave it out")
+        yield from _steps_hold_what_they_must(engine, where)
+        if "sleep_level" in engine.changed():
+            yield Breach((f"{where}.sleep_level",), "is for the policy's engines. Leave it out")
+        gpus, size = len(service.devices), engine.tensor_parallel_size
+        if name in judge_services(config) and judges_pool(config):
+            continue  # its GPUs are the pool's, whose rules are in `scoring_rules.py` and `division_rules.py`
+        if max(1, gpus) % size:
+            nearest = max(size, gpus - gpus % size)
+            yield Breach(
+                (f"{where}.tensor_parallel_size", f"services.{name}.devices"),
+                f"= {size} must divide the service's GPUs (got {gpus}). Nearest: give it {nearest} GPUs",
+            )
+        if engine.use == "hone" and (gpus > 1 or size > 1):
+            yield Breach(
+                (f"{where}.use", f"services.{name}.devices"),
+                f"= hone is an engine on one device (got {gpus} GPUs). Give it one, or use vLLM",
+            )
+
+
+def _steps_hold_what_they_must(engine: EngineSection, where: str) -> Iterator[Breach]:
+    key, batch = f"{where}.max_num_batched_tokens", engine.max_num_batched_tokens or SERVICE_STEP_TOKENS
+    length, sequences = engine.max_model_len, engine.max_num_seqs or SERVICE_SEQUENCES
+    if engine.enable_chunked_prefill is False and (length is None or batch < length):
+        got = f"{batch} < {length}" if length else f"{batch}, and max_model_len is not set"
+        yield Breach(
+            (key, f"{where}.enable_chunked_prefill", f"{where}.max_model_len"),
+            f"must be at least max_model_len (got {got}): without enable_chunked_prefill a prompt is computed at once. "
+            f"Nearest: {length or 'set max_model_len'}",
+        )
+    elif batch < sequences:
+        yield Breach(
+            (key, f"{where}.max_num_seqs"),
+            f"= {batch} < max_num_seqs = {sequences}: each sequence needs a token of a step",
+        )
+
+
+def engines_share_memory(config: RunConfig) -> Iterator[Breach]:
+    """Engines on the same GPU take at most 0.9 of it together."""
+    shares: dict[int, dict[str, float]] = {}
+    for name, engine in engines_of(config):
+        for number in config.services[name].devices:
+            shares.setdefault(number, {})[name] = engine.gpu_memory_utilization or SERVICE_GPU_FRAC
+    reported: set[tuple[str, ...]] = set()
+    for number, found in shares.items():
+        names, total = tuple(found), sum(found.values())
+        if len(found) > 1 and total > MAX_SHARED_FRAC + 1e-9 and names not in reported:
+            reported.add(names)
+            terms = " + ".join(f"{name} {share:g}" for name, share in found.items())
+            yield Breach(
+                tuple(f"services.{name}.engine.gpu_memory_utilization" for name in names),
+                f"on GPU {number}: {terms} = {total:g} > {MAX_SHARED_FRAC:g}. Lower them, or give each service GPUs of "
+                "its own",
+            )
+
+
+def judges_fit_their_engines(config: RunConfig) -> Iterator[Breach]:
+    """A judge's prompt and response fit into the context of the engine that it names."""
+    engines = dict(engines_of(config))
+    for number, component in enumerate(config.reward.components):
+        engine = engines.get(str(component.args.get("service"))) if component.use == "judge" else None
+        if engine is None or engine.max_model_len is None:
+            continue
+        prompt, answer, length = (component.args.get(k) for k in ("prompt_length", "response_length", "max_model_len"))
+        keys = (f"reward.components.{number}.args", f"services.{component.args['service']}.engine.max_model_len")
+        if isinstance(length, int) and length > engine.max_model_len:
+            yield Breach(keys, f"max_model_len = {length} > its engine's max_model_len {engine.max_model_len}")
+        elif isinstance(prompt, int) and isinstance(answer, int):
+            total = prompt + answer + ROLE_TOKENS
+            if total > engine.max_model_len:
+                yield Breach(
+                    keys,
+                    f"prompt_length {prompt} + response_length {answer} + {ROLE_TOKENS} for the chat template = "
+                    f"{total} tokens > its engine's max_model_len {engine.max_model_len}",
+                )
+
+
+ENGINE_RULES = (
+    engines_can_do_it,
+    vllm_lengths_fit,
+    vllm_samples_as_hone_does,
+    engines_fit_their_services,
+    engines_share_memory,
+    judges_fit_their_engines,
+)
