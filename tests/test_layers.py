@@ -1,4 +1,4 @@
-"""The layering of src/hone, as a rule: a package imports only from those above it, also when it imports lazily."""
+"""The layering of src/hone: packages import only from layers above, files import in no circle, lazily or not."""
 
 import ast
 import subprocess
@@ -36,8 +36,8 @@ def part_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
-def imported_parts(source: str) -> Iterator[str]:
-    """Parts of hone that a file imports anywhere in it: in functions and under TYPE_CHECKING too."""
+def imported_names(source: str) -> Iterator[str]:
+    """Modules of hone, and names in them, that a file imports anywhere: in functions and under TYPE_CHECKING too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -46,10 +46,11 @@ def imported_parts(source: str) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            first, _, rest = name.partition(".")
-            if first == "hone" and rest and not rest.startswith("__"):
-                yield rest.partition(".")[0]
+        yield from (name for name in names if name.startswith("hone.") and "__" not in name)
+
+
+def imported_parts(source: str) -> Iterator[str]:
+    yield from (name.split(".")[1] for name in imported_names(source))
 
 
 def breaches(part: str, source: str) -> list[str]:
@@ -82,13 +83,50 @@ def test_the_rule_can_fail(part, source, found):
     assert breaches(part, source) == found
 
 
+def test_every_part_exists():
+    assert set(LEVEL) == {part_of(path) for path in FILES}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("hone", *path.relative_to(SOURCES).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Modules, by name, that import each other around a circle."""
+    imports = {
+        module: {found if found in sources else found.rpartition(".")[0] for found in imported_names(source)} - {module}
+        for module, source in sources.items()
+    }
+    while leaves := [module for module, others in imports.items() if not others & imports.keys()]:
+        for module in leaves:
+            del imports[module]
+    while roots := imports.keys() - set().union(*imports.values()):
+        for module in roots:
+            del imports[module]
+    return [sorted(imports)] if imports else []
+
+
+def test_files_import_in_no_circle():
+    """Of the package itself nothing counts: it is there before any of its modules."""
+    assert circles({module_of(path): path.read_text("utf-8") for path in FILES}) == []
+
+
+def test_circles_are_found():
+    sources = {
+        "types": "from hone.errors import x",
+        "errors": "def f():\n    import hone.algo.loss",
+        "algo.loss": "if TYPE_CHECKING:\n    from hone import types",
+        "api": "from hone.types import y",
+        "assemble": "import hone.loop",
+        "loop": "import torch",
+    }
+    found = circles({f"{hone.__name__}.{module}": source for module, source in sources.items()})
+    assert found == [["hone.algo.loss", "hone.errors", "hone.types"]]
+
+
 def test_light_parts_import_nothing_heavy():
     """In a process of its own: every module of the light parts, then what is in sys.modules."""
-    modules = [
-        ".".join(("hone", *path.relative_to(SOURCES).with_suffix("").parts)).removesuffix(".__init__")
-        for path in FILES
-        if part_of(path) in LIGHT and path.name != "__main__.py"
-    ]
+    modules = [module_of(path) for path in FILES if part_of(path) in LIGHT and path.name != "__main__.py"]
     assert "hone.cli.main" in modules
     program = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"

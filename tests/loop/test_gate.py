@@ -80,7 +80,17 @@ def a_run(model, *, temperature=1.0, engine_model=None, sampled_at=None):
 
 
 def check(run, groups, batch=None):
-    return check_first_step(run, groups, batch or collate(groups))
+    return check_first_step(
+        run.config,
+        run.trainer,
+        run.engine,
+        groups,
+        batch or collate(groups),
+        step=run.progress.step,
+        sampling=run.sampling,
+        eos_ids=run.eos_ids,
+        needs=run.algorithm.needs,
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

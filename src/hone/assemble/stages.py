@@ -287,7 +287,7 @@ async def optimise_policy(
         colocated=workers.colocated,
         replicas=workers.engine.up if isinstance(workers.engine, Router) else None,
         evaluate=evaluation,
-        gate_passed=False,
+        gate_passed=not config.gate.enabled,
         guard=job.guard,
     )
     try:

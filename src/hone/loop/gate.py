@@ -1,26 +1,29 @@
-"""The first-step gate: before anything is learned, prove that sampler and trainer are the same policy.
+"""Sampler-trainer agreement: the first-step gate, and the canary that checks engine replicas during a run.
 
 Policy-gradient training is silently wrong when the engine that samples and the trainer that learns disagree:
 another temperature, weights that were not published, tokens shifted by one. None of these raises; the curve only
 bends less. So before the first update of a process the trainer recomputes the logprobs of the very tokens that
 were sampled. A failure stops the run and names the likely cause, found by testing each hypothesis on the data.
+
+Later, a fingerprint proves that every byte of new weights arrived, but not that an engine which converts, fuses or
+shards them still computes the same. So the canary compares logprobs of each replica after some publishes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hone.config.run import RunConfig
-from hone.errors import GateError
-from hone.types import Batch, Group, Sample
-
-if TYPE_CHECKING:
-    from hone.loop.run import PolicyRun
+from hone.data.pack import collate
+from hone.errors import EngineError, GateError
+from hone.rollout.engine import Engine, Request, Sampling
+from hone.train.trainer import Trainer
+from hone.types import Batch, Group, Prompt, Sample
 
 DEFAULT_GAP = {"float32": 1e-3, "bfloat16": 3e-2}
 """Largest mean |trainer - sampler| logprob, nats. Two correct programs of one precision stay well below."""
@@ -28,29 +31,48 @@ DEFAULT_GAP = {"float32": 1e-3, "bfloat16": 3e-2}
 TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 
 
-def check_first_step(run: PolicyRun, groups: Sequence[Group], batch: Batch) -> dict[str, float]:
+NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 2, 2, 16
+"""What the canary samples from each replica."""
+
+
+def check_first_step(
+    config: RunConfig,
+    trainer: Trainer,
+    engine: Engine,
+    groups: Sequence[Group],
+    batch: Batch,
+    *,
+    step: int,
+    sampling: Sampling,
+    eos_ids: Collection[int],
+    needs: Collection[str],
+) -> dict[str, float]:
     """Metrics of the agreement between sampler and trainer.
 
+    Args:
+        batch: of `groups`, sampled by `engine`.
+        step: updates made; the version of the weights that the engine must have.
+        needs: of the algorithm; see `Algorithm.needs`.
     Raises:
         GateError: naming what differs and the likely cause. Nothing has been trained on then.
     """
-    if not run.config.gate.enabled:
-        return {}
-    bound = logprob_bound(run.config)
-    check_weights(run)
-    check_final_tokens(run, groups)
+    bound = logprob_bound(config)
+    check_weights(trainer, engine, step)
+    check_final_tokens(groups, sampling, eos_ids)
     check_mask(groups, batch)
-    trainer_T = run.trainer.logprobs(batch)
+    trainer_T = trainer.logprobs(batch)
     gap = mean_gap(trainer_T, batch.sampler_logprobs_T, batch.loss_mask_T)
     if not gap <= bound:
+        cause = likely_cause(trainer, batch, trainer_T, gap, temperature=sampling.temperature)
         raise GateError(
             f"first-step gate: trainer and sampler logprobs differ by {gap:.3g} nats per token on average "
-            f"(bound {bound:g}). Likely cause: {likely_cause(run, batch, trainer_T, gap)}. "
-            "Nothing was trained. gate.max_logprob_gap moves the bound; gate.enabled=false goes on regardless."
+            f"(bound {bound:g}). Likely cause: {cause}. "
+            "Nothing was trained. gate.max_logprob_gap sets the bound; gate.enabled=false disables the gate."
         )
-    metrics = {"gate/logprob_gap": gap, "gate/ratio_mean": mean_ratio(trainer_T, batch)}
-    if "ref_logprobs" in run.algorithm.needs and run.progress.step == 0:
-        reference_T = run.trainer.logprobs(batch, reference=True)
+    ratio_T = (trainer_T - batch.sampler_logprobs_T).exp() * batch.loss_mask_T
+    metrics = {"gate/logprob_gap": gap, "gate/ratio_mean": float(ratio_T.sum() / batch.loss_mask_T.sum().clamp(min=1))}
+    if "ref_logprobs" in needs and step == 0:
+        reference_T = trainer.logprobs(batch, reference=True)
         metrics["gate/reference_gap"] = mean_gap(trainer_T, reference_T, batch.loss_mask_T)
         if not metrics["gate/reference_gap"] <= bound:
             raise GateError(
@@ -61,19 +83,65 @@ def check_first_step(run: PolicyRun, groups: Sequence[Group], batch: Batch) -> d
     return metrics
 
 
+async def check_replicas(
+    config: RunConfig,
+    logprobs: Callable[[Batch], Awaitable[Tensor]],
+    replicas: Mapping[str, Engine],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    version: int,
+) -> None:
+    """Compares each replica's logprobs with the trainer's (`logprobs`), whose weights have just been published.
+
+    A replica that cannot sample is skipped: the next request to it reports the failure.
+
+    Raises:
+        EngineError: naming a replica that samples from another distribution.
+    """
+    sampling = replace(sampling, max_tokens=min(MAX_TOKENS, sampling.max_tokens))
+    requests = [Request(prompt, NUM_SAMPLES, sampling, config.seed, "eval") for prompt in prompts]
+    found = await asyncio.gather(*(_sampled(e, requests, config.rollout.timeout_s) for e in replicas.values()))
+    bound = logprob_bound(config)
+    for name, groups in zip(replicas, found, strict=True):
+        if not groups:
+            continue
+        batch = collate(groups)
+        gap = mean_gap(await logprobs(batch), batch.sampler_logprobs_T, batch.loss_mask_T)
+        if not gap <= bound:
+            raise EngineError(
+                f"{name} holds version {version} and samples from another policy: its logprobs differ from "
+                f"the trainer's by {gap:.3g} nats per token on average (bound {bound:g}, gate.max_logprob_gap), though "
+                "all bytes of the weights arrived. Does the engine convert or quantise them? "
+                "cluster.canary_every = 0 disables this check."
+            )
+
+
+async def _sampled(engine: Engine, requests: Sequence[Request], timeout_s: float) -> Sequence[Group]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            sampled = await asyncio.gather(*(engine.generate(request) for request in requests))
+    except (EngineError, TimeoutError):
+        return ()
+    return [
+        Group(request.prompt, samples).scored({}, (0.0,) * len(samples))
+        for request, samples in zip(requests, sampled, strict=True)
+    ]
+
+
 def logprob_bound(config: RunConfig) -> float:
     """Largest mean difference between the logprobs of trainer and sampler that is no fault, nats."""
     return config.gate.max_logprob_gap or DEFAULT_GAP[config.run.precision]
 
 
-def check_weights(run: PolicyRun) -> None:
+def check_weights(trainer: Trainer, engine: Engine, step: int) -> None:
     """The engine must hold the trainer's weights, byte for byte, under the trainer's version."""
-    if run.engine.version != run.progress.step:
+    if engine.version != step:
         raise GateError(
-            f"first-step gate: the engine says it holds version {run.engine.version}, the trainer is at "
-            f"{run.progress.step}. Likely cause: stale weights, the last publish did not arrive. Nothing was trained."
+            f"first-step gate: the engine says it holds version {engine.version}, the trainer is at "
+            f"{step}. Likely cause: stale weights, the last publish did not arrive. Nothing was trained."
         )
-    ours, theirs = run.trainer.fingerprint(), run.engine.fingerprint()
+    ours, theirs = trainer.fingerprint(), engine.fingerprint()
     if ours != theirs:
         raise GateError(
             f"first-step gate: the engine's weights hash to {theirs[:12]}, the trainer's to {ours[:12]}. "
@@ -81,11 +149,11 @@ def check_weights(run: PolicyRun) -> None:
         )
 
 
-def check_final_tokens(run: PolicyRun, groups: Sequence[Group]) -> None:
+def check_final_tokens(groups: Sequence[Group], sampling: Sampling, eos_ids: Collection[int]) -> None:
     """What stopped by token must end with a stop token, each turn too: without it, stopping is never learned."""
-    if run.sampling.stop:
+    if sampling.stop:
         return  # a stop string may end a response on any token
-    stop_ids = {*run.eos_ids, *run.sampling.stop_token_ids}
+    stop_ids = {*eos_ids, *sampling.stop_token_ids}
     stopped = [s.token_ids[:end] for g in groups for s in g.samples for end in stops(s)]
     missing = sum(not token_ids or token_ids[-1] not in stop_ids for token_ids in stopped)
     if missing:
@@ -131,16 +199,16 @@ def written(sample: Sample) -> Sequence[bool]:
     return own
 
 
-def likely_cause(run: PolicyRun, batch: Batch, trainer_T: Tensor, gap: float) -> str:
+def likely_cause(trainer: Trainer, batch: Batch, trainer_T: Tensor, gap: float, *, temperature: float) -> str:
     """The hypothesis that explains the gap: each is tried on the data; the best one wins if it closes most of it."""
     explained = {
         "tokens and logprobs are shifted against each other by one (off-by-one)": shifted_gap(trainer_T, batch),
-        "prompts are swapped: responses were matched with their neighbour's prompt": swapped_gap(run, batch),
+        "prompts are swapped: responses were matched with their neighbour's prompt": swapped_gap(trainer, batch),
     }
-    for temperature in TEMPERATURES:
-        at_T = run.trainer.logprobs(batch, temperature=temperature)
-        name = f"wrong temperature: the engine sampled at about {temperature:g}, the trainer uses "
-        explained[name + f"{run.sampling.temperature:g}"] = mean_gap(at_T, batch.sampler_logprobs_T, batch.loss_mask_T)
+    for other in TEMPERATURES:
+        at_T = trainer.logprobs(batch, temperature=other)
+        name = f"wrong temperature: the engine sampled at about {other:g}, the trainer uses {temperature:g}"
+        explained[name] = mean_gap(at_T, batch.sampler_logprobs_T, batch.loss_mask_T)
     cause, rest = min(explained.items(), key=lambda item: item[1])
     if rest < 0.5 * gap:
         return f"{cause} (this explains all but {rest:.2g} nats)"
@@ -152,12 +220,6 @@ def mean_gap(a_T: Tensor, b_T: Tensor, mask_T: Tensor) -> float:
     return float(((a_T - b_T).abs() * mask_T).sum() / mask_T.sum().clamp(min=1))
 
 
-def mean_ratio(trainer_T: Tensor, batch: Batch) -> float:
-    """Mean of exp(trainer - sampler) over the policy's tokens: 1 when all is well."""
-    ratio_T = (trainer_T - batch.sampler_logprobs_T).exp() * batch.loss_mask_T
-    return float(ratio_T.sum() / batch.loss_mask_T.sum().clamp(min=1))
-
-
 def shifted_gap(trainer_T: Tensor, batch: Batch) -> float:
     """The smaller gap when one side is moved by one token, within samples (edges between samples are few)."""
     sampler_T, mask_T = batch.sampler_logprobs_T, batch.loss_mask_T
@@ -165,12 +227,12 @@ def shifted_gap(trainer_T: Tensor, batch: Batch) -> float:
     return min(later, mean_gap(trainer_T[:-1], sampler_T[1:], mask_T[1:]))
 
 
-def swapped_gap(run: PolicyRun, batch: Batch) -> float:
+def swapped_gap(trainer: Trainer, batch: Batch) -> float:
     """The smaller gap when every response is put behind the next or the previous prompt."""
     n = len(batch.prompts)
     gaps = []
     for shift in (1, n - 1):
         prompts = tuple(batch.prompts[(i + shift) % n] for i in range(n))
-        swapped_T = run.trainer.logprobs(replace(batch, prompts=prompts))
+        swapped_T = trainer.logprobs(replace(batch, prompts=prompts))
         gaps.append(mean_gap(swapped_T, batch.sampler_logprobs_T, batch.loss_mask_T))
     return min(gaps)

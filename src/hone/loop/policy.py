@@ -130,7 +130,17 @@ def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, d
     batch = collate(groups)
     if run.gate_passed:
         return batch, {}
-    agreement = check_first_step(run, groups, batch)
+    agreement = check_first_step(
+        run.config,
+        run.trainer,
+        run.engine,
+        groups,
+        batch,
+        step=run.progress.step,
+        sampling=run.sampling,
+        eos_ids=run.eos_ids,
+        needs=run.algorithm.needs,
+    )
     run.gate_passed = True
     return batch, agreement if run.progress.step == 0 else {}  # a resumed run logs what the uninterrupted one would
 

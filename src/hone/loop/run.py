@@ -9,6 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +20,7 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
 from hone.data.prompts import PromptStream
 from hone.errors import DataError, HoneError, RewardError
-from hone.loop.canary import check_replicas
+from hone.loop.gate import NUM_PROMPTS, check_replicas
 from hone.memory.guard import UNGUARDED, Guard
 from hone.observe.events import versions_of
 from hone.observe.observer import Observer
@@ -138,7 +140,7 @@ class PolicyRun(Stage[Trainer]):
     """The engine samples from the trainer's own tensors, so publishing moves no bytes."""
     evaluate: Callable[[], Awaitable[dict[str, float]]] | None
     gate_passed: bool
-    """False until sampler and trainer were seen to agree in this process."""
+    """Whether the first-step gate has compared sampler and trainer in this process, or is disabled."""
     colocated: tuple[Offloadable, ...] = ()
     """Who sleeps while the trainer works, because they have the same devices, each with memory of its own there."""
     replicas: Callable[[], Mapping[str, Engine]] | None = None
@@ -159,7 +161,10 @@ class PolicyRun(Stage[Trainer]):
             await other.wake()
         self.observer.event("published", version=self.progress.step)
         if self.replicas is not None and due(self.progress.step, self.config.cluster.canary_every):
-            await check_replicas(self, self.replicas())
+            prompts = tuple(islice(self.prompts.starting_at(0), NUM_PROMPTS))
+            logprobs = partial(self.in_compute_thread, self.trainer.logprobs)
+            version = self.progress.step
+            await check_replicas(self.config, logprobs, self.replicas(), prompts, self.sampling, version=version)
 
     def is_best_so_far(self, metrics: Mapping[str, float]) -> bool:
         """Whether these are the best evaluation metrics by `checkpoint.best`; if so, `progress` remembers the step."""

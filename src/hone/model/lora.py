@@ -14,9 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hone.config.run import LoraSection
 from hone.errors import DataError
-from hone.model.base import CausalModel
+from hone.model.base import Adapter, CausalModel
 from hone.model.decoder import Decoder
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel
@@ -48,65 +46,6 @@ FUSED = {
 
 PEFT_NAME = "default"
 """What peft calls the one adapter of a model."""
-
-
-class Adapter(ABC):
-    """What `add_adapter` put into a model: the pairs of thin matrices, under the names of the layers they are beside.
-
-    The matrices are parameters of the model, and the only ones that are trained.
-    """
-
-    transposed = False
-    """Whether the layers keep their weights as (in, out), as GPT-2's do."""
-
-    def __init__(self, settings: LoraSection, base: str, names: Sequence[str]) -> None:
-        self.settings = settings
-        self.base = base
-        """Fingerprint of the weights beneath, before they were turned into another dtype; "" before there are any."""
-        self.names = tuple(names)
-        """Hugging Face names of the layers with an adapter, such as model.layers.0.mlp.up_proj."""
-        self.scale = settings.alpha / settings.rank
-        self._is_on = True
-
-    @abstractmethod
-    def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """A (rank, in) and B (out, rank) of a layer, detached; views."""
-
-    @abstractmethod
-    def switch(self, on: bool) -> None:
-        """Let every layer add its product, or not."""
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Inside, the model is the one beneath; for one thread, with nothing else computing."""
-        self.switch(False)
-        self._is_on = False
-        try:
-            yield
-        finally:
-            self._is_on = True
-            self.switch(True)
-
-    def merged(self, name: str, weight: Tensor) -> Tensor:
-        """The weight with the adapter's change, in the more precise dtype of both; `weight` itself if there is none.
-
-        The sum is made in float32 at least: in bfloat16 it may round small changes away, as any merged copy does.
-        """
-        layer = name.removesuffix(".weight")
-        return self.merge(weight, *self.factors(layer)) if self._is_on and layer in self.names else weight
-
-    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """A layer's weight with the change that these factors make; see `merged`."""
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        change = self.scale * (b.to(dtype) @ a.to(dtype))
-        total = weight.to(dtype) + (change.T if self.transposed else change)
-        return total.to(torch.promote_types(weight.dtype, a.dtype))
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The matrices under the names that peft gives them on disk; views."""
-        for name in self.names:
-            for letter, factor in zip("AB", self.factors(name), strict=True):
-                yield f"base_model.model.{name}.lora_{letter}.weight", factor
 
 
 class DecoderAdapter(Adapter):
