@@ -1,9 +1,9 @@
-"""`hone.train` and `hone.check`: what the command line does, from a Python script or a notebook.
+"""Python API: `hone.train` and `hone.check`, for scripts and notebooks.
 
     run = hone.train("run.yaml", rewards=[my_reward], train=[{"prompt": "2+2="}, ...])
     run.metrics, run.model_path, run.report
 
-Thin: a config and what Python adds to it become the content of a run file, and `hone.assemble` does the rest.
+The config and the Python objects become a run file's content; `hone.assemble` does the rest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Data = str | Path | Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, for looking at its results."""
+    """Results of a run, read from its folder."""
 
     path: Path
 
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """The run's page, one HTML file."""
+        """The HTML report."""
         return RunFolder(self.path).report
 
 
@@ -84,9 +84,9 @@ def train(
         callbacks: called with each line of metrics, a dictionary as in `Run.metrics`.
         resume: continue the run that is in the folder.
         fresh: move the run that is in the folder aside, and start a new one.
-        accept_changed_inputs: resume although data, model or code are others than those of the checkpoint.
+        accept_changed_inputs: resume although data, model or code differ from the checkpoint's.
     Raises:
-        HoneError: what went wrong. `Stopped` after Ctrl-C or an interrupt of the notebook, with a checkpoint.
+        HoneError: the run failed. `Stopped` after Ctrl-C or a notebook interrupt, with a checkpoint.
     """
     interrupted = threading.Event()
     with _loaded(config, rewards, train, eval) as loaded, _process_as_before():
@@ -114,7 +114,7 @@ def check(
 ) -> CheckReport:
     """Check the config, its data, its tokenizer and its rewards on real rows, as `hone check` does.
 
-    Arguments are those of `train`. `CheckReport.is_ok` tells whether a run could start, `problems` what keeps it.
+    Arguments are those of `train`. `CheckReport.is_ok`: a run could start; `problems`: why not.
     """
     try:
         with _loaded(config, rewards, train, eval) as loaded, _process_as_before():
@@ -129,7 +129,7 @@ def check(
 def _loaded(
     config: Config, rewards: Sequence[Callable[..., Any]] | None, train: Data | None, eval: Data | None
 ) -> Iterator[Loaded]:
-    """The resolved config with what Python adds to it; functions of this process can be found by name meanwhile."""
+    """The resolved config with the Python objects; inside, functions of this process are found by name."""
     sections, source, run_file = _sections(config)
     functions: dict[str, Callable[..., Any]] = {}
     if rewards is not None:
@@ -151,7 +151,7 @@ def _loaded(
 
 
 def _sections(config: Config) -> tuple[dict[str, Any], str, Path]:
-    """The content of a run file, how problems name it, and the file that it stands for."""
+    """Content of a run file, its name in problems, and the file that it stands for."""
     if isinstance(config, Mapping):
         return dict(config), "config", Path("config")
     path = Path(config)
@@ -164,7 +164,7 @@ def _sections(config: Config) -> tuple[dict[str, Any], str, Path]:
 
 
 def _component(function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    """A reward's entry in `reward.components`; `functions` gets one that only this process has."""
+    """A reward's entry in `reward.components`; `functions` gets those that only this process has."""
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
     file = getattr(module, "__file__", None) or ""
@@ -180,7 +180,7 @@ def _component(function: Callable[..., Any], functions: dict[str, Callable[..., 
 
 
 def _place(given: str | Path) -> str:
-    """A path as it is from any folder; the name of a dataset as it stands."""
+    """An absolute path, or the dataset name unchanged."""
     return str(Path(given).absolute()) if isinstance(given, Path) or Path(given).exists() else given
 
 
@@ -210,9 +210,9 @@ def _written(rows: Mapping[str, str], load: Callable[[Mapping[str, str]], Loaded
 
 
 def _outside_of_loop(work: Callable[[], T], interrupted: threading.Event) -> T:
-    """Do work that needs an event loop of its own: here, or on a thread where one is running already, as in a notebook.
+    """Run work that needs its own event loop: here, or on a thread if a loop is running, as in a notebook.
 
-    KeyboardInterrupt, or whatever else ends the wait, sets `interrupted`, and the work is waited for.
+    KeyboardInterrupt, or anything else that ends the wait, sets `interrupted`, and the work is waited for.
     """
     try:
         asyncio.get_running_loop()
@@ -232,7 +232,7 @@ def _outside_of_loop(work: Callable[[], T], interrupted: threading.Event) -> T:
 
 @contextmanager
 def _process_as_before() -> Iterator[None]:
-    """Undo what a run sets for its whole process: threads and precision of PyTorch, the GPUs to see."""
+    """Restore process-wide settings after a run: PyTorch's threads and precision, visible GPUs."""
     import torch
 
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()

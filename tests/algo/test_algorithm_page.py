@@ -11,7 +11,7 @@ from hone.algo.advantage import CREDIT, STD_FLOOR, Outcomes, group_mean, group_n
 from hone.algo.algorithm import Algorithm
 from hone.algo.control import ALARM_STEPS, MAX_KL_ERROR, steer_kl
 from hone.algo.kl import KL, MAX_LOG_RATIO
-from hone.algo.loss import Tokens, covariance_outliers
+from hone.algo.loss import LossTokens, covariance_outliers
 from hone.algo.returns import discounted_returns, gae, token_rewards
 from hone.algo.shaping import clip_rewards, keep_fraction, overlong_penalty
 from hone.config.layers import preset_names
@@ -152,11 +152,11 @@ def denominators():
     yield f"Here it is {ours:g} however the step is divided"
 
 
-def tokens_of(count: int, *, loss: float) -> Tokens:
+def tokens_of(count: int, *, loss: float) -> LossTokens:
     zeros = torch.zeros(count, dtype=torch.float64)
     names = ("logprobs_T", "entropy_T", "old_logprobs_T", "sampler_logprobs_T")
     columns = dict.fromkeys(names, zeros) | {"advantages_T": zeros - loss, "loss_mask_T": zeros + 1}
-    return Tokens(**columns, sample_T=torch.zeros(count, dtype=torch.int64), num_samples=1)
+    return LossTokens(**columns, sample_T=torch.zeros(count, dtype=torch.int64), num_samples=1)
 
 
 def k1_in_the_loss():
@@ -299,7 +299,7 @@ SAID = {
     "The reward is clipped, not what a baseline left of it": clips,
     "A group of one says nothing": group_of_one,
     "Equal rewards say nothing, to the last bit": equal_rewards,
-    "A sample that nobody scored is not a bad sample": unscored,
+    "An unscored sample is not a bad sample": unscored,
     "The KL target says its unit": unit_of_the_target,
     "Denominators are counts of the whole optimizer step": denominators,
     "k1 is refused in the loss": k1_in_the_loss,

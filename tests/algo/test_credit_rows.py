@@ -8,7 +8,7 @@ import torch
 from hone.algo.advantage import CREDIT
 from hone.algo.algorithm import Algorithm
 from hone.algo.kl import KL as KL_TABLE
-from hone.algo.loss import Tokens, covariance_outliers
+from hone.algo.loss import LossTokens, covariance_outliers
 from hone.config.run import AlgorithmSection
 from hone.types import Batch, Control, Totals
 
@@ -94,7 +94,7 @@ def test_one_unlikely_token_cannot_outweigh_the_loss(estimator, d):
     algorithm = Algorithm(AlgorithmSection(aggregate="token_sum", kl_loss_coef=0.01, kl_estimator=estimator))
     zeros = torch.zeros(2, dtype=torch.float64)
     logprobs_T = zeros.clone().requires_grad_()
-    tokens = Tokens(
+    tokens = LossTokens(
         logprobs_T=logprobs_T,
         entropy_T=zeros,
         old_logprobs_T=zeros,

@@ -14,7 +14,7 @@ from hone.algo.loss import (
     CLIP,
     RATIO,
     Bounds,
-    Tokens,
+    LossTokens,
     cispo_clip,
     geo_mean_clip,
     log_ratio,
@@ -48,11 +48,11 @@ ROWS = {
 }
 
 
-def tokens_of(logprobs, advantages, *, old=None, mask=None, sample=None, **columns) -> Tokens:
+def tokens_of(logprobs, advantages, *, old=None, mask=None, sample=None, **columns) -> LossTokens:
     logprobs_T = torch.as_tensor(logprobs, dtype=torch.float64)
     sample_T = torch.zeros(len(logprobs_T), dtype=torch.int64) if sample is None else torch.as_tensor(sample)
     defaults = dict.fromkeys(("entropy_T", "sampler_logprobs_T", "ref_logprobs_T"), torch.zeros_like(logprobs_T))
-    return Tokens(
+    return LossTokens(
         logprobs_T=logprobs_T,
         old_logprobs_T=torch.zeros_like(logprobs_T) if old is None else torch.as_tensor(old, dtype=torch.float64),
         advantages_T=torch.as_tensor(advantages, dtype=torch.float64),
@@ -277,7 +277,7 @@ def ours(logits: Tensor, columns: dict[str, Tensor], lengths: Tensor, algorithm:
         local_T = torch.arange(len(part)).repeat_interleave(lengths[torch.tensor(part)])
         log_probs = logits[index].log_softmax(-1)
         picked = {name: column[index] for name, column in columns.items()}
-        tokens = Tokens(
+        tokens = LossTokens(
             logprobs_T=log_probs.gather(1, picked.pop("token_T")[:, None])[:, 0],
             entropy_T=-(log_probs.exp() * log_probs).sum(-1),
             sample_T=local_T,

@@ -275,7 +275,7 @@ def test_a_bad_sft_row_is_named(write_rows, tmp_path, digits, row, problem):
 
 
 def test_sft_needs_a_column_to_imitate(write_rows, tmp_path, digits):
-    with pytest.raises(DataError, match="what should be imitated"):
+    with pytest.raises(DataError, match="which column has the responses"):
         load_sft_rows(DataSection(train=write_rows({"prompt": "1="})), SftSection(), digits, tmp_path)
 
 

@@ -4,7 +4,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hone.data.sources import BadRow, Row, parse_slice, read_rows
+from hone.data.sources import BadRow, SourceRow, parse_slice, read_rows
 from hone.errors import DataError
 
 
@@ -14,12 +14,15 @@ def values_of(rows):
 
 def test_jsonl_rows_carry_file_and_line_and_blank_lines_are_none(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n\n  \n{"x": "ü"}')
-    assert list(read_rows("a.jsonl", tmp_path)) == [Row("a.jsonl:1", {"x": 1}), Row("a.jsonl:4", {"x": "ü"})]
+    assert list(read_rows("a.jsonl", tmp_path)) == [
+        SourceRow("a.jsonl:1", {"x": 1}),
+        SourceRow("a.jsonl:4", {"x": "ü"}),
+    ]
 
 
 def test_gzipped_jsonl_with_a_byte_order_mark(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf{"x": 1}\n'))
-    assert list(read_rows("a.jsonl.gz", tmp_path)) == [Row("a.jsonl.gz:1", {"x": 1})]
+    assert list(read_rows("a.jsonl.gz", tmp_path)) == [SourceRow("a.jsonl.gz:1", {"x": 1})]
 
 
 @pytest.mark.parametrize(
@@ -39,14 +42,14 @@ def test_a_bad_line_is_named_and_the_next_one_still_read(tmp_path, line, problem
     assert isinstance(bad, BadRow)
     assert bad.where == "a.jsonl:2"
     assert bad.problem.startswith(problem)
-    assert (first, last) == (Row("a.jsonl:1", {"x": 1}), Row("a.jsonl:3", {"x": 2}))
+    assert (first, last) == (SourceRow("a.jsonl:1", {"x": 1}), SourceRow("a.jsonl:3", {"x": 2}))
 
 
 def test_parquet_rows(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"q": ["a", "b"], "n": [1, None]}), tmp_path / "a.parquet")
     assert list(read_rows("a.parquet", tmp_path)) == [
-        Row("a.parquet row 1", {"q": "a", "n": 1}),
-        Row("a.parquet row 2", {"q": "b", "n": None}),
+        SourceRow("a.parquet row 1", {"q": "a", "n": 1}),
+        SourceRow("a.parquet row 2", {"q": "b", "n": None}),
     ]
 
 
@@ -106,7 +109,7 @@ def test_a_json_array_has_a_row_for_each_object_named_by_its_first_line(tmp_path
     data = ARRAY.encode("utf-8-sig")
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     first, second, bad = read_rows(name, tmp_path)
-    assert (first, second) == (Row(f"{name}:2", {"x": 1}), Row(f"{name}:3", {"x": "ü"}))
+    assert (first, second) == (SourceRow(f"{name}:2", {"x": 1}), SourceRow(f"{name}:3", {"x": "ü"}))
     assert bad == BadRow(f"{name}:4", 'got a number; each entry must be an object such as {"prompt": "..."}')
     (tmp_path / "none.json").write_text(" [ ]\n")
     assert list(read_rows("none.json", tmp_path)) == []
@@ -136,8 +139,8 @@ def test_a_csv_file_has_text_under_its_header_and_rows_named_by_their_first_line
     data = 'x,y\r\n1,"two\r\nlines, ""quoted"""\r\n\r\nü,\r\nonly one\r\n'.encode("utf-8-sig")
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     assert list(read_rows(name, tmp_path)) == [
-        Row(f"{name}:2", {"x": "1", "y": 'two\r\nlines, "quoted"'}),
-        Row(f"{name}:5", {"x": "ü", "y": ""}),
+        SourceRow(f"{name}:2", {"x": "1", "y": 'two\r\nlines, "quoted"'}),
+        SourceRow(f"{name}:5", {"x": "ü", "y": ""}),
         BadRow(f"{name}:6", "has 1 values; the header names 2 columns"),
     ]
 
@@ -170,9 +173,9 @@ def test_a_pattern_has_the_rows_of_its_files_sorted_each_named_by_its_own(tmp_pa
     (tmp_path / "parts" / "test-1.jsonl").write_text('{"x": 9}\n')
     *rows, bad = read_rows("parts/train-*.jsonl", tmp_path)
     assert rows == [
-        Row("parts/train-1.jsonl:1", {"x": 1}),
-        Row("parts/train-1.jsonl:2", {"x": 2}),
-        Row("parts/train-2.jsonl:1", {"x": 3}),
+        SourceRow("parts/train-1.jsonl:1", {"x": 1}),
+        SourceRow("parts/train-1.jsonl:2", {"x": 2}),
+        SourceRow("parts/train-2.jsonl:1", {"x": 3}),
     ]
     assert bad.where == "parts/train-2.jsonl:2"
     assert values_of(read_rows("parts/train-?.jsonl", tmp_path, rows="1:3")) == [{"x": 2}, {"x": 3}]
@@ -189,8 +192,10 @@ def test_a_folder_of_save_to_disk_with_splits_and_without(tmp_path):
     both = {name: datasets.Dataset.from_list([{"x": name, "inner": {"y": 1}}]) for name in ("train", "test")}
     datasets.DatasetDict(both).save_to_disk(tmp_path / "both")
     both["test"].save_to_disk(tmp_path / "one")
-    assert list(read_rows("both", tmp_path, split="test")) == [Row("both test row 1", {"x": "test", "inner": {"y": 1}})]
-    assert list(read_rows("one", tmp_path)) == [Row("one row 1", {"x": "test", "inner": {"y": 1}})]
+    assert list(read_rows("both", tmp_path, split="test")) == [
+        SourceRow("both test row 1", {"x": "test", "inner": {"y": 1}})
+    ]
+    assert list(read_rows("one", tmp_path)) == [SourceRow("one row 1", {"x": "test", "inner": {"y": 1}})]
     with pytest.raises(DataError, match="both: has no split 'eval'; it has train, test"):
         list(read_rows("both", tmp_path, split="eval"))
 
@@ -200,7 +205,7 @@ def test_a_directory_is_loaded_as_a_hugging_face_dataset(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "set").mkdir()
     pyarrow.parquet.write_table(pyarrow.table({"q": ["a", "b"]}), tmp_path / "set" / "train.parquet")
-    assert list(read_rows("set", tmp_path, rows="1:")) == [Row("set train row 2", {"q": "b"})]
+    assert list(read_rows("set", tmp_path, rows="1:")) == [SourceRow("set train row 2", {"q": "b"})]
     with pytest.raises(DataError, match=r"set: .*split 'test'"):
         list(read_rows("set", tmp_path, split="test"))
 

@@ -68,7 +68,7 @@ def test_people_see_what_matters(folder, capsys):
 def test_a_killed_run_says_so(folder, capsys):
     folder.close()
     assert main(["status", str(folder.path)]) == 0
-    assert "not running; it was killed, or is not begun" in capsys.readouterr().out
+    assert "not running; it was killed or not started" in capsys.readouterr().out
 
 
 def test_an_empty_run_has_a_status_too(tmp_path):

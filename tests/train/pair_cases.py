@@ -12,7 +12,7 @@ from sharded_cases import watch
 from torch import Tensor
 
 from hone.config.run import OptimizerSection
-from hone.data.pairs import Pair
+from hone.data.pairs import PreferencePair
 from hone.model.heads import ScalarModel
 from hone.train.mesh import make_mesh
 from hone.train.pairs import Measured, PairTrainer
@@ -20,11 +20,11 @@ from hone.train.ranks import ALONE
 from hone.train.sharded import Sharded
 
 PAIRS = (
-    Pair((5, 6, 7, 8), (5, 6, 9), 0.0),
-    Pair((3, 4), (3, 4, 10, 11), 0.5),  # one is the beginning of the other
-    Pair((4, 5, 6), (6, 7), 1.0),  # nothing shared
-    Pair((5, 6, 1), (5, 6, 2), 0.0),
-    Pair((12,), (11,), 2.0),
+    PreferencePair((5, 6, 7, 8), (5, 6, 9), 0.0),
+    PreferencePair((3, 4), (3, 4, 10, 11), 0.5),  # one is the beginning of the other
+    PreferencePair((4, 5, 6), (6, 7), 1.0),  # nothing shared
+    PreferencePair((5, 6, 1), (5, 6, 2), 0.0),
+    PreferencePair((12,), (11,), 2.0),
 )
 
 

@@ -1,1 +1,1 @@
-"""What an algorithm is: pure functions on flat ragged tensors and the rows that combine them. No I/O, no model."""
+"""RL algorithms: pure functions on flat ragged tensors, and the rows that combine them. No I/O, no model."""

@@ -1,8 +1,8 @@
-"""Credit: how the rewards of samples become the advantage of each token. Pure functions, unscored samples ignored.
+"""Advantage estimators: from rewards of samples to advantages of tokens. Pure functions that ignore unscored samples.
 
 Conventions that hold for every function: NaN marks an unscored sample, which enters no baseline and gets advantage 0;
-standard deviations are unbiased; a group with one scored member, or with all rewards equal, has nothing to say and
-gets 0, never NaN and never the reward itself. What a sample earned over its baseline is a reward at its last token;
+standard deviations are unbiased; a group with one scored member, or with all rewards equal, gets advantage 0, never
+NaN and never the reward itself. What a sample earned over its baseline is a reward at its last token;
 with a KL penalty in the reward, or a discount, an earlier token's advantage is the return from there on. Where no
 baseline is taken from whole samples (`reinforce_pp`, `gae`), what an environment gave for a turn is a reward at the
 turn's last token.
@@ -25,19 +25,19 @@ STD_FLOOR = 1e-6  # in reward units; keeps a nearly equal group from exploding, 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What credit may be computed from: S samples in groups, T response tokens."""
+    """Inputs of the advantage estimators: S samples in groups, T response tokens."""
 
     reward_S: Tensor
     """(S,) float, shaped; NaN where unscored."""
     group_S: Tensor
-    """(S,) int64: which group (prompt) a sample belongs to."""
+    """(S,) int64: group (prompt) of each sample."""
     num_groups: int
     sample_T: Tensor
-    """(T,) int64: which sample a token belongs to."""
+    """(T,) int64: sample of each token."""
     loss_mask_T: Tensor
-    """(T,) float, 1 where the policy wrote the token and its sample was scored."""
+    """(T,) float, 1 where the policy sampled the token and its sample was scored."""
     penalty_T: Tensor | None = None
-    """(T,) reward of each token alone, such as minus the KL to the reference; None: there is none."""
+    """(T,) reward of each token alone, such as minus the KL to the reference; None."""
     turn_reward_T: Tensor | None = None
     """(T,) the part of `reward_S` that was given for single turns, at the turns' last tokens; None: there is none."""
     value_T: Tensor | None = None
@@ -60,7 +60,7 @@ def group_mean(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
     scored_S = (~reward_S.isnan()).to(reward_S.dtype)
     known_S = reward_S.nan_to_num(0.0)
     mean_N = segment_mean(known_S, scored_S, group_S, num_groups)
-    # The mean of equal floats may differ from them in the last bit: only the range tells that they are equal.
+    # The mean of equal floats may differ from them in the last bit: only the range shows that they are equal.
     speaks_S = (segment_range(reward_S, group_S, num_groups) > 0)[group_S]
     return (known_S - mean_N[group_S]) * scored_S * speaks_S
 
@@ -181,7 +181,7 @@ CreditFunction = Callable[[Outcomes], Tensor]
 
 
 def _among_siblings(function: Callable[[Tensor, Tensor, int], Tensor]) -> CreditFunction:
-    """What each sample earned over its siblings, spread over its tokens."""
+    """Advantage of each sample over its group, spread over its tokens."""
     return lambda o: spread(function(o.reward_S, o.group_S, o.num_groups), o)
 
 

@@ -1,7 +1,7 @@
-"""An algorithm: one row of names and numbers, resolved into functions. Credit before the update, the loss during it.
+"""Algorithm assembled from a row of names and numbers: advantages before the update, the loss during it.
 
-`Algorithm` is blind to the trainer: it sees batches and token tensors, never a model. What it needs from outside it
-says in `needs`; what it measured it returns as sums, so that a mean over microbatches is taken once, at the end.
+`Algorithm` sees batches and token tensors, never a model. `needs` lists what it requires from a run. Measurements are
+returned as sums, so that the mean over microbatches is taken once, at the end.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hone.algo.loss import (
     CLIP,
     RATIO,
     Bounds,
+    LossTokens,
     Objective,
     Ragged,
-    Tokens,
     covariance_outliers,
     log_ratio,
 )
@@ -47,7 +47,7 @@ TOKEN_MEANS = {
     "mismatch_ratio": "train/mismatch_ratio_mean",
     "mismatch_kl": "train/mismatch_kl",
 }
-"""What is measured as a sum over loss tokens, and the metric that its mean is."""
+"""Sums over loss tokens, and the metrics that are their means."""
 
 MEASURES = ("loss", "tokens", *TOKEN_MEANS, "ratio_max")
 """Order of the values that `Algorithm.loss` measures: `loss` is the quantity optimised, `ratio_max` a maximum, the
@@ -60,8 +60,8 @@ class Algorithm:
     Args:
         section: names and numbers.
         max_response_tokens: the rollout's limit; only `fixed_length` and the overlong penalty need it.
-        correction: what `auto` comes to in this run, which depends on more than the row; None: no correction.
-        control: what is carried from update to update; `assign` and `after_update` change it.
+        correction: the resolved `algorithm.correction`, None for none.
+        control: state carried between updates; `assign` and `after_update` change it.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Algorithm:
 
     @property
     def only_advantage_has_gradient(self) -> bool:
-        """Whether a sample with advantage 0 adds nothing to the gradient, so that no pass need be spent on it."""
+        """Whether a sample with advantage 0 has no gradient, so that its passes can be skipped."""
         return self.section.kl_loss_coef == 0 and self.section.entropy_coef == 0
 
     @property
@@ -123,14 +123,14 @@ class Algorithm:
         return self.section.entropy_coef != 0
 
     def informative(self, rewards: Sequence[float | None]) -> bool:
-        """Whether a group with these rewards has anything to say to a group baseline."""
+        """Whether a group with these rewards has a gradient under a group baseline."""
         return informative(rewards, self.section.reward_clip)
 
     def assign(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Shape the rewards and give every token its advantage, as column `advantages_T` (float32).
 
-        Order: what `Shaping` does, baseline, KL in the reward, bound of the advantage. With a critic also its targets,
-        as `return_T`. Returns the batch and what was measured.
+        Order: shaping, baseline, KL in the reward, clipping of the advantage. With a critic also its targets, as
+        `return_T`. Returns the batch and what was measured.
         """
         if self.section.old_logprobs == "sampler":
             batch = batch.with_column("old_logprobs_T", batch.sampler_logprobs_T)
@@ -170,10 +170,10 @@ class Algorithm:
         return batch, metrics | kl_metrics
 
     def after_update(self, batch: Batch, metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
-        """Steer the KL coefficient by what was measured. Returns more metrics, and an alarm to tell people of if any.
+        """Adapt the KL coefficient. Returns further metrics, and a warning to log if any.
 
         Args:
-            batch: what the update trained on.
+            batch: the batch of the update.
             metrics: of `assign` and of the update.
         """
         kl, section = metrics.get("train/kl_ref"), self.section
@@ -185,7 +185,9 @@ class Algorithm:
         )
         per_sequence = kl * float(count_S.sum() / (count_S > 0).sum().clamp(min=1))
         more = {"train/kl_coef": self.kl_coef, "train/kl_ref_sequence": per_sequence}
-        if section.kl_target is None or "train/loss" not in metrics:  # while a critic warms up, nothing can steer
+        if (
+            section.kl_target is None or "train/loss" not in metrics
+        ):  # while a critic warms up, the policy does not change
             return more, None
         alarm = steer_kl(
             self.control,
@@ -234,10 +236,10 @@ class Algorithm:
         return kl_T.clamp(-bound, bound), kl_T.abs() > bound
 
     def weigh(self, tokens: Ragged, totals: Totals) -> Tensor:
-        """(T,) weights by which the row adds token losses up."""
+        """(T,) weights of the token losses."""
         return self._aggregate.function(tokens, totals, self.max_response_tokens)
 
-    def loss(self, tokens: Tokens, totals: Totals) -> tuple[Tensor, Tensor]:
+    def loss(self, tokens: LossTokens, totals: Totals) -> tuple[Tensor, Tensor]:
         """The loss of one microbatch, to be summed over the microbatches of an optimizer step.
 
         Args:
@@ -280,7 +282,7 @@ class Algorithm:
 
 
 def _measure(
-    tokens: Tokens,
+    tokens: LossTokens,
     loss: Tensor,
     kl_T: Tensor,
     kl_clipped_T: Tensor,

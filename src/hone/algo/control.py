@@ -1,7 +1,6 @@
-"""What an algorithm carries from one update to the next: the steered KL coefficient, the running reward statistics.
+"""State between updates: the adaptive KL coefficient and the running reward statistics.
 
-The numbers live in `types.Control`, which a checkpoint holds; these functions change it. All are plain arithmetic on
-a handful of floats, the same in every run.
+The state is `types.Control`, part of every checkpoint; these functions update it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def steer_kl(control: Control, *, coef: float, kl: float, target: float, samples
     """Multiply the coefficient by 1 + clip(kl / target - 1, +-0.2) * samples / horizon (arXiv:1909.08593).
 
     Args:
-        coef: the one this update was made with.
+        coef: the coefficient of this update.
         kl, target: of one unit, per token or per sequence.
     Returns:
         Whether to raise an alarm: for another 50 updates in a row the KL was beyond +-20% on one side.
@@ -37,7 +36,7 @@ def steer_kl(control: Control, *, coef: float, kl: float, target: float, samples
 
 
 def observe_rewards(control: Control, reward_S: Tensor) -> None:
-    """Add the scored rewards (NaN is unscored) to the running statistics, in one merge of two sets of moments."""
+    """Add the scored rewards (NaN is unscored) to the running statistics, by merging two sets of moments."""
     known = reward_S[~reward_S.isnan()].double()
     count = len(known)
     if count == 0:
@@ -56,7 +55,7 @@ def reward_std(control: Control) -> float:
 
 
 def reward_scale(control: Control) -> float:
-    """What normalising divides by, in reward units."""
+    """Divisor of the normalisation, in reward units."""
     return reward_std(control) + STD_FLOOR
 
 

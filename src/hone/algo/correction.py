@@ -1,4 +1,4 @@
-"""Off-policy correction: how much a token counts that the sampler and the trainer do not find equally likely.
+"""Importance sampling correction between sampler and trainer.
 
 The sampler may be an older policy, another program, or of lower precision. The importance weight w = exp(l_old - l_s)
 repairs the expectation; each function here bounds its variance in its own way. Weights are detached, and never the
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from hone.algo.kl import MAX_LOG_RATIO
-from hone.algo.loss import Tokens, log_ratio
+from hone.algo.loss import LossTokens, log_ratio
 from hone.algo.registry import Entry
 from hone.algo.segments import segment_mean, segment_sum
 
 
-def truncated(tokens: Tokens, low: float, high: float) -> Tensor:
-    """min(w, high): no token counts for more than `high` (TIS, arXiv:1802.01561). `low` is not used."""
+def truncated(tokens: LossTokens, low: float, high: float) -> Tensor:
+    """min(w, high): truncated importance sampling (TIS, arXiv:1802.01561). `low` is not used."""
     return _weight(tokens).clamp(max=high)
 
 
-def sequence_truncated(tokens: Tokens, low: float, high: float) -> Tensor:
+def sequence_truncated(tokens: LossTokens, low: float, high: float) -> Tensor:
     """min(product of a sample's w, high), for all its tokens: the weight of the sample as a whole. `low` is not used.
 
     Unbiased but for the bound, where `truncated` also leaves out how likely a token's past was; of long samples the
@@ -33,33 +33,33 @@ def sequence_truncated(tokens: Tokens, low: float, high: float) -> Tensor:
     return log_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=high)[tokens.sample_T]
 
 
-def icepop(tokens: Tokens, low: float, high: float) -> Tensor:
-    """w inside [low, high], 0 outside: what the two disagree on that much teaches nothing (arXiv:2510.18855)."""
+def icepop(tokens: LossTokens, low: float, high: float) -> Tensor:
+    """w inside [low, high], 0 outside: masked importance sampling (arXiv:2510.18855)."""
     weight_T = _weight(tokens)
     return torch.where((weight_T >= low) & (weight_T <= high), weight_T, 0.0)
 
 
-def sequence_mask(tokens: Tokens, low: float, high: float) -> Tensor:
+def sequence_mask(tokens: LossTokens, low: float, high: float) -> Tensor:
     """0 for samples whose geometric-mean w is outside [low, high]; min(w, high) for the tokens of the rest."""
     mean_S = segment_mean(_log_weight(tokens), tokens.loss_mask_T, tokens.sample_T, tokens.num_samples).exp()
     kept_S = (mean_S >= low) & (mean_S <= high)
     return torch.where(kept_S[tokens.sample_T], _weight(tokens).clamp(max=high), 0.0)
 
 
-def none(tokens: Tokens, low: float, high: float) -> Tensor:
-    """1: trust that sampler and trainer are the same policy."""
+def none(tokens: LossTokens, low: float, high: float) -> Tensor:
+    """1: assume that sampler and trainer are the same policy."""
     return torch.ones_like(tokens.loss_mask_T)
 
 
-def _log_weight(tokens: Tokens) -> Tensor:
+def _log_weight(tokens: LossTokens) -> Tensor:
     return log_ratio(tokens.old_logprobs_T, tokens.sampler_logprobs_T).detach()
 
 
-def _weight(tokens: Tokens) -> Tensor:
+def _weight(tokens: LossTokens) -> Tensor:
     return _log_weight(tokens).exp()
 
 
-CorrectionFunction = Callable[[Tokens, float, float], Tensor]
+CorrectionFunction = Callable[[LossTokens, float, float], Tensor]
 OLD = frozenset({"old_logprobs"})
 CORRECTION: dict[str, Entry[CorrectionFunction]] = {
     "none": Entry(none, "1"),

@@ -1,8 +1,8 @@
-"""The policy loss as three independent choices: what multiplies the advantage, how it is bounded, how tokens add up.
+"""Policy loss as three independent choices: ratio, clip and aggregation.
 
     loss = sum_T weight_T * (-objective_T + kl_coef * kl_T - entropy_coef * entropy_T)
 
-`RATIO` gives the multiplier, `CLIP` makes the objective of it, `AGGREGATE` gives weight_T. Every function is pure, on
+`RATIO` gives the multiplier of the advantage, `CLIP` the objective, `AGGREGATE` weight_T. Every function is pure, on
 flat tensors in float32 or float64. A denominator is only ever a count over the whole optimizer step (`Totals`), so the
 gradient does not depend on how the step is split into microbatches.
 """
@@ -24,7 +24,7 @@ from hone.types import Totals
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged:
-    """Which of a microbatch's T tokens count, and whose they are.
+    """Loss mask and sample index of a microbatch's T tokens.
 
     Whole samples only: a sample's tokens are never spread over microbatches.
     """
@@ -37,7 +37,7 @@ class Ragged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens(Ragged):
+class LossTokens(Ragged):
     """The T response tokens of a microbatch, as the loss sees them. Only `logprobs_T` and `entropy_T` have gradient."""
 
     logprobs_T: Tensor
@@ -57,7 +57,7 @@ class Tokens(Ragged):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that the clips of a row use; each reads those it knows."""
+    """Bounds of the clip functions; each reads those it knows."""
 
     low: float
     """The ratio is kept above 1 - low ..."""
@@ -71,14 +71,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is maximised at each token, and where a bound took the gradient away."""
+    """Objective of each token, and where clipping removed its gradient."""
 
     value_T: Tensor
     clipped_low_T: Tensor
-    """(T,) bool: the ratio had fallen below its bound and the advantage pushed it further."""
+    """(T,) bool: the ratio was below its bound with a negative advantage."""
     clipped_high_T: Tensor
     clipped_dual_T: Tensor
-    """(T,) bool: the ratio had risen so far against a negative advantage that the dual bound cut it off."""
+    """(T,) bool: the ratio exceeded the dual bound with a negative advantage."""
 
 
 def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
@@ -89,19 +89,19 @@ def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
 # ---- ratio: (tokens) -> the (T,) multiplier of the advantage, with gradient ---------------------------------------
 
 
-def token_ratio(tokens: Tokens) -> Tensor:
+def token_ratio(tokens: LossTokens) -> Tensor:
     """pi(token) / pi_old(token) (PPO, arXiv:1707.06347)."""
     return log_ratio(tokens.logprobs_T, tokens.old_logprobs_T).exp()
 
 
-def sequence_ratio(tokens: Tokens) -> Tensor:
+def sequence_ratio(tokens: LossTokens) -> Tensor:
     """exp(mean over the sample of log rho), its gradient handed to each token alike (GSPO, arXiv:2507.18071)."""
     log_ratio_T = log_ratio(tokens.logprobs_T, tokens.old_logprobs_T)
     mean_S = segment_mean(log_ratio_T.detach(), tokens.loss_mask_T, tokens.sample_T, tokens.num_samples)
     return (mean_S[tokens.sample_T] + tokens.logprobs_T - tokens.logprobs_T.detach()).exp()
 
 
-def no_ratio(tokens: Tokens) -> Tensor:
+def no_ratio(tokens: LossTokens) -> Tensor:
     """log pi(token): REINFORCE, and with advantage 1 the likelihood that supervised training maximises."""
     return tokens.logprobs_T
 
@@ -109,7 +109,7 @@ def no_ratio(tokens: Tokens) -> Tensor:
 # ---- clip: (multiplier, tokens, bounds) -> objective --------------------------------------------------------------
 
 
-def ppo_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
+def ppo_clip(ratio_T: Tensor, tokens: LossTokens, bounds: Bounds) -> Objective:
     """min(rho A, clip(rho, 1 - low, 1 + high) A): pessimistic, no reward for leaving the bounds (arXiv:1707.06347).
 
     With `bounds.dual` = c, at least c A where A < 0 (dual clip, arXiv:1912.09729): one token that became likely
@@ -125,14 +125,14 @@ def ppo_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
     return Objective(value_T, *_outside(ratio_T, tokens, bounds), dual_T)
 
 
-def cispo_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
+def cispo_clip(ratio_T: Tensor, tokens: LossTokens, bounds: Bounds) -> Objective:
     """stop_gradient(min(rho, 1 + high)) A log pi: a clipped token keeps a gradient (CISPO, arXiv:2506.13585)."""
     weight_T = ratio_T.detach().clamp(max=1 + bounds.high)
     never_T = _never(tokens)
     return Objective(weight_T * tokens.advantages_T * tokens.logprobs_T, never_T, ratio_T > 1 + bounds.high, never_T)
 
 
-def geo_mean_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
+def geo_mean_clip(ratio_T: Tensor, tokens: LossTokens, bounds: Bounds) -> Objective:
     """exp(mean over the sample of bounded log rho) A: PPO's clip inside a geometric mean (GMPO, arXiv:2507.20673)."""
     log_ratio_T, advantages_T = ratio_T.log(), tokens.advantages_T
     bounded_T = torch.where(
@@ -145,7 +145,7 @@ def geo_mean_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
     return Objective(value_T, *_outside(ratio_T, tokens, bounds), _never(tokens))
 
 
-def sapo_gate(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
+def sapo_gate(ratio_T: Tensor, tokens: LossTokens, bounds: Bounds) -> Objective:
     """4 / tau * sigmoid(tau (rho - 1)) A: a soft gate, with slope 1 at rho = 1 (SAPO, arXiv:2511.20347)."""
     positive, negative = bounds.sapo_tau
     tau_T = torch.where(tokens.advantages_T > 0, positive, negative).to(ratio_T.dtype)
@@ -153,7 +153,7 @@ def sapo_gate(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
     return Objective(4 / tau_T * (tau_T * (ratio_T - 1)).sigmoid() * tokens.advantages_T, never_T, never_T, never_T)
 
 
-def clip_cov(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
+def clip_cov(ratio_T: Tensor, tokens: LossTokens, bounds: Bounds) -> Objective:
     """PPO's clip, and no gradient at all for the batch's `covariance_outliers` (Clip-Cov, arXiv:2505.22617)."""
     assert tokens.outlier_T is not None, "the row clips by covariance but the batch has no outlier_T"
     objective = ppo_clip(ratio_T, tokens, bounds)
@@ -181,17 +181,17 @@ def covariance_outliers(
     return (inside_T & (covariance_T >= least)).to(mask_T.dtype)
 
 
-def no_clip(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> Objective:
-    """The multiplier times the advantage; the bounds have no meaning here."""
+def no_clip(ratio_T: Tensor, tokens: LossTokens, bounds: Bounds) -> Objective:
+    """The multiplier times the advantage; the bounds are not used."""
     never_T = _never(tokens)
     return Objective(ratio_T * tokens.advantages_T, never_T, never_T, never_T)
 
 
-def _never(tokens: Tokens) -> Tensor:
+def _never(tokens: LossTokens) -> Tensor:
     return torch.zeros_like(tokens.loss_mask_T, dtype=torch.bool)
 
 
-def _outside(ratio_T: Tensor, tokens: Tokens, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def _outside(ratio_T: Tensor, tokens: LossTokens, bounds: Bounds) -> tuple[Tensor, Tensor]:
     """Where the ratio left its bounds in the direction of the advantage: below, above."""
     low_T = (ratio_T < 1 - bounds.low) & (tokens.advantages_T < 0)
     high_T = (ratio_T > 1 + bounds.high) & (tokens.advantages_T > 0)
@@ -223,8 +223,8 @@ def token_sum(tokens: Ragged, totals: Totals, max_response_tokens: int) -> Tenso
     return tokens.loss_mask_T
 
 
-RatioFunction = Callable[[Tokens], Tensor]
-ClipFunction = Callable[[Tensor, Tokens, Bounds], Objective]
+RatioFunction = Callable[[LossTokens], Tensor]
+ClipFunction = Callable[[Tensor, LossTokens, Bounds], Objective]
 AggregateFunction = Callable[[Ragged, Totals, int], Tensor]
 
 RATIO: dict[str, Entry[RatioFunction]] = {

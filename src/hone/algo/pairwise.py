@@ -1,4 +1,4 @@
-"""The loss of a reward model: how likely the better answer of a pair is to be preferred."""
+"""Pairwise loss of a reward model (Bradley-Terry)."""
 
 from __future__ import annotations
 

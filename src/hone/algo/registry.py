@@ -1,4 +1,4 @@
-"""One entry per function that a run file may name: the function, what it computes, who published it, what it needs.
+"""Registry entries of the functions that a run file may name: function, formula, paper and requirements.
 
 The tables themselves stand beside their functions (`CREDIT`, `RATIO`, `CLIP`, `AGGREGATE`, `KL`); a test proves that
 they and the names allowed by `config/run.py` agree. Adding one is a function, an entry and a name there.

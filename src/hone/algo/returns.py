@@ -1,7 +1,7 @@
-"""From token rewards to what a token is worth: discounted returns and generalised advantages, exact over the mask.
+"""Discounted returns and generalised advantage estimation over ragged, masked tokens.
 
-Only tokens that the policy wrote are time steps. A tool's tokens (mask 0) in between are passed over: neither
-discounted nor given credit, however many there are. All functions take flat ragged tensors, compute in float64, and
+Only tokens sampled by the policy are time steps. Environment tokens (mask 0) are skipped: neither discounted nor given
+credit. All functions take flat ragged tensors, compute in float64, and
 loop over powers of two instead of tokens. Not here: baselines among siblings (`advantage.py`).
 """
 

@@ -1,4 +1,4 @@
-"""Sums and means over the segments of a flat ragged tensor: tokens of a sample, samples of a group.
+"""Segment sums and means of a flat ragged tensor: tokens of a sample, samples of a group.
 
 A segment index is an int64 tensor as long as the data, such as `sample_T`. On a CPU the sums run in data order, so
 they are the same to the last bit in every run.

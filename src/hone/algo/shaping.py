@@ -1,4 +1,4 @@
-"""What happens to a reward before any baseline is taken from it: clip, truncation, normalisation, length penalty.
+"""Reward shaping before the baseline: clipping, truncation, normalisation, length penalty.
 
 The order matters: a clip after the baseline would not bound the reward. Not here: how scores become a reward (that is
 `reward/`), or a reward an advantage (`advantage.py`).
@@ -28,7 +28,7 @@ class Shaping:
         self.section, self.control, self.max_response_tokens = section, control, max_response_tokens
 
     def of_samples(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """(S,) shaped rewards, NaN where unscored; and what shaping did to the scored ones, as metrics."""
+        """(S,) shaped rewards, NaN where unscored; and metrics of the scored ones."""
         section, metrics, raw_S = self.section, {}, batch.reward_S
         scored_S = ~raw_S.isnan()
         num_scored = max(int(scored_S.sum()), 1)
@@ -47,7 +47,7 @@ class Shaping:
         return reward_S, metrics
 
     def of_turns(self, batch: Batch, sample_T: Tensor) -> Tensor | None:
-        """(T,) what of the shaped reward belongs to single turns, at their last tokens; None without such a part.
+        """(T,) the part of the shaped reward that belongs to single turns, at their last tokens; None without turns.
 
         To be called after `of_samples`. The clip bounds the sum so far, the deviation divides each turn's reward; what
         else shaping does is done to the sample, at its end.
@@ -72,7 +72,7 @@ class Shaping:
         if section.reward_clip is not None:
             reward = clip_rewards(reward, section.reward_clip)
         if section.truncated_reward_factor < 1:
-            assert truncated is not None, "truncated_reward_factor needs to know which samples were cut"
+            assert truncated is not None, "truncated_reward_factor needs to know which samples were truncated"
             reward = keep_fraction(reward, truncated, section.truncated_reward_factor)
         return reward
 
@@ -113,7 +113,7 @@ def clip_running_sums(reward_T: Tensor, sample_T: Tensor, bounds: tuple[float, f
 
 
 def keep_fraction(reward_S: Tensor, truncated_S: Tensor, factor: float) -> Tensor:
-    """(S,) rewards where a truncated sample keeps `factor` of a positive one; a negative one stays as bad as it is."""
+    """(S,) rewards where a truncated sample keeps `factor` of a positive one; a negative one is unchanged."""
     return torch.where((truncated_S > 0) & (reward_S > 0), reward_S * factor, reward_S)
 
 
@@ -131,9 +131,9 @@ def overlong_penalty(length_S: Tensor, *, max_tokens: int, buffer_frac: float, f
 
 
 def informative(rewards: Sequence[float | None], bounds: tuple[float, float] | None) -> bool:
-    """Whether a group's rewards differ after the clip, so that a group baseline leaves something to learn from.
+    """Whether a group's rewards differ after the clip, so that a group baseline leaves a gradient.
 
-    The length penalty does not count: a group of nothing but right answers is not made worth a step by their lengths.
+    The length penalty does not count: a group of correct answers alone stays uninformative whatever their lengths.
     """
     low, high = bounds or (float("-inf"), float("inf"))
     return len({min(max(reward, low), high) for reward in rewards if reward is not None}) > 1

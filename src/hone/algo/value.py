@@ -1,4 +1,4 @@
-"""What a critic minimises, and how well it predicts. The critic as a model is in `train.critic`."""
+"""Value loss of a critic, and its explained variance. The model is in `train.critic`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Values(Ragged):
     old_value_T: Tensor
     """(T,) of the critic before the update."""
     return_T: Tensor
-    """(T,) what it should have been: advantage, before whitening, plus old value."""
+    """(T,) target: advantage, before whitening, plus old value."""
 
 
 def value_loss(values: Values, clip: float | None) -> tuple[Tensor, Tensor]:
-    """0.5 max((V - R)^2, (clip(V, V_old +- c) - R)^2): pessimistic, no gain from moving beyond the clip.
+    """0.5 max((V - R)^2, (clip(V, V_old +- c) - R)^2): pessimistic.
 
     Returns:
-        (T,) loss, and (T,) bool: where the clip took the gradient away.
+        (T,) loss, and (T,) bool: where clipping removed the gradient.
     """
     error_T = (values.value_T - values.return_T).square()
     if clip is None:
@@ -37,9 +37,9 @@ def value_loss(values: Values, clip: float | None) -> tuple[Tensor, Tensor]:
 
 
 def explained_variance(value_T: Tensor, return_T: Tensor, mask_T: Tensor) -> float | None:
-    """1 - var(R - V) / var(R) over unmasked tokens: 1 is a perfect critic, 0 one that knows only the mean.
+    """1 - var(R - V) / var(R) over unmasked tokens: 1 is a perfect critic, 0 one that predicts the mean.
 
-    None where all returns are equal: there is nothing to explain.
+    None where all returns are equal.
     """
     own = mask_T > 0
     known_T, error_T = return_T[own].double(), (return_T - value_T)[own].double()

@@ -1,4 +1,4 @@
-"""Arguments that several verbs share, and how help shows examples."""
+"""Shared command-line arguments, and examples in help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RunOrFolder = Annotated[
     Path,
     typer.Argument(
         metavar="RUN.yaml | RUN_DIR",
-        help="The run file; or a run's folder, with the settings that the run was started with.",
+        help="Run file, or the folder of a run (with its own settings).",
         show_default=False,
     ),
 ]
@@ -20,11 +20,11 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="section.key=value",
-        help="Settings that win over the file's, such as train.optimizer.lr=1e-5.",
+        help="Overrides of the file's settings, such as train.optimizer.lr=1e-5.",
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def examples(*commands: str) -> str:

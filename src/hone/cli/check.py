@@ -1,4 +1,4 @@
-"""`hone check`: is everything there and right, before anything is trained?
+"""`hone check`: validation of a run file, its data, tokenizer and rewards.
 
 First the run file alone, with nothing heavy imported; then, if it is right, data, tokenizer and rewards.
 """
@@ -29,7 +29,7 @@ def check(
     run_file: RunFile,
     overrides: Overrides = None,
     start_services: Annotated[
-        bool, typer.Option("--services", help="Start the run file's services, so that rewards that ask them count.")
+        bool, typer.Option("--services", help="Start the services of the run file, to try the rewards that use them.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -55,7 +55,7 @@ def check(
 
 
 def show(report: CheckReport, loaded: Loaded, console: Console) -> None:
-    """Print a report for people."""
+    """Print a report."""
     num_set, num_layers = len(loaded.origins), len({setting.where.source for setting in loaded.settings})
     console.print(f"{escape(str(loaded.run_file))}: {num_set} keys set, {num_layers} layers", highlight=False)
     for line in report.lines:

@@ -1,4 +1,4 @@
-"""`hone plan --compare`: a run's memory as it was planned and as it was measured."""
+"""`hone plan --compare`: planned and measured memory of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hone eval`: how good a model is on the run file's evaluation data."""
+"""`hone eval`: evaluation of a model on the run file's evaluation data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def evaluate(
 
 
 def show(metrics: Mapping[str, float], loaded: Loaded) -> None:
-    """Print the figures for people."""
+    """Print the figures."""
     settings = loaded.config.eval
     how = (
         "greedy" if settings.temperature == 0 else f"{settings.samples} samples at temperature {settings.temperature:g}"

@@ -1,4 +1,4 @@
-"""`hone eval-judge`: figures by which to accept a judge before a run trusts it."""
+"""`hone eval-judge`: evaluation of a judge on preference pairs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ EXAMPLES = examples(
 
 def evaluate_judge(
     file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="A run file, or a file with a reward section.")],
-    pairs: Annotated[Path, typer.Argument(help="JSONL rows with prompt, chosen, rejected and perhaps answer.")],
+    pairs: Annotated[Path, typer.Argument(help="JSONL rows with prompt, chosen, rejected and optionally answer.")],
     overrides: Overrides = None,
-    name: Annotated[str | None, typer.Option(help="Name of the component, where the file has several judges.")] = None,
-    url: Annotated[str | None, typer.Option(help="Ask there, whatever the file says.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the component, if the file has several judges.")] = None,
+    url: Annotated[str | None, typer.Option(help="URL of the judge, instead of the file's.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hold a judge against known pairs: accuracy, consistency when they are swapped, canaries."""
+    """Evaluate a judge on preference pairs: accuracy, consistency when swapped, canaries."""
     loaded = load_rewards(file, overrides or ())
     from hone.assemble.judge import evaluate_judge_of
 

@@ -1,4 +1,4 @@
-"""`hone explain`: what a key is, what its value is, who set it, and what follows from it."""
+"""`hone explain`: meaning, value and origin of a key, and what is derived from it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def explain(
     run_file: RunFile,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key] section.key=value", help="A key or section to explain; and settings."),
+        typer.Argument(metavar="[key] section.key=value", help="A key or section to explain, and overrides."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a key: its value, who set it, what derives from it. Without a key, the whole resolved file."""
+    """Explain a key: its value, its origin, what derives from it. Without a key: the whole resolved file."""
     keys = [word for word in words or () if "=" not in word]
     if len(keys) > 1:
         raise typer.BadParameter(f"one key at a time (got {', '.join(keys)})")
@@ -47,7 +47,7 @@ def explain(
 
 
 def explain_key(loaded: Loaded, path: str) -> dict[str, Any]:
-    """Everything there is to say about one key, as plain data.
+    """Explanation of one key, as plain data.
 
     Raises:
         ConfigError: there is no such key.
@@ -75,7 +75,7 @@ def explain_key(loaded: Loaded, path: str) -> dict[str, Any]:
 
 
 def _layers(loaded: Loaded, path: str, default: Any, *, has_default: bool) -> list[dict[str, Any]]:
-    """Who set the key or a part of it, weakest first; `wins` marks what still stands."""
+    """Origins of the key or a part of it, weakest first; `wins` marks the effective ones."""
     is_default = loaded.where(path) is None
     rows = [{"where": "default", "path": path, "value": default, "wins": is_default}] if has_default else []
     last = {setting.path: setting for setting in loaded.history(path)}
@@ -96,7 +96,7 @@ def _derives(loaded: Loaded, path: str) -> list[dict[str, Any]]:
 
 
 def as_text(explanation: dict[str, Any]) -> str:
-    """An explanation for people."""
+    """Print an explanation."""
     default = "required" if explanation["required"] else f"default {inline(explanation['default'])}"
     lines = [
         f"{explanation['key']} = {inline(explanation['value'])}{_unit(explanation['unit'])}",

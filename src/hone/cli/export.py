@@ -22,10 +22,10 @@ def export(
     run: RunOrFolder,
     overrides: Overrides = None,
     to: Annotated[Path, typer.Option(help="Folder to write; must not exist.")] = Path("hf"),
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest whole one if left out.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="The step where checkpoint.best was highest.")] = False,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest complete one.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Export the best checkpoint (checkpoint.best).")] = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Only the adapter, in peft's format; without it, merged weights.")
+        bool, typer.Option("--adapter", help="Export only the adapter, in peft's format, instead of merged weights.")
     ] = False,
 ) -> None:
     """Write a checkpoint as a directory that Transformers loads."""

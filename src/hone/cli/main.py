@@ -1,4 +1,4 @@
-"""`hone`: the verbs, and the one place that turns an outcome into an exit code.
+"""`hone`: the command line, and exit codes.
 
 Exit codes: 0 done, 1 failed, 2 the user's file, data or arguments are wrong, 3 a reward, a service or Ray was lost,
 4 out of memory with nothing left to try, 130 stopped by the user.

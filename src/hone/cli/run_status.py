@@ -1,4 +1,4 @@
-"""`hone status RUN_DIR`: a run that is going on, or was, for people."""
+"""`hone status RUN_DIR`: the state of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show_run(path: Path, name: str, *, with_audit: bool, as_json: bool) -> int:
-    """Print how a run is. Returns the exit code: 1 when the audit found a violation."""
+    """Print the state of a run. Returns the exit code: 1 when the audit found a violation."""
     from hone.run.audit import audit_file
     from hone.run.folder import RunFolder
     from hone.run.status import read_status
@@ -43,10 +43,10 @@ def show_run(path: Path, name: str, *, with_audit: bool, as_json: bool) -> int:
 
 
 def lines_of(name: str, status: RunStatus) -> list[str]:
-    """What people see of a run."""
+    """Printed lines of a run."""
     from hone.run.status import described
 
-    ended = f"not running; {status.outcome}" if status.outcome else "not running; it was killed, or is not begun"
+    ended = f"not running; {status.outcome}" if status.outcome else "not running; it was killed or not started"
     lines = [f"{name}: {'running' if status.running else ended}"]
     if status.stage is not None:
         of = f" of {status.steps}" if status.steps is not None else ""

@@ -1,4 +1,4 @@
-"""`hone serve`: what is used in process, over HTTP."""
+"""`hone serve`: rewards and policies over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 POLICY_PORT = 8000
-"""Where a policy listens unless told otherwise: beside a reward service, and where OpenAI's clients look for vLLM."""
+"""Default port of a policy, the one of vLLM; not that of a reward service."""
 
 T = TypeVar("T", bound="BaseModel")
 
@@ -38,16 +38,18 @@ POLICY_EXAMPLES = examples(
     "hone serve policy Qwen/Qwen3-0.6B --precision bfloat16 --max-concurrent 32",
 )
 
-Host = Annotated[str | None, typer.Option(help="Address to listen on; others than this machine's own need a token.")]
-Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")]
-TokenEnv = Annotated[str | None, typer.Option(help="Environment variable with the bearer tokens that are accepted.")]
-TokenFile = Annotated[Path | None, typer.Option(help="File with bearer tokens, one a line; read again on change.")]
-OpenMetrics = Annotated[bool | None, typer.Option("--open-metrics", help="Answer /metrics without a token.")]
+Host = Annotated[str | None, typer.Option(help="Address to listen on; other than loopback needs a token.")]
+Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one.")]
+TokenEnv = Annotated[str | None, typer.Option(help="Environment variable with accepted bearer tokens.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File with accepted bearer tokens, one per line; reloaded on change.")
+]
+OpenMetrics = Annotated[bool | None, typer.Option("--open-metrics", help="Serve /metrics without a token.")]
 AllowedHost = Annotated[
     list[str] | None, typer.Option(help="Name besides localhost that requests, and web pages, may use; repeatable.")
 ]
-MaxBodyMib = Annotated[float | None, typer.Option(help="Largest body of a request, in MiB.")]
-DrainTimeout = Annotated[float | None, typer.Option(help="For requests in flight after SIGTERM, in seconds.")]
+MaxBodyMib = Annotated[float | None, typer.Option(help="Maximum request body, in MiB.")]
+DrainTimeout = Annotated[float | None, typer.Option(help="Time for requests in flight after SIGTERM, in seconds.")]
 
 
 @app.command("reward", epilog=REWARD_EXAMPLES)
@@ -62,22 +64,28 @@ def reward(
     open_metrics: OpenMetrics = None,
     max_body_mib: MaxBodyMib = None,
     drain_timeout_s: DrainTimeout = None,
-    warm_up: Annotated[Path | None, typer.Option(help="JSON file with an item to score before it is ready.")] = None,
-    max_items: Annotated[int | None, typer.Option(help="Items of one request.")] = None,
-    max_solution_kib: Annotated[int | None, typer.Option(help="Longest response that is scored, in KiB.")] = None,
-    queue_items: Annotated[int | None, typer.Option(help="Items waiting or being scored; more are refused.")] = None,
-    client_items: Annotated[int | None, typer.Option(help="The same for one client; 0: no such limit.")] = None,
-    max_wait_s: Annotated[float | None, typer.Option(help="Requests that would wait longer are refused.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Deadline of requests without their own.")] = None,
-    batch_items: Annotated[int | None, typer.Option(help="Items that a model looks at together.")] = None,
-    batch_wait_ms: Annotated[float | None, typer.Option(help="How long the first of them waits.")] = None,
-    cache_items: Annotated[int | None, typer.Option(help="Scores that are remembered.")] = None,
+    warm_up: Annotated[
+        Path | None, typer.Option(help="JSON file with an item to score before the service is ready.")
+    ] = None,
+    max_items: Annotated[int | None, typer.Option(help="Maximum items per request.")] = None,
+    max_solution_kib: Annotated[int | None, typer.Option(help="Maximum response length, in KiB.")] = None,
+    queue_items: Annotated[
+        int | None, typer.Option(help="Maximum items waiting or being scored; more are rejected.")
+    ] = None,
+    client_items: Annotated[int | None, typer.Option(help="Maximum items per client; 0: no limit.")] = None,
+    max_wait_s: Annotated[
+        float | None, typer.Option(help="Maximum expected wait; requests beyond it are rejected.")
+    ] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Default deadline of a request.")] = None,
+    batch_items: Annotated[int | None, typer.Option(help="Maximum batch of a reward model.")] = None,
+    batch_wait_ms: Annotated[float | None, typer.Option(help="Batching window.")] = None,
+    cache_items: Annotated[int | None, typer.Option(help="Size of the score cache.")] = None,
     cache_ttl_s: Annotated[float | None, typer.Option(help="How long.")] = None,
     allow_request_weights: Annotated[
-        bool | None, typer.Option("--allow-request-weights", help="Let /compute_reward bring weights.")
+        bool | None, typer.Option("--allow-request-weights", help="Allow weights in requests to /compute_reward.")
     ] = None,
     unscored_constant: Annotated[
-        float | None, typer.Option(help="What /get_reward and /slime answer for what cannot be scored; else 503.")
+        float | None, typer.Option(help="Score of /get_reward and /slime for unscored items; default: status 503.")
     ] = None,
 ) -> None:
     """Serve the rewards of a file."""
@@ -128,15 +136,17 @@ def policy(
     max_body_mib: MaxBodyMib = None,
     drain_timeout_s: DrainTimeout = None,
     name: Annotated[
-        str | None, typer.Option(help="What requests call the model; else the last part of its path.")
+        str | None, typer.Option(help="Model name in requests; default: the last part of its path.")
     ] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="Jinja file, instead of the tokenizer's own.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file with the chat template; default: the tokenizer's own.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     precision: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    threads: Annotated[int | None, typer.Option(help="For arithmetic; 0: every core that it may use.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; 0: all available cores.")] = None,
     max_concurrent: Annotated[int | None, typer.Option(help="Samples decoded together.")] = None,
     enable_sleep_mode: Annotated[
-        bool | None, typer.Option("--enable-sleep-mode", help="Answer /sleep and /wake_up, as vLLM does.")
+        bool | None, typer.Option("--enable-sleep-mode", help="Enable /sleep and /wake_up, as in vLLM.")
     ] = None,
 ) -> None:
     """Serve a model through OpenAI's completions and chat completions."""
@@ -167,7 +177,7 @@ def policy(
 
 
 def given(settings: type[T], **options: Any) -> T:
-    """Settings with the options that were given; defaults are the settings' own."""
+    """Settings with the given options; defaults are the settings' own."""
     from pydantic import ValidationError
 
     try:

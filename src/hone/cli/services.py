@@ -1,4 +1,4 @@
-"""`hone up`, `hone status`, `hone stop`: services that stay when a run ends; what is running, and how to end it."""
+"""`hone up`, `hone status`, `hone stop`: services that outlive runs, and the state of what is running."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
 def up(
     run_file: RunFile,
     overrides: Overrides = None,
-    name: Annotated[str | None, typer.Option(help="What to call them; the run file's own name by default.")] = None,
-    foreground: Annotated[bool, typer.Option("--foreground", help="Stay, and stop them with Ctrl-C.")] = False,
+    name: Annotated[str | None, typer.Option(help="Name of the services; default: the run file's name.")] = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay in the foreground; Ctrl-C stops them.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start the services of a file and leave them running; runs of the same file use them."""
@@ -45,12 +47,15 @@ def up(
 
 def status(
     what: Annotated[
-        str | None, typer.Argument(metavar="[NAME | RUN_DIR]", help="Of `hone up`, or a run's folder; all by default.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME | RUN_DIR]", help="Name given by `hone up`, or a run's folder; default: all services."
+        ),
     ] = None,
     as_json: AsJson = False,
-    audit: Annotated[bool, typer.Option("--audit", help="Check what a run trained on, by its events.")] = False,
+    audit: Annotated[bool, typer.Option("--audit", help="Audit a run by its event log.")] = False,
 ) -> int:
-    """What is running: services of `hone up`, or a run with its step, phase, pace, engines and last events."""
+    """Show services of `hone up`, or a run with its step, phase, speed, engines and last events."""
     from hone.services.state import kept_up, read_state, runtime_folder
 
     if what is None:
@@ -76,13 +81,12 @@ def status(
 
 def stop(
     what: Annotated[
-        str | None, typer.Argument(metavar="[NAME | RUN_DIR]", help="As `hone status` takes it; Ctrl-C stops waiting.")
+        str | None, typer.Argument(metavar="[NAME | RUN_DIR]", help="As for `hone status`; Ctrl-C stops waiting.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Stop all that `hone up` started.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Stop all services of `hone up`.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for a run to end.")] = 600.0,
 ) -> None:
-    """Stop what is running and wait until it has ended: services of `hone up`, or a training run, which ends with a
-    checkpoint."""
+    """Stop services of `hone up`, or a training run, which saves a checkpoint, and wait until they have ended."""
     if (what is None) == (not everything):
         raise typer.BadParameter("name one of `hone status` or a run's folder, or say --all")
     from hone.services.state import kept_up, runtime_folder
@@ -111,7 +115,7 @@ def show(state: dict[str, Any], as_json: bool) -> None:
         was = service["state"] if state["running"] else f"was {service['state']}"
         typer.echo(
             f"  {service['name']}: {was} at {service['url']}, process {service['pid']}, "
-            f"started again {service['restarts']} times, log {service['log']}"
+            f"{service['restarts']} restarts, log {service['log']}"
         )
 
 

@@ -1,4 +1,4 @@
-"""`hone train`: run a file, or go on with a run."""
+"""`hone train`: start or resume a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ EXAMPLES = examples(
 def train(
     run: RunOrFolder,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is moved aside.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest complete checkpoint.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start a new run; an earlier one in the folder is moved aside.")
+    ] = False,
     accept_changed_inputs: Annotated[
-        bool, typer.Option("--accept-changed-inputs", help="Resume with other data, weights or code than before.")
+        bool, typer.Option("--accept-changed-inputs", help="Resume although data, weights or code have changed.")
     ] = False,
 ) -> None:
     """Train: every stage of the run file, in order."""

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from hone.algo.algorithm import Algorithm
 from hone.cluster.calls import START_KEY, put, why_killed
 from hone.cluster.ranks import PendingCalls, RankGroup, close, gather
-from hone.data.pairs import Pair
+from hone.data.pairs import PreferencePair
 from hone.errors import ClusterError, EngineError
 from hone.train.pairs import Measured
 from hone.train.tensor_files import FileFacts
@@ -97,11 +97,11 @@ class RemoteLearner:
 class RemotePairTrainer(RemoteLearner):
     """`PairLearner` over the ranks of a cluster."""
 
-    def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
+    def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """See `PairLearner.update`."""
         return self._call(self._groups[0], "update", put(pairs))
 
-    def measure(self, pairs: Sequence[Pair]) -> Measured:
+    def measure(self, pairs: Sequence[PreferencePair]) -> Measured:
         """See `PairLearner.measure`."""
         return self._call(self._groups[0], "measure", put(pairs))
 

@@ -1,8 +1,7 @@
-"""The only place that turns text into tokens and back. After it: token in, token out.
+"""Tokenizer and chat templates: the only place where text becomes tokens and tokens text.
 
-A `Tokenizer` is a Hugging Face fast tokenizer with the few answers that Hone needs of one: prompt to ids, response to
-ids with its end, ids to text, what ends a response. A character-level one can be built on the spot for experiments
-with models initialised at random; it saves and loads like any other.
+A `Tokenizer` wraps a Hugging Face fast tokenizer: prompts and responses to ids, ids to text, stop ids. A
+character-level one can be built for experiments with randomly initialised models; it saves and loads like any other.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Message = dict[str, Any]
 
 PAD, EOS = "<pad>", "<eos>"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a surrogate pair: JSON can hold one, UTF-8 and so tokenizers cannot."""
+"""An unpaired surrogate: JSON can hold one, UTF-8 and tokenizers cannot."""
 
 
 class Tokenizer:
@@ -44,7 +43,7 @@ class Tokenizer:
     """
 
     def __init__(self, hf: PreTrainedTokenizerFast, *, eos_ids: Sequence[int] = (), name: str = "tokenizer") -> None:
-        """Raises DataError when nothing says how a response ends."""
+        """Raises DataError without an EOS token."""
         own_end, pad = _token_id(hf.eos_token_id), _token_id(hf.pad_token_id)
         ends = [own_end] if own_end is not None else []
         ends += [end for end in eos_ids if end not in ends]
@@ -92,7 +91,7 @@ class Tokenizer:
         return self.encode_responses([text])[0]
 
     def encode_observation(self, text: str) -> list[int]:
-        """Token ids of what an environment says in the middle of a sample; nothing is added.
+        """Token ids of environment text within a sample; nothing is added.
 
         Special tokens that the text spells out become these tokens: so a turn's marks of a chat template are written.
         Raises UnknownCharacter, see `check_characters`.
@@ -104,7 +103,7 @@ class Tokenizer:
         return self.hf.backend_tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Messages through the chat template, with the opening of the answer. Raises DataError without a template."""
+        """Messages rendered by the chat template, with the generation prompt. Raises DataError without a template."""
         if self.hf.chat_template is None:
             raise DataError(
                 f"data.chat: the tokenizer of {self.hf.name_or_path or 'this model'} has no chat template. Use a plain "
@@ -115,7 +114,7 @@ class Tokenizer:
         return text
 
     def check_characters(self, text: str, *, rendered: bool = False) -> None:
-        """Raises UnknownCharacter for a half of a surrogate pair, or what a character-level tokenizer does not have.
+        """Raises UnknownCharacter for an unpaired surrogate, or a character that a character-level tokenizer lacks.
 
         Args:
             rendered: special tokens in the text were written by a template, and are no characters.
@@ -134,7 +133,7 @@ def check_characters(text: str, alphabet: frozenset[str] | None, *, special: Seq
 
 
 class UnknownCharacter(DataError):
-    """A text has a character that the tokenizer cannot spell."""
+    """A text has a character that the tokenizer cannot encode."""
 
 
 def load_tokenizer(model: ModelSection, folder: Path) -> Tokenizer:
@@ -204,7 +203,7 @@ def can_resolve(endpoint: str) -> bool:
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token per character, `<pad>` = 0 and `<eos>` = 1 before them; no unknown token, so nothing is lost silently.
+    """One token per character, `<pad>` = 0 and `<eos>` = 1 before them; without an unknown token.
 
     Saves and loads as an ordinary tokenizer directory. Raises DataError when a character is given twice or none is.
     """
@@ -241,7 +240,7 @@ def _generation_eos(folder: Path) -> list[int]:
 
 
 def _token_id(found: Any) -> int | None:
-    """A special token's id; Transformers' typing allows for more than it ever gives."""
+    """A special token's id; Transformers' type hints allow more than that."""
     return found if isinstance(found, int) else None
 
 

@@ -1,7 +1,6 @@
-"""Whole conversations as a reward model reads them: question and answer through its own template, as text.
+"""Conversations as input of a reward model: question and answer, rendered by its own template.
 
-The same code prepares the pairs that it learns from and what it scores later, so both are read alike. The policy's
-prompts and responses, which are tokens from then on, are `chat.py`'s.
+The same code prepares training pairs and what is scored later. The policy's prompts and responses are `chat.py`'s.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from hone.errors import DataError
 Form = Literal["chat", "text"]
 
 
-class Unreadable(DataError):
-    """A conversation that this reward model cannot be given, and why."""
+class UnreadableConversation(DataError):
+    """A conversation that this reward model cannot read, and why."""
 
 
 class ConversationReader:
@@ -36,7 +35,7 @@ class ConversationReader:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, form: Form) -> None:
         if form == "chat" and tokenizer.chat_template is None:
             raise DataError(
-                f"reward model: its tokenizer ({tokenizer.name_or_path or 'made on the spot'}) has no chat template, "
+                f"reward model: its tokenizer ({tokenizer.name_or_path or 'of characters'}) has no chat template, "
                 "though it scores chats. Set model.chat_template, or use a plain data.template."
             )
         self.tokenizer, self.form = tokenizer, form
@@ -56,13 +55,13 @@ class ConversationReader:
         try:
             check_characters(text, self._alphabet, special=special)
         except DataError as error:
-            raise Unreadable(str(error)) from error
+            raise UnreadableConversation(str(error)) from error
         ids: list[int] = self.tokenizer(text, add_special_tokens=self.form == "text", verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
         if self.form == "text" and isinstance(end, int) and ids[-1:] != [end]:
             ids = [*ids, end]
         if not ids:
-            raise Unreadable("the conversation is empty")
+            raise UnreadableConversation("the conversation is empty")
         return ids
 
     def _chat_text(self, question: str | Sequence[Message], answer: str | Sequence[Message]) -> str:
@@ -75,11 +74,11 @@ class ConversationReader:
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
         except jinja2.TemplateError as error:
-            raise Unreadable(f"the chat template refuses it: {error}") from error
+            raise UnreadableConversation(f"the chat template refuses it: {error}") from error
         assert isinstance(text, str)
         return text
 
     def _plain_text(self, question: str | Sequence[Message], answer: str | Sequence[Message]) -> str:
         if not isinstance(question, str) or not isinstance(answer, str):
-            raise Unreadable("got messages, but the reward model reads plain text")
+            raise UnreadableConversation("got messages, but the reward model reads plain text")
         return question + answer

@@ -1,6 +1,6 @@
-"""From scored groups to a batch, and from a batch to the sample sets of its optimizer steps and microbatches.
+"""Batches: from scored groups to a batch, and from it to optimizer steps and microbatches.
 
-Everything here picks whole samples by index and never reorders a batch, so nothing can be misaligned. How a
+Everything here picks whole samples by index and never reorders a batch, so columns stay aligned. How a
 microbatch is laid out for the model (prompt computed once for its samples) is `model.layout`'s business; what is
 counted here is the tokens that layout computes.
 """
@@ -37,7 +37,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     mask_T = np.repeat((~np.isnan(reward_S)).astype(np.float32), lengths)
     if any(s.loss_mask is not None for s in samples):
         mask_T *= flat((_mask(s) for s in samples), np.float32)
-    # A token nobody sampled may carry any logprob, even NaN; 0 x NaN would reach the loss.
+    # Environment tokens may carry any logprob, even NaN; 0 x NaN would reach the loss.
     sampler_logprobs_T = np.where(mask_T > 0, flat((s.sampler_logprobs for s in samples), np.float32), 0)
     group_sizes = [len(group.samples) for group in groups]
     columns = {"truncated_S": torch.tensor([float(s.finish_reason == "length") for s in samples])}
@@ -89,10 +89,10 @@ def _mask(sample: Sample) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What packing needs to know of a batch, as numpy arrays; read from it once per update."""
+    """Lengths and offsets of a batch as numpy arrays; read once per update."""
 
     prompt_S: Indices
-    """Which prompt each sample answers, non-decreasing."""
+    """Prompt of each sample, non-decreasing."""
     length_S: Indices
     """Response tokens."""
     start_S: Indices
@@ -125,7 +125,7 @@ class Shape:
 def count_totals(loss_tokens_S: Indices) -> Totals:
     """Denominators of one optimizer step, from the loss tokens of all its samples.
 
-    A sample without any loss token (unscored, empty, or written by tools alone) is none to take a mean over.
+    Samples without loss tokens (unscored, empty, or environment tokens alone) do not count.
     """
     return Totals(loss_tokens=float(loss_tokens_S.sum()), samples=float((loss_tokens_S > 0).sum()))
 

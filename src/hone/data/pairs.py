@@ -1,4 +1,4 @@
-"""Rows of preferences to pairs of conversations: a better and a worse answer to one question, and by how much."""
+"""Preference pairs: a chosen and a rejected conversation, and the margin between them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from hone.config.run import DataSection, PreferenceSection
 from hone.data.chat import Message, Tokenizer
-from hone.data.conversation import ConversationReader, Unreadable
+from hone.data.conversation import ConversationReader, UnreadableConversation
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import LoadReport, Tally, nothing_left
 from hone.data.sources import Part, read_rows, source_of
 from hone.errors import DataError
 
 
-class Pair(NamedTuple):
+class PreferencePair(NamedTuple):
     """Two conversations that begin alike, as token ids."""
 
     chosen: tuple[int, ...]
@@ -33,7 +33,7 @@ def load_pairs(
     *,
     max_tokens: int,
     part: Part = "train",
-) -> tuple[list[Pair], LoadReport]:
+) -> tuple[list[PreferencePair], LoadReport]:
     """The pairs of one part of the data, in the order of the source.
 
     Args:
@@ -45,7 +45,7 @@ def load_pairs(
     source, split, rows = source_of(data, part, lacking="there are no held-out pairs to measure the reward model on")
     reading = _Reading(data, rm, tokenizer)
     tally = Tally(data, source, max_tokens=max_tokens)
-    pairs: list[Pair] = []
+    pairs: list[PreferencePair] = []
     for row in tally.rows(read_rows(source, folder, split=split, rows=rows)):
         try:
             pair = reading.pair(row.values)
@@ -68,14 +68,14 @@ class _Reading:
         self.renderer = Renderer(data, tokenizer)
         self.reader = ConversationReader(tokenizer.hf, "chat" if data.chat else "text")
 
-    def pair(self, values: Mapping[str, Any]) -> Pair:
+    def pair(self, values: Mapping[str, Any]) -> PreferencePair:
         """Raises Malformed, naming the column."""
         names = self.rm.chosen_column, self.rm.rejected_column
         question = self.question(values)
         chosen, rejected = (self.conversation(question, values, name) for name in names)
         if chosen == rejected:
             raise Malformed(names[1], f"is the same as {names[0]}: such a pair prefers nothing")
-        return Pair(chosen, rejected, self.margin(values))
+        return PreferencePair(chosen, rejected, self.margin(values))
 
     def question(self, values: Mapping[str, Any]) -> str | list[Message]:
         if not self.data.chat:
@@ -90,7 +90,7 @@ class _Reading:
             answer = value if isinstance(value, str) else self.renderer.messages(value, name)
         try:
             return tuple(self.reader.read(question, answer))
-        except Unreadable as error:
+        except UnreadableConversation as error:
             raise Malformed(name, str(error)) from error
 
     def margin(self, values: Mapping[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""Rows to prompts: stable ids, tokens once, and a shuffled endless stream that one integer resumes.
+"""Prompt stream: rows to prompts with stable ids, in a shuffled endless stream that one integer resumes.
 
 What a malformed row is gets decided here, row by row; `data.on_bad_row` says what follows. Not here: reading files
 (`sources.py`), turning text into tokens (`chat.py`).
@@ -22,18 +22,18 @@ from hone.config.run import DataSection, SftSection
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import LoadReport, Tally, nothing_left
-from hone.data.sources import BadRow, Part, Row, read_rows, source_of
+from hone.data.sources import BadRow, Part, SourceRow, read_rows, source_of
 from hone.errors import DataError
 from hone.types import Prompt
 
 
 class SftRow(NamedTuple):
-    """A prompt and what to imitate after it, as token ids, the EOS included."""
+    """A prompt and its target response as token ids, EOS included."""
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]
     loss_mask: tuple[bool, ...] | None = None
-    """Which response tokens to imitate, when others stand between them; None: all."""
+    """Which response tokens are targets; None: all."""
 
 
 class PromptStream:
@@ -91,12 +91,14 @@ def load_prompts(
 def load_sft_rows(
     data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path
 ) -> tuple[list[SftRow], LoadReport]:
-    """Rows to imitate, in the order of the source: prompts as `load_prompts` makes them, and responses with EOS.
+    """Supervised rows in source order: prompts as in `load_prompts`, and responses with EOS.
 
-    Raises DataError as `load_prompts` does, and when nothing says what the response is.
+    Raises DataError as `load_prompts` does, and without a response column.
     """
     if not (sft.response_column or data.answer_column or data.last_turn == "answer"):
-        raise DataError("sft.response_column: not set, and neither is data.answer_column; what should be imitated?")
+        raise DataError(
+            "sft.response_column: not set, and neither is data.answer_column; which column has the responses?"
+        )
     source = sft.data or data.train
     loading = _Loading(data, tokenizer, source, sft=sft)
     prompts = loading.prompts(read_rows(source, folder, split=data.train_split, rows=sft.rows))
@@ -133,7 +135,7 @@ class _Draft:
 
 
 class _Loading(Tally):
-    """One pass over one source: what it makes of each row."""
+    """One pass over one source, row by row."""
 
     def __init__(self, data: DataSection, tokenizer: Tokenizer, source: str, *, sft: SftSection | None = None) -> None:
         super().__init__(data, source, max_tokens=data.max_prompt_tokens)
@@ -141,13 +143,13 @@ class _Loading(Tally):
         self.renderer = Renderer(data, tokenizer)
         self.sft = sft
         self.responses: dict[str, str] = {}
-        """Prompt id -> text to imitate, when `sft` is given."""
+        """Prompt id -> target text, when `sft` is given."""
         self.where: dict[str, str] = {}
         """Prompt id -> file and line of its row."""
         self.repeats = Counter[str]()
-        """How often rows of one content came up."""
+        """Number of rows with the same content."""
 
-    def prompts(self, rows: Iterable[Row | BadRow]) -> list[Prompt]:
+    def prompts(self, rows: Iterable[SourceRow | BadRow]) -> list[Prompt]:
         """The well-formed rows that are short enough."""
         drafts = [draft for row in self.rows(rows) if (draft := self.draft(row)) is not None]
         token_ids = self.tokenizer.encode_prompts([draft.text for draft in drafts], rendered=self.data.chat)
@@ -170,7 +172,7 @@ class _Loading(Tally):
         self.kept = len(prompts)
         return prompts
 
-    def draft(self, row: Row) -> _Draft | None:
+    def draft(self, row: SourceRow) -> _Draft | None:
         data, values = self.data, row.values
         try:
             rendered = self.renderer.render(values)
@@ -187,14 +189,14 @@ class _Loading(Tally):
         return _Draft(row.where, row_id, text, answer, others, rendered.messages)
 
     def spelled(self, text: str, field: str, *, rendered: bool = False) -> str:
-        """`text`, once it is certain that the tokenizer can spell it."""
+        """`text`, after checking that the tokenizer can encode it."""
         try:
             self.tokenizer.check_characters(text, rendered=rendered)
         except UnknownCharacter as error:
             raise Malformed(field, str(error)) from error
         return text
 
-    def row_id(self, row: Row, answer: Any) -> str:
+    def row_id(self, row: SourceRow, answer: Any) -> str:
         """Stable: the id column, else a hash of what the row asks and answers; equal rows get `#2`, `#3`, ..."""
         name = self.data.id_column
         if name is not None:

@@ -1,4 +1,4 @@
-"""One row to the text of its prompt: columns, plain templates, chat templates. Pure text, no tokens.
+"""Prompt rendering: one row to the text of its prompt, by columns, templates and chat templates. No tokens.
 
 Substitution is one pass over the template, so braces and placeholders inside the data are only text.
 """
@@ -21,7 +21,7 @@ _PLACEHOLDER = re.compile(r"\{\{(\w+(?:\.\w+)*)\}\}|\{(\w+(?:\.\w+)*)\}")
 
 
 class Malformed(Exception):
-    """A row does not have what the run file says; `field` is the column at fault."""
+    """A row does not fit the run file; `field` is the column at fault."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -51,7 +51,7 @@ def as_text(value: Any, field: str) -> str:
     raise Malformed(field, f"got {type(value).__name__}; must be text or a number")
 
 
-class Template:
+class RowTemplate:
     """`Q: {question}`: a name in single braces is a column; `{{name}}` stands for `{name}`; other braces are text.
 
     `{prompt}` is always the prompt column, whatever that is called.
@@ -90,7 +90,7 @@ class Rendered(NamedTuple):
     messages: tuple[Message, ...] | None = None
     """What `text` renders, with `data.chat`."""
     answer: str | None = None
-    """The assistant's turn that was taken off, with `data.last_turn: answer`."""
+    """The removed assistant turn, with `data.last_turn: answer`."""
 
 
 class Renderer:
@@ -99,7 +99,9 @@ class Renderer:
     def __init__(self, data: DataSection, tokenizer: Tokenizer) -> None:
         self.data, self.tokenizer = data, tokenizer
         self.system = [{"role": "system", "content": data.system}] if data.system is not None else []
-        self.template = Template(data.template, prompt_column=data.prompt_column) if data.template is not None else None
+        self.template = (
+            RowTemplate(data.template, prompt_column=data.prompt_column) if data.template is not None else None
+        )
 
     def render(self, values: Mapping[str, Any]) -> Rendered:
         """Raises Malformed, naming the column."""
@@ -118,7 +120,7 @@ class Renderer:
             raise Malformed(name, f"the chat template refuses it: {error}") from error
 
     def _without_answer(self, messages: list[Message]) -> tuple[list[Message], str | None]:
-        """The messages of a prompt, and the answer that `data.last_turn` says stands behind them."""
+        """The messages of a prompt, and the answer after them with `data.last_turn: answer`."""
         name, takes_answer = self.data.prompt_column, self.data.last_turn == "answer"
         ends_in_answer = messages[-1]["role"] == "assistant"
         if ends_in_answer and not takes_answer:
@@ -138,7 +140,7 @@ class Renderer:
         return messages[:-1], as_text(messages[-1]["content"], name)
 
     def asks(self, values: Mapping[str, Any]) -> list[Any]:
-        """The values that the prompt is made of, before any template: what makes two rows ask the same."""
+        """The values that the prompt is made of, before any template; equal for equal questions."""
         names = [name for _, name in self.template.parts] if self.template is not None else [self.data.prompt_column]
         return [column(values, name) for name in names if name is not None]
 

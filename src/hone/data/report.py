@@ -1,4 +1,4 @@
-"""What becomes of the rows of one source: read, kept, dropped, refused; and when refusals end the run."""
+"""Row counts of a data source: read, kept, dropped, malformed; and when malformed rows end the run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hone.config.run import DataSection
-from hone.data.sources import BadRow, Row
+from hone.data.sources import BadRow, SourceRow
 from hone.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What became of the rows of one source; `str()` is a line for people."""
+    """Row counts of one source; `str()` is a log line."""
 
     source: str
     read: int
@@ -39,14 +39,14 @@ class LoadReport:
 
 
 class Tally:
-    """Counts of one pass over one source. `data.on_bad_row` says what a malformed row leads to."""
+    """Counter of one pass over one source. `data.on_bad_row` decides about malformed rows."""
 
     def __init__(self, data: DataSection, source: str, *, max_tokens: int) -> None:
         self.data, self.source, self.max_tokens = data, source, max_tokens
         self.read = self.kept = self.too_long = self.longest = 0
         self.bad: list[str] = []
 
-    def rows(self, found: Iterable[Row | BadRow]) -> Iterator[Row]:
+    def rows(self, found: Iterable[SourceRow | BadRow]) -> Iterator[SourceRow]:
         """The rows that could be read, all of them counted."""
         for row in found:
             self.read += 1
@@ -65,7 +65,7 @@ class Tally:
         """Count a malformed row. Raises DataError when the run file does not allow (so many of) them."""
         self.bad.append(what)
         if self.data.on_bad_row == "error":
-            raise DataError(f"{what}. Mend the row, or set data.on_bad_row=skip.")
+            raise DataError(f"{what}. Fix the row, or set data.on_bad_row=skip.")
         if len(self.bad) > self.data.max_bad_rows:
             first = "\n  ".join(self.bad[:5])
             raise DataError(
@@ -84,4 +84,4 @@ def nothing_left(report: LoadReport) -> str:
     """The message for a source that yields nothing to train on."""
     if report.read == 0:
         return f"{report.source}: holds no rows (or `rows` selects none of them)"
-    return f"{report}. No row is left: raise data.max_prompt_tokens, or mend the rows."
+    return f"{report}. No row is left: raise data.max_prompt_tokens, or fix the rows."

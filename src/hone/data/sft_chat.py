@@ -1,6 +1,6 @@
-"""Conversations to imitate: every turn of the assistant's carries loss, nothing else does.
+"""Supervised conversations: loss on the assistant's turns alone.
 
-Which part of the text is the assistant's is what the chat template marks with `{% generation %}`; without marks, what
+The assistant's part of the text is what the chat template marks with `{% generation %}`; without marks, what
 the template adds when a turn is appended. Turns are tokenised apart, as they are when a policy writes them.
 """
 
@@ -68,7 +68,7 @@ def segments_of(tokenizer: Tokenizer, messages: Sequence[Message], field: str = 
         DataError: a template without marks that rewrites earlier turns when later ones follow.
     """
     if not any(message["role"] == "assistant" for message in messages):
-        raise Malformed(field, "has no message of the assistant's, so there is nothing to imitate")
+        raise Malformed(field, "has no message of the assistant's, so there is nothing to train on")
     template = tokenizer.hf.get_chat_template()
     try:
         marked = _MARKS.search(template) is not None
@@ -84,11 +84,11 @@ def segments_of(tokenizer: Tokenizer, messages: Sequence[Message], field: str = 
 
 
 def tokenised(tokenizer: Tokenizer, segments: Sequence[Segment], field: str = "messages") -> SftRow:
-    """Token ids up to the end of the last turn, and which of them to imitate: a turn, up to and with its EOS.
+    """Token ids up to the end of the last turn, and which are targets: each turn up to and including its EOS.
 
     Raises:
         Malformed: nothing stands before the first turn, or a character cannot be spelled.
-        DataError: a turn has no EOS: a policy that imitates it would never stop.
+        DataError: a turn has no EOS: a policy trained on it would never stop.
     """
     try:
         pieces = tokenizer.encode_prompts([text for text, _ in segments], rendered=True)
@@ -146,7 +146,7 @@ def _appended(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[str, l
         if not (after.startswith(before) and text.startswith(after)):
             raise DataError(
                 f"sft.messages_column: the chat template rewrites what stands before message {number + 1} when it is "
-                "added (or what it says when others follow), so the assistant's part cannot be told. Put "
+                "added (or what it says when others follow), so the assistant's part cannot be found. Put "
                 "{% generation %} marks around it in a copy of the template, and name that in model.chat_template."
             )
         spans.append((len(before), len(after)))

@@ -1,8 +1,7 @@
-"""Rows from JSON, CSV and Parquet files and from Hugging Face datasets. Nothing is interpreted here.
+"""Data sources: rows of JSON, CSV and Parquet files and Hugging Face datasets, uninterpreted.
 
-A row knows where it came from, so that any later complaint can name file and line. A line that is no JSON object
-comes out as a `BadRow` in its place: what to do about it is the caller's decision (`data.on_bad_row`). A file of which
-nothing more can be read is a DataError.
+Rows know their file and line, for errors. A line that is no JSON object becomes a `BadRow`, which the caller handles
+(`data.on_bad_row`). A file that cannot be read further is a DataError.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NO_SPACE = re.compile(r"[^ \t\n\r]")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SourceRow:
     """One row of a source."""
 
     where: str
@@ -46,24 +45,26 @@ class BadRow:
     problem: str
 
 
-class Source(NamedTuple):
-    """Where the rows of one part of the data are; fields as `read_rows` takes them."""
+class DataSource(NamedTuple):
+    """Location of one part of the data; fields as `read_rows` takes them."""
 
     place: str
     split: str
     rows: str | None
 
 
-def source_of(data: DataSection, part: Part, *, lacking: str) -> Source:
+def source_of(data: DataSection, part: Part, *, lacking: str) -> DataSource:
     """Raises DataError, with `lacking` as the consequence, when the run file names no source for this part."""
     if part == "train":
-        return Source(data.train, data.train_split, data.train_rows)
+        return DataSource(data.train, data.train_split, data.train_rows)
     if data.eval is None:
         raise DataError(f"data.eval: not set, so {lacking}")
-    return Source(data.eval, data.eval_split, data.eval_rows)
+    return DataSource(data.eval, data.eval_split, data.eval_rows)
 
 
-def read_rows(source: str, folder: Path, *, split: str = "train", rows: str | None = None) -> Iterator[Row | BadRow]:
+def read_rows(
+    source: str, folder: Path, *, split: str = "train", rows: str | None = None
+) -> Iterator[SourceRow | BadRow]:
     """Rows of a source in their own order, lazily.
 
     Args:
@@ -92,7 +93,7 @@ def parse_slice(rows: str) -> slice:
     return slice(*(int(end) if end else None for end in match.groups()))
 
 
-def _cut(found: Iterator[Row | BadRow], rows: str | None) -> Iterator[Row | BadRow]:
+def _cut(found: Iterator[SourceRow | BadRow], rows: str | None) -> Iterator[SourceRow | BadRow]:
     if rows is None:
         return found
     part = parse_slice(rows)
@@ -101,9 +102,9 @@ def _cut(found: Iterator[Row | BadRow], rows: str | None) -> Iterator[Row | BadR
     return itertools.islice(found, part.start, part.stop)
 
 
-def _file_rows(files: Mapping[str, Path], source: str, folder: Path) -> Iterator[Row | BadRow]:
+def _file_rows(files: Mapping[str, Path], source: str, folder: Path) -> Iterator[SourceRow | BadRow]:
     """Rows of all files, one after the other, each named as in `files`."""
-    readers: dict[str, Callable[[Path, str], Iterator[Row | BadRow]]] = {
+    readers: dict[str, Callable[[Path, str], Iterator[SourceRow | BadRow]]] = {
         ".jsonl": _jsonl_rows,
         ".json": _json_rows,
         ".csv": _csv_rows,
@@ -111,7 +112,7 @@ def _file_rows(files: Mapping[str, Path], source: str, folder: Path) -> Iterator
     }
     if not files:
         raise DataError(f"data {source}: no file matches this pattern in {folder}")
-    reading: list[tuple[Callable[[Path, str], Iterator[Row | BadRow]], Path, str]] = []
+    reading: list[tuple[Callable[[Path, str], Iterator[SourceRow | BadRow]], Path, str]] = []
     for name, path in files.items():
         if not name.endswith(FILE_KINDS):
             raise DataError(f"data file {name}: unknown kind. Use one of {', '.join(FILE_KINDS)}.")
@@ -127,7 +128,7 @@ def _opened(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def _jsonl_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
+def _jsonl_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
     try:
         with _opened(path) as lines:
             for number, line in enumerate(lines, start=1):
@@ -137,7 +138,7 @@ def _jsonl_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
         raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
 
 
-def _json_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
+def _json_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
     """Rows of an array, each with the line that it begins on."""
     try:
         with _opened(path) as file:
@@ -184,7 +185,7 @@ def _after_space(text: str, place: int) -> int:
     return found.start() if found else len(text)
 
 
-def _csv_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
+def _csv_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
     """Rows under a header line; every value is text. Each is named by its first line: quoted text may span lines."""
     csv.field_size_limit(1 << 30)  # code and its tests are longer than csv's own limit
     line = 1
@@ -198,7 +199,7 @@ def _csv_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
             for values in rows:
                 where, line = f"{name}:{line}", rows.line_num + 1
                 if len(values) == len(header):
-                    yield Row(where, dict(zip(header, values, strict=True)))
+                    yield SourceRow(where, dict(zip(header, values, strict=True)))
                 elif values:
                     yield BadRow(where, f"has {len(values)} values; the header names {len(header)} columns")
     except csv.Error as error:
@@ -207,7 +208,7 @@ def _csv_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
         raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
 
 
-def _json_row(where: str, line: bytes) -> Row | BadRow:
+def _json_row(where: str, line: bytes) -> SourceRow | BadRow:
     try:
         values = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -219,10 +220,10 @@ def _json_row(where: str, line: bytes) -> Row | BadRow:
     return _object(where, values, "line")
 
 
-def _object(where: str, values: Any, what: str) -> Row | BadRow:
+def _object(where: str, values: Any, what: str) -> SourceRow | BadRow:
     if not isinstance(values, dict):
         return BadRow(where, f'got {_json_kind(values)}; each {what} must be an object such as {{"prompt": "..."}}')
-    return Row(where, values)
+    return SourceRow(where, values)
 
 
 def _refuse_constant(name: str) -> float:
@@ -234,7 +235,7 @@ def _json_kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _parquet_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
+def _parquet_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -244,12 +245,12 @@ def _parquet_rows(path: Path, name: str) -> Iterator[Row | BadRow]:
             for batch in file.iter_batches():
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(f"{name} row {number}", values)
+                    yield SourceRow(f"{name} row {number}", values)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {path}: not readable as Parquet: {error}") from error
 
 
-def _saved_rows(source: str, path: Path, split: str) -> Iterator[Row | BadRow]:
+def _saved_rows(source: str, path: Path, split: str) -> Iterator[SourceRow | BadRow]:
     """Rows of a folder that `save_to_disk` made, of one dataset or of several splits."""
     datasets = _datasets(source)
     try:
@@ -261,7 +262,7 @@ def _saved_rows(source: str, path: Path, split: str) -> Iterator[Row | BadRow]:
         if split not in dataset:
             raise DataError(f"data {source}: has no split {split!r}; it has {', '.join(dataset)}")
         dataset, name = dataset[split], f"{source} {split}"
-    return (Row(f"{name} row {number}", values) for number, values in enumerate(dataset, start=1))
+    return (SourceRow(f"{name} row {number}", values) for number, values in enumerate(dataset, start=1))
 
 
 def _datasets(source: str) -> Any:
@@ -274,7 +275,7 @@ def _datasets(source: str) -> Any:
     return datasets
 
 
-def _hub_rows(source: str, path: Path, split: str) -> Iterator[Row | BadRow]:
+def _hub_rows(source: str, path: Path, split: str) -> Iterator[SourceRow | BadRow]:
     """Rows of a dataset of the hub, or of a local directory that holds one."""
     datasets = _datasets(source)
     from datasets.exceptions import DatasetsError
@@ -287,4 +288,4 @@ def _hub_rows(source: str, path: Path, split: str) -> Iterator[Row | BadRow]:
         raise DataError(
             f"data {source}: neither a file nor a Hugging Face dataset that can be loaded, split {split!r}: {reason}"
         ) from error
-    return (Row(f"{source} {split} row {number}", values) for number, values in enumerate(dataset, start=1))
+    return (SourceRow(f"{source} {split} row {number}", values) for number, values in enumerate(dataset, start=1))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hone.config.run import PreferenceSection
-from hone.data.pairs import Pair
+from hone.data.pairs import PreferencePair
 from hone.loop.run import Stage, due, now
 from hone.loop.sft import rows_of_step
 from hone.model.heads import MEAN, STD
@@ -22,8 +22,8 @@ from hone.train.pairs import Measured, PairLearner
 class RewardModelRun(Stage[PairLearner]):
     """A reward-model stage."""
 
-    pairs: Sequence[Pair]
-    held_out: Sequence[Pair]
+    pairs: Sequence[PreferencePair]
+    held_out: Sequence[PreferencePair]
 
 
 def total_steps(settings: PreferenceSection, num_pairs: int) -> int:

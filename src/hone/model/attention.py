@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.model.layout import Block, Layout
+from hone.model.layout import AttentionBlock, Layout
 from hone.model.recompute import kept
 
 
@@ -41,7 +41,7 @@ def shared_prompt_attention(layout: Layout) -> Callable[[int, Tensor, Tensor, Te
 class _BlockRows:
     """Which rows one block gathers, and its mask."""
 
-    block: Block
+    block: AttentionBlock
     queries: Tensor
     keys: Tensor
     values: Tensor

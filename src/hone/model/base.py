@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hone.config.run import LoraSection
 from hone.model.contents import Contents
 from hone.model.recompute import Checkpointing
-from hone.model.sequence import UNDIVIDED, Sequences
+from hone.model.sequence import UNDIVIDED, SequenceGroup
 from hone.model.weights import copy_by_name
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Adapter(ABC):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model is the one beneath; for one thread, with nothing else computing."""
+        """Inside, the adapter is off; for one thread, with nothing else computing."""
         self.switch(False)
         self._is_on = False
         try:
@@ -95,13 +95,13 @@ class CausalModel(nn.Module, ABC):
     max_positions: int
     """Longest prompt + response, in tokens."""
     checkpointing: Checkpointing = "none"
-    """Which activations are made again in the backward pass instead of stored."""
-    sequences: Sequences = UNDIVIDED
-    """Who computes other tokens of the same microbatches."""
+    """Activation checkpointing: which activations are recomputed."""
+    sequences: SequenceGroup = UNDIVIDED
+    """Sequence parallel ranks, which compute other tokens of the same microbatches."""
     contents: Contents | None = None
-    """What is to be in it, while it has no memory (device `meta`)."""
+    """Weights to materialise, while the model is on device `meta`."""
     adapter: Adapter | None = None
-    """What is trained instead of the weights, once `lora.add_adapter` has put it into the model."""
+    """The adapter that is trained instead of the weights, after `lora.add_adapter`."""
 
     @property
     @abstractmethod
@@ -126,7 +126,7 @@ class CausalModel(nn.Module, ABC):
 
     @property
     def aliases(self) -> Collection[str]:
-        """Names under which a directory may have a weight once more, or one that this model does without."""
+        """Names in a directory that are duplicates or not needed by this model."""
         return ()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

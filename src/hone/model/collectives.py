@@ -1,4 +1,4 @@
-"""What ranks that compute one thing together tell each other, with gradients.
+"""Differentiable collectives between ranks that compute one model together.
 
 All ranks of a group call these alike and in the same order, also for tensors without a row. A loss is computed whole on
 every rank of a group, from the same numbers: what arrives on the way back is equal on all of them.

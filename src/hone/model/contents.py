@@ -1,7 +1,7 @@
-"""What is to be in a model that has no memory yet: its weights one after another, for whoever keeps a part of each.
+"""Weight source of a model on device `meta`: its weights one by one, for ranks that keep a part of each.
 
-A model made on device `meta` has names and shapes only. Its `contents` say what belongs there, and may be gone through
-when it is known which part of which weight is to be where. Not here: who keeps what (`train/materialize.py`).
+A model on device `meta` has names and shapes only; its `contents` are read once the sharding is known, by
+`train/materialize.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Contents:
     read: Read
     """One at a time, on the CPU, in any dtype; of a file no more is read than is looked at."""
     is_made_whole: bool = False
-    """Whether the whole model is in memory on the way: one process should read, and tell the others."""
+    """Whether reading needs the whole model in memory: one process should read and broadcast."""
 
     def with_more(self, read: Read) -> Contents:
         """The same, and others behind them."""

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (X, Hq, D), k (X, Hkv, D), v (X, Hkv, D)), positions already applied -> (X, Hq, D).
 
-The scores are scaled by D ** -0.5; which token sees which is the strategy's own business."""
+Scores are scaled by D ** -0.5; the strategy decides which token sees which."""
 
 Halves = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
-"""`Layer.before_attention` and `Layer.after_attention`, or the same compiled."""
+"""`DecoderLayer.before_attention` and `DecoderLayer.after_attention`, or the same compiled."""
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -94,7 +94,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return layer
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and feed-forward block, both pre-normed, both added to the residual stream."""
 
     def __init__(self, config: PreTrainedConfig, index: int, head_dim: int) -> None:
@@ -125,7 +125,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, needed_W: Tensor | None, halves: Halves | None
     ) -> Tensor:
-        before, after = halves or (Layer.before_attention, Layer.after_attention)
+        before, after = halves or (DecoderLayer.before_attention, DecoderLayer.after_attention)
         mixed = attend(self.index, *before(self, x, turn)).flatten(1)
         if needed_W is not None:
             x, mixed = x.index_select(0, needed_W), mixed.index_select(0, needed_W)
@@ -176,7 +176,7 @@ class Decoder(CausalModel):
         self.tied: bool = config.tie_word_embeddings
         with torch.device("meta"):  # neither initialised nor in float32 first
             self.embed = nn.Embedding(self.vocab_size, self.hidden_size)
-            self.layers = nn.ModuleList(Layer(config, i, self.head_dim) for i in range(self.num_layers))
+            self.layers = nn.ModuleList(DecoderLayer(config, i, self.head_dim) for i in range(self.num_layers))
             self.norm = RMSNorm(self.hidden_size, config.rms_norm_eps)
             if not self.tied:
                 self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
@@ -199,17 +199,17 @@ class Decoder(CausalModel):
             self.hf_config = type(self.hf_config).from_dict({**self.hf_config.to_dict(), "tie_word_embeddings": True})
 
     def compile_inference(self) -> None:
-        """From now on run what stands between two attentions as compiled kernels, wherever no gradient is wanted.
+        """Compile what stands between two attentions, for passes without gradient.
 
         The first passes take some ten seconds each for their compilation; one result serves all layers and all sizes.
         """
         self._compiled = (
-            torch.compile(Layer.before_attention, dynamic=True),
-            torch.compile(Layer.after_attention, dynamic=True),
+            torch.compile(DecoderLayer.before_attention, dynamic=True),
+            torch.compile(DecoderLayer.after_attention, dynamic=True),
         )
 
     def compile_training(self) -> None:
-        """As `compile_inference`, and where a gradient is wanted, too."""
+        """As `compile_inference`, for passes with gradient too."""
         self.compile_inference()
         self._compiles_training = True
 
@@ -251,7 +251,7 @@ class Decoder(CausalModel):
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "model.embed_tokens.weight", self.embed.weight
         for layer in self.layers:
-            assert isinstance(layer, Layer)
+            assert isinstance(layer, DecoderLayer)
             for name, weight in layer_weights(layer):
                 yield f"model.layers.{layer.index}.{name}", weight
         yield "model.norm.weight", self.norm.weight
@@ -259,7 +259,7 @@ class Decoder(CausalModel):
             yield "lm_head.weight", self.lm_head.weight
 
 
-def layer_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+def layer_weights(layer: DecoderLayer) -> Iterator[tuple[str, Tensor]]:
     """One layer's weights under their Hugging Face names, the fused ones split into views."""
     yield "input_layernorm.weight", layer.input_norm.weight
     for name, part in _parts(layer.qkv_proj, ("q_proj", "k_proj", "v_proj"), qkv_sizes(layer)):
@@ -277,7 +277,7 @@ def layer_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
         yield f"mlp.down_proj.{kind}", weight
 
 
-def qkv_sizes(layer: Layer) -> tuple[int, int, int]:
+def qkv_sizes(layer: DecoderLayer) -> tuple[int, int, int]:
     """Outputs of q, k and v, in the heads of this rank."""
     q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     return q_size, kv_size, kv_size

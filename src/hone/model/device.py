@@ -1,4 +1,4 @@
-"""The device that a key of the run file asks for."""
+"""Device selection from the run file."""
 
 from __future__ import annotations
 

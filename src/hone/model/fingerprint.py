@@ -5,7 +5,7 @@ Weights are compared after every publish, so the hash must cost little beside mo
 
 A tensor's bytes are 32-bit words w. Its sum is that of w[i] * m[i] modulo 2^64, with odd pseudo-random multipliers m
 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961): one changed word always changes it, any other damage goes
-unseen with a chance of about 2^-32. It guards against accidents, not against people. A sum may be made of pieces, in
+unseen with a chance of about 2^-32. It guards against accidents, not attacks. A sum may be made of pieces, in
 any order. The m repeat every 65,536 words, times an odd number of the block's own.
 """
 
@@ -27,7 +27,7 @@ _MASK = (1 << 64) - 1
 
 
 def _random_odd(first: int, count: int, salt: int) -> NDArray[np.int64]:
-    """Numbers `first` to `first + count` of a sequence (splitmix64): the same ones on every machine, for ever."""
+    """Numbers `first` to `first + count` of a sequence (splitmix64): the same on every machine."""
     z = (np.arange(first + 1, first + 1 + count, dtype=np.uint64) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -90,7 +90,7 @@ class Fingerprint:
         self._sums[key] = (self._sums.get(key, 0) + byte_sum(data, first_byte)) & _MASK
 
     def merge(self, other: Fingerprint) -> None:
-        """Add what another one has gathered."""
+        """Merge another accumulator."""
         for key, total in other._sums.items():
             self._sums[key] = (self._sums.get(key, 0) + total) & _MASK
 

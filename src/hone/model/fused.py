@@ -3,7 +3,7 @@
 Autograd would make the same gradients, from more operations on memory and with more kept for them: at a hidden size of
 128 those operations, not the matrix products, are most of a training step. Each function is checked against autograd in
 float64. All work on any device and in any floating dtype; sums over a row accumulate in float32 or better. Where
-`torch.compile` traces a training step they are plain formulas, for it fuses those itself, and cannot trace ours.
+`torch.compile` traces a training step they are plain formulas, which it fuses itself.
 """
 
 from __future__ import annotations

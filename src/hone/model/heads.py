@@ -1,7 +1,7 @@
-"""A decoder with one number per token in place of logits: reward models (its last token counts), critics (every token).
+"""Scalar heads: a decoder with one number per token instead of logits, for reward models (last token) and critics.
 
-On disk it is what Transformers calls a sequence-classification model with one label. Sequences that begin alike are
-computed once up to where they differ, as samples of one prompt are. Not here: what a score means, or how one is learnt.
+On disk it is what Transformers calls a sequence-classification model with one label. Sequences with a common prefix
+are computed once up to where they differ.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ScalarModel(nn.Module):
 
 @dataclass(frozen=True)
 class Sequences:
-    """S token sequences as a layout wants them: what a family of them begins with, and how each one goes on.
+    """S token sequences in families with a common prefix, as a layout takes them: the prefix, and each continuation.
 
     Each continuation has one token more than its sequence, which is never computed: the score before it is the one
     at the sequence's last token.

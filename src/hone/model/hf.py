@@ -1,4 +1,4 @@
-"""Every other decoder-only architecture, through Transformers' own class: correct everywhere, and slower.
+"""Decoder-only architectures without a decoder of Hone's own, through Transformers' classes; slower.
 
 Samples become right-padded rows of prompt + response, so a prompt is computed once per distinct sample of it instead of
 once; identical samples are still one row. The model runs without dropout.
@@ -34,7 +34,7 @@ class TransformersModel(CausalModel):
         self.hidden_size = self.output_weight.shape[1]
         self.max_positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
         self._enabled: Checkpointing = "none"
-        """What the module was last told to make again."""
+        """The checkpointing last set on the module."""
         if not self.output_weight.is_meta:
             self._check_logits()
 
@@ -96,7 +96,7 @@ class TransformersModel(CausalModel):
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy whose dropout rates are 0: the trainer must see the very distribution that was sampled from."""
+    """A copy whose dropout rates are 0: the trainer must see the distribution that was sampled from."""
     config = copy.deepcopy(config)
     for key, value in config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):

@@ -53,8 +53,8 @@ def filled(values: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class Block:
-    """B tiles of Q queries against K keys each, padded: indices into X, and which pairs may look."""
+class AttentionBlock:
+    """B tiles of Q queries against K keys each, padded: indices into X, and their mask."""
 
     query_BQ: Tensor
     """Padding repeats the last real query."""
@@ -68,7 +68,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PaddedRows:
     """The same tokens as plain sequences: one right-padded row per distinct sample, its prompt in front."""
 
     index_RL: Tensor
@@ -94,17 +94,17 @@ class Layout:
     expand_T: Tensor | None
     """(T,) index into U for every token of every sample, in sample order. None: U == T."""
     needed_W: Tensor
-    """(W,) the distinct values of predict_U, ascending, then filler: the only final hidden states anyone reads."""
+    """(W,) the distinct values of predict_U, ascending, then filler: the only final hidden states that are read."""
     needed_U: Tensor
     """(U,) index into W: needed_W[needed_U] == predict_U."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
     query_slot_3X: Tensor
     """(3, X) where each token is a query: rows of (Q,) before its own among all blocks, times Q; place in it; Q.
     Filler stands where the first token does."""
     spans_R: Ints
     """(R, 4) of each distinct sample: start and length of its prompt in X, start of its response, response tokens."""
 
-    def rows(self) -> Rows:
+    def rows(self) -> PaddedRows:
         """For models that know no layouts."""
         prompt_start, num_prompt, own_start, num_response = (self.spans_R[:, i, None] for i in range(4))
         length = num_prompt + np.maximum(num_response - 1, 0)
@@ -114,7 +114,7 @@ class Layout:
         row_starts = np.arange(len(length)) * len(column)
         predict_U = _ranges(row_starts + num_prompt[:, 0] - 1, num_response[:, 0])
         device = self.token_ids_X.device
-        return Rows(*(torch.from_numpy(a).to(device) for a in (index_RL, column < length, predict_U)))
+        return PaddedRows(*(torch.from_numpy(a).to(device) for a in (index_RL, column < length, predict_U)))
 
     def predict_on_host(self) -> Ints:
         """`predict_U`, for index arithmetic that must not wait for a GPU."""
@@ -139,7 +139,7 @@ class Layout:
 
     @classmethod
     def idle(cls, device: torch.device | str) -> Layout:
-        """One token that nobody asks for: a rank without work takes part in what all ranks do."""
+        """A dummy token: a rank without work takes part in the collectives."""
         one = cls.from_flat(((0,),), np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), device)
         return replace(one, expand_T=torch.empty(0, dtype=torch.int64, device=device))
 
@@ -185,7 +185,7 @@ class Layout:
             expand_T=None if expand_T is None else put(expand_T),
             needed_W=put(filled(needed_W)),
             needed_U=put(needed_U),
-            blocks=tuple(Block(*map(put, arrays), padded=not arrays[-1].all()) for arrays in blocks),
+            blocks=tuple(AttentionBlock(*map(put, arrays), padded=not arrays[-1].all()) for arrays in blocks),
             query_slot_3X=put(query_slot_3X),
             spans_R=np.stack(
                 (places.prompt_start_N[prompt_R], prompt_length_N[prompt_R], places.start_R, samples.length_R), axis=1
@@ -222,7 +222,7 @@ def _merge_identical(prompt_S: Ints, length_S: Ints, token_ids_T: Ints) -> _Uniq
 
 @dataclass(frozen=True)
 class _Places:
-    """Where everything stands in X: each prompt, then the inputs (all tokens but the last) of its responses."""
+    """Positions in X: each prompt, then the inputs (all tokens but the last) of its responses."""
 
     size: int
     prompt_start_N: Ints
@@ -318,7 +318,7 @@ def _split(order: Ints, num_queries: Ints, num_keys: Ints) -> list[Ints]:
 
 
 def _pad(tiles: Ints, response_X: Ints) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays of a `Block` of these tiles, and of some more without a real query."""
+    """The arrays of a `AttentionBlock` of these tiles, and of some more without a real query."""
     num_real = len(tiles)
     tiles = np.concatenate((tiles, np.repeat(tiles[:1], round_size(num_real) - num_real, axis=0)))
     query_start, num_queries, shared_start, num_shared, own_start, num_own = (tiles[:, i, None] for i in range(6))

@@ -1,4 +1,4 @@
-"""Models from disk and to disk: Hugging Face directories in, Hugging Face directories out.
+"""Loading and saving models as Hugging Face directories.
 
 Weights are read from safetensors only: a pickle can run code. Nothing is downloaded unless the path is a hub name, and
 then through huggingface_hub, which honours HF_HUB_OFFLINE.
@@ -53,7 +53,7 @@ def load_model(
 ) -> CausalModel:
     """The model in a local directory, or under a hub name.
 
-    On device `meta` nothing is read: the model's `contents` tell what is to be in it, and raise what would be raised
+    On device `meta` nothing is read: the model's `contents` read its weights later, and raise what would be raised
     here.
 
     Raises:
@@ -61,7 +61,7 @@ def load_model(
     """
     folder = model_folder(path, trust_remote_code=trust_remote_code)
     config = read_config(folder, trust_remote_code=trust_remote_code)
-    weight_files(folder)  # so that a missing one is told in our words, whoever reads them
+    weight_files(folder)  # so that a missing file is reported by Hone, not by its reader
     if is_ours(config, implementation):
         model = Decoder(config, dtype=dtype, device=device)
         return _filled(model, Contents(partial(read_weights, folder)))
@@ -105,7 +105,7 @@ def init_config(architecture: Mapping[str, Any], *, vocab_size: int | None) -> P
     except (ValueError, TypeError) as error:
         raise DataError(f"model.init: {error}") from error
     if config.architectures is None and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # vLLM goes by it
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # vLLM reads it
     return config
 
 
@@ -188,7 +188,7 @@ def model_folder(path: str | Path, *, trust_remote_code: bool = False) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise DataError(
-            f"model.path: {path} is neither a directory here nor to be had from the hub ({type(error).__name__}: "
+            f"model.path: {path} is neither a local directory nor available from the hub ({type(error).__name__}: "
             f"{error}). Check the spelling and the network, or give a local directory."
         ) from error
 
@@ -209,7 +209,7 @@ def is_ours(config: PreTrainedConfig, implementation: Implementation) -> bool:
 
 
 def _filled(model: CausalModel, contents: Contents) -> CausalModel:
-    """The model with what is to be in it, or, where it has no memory, with what tells that."""
+    """The model with its weights, or on device `meta` with their source."""
     if model.output_weight.is_meta:
         model.contents = contents
     else:

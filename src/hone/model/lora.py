@@ -1,12 +1,12 @@
-"""Low-rank adapters: the weights stay as they are, and beside chosen linear layers a thin product is learnt.
+"""Low-rank adapters (LoRA): frozen weights, and a trained low-rank product beside chosen linear layers.
 
 A layer that computed W x then computes W x + alpha / rank * B A x, with A (rank, in) and B (out, rank) (LoRA,
 arXiv:2106.09685). B starts at zero, so an adapter starts as nothing. In Hone's own decoder the adapter sits in the
 fused projections, each part with a pair of its own; elsewhere it is peft's. On disk it is peft's format in both.
 
 A model with an adapter samples and trains as it is, unmerged, so that an engine may share it with the trainer. Its
-`named_weights` are merged: what an engine of its own is sent, and what is exported. `AdapterOff` is the model from
-before, in the same memory. No dropout: the trainer must see the very distribution that was sampled from.
+`named_weights` are merged: what an engine of its own is sent, and what is exported. `AdapterOff` is the model
+without the adapter, in the same memory. No dropout: the trainer must see the distribution that was sampled from.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
 from hone.model.load import Implementation, is_ours, replaced_when_whole
 from hone.model.low_rank import FusedLinear
-from hone.model.sequence import Sequences
+from hone.model.sequence import SequenceGroup
 from hone.model.weights import copy_by_name
 
 FUSED = {
@@ -151,7 +151,7 @@ class AdapterOff(CausalModel):
         return self._policy[0]
 
     @property
-    def sequences(self) -> Sequences:  # type: ignore[override]
+    def sequences(self) -> SequenceGroup:  # type: ignore[override]
         return self.policy.sequences
 
     @property

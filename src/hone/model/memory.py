@@ -1,4 +1,4 @@
-"""Memory of a device that several processes use in turn."""
+"""Release of cached GPU memory, for devices that processes use in turn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 
 
 def give_back_memory() -> None:
-    """To the GPU, for other processes: torch would keep what activations, caches and moved weights took."""
+    """Release torch's cached memory to the GPU, for other processes."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

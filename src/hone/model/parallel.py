@@ -1,6 +1,6 @@
-"""A model's computation divided over ranks: its layers here, its microbatches' tokens in `sequence.py`.
+"""Tensor parallelism; sequence parallelism is in `sequence.py`.
 
-Tensor parallelism: each layer's matrices are divided over some ranks, and every rank sees all tokens.
+Each layer's matrices are divided over ranks, and every rank sees all tokens.
 
 Attention heads and feed-forward widths are divided: q, k, v, gate and up by output, o and down by input, so that a
 layer adds up two times over the ranks, forward and backward alike. The vocabulary is divided too, in the embedding and
@@ -30,12 +30,12 @@ from torch.distributed.tensor.parallel import (
 
 from hone.errors import DataError
 from hone.model.base import CausalModel
-from hone.model.decoder import Decoder, Layer, SplitLinear, parts_of, qkv_sizes
+from hone.model.decoder import Decoder, DecoderLayer, SplitLinear, parts_of, qkv_sizes
 from hone.model.hf import TransformersModel
 from hone.model.lora import PEFT_NAME, DecoderAdapter
 from hone.model.low_rank import FusedLinear
 from hone.model.row_attention import divide_rows
-from hone.model.sequence import Sequences
+from hone.model.sequence import SequenceGroup
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +70,7 @@ def divide_tokens(model: CausalModel, mesh: DeviceMesh, *, tensor_parallel: int 
     refuse_indivisible(model.hf_config, tensor_parallel=tensor_parallel, sequence_parallel=mesh.size())
     if isinstance(model, TransformersModel):
         divide_rows(model.hf, mesh.get_group())
-    model.sequences = Sequences(mesh.get_group())
+    model.sequences = SequenceGroup(mesh.get_group())
 
 
 def refuse_indivisible(config: PreTrainedConfig, *, tensor_parallel: int = 1, sequence_parallel: int = 1) -> None:
@@ -101,7 +101,7 @@ def _divide_decoder(model: Decoder, mesh: DeviceMesh) -> None:
         if not model.tied:
             plan["lm_head"] = ColwiseParallel()
     for layer in model.layers:
-        assert isinstance(layer, Layer)
+        assert isinstance(layer, DecoderLayer)
         inner = layer.down_proj.weight.shape[1]
         layer.qkv_proj = _split(model, layer.qkv_proj, qkv_sizes(layer))
         layer.gate_up_proj = _split(model, layer.gate_up_proj, (inner, inner))

@@ -1,7 +1,7 @@
-"""Activations made again in the backward pass instead of stored: which ones. Memory, never the result.
+"""Activation checkpointing: which activations are recomputed. Changes memory, not results.
 
-none: whatever autograd wants is stored. selective: of each layer its input, products of matrices and what attention
-found; norms, rotations and the like, which cost next to nothing, are made again. full: only each layer's input.
+none: autograd stores what it needs. selective: each layer's input, matrix products and attention outputs are stored;
+norms, rotations and the like are recomputed. full: only each layer's input is stored.
 """
 
 from __future__ import annotations

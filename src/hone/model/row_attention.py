@@ -64,7 +64,7 @@ def divide_rows(hf: PreTrainedModel, group: ProcessGroup) -> None:
 
 
 def _whole_mask(*, q_length: int, kv_length: int, q_offset: int = 0, **arguments: Any) -> Tensor | None:
-    """The mask of whole rows: of the queries a rank has a part, and the padding is told of the whole."""
+    """The mask of whole rows: a rank has a part of the queries, and the padding mask is of the whole rows."""
     return sdpa_mask(q_length=kv_length, kv_length=kv_length, q_offset=q_offset, **arguments)
 
 
@@ -84,7 +84,7 @@ class _RowAttention:
         if self._calls != config.num_hidden_layers:
             raise DataError(
                 f"cluster.trainer.sequence_parallel > 1: of {config.num_hidden_layers} layers of Transformers' class "
-                f"for {config.model_type} only {self._calls} attend in a way that can be divided. Set it to 1."
+                f"for {config.model_type} only {self._calls} have attention that can be divided. Set it to 1."
             )
 
     def attend(

@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses, arXiv:2309.14509): the tokens of a microbatch are divided over some ranks.
+"""Sequence parallelism (Ulysses, arXiv:2309.14509): the tokens of a microbatch are divided over ranks.
 
 Each rank computes an equal part of the layout's flat list of tokens, whatever sequences they belong to: what stands
 between two attentions knows no neighbours. Around attention the ranks exchange: each is sent all tokens for its share
@@ -61,11 +61,11 @@ class PartOfRows:
     """As `Part.dealt`."""
 
 
-class Sequences:
+class SequenceGroup:
     """The ranks that divide every microbatch's tokens with this one.
 
     Args:
-        group: None: nobody does.
+        group: None: no other rank does.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -122,7 +122,7 @@ class Sequences:
         return value_U if self.group is None else gathered(value_U, size, self.group)
 
 
-UNDIVIDED = Sequences()
+UNDIVIDED = SequenceGroup()
 
 
 def _with_filler(layout: Layout, multiple: int) -> Layout:

@@ -1,4 +1,4 @@
-"""Named weights, whichever model they belong to, copied in by name."""
+"""Copying named weights into a model."""
 
 from __future__ import annotations
 

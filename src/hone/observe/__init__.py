@@ -1,1 +1,1 @@
-"""What a run lets people see: metrics, samples, trace, console view and report. Imports neither torch nor numpy."""
+"""Observability: metrics, samples, trace, console and report. Imports neither torch nor numpy."""

@@ -1,8 +1,8 @@
-"""One thread that writes what nobody waits for: samples, TensorBoard, Weights & Biases, trace. Not for metrics.jsonl.
+"""Background writer thread for samples, TensorBoard, Weights & Biases and trace; not for metrics.jsonl.
 
-Who waits: `submit` while `capacity` jobs are queued, `drain` and `close` until all are done, each for `PATIENCE_S` at
-most. A disk or a network that stalls longer is warned of; from then on until it is back nobody waits, and jobs that
-find no place are dropped and counted. Who wakes them: the thread, after each job.
+`submit` waits while `capacity` jobs are queued, `drain` and `close` until all are done, each for at most `PATIENCE_S`.
+A disk or network that stalls longer causes a warning; until it recovers no call waits, and jobs beyond the capacity
+are dropped and counted.
 """
 
 from __future__ import annotations

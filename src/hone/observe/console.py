@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live view on a terminal, plain lines elsewhere, or only warnings.
+"""Console output of a run: a live view on a terminal, plain lines elsewhere, or only warnings.
 
-And logs/training.log, which keeps the plain lines. The live view draws on its own thread from a snapshot, so logging
+Also logs/training.log, which keeps the plain lines. The live view draws on its own thread from a snapshot, so logging
 never waits for a terminal; plain output never contains control characters. A console that is gone (a closed pipe or
 terminal, a full disk) ends nothing but the output there.
 """
@@ -74,7 +74,7 @@ PLAIN_LABELS = {
 
 
 class View(Protocol):
-    """What the observer shows a run through."""
+    """A view of a run."""
 
     def update(self, stage: str, step: int, values: Mapping[str, float]) -> None: ...
     def begin(self, stage: str, total_steps: int) -> None: ...
@@ -84,7 +84,7 @@ class View(Protocol):
 
 
 class State:
-    """The current figures of a run: latest value of each metric, history for charts, pace."""
+    """Current state of a run: latest value of each metric, history for charts, speed."""
 
     def __init__(self, title: str, total_steps: int) -> None:
         self.title, self.total_steps = title, total_steps
@@ -124,7 +124,7 @@ class State:
 
     @property
     def remaining_s(self) -> float | None:
-        """By the pace of the last steps; None before there is one."""
+        """From the speed of the last steps; None before the first."""
         if len(self._paces) < 2 or self._paces[-1][1] == self._paces[0][1]:
             return None
         (then, first), (now, last) = self._paces[0], self._paces[-1]

@@ -1,13 +1,13 @@
-"""events.jsonl: what happened to each group, each version of the weights and each process, in lines of JSON.
+"""Event log (events.jsonl): what happened to each group, weight version and process, as lines of JSON.
 
-For people (`hone status`) and for the checker (`run/audit.py`), which proves from it that no fault had a sample
-trained twice or drawn from weights that were not published. Numbers to look at are in metrics.jsonl. A resumed run goes
-on with the file: its `started` says at which step, and what was trained after that step counts as undone.
+Read by `hone status` and by the audit (`run/audit.py`), which checks that no sample was trained on twice or drawn from
+unpublished weights. A resumed run appends to the file: its `started` event has the step, and updates after that step
+count as undone.
 
-A thread writes, so that a disk that stalls holds up no training. It gathers events for `BATCH_S` and puts groups to
-which the same happens one after the other into one line, which keeps the order of everything the checker looks at. A
-kill loses at most that batch, never what a checkpoint relies on: `position` waits until all of it is on the disk.
-Samples of evaluations are in it only where several engines draw them.
+A thread writes, so that a stalled disk does not delay training. It batches events for `BATCH_S` and merges successive
+groups with the same event into one line, which keeps the order that the audit needs. A kill loses at most one batch,
+never what a checkpoint relies on: `position` waits until all events are on the disk. Samples of evaluations are
+logged only where several engines draw them.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ from hone.types import Sample
 
 FILE = "events.jsonl"
 BATCH_S = 0.1
-"""How long events are gathered before they are written."""
+"""Batching window before events are written."""
 MOST_WAITING = 20_000
-"""Events kept while the disk takes none; some megabytes."""
+"""Events kept while the disk stalls; some megabytes."""
 OF_GROUPS = ("group_started", "sampled", "group_finished", "group_dropped")
-"""Kinds that have a list of groups, and that are merged."""
+"""Kinds with a list of groups; they are merged."""
 
 KINDS: dict[str, str] = {
-    "stage": "A stage of the run began (stage, steps): in this process, anew or resumed.",
-    "started": "The policy loop began at a step, with so many permits (step, permits, max_staleness).",
-    "group_started": "Groups got their permits and are being sampled (prompts).",
+    "stage": "A stage began in this process, new or resumed (stage, steps).",
+    "started": "The policy loop began (step, permits, max_staleness).",
+    "group_started": "Sampling of groups began (prompts).",
     "sampled": "A replica drew samples of groups (prompts, stream, replica, versions).",
     "group_finished": "Groups are sampled, scored and will be trained on (prompts, versions).",
     "group_dropped": "Groups are sampled and scored, and will not be trained on (prompts).",
-    "requeued": "What a replica was sampling goes to another one (prompt, stream, replica, why).",
+    "requeued": "A request was re-sent to another replica (prompt, stream, replica, why).",
     "training": "An update began (step).",
-    "trained": "An update was made: its number, its groups, the oldest token's version (step, prompts, oldest).",
-    "published": "Weights are live: in a replica, or without one everywhere (version, replica, fingerprint).",
+    "trained": "An update was made; `oldest` is its oldest token's version (step, prompts, oldest).",
+    "published": "Weights are live in a replica, or everywhere (version, replica, fingerprint).",
     "evaluating": "An evaluation began (step).",
-    "evaluated": "It ended (step).",
+    "evaluated": "An evaluation ended (step).",
     "saving": "A checkpoint is being written (step).",
-    "saved": "It is whole and on the disk (step).",
-    "replica_up": "An engine's process is there; it may sample once weights are published to it (replica).",
-    "replica_down": "An engine died, hung or was given up (replica, why).",
-    "replica_restarting": "An engine is started again (replica, attempt).",
-    "trainer_up": "The trainer's processes are there (ranks).",
+    "saved": "A checkpoint is complete and on the disk (step).",
+    "replica_up": "An engine is running; it samples once weights are published to it (replica).",
+    "replica_down": "An engine died or hung (replica, why).",
+    "replica_restarting": "An engine is restarting (replica, attempt).",
+    "trainer_up": "The trainer is running (ranks).",
     "trainer_down": "A rank of the trainer died or hung (why).",
-    "stopped": "The process ended in order: the run was finished, stopped or failed (outcome).",
-    "gap": "Records are missing: of events, those between this line and the one before it (what, why).",
+    "stopped": "The process ended: the run finished, was stopped, or failed (outcome).",
+    "gap": "Records are missing; of events, those between the previous line and this one (what, why).",
 }
-"""Kind -> what it means, and the fields it has besides `kind` and `at` (Unix seconds). `versions` is [min, max]."""
+"""Kind -> meaning, and the fields besides `kind` and `at` (Unix seconds). `versions` is [min, max]."""
 
 
 class Witness(Protocol):
-    """Who is told what happens; `observer.Observer` is one."""
+    """Receiver of events, such as `observer.Observer`."""
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Keep one event."""
+        """Record one event."""
         ...
 
     def during(self, role: str, what: str) -> AbstractContextManager[None]:
-        """Keep what a role does meanwhile."""
+        """Record what a role does meanwhile."""
         ...
 
 
@@ -106,7 +106,7 @@ class EventLog:
         the newest `MOST_WAITING` are counted and dropped.
 
         Raises:
-            ValueError: the kind is not in KINDS. That is a mistake in Hone.
+            ValueError: the kind is not in KINDS, a bug in Hone.
         """
         if kind not in KINDS:
             raise ValueError(f"event {kind!r} is not known: add one line for it to KINDS in hone/observe/events.py")
@@ -126,7 +126,7 @@ class EventLog:
     def position(self) -> int:
         """Length of the file, once all events so far are on the disk.
 
-        A disk that does not take them in time is warned of; what is said then is more than the file has.
+        A disk that stalls longer causes a warning; the returned length is then more than the file has.
         """
         with self._changed:
             self._to_sync = True
@@ -157,7 +157,7 @@ class EventLog:
                     self._changed.notify_all()
 
     def _write_batch(self) -> bool:
-        """Write what there is, once there is some and time to gather more of it has passed. False: that was all."""
+        """Write waiting events after the batching window. False: the log is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._to_sync or self._is_closing)
             self._changed.wait_for(lambda: self._to_sync or self._is_closing, BATCH_S)
@@ -233,7 +233,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def versions_of(samples: Iterable[Sample]) -> tuple[int, int] | None:
-    """The oldest and the newest version among the samples' tokens, as events tell them; None without a token."""
+    """Oldest and newest version among the samples' tokens, as in events; None without a token."""
     written = [sample.versions for sample in samples if sample.versions]
     return (min(map(min, written)), max(map(max, written))) if written else None
 

@@ -1,4 +1,4 @@
-"""The loop's only door to the outside: metrics, samples, spans and messages go in; files, charts and a report come out.
+"""Observer of a run: takes metrics, samples, spans and messages; writes files, charts and a report.
 
 `log` writes metrics.jsonl at once; everything slower is left to the background thread. Observing changes nothing
 that is computed: a full disk under samples/ or TensorBoard ends that record with a warning, not the run.
@@ -26,14 +26,14 @@ from hone.observe.console import LogView, View, open_view
 from hone.observe.events import FILE, EventLog
 from hone.observe.metrics import find_metric
 from hone.observe.recorder import Recorder
-from hone.observe.report import Picture, Summary, write_report
+from hone.observe.report import Picture, RunSummary, write_report
 from hone.observe.sinks import MetricsFile, TensorBoard, Wandb
 from hone.observe.trace import Event, Spans, Timeline, TraceFile
 from hone.observe.whole import sync
 from hone.types import Group, Position
 
 OnMetrics = Callable[[dict[str, Any]], object]
-"""Gets one line of metrics: `stage`, `step` and values by name."""
+"""Callback for a line of metrics: `stage`, `step` and values by name."""
 
 
 class ObserveSettings(Protocol):
@@ -52,7 +52,7 @@ class ObserveSettings(Protocol):
 
 
 class Observer:
-    """Shows and keeps what one run does. Every method may be called from any thread."""
+    """Displays and records one run. Every method may be called from any thread."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class Observer:
             resume: `position()` at the checkpoint that the run continues from; metrics.jsonl is cut there and samples
                 beyond it go. None starts new records and removes old ones.
             decode: token ids to text, for the report's view of single tokens.
-            picture: draws a response, for the report.
-            callbacks: called with each line of metrics; what one raises ends the run.
+            picture: renders a response as an image, for the report.
+            callbacks: called with each line of metrics; an exception ends the run.
         Raises:
-            ConfigError: Weights & Biases is asked for and its package or key is missing.
-            RunFolderError: metrics.jsonl is not the one that `resume` was taken from.
+            ConfigError: the package or key of Weights & Biases is missing.
+            RunFolderError: metrics.jsonl does not match `resume`.
         """
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         is_resumed = resume is not None
@@ -94,17 +94,17 @@ class Observer:
         self._background = Background(self._warn_of_gap)
         self._samples_max_bytes = int(settings.samples_max_mib * 2**20)
         self._recorder = self._new_recorder(resume)
-        self._summary = Summary.begin(folder, title=title, versions=versions(), resume=is_resumed, warn=self.warn)
+        self._summary = RunSummary.begin(folder, title=title, versions=versions(), resume=is_resumed, warn=self.warn)
         self._watched: list[Callable[[], Mapping[str, float]]] = []
         self._process = psutil.Process()
         self._peak_gib = 0.0
         self._not_finite: set[str] = set()
-        """Metrics that were warned of."""
+        """Metrics with a logged warning."""
         events_bytes = resume.events_bytes if resume else None
         self._events = EventLog(folder / FILE, resume_bytes=events_bytes, warn=self.warn)
 
     def begin(self, stage: str, total_steps: int) -> None:
-        """A stage of so many steps begins; for the views' progress and remaining time."""
+        """Begin a stage of `total_steps`, for progress and remaining time."""
         self.event("stage", stage=stage, steps=total_steps)
         for view in self._views:
             view.begin(stage, total_steps)
@@ -114,12 +114,12 @@ class Observer:
         self._events.write(kind, **fields)
 
     def watch(self, measure: Callable[[], Mapping[str, float]]) -> None:
-        """Add what this measures to every line of metrics, in place of the observer's own figure of that name."""
+        """Add these measurements to every line of metrics; they replace the observer's own of the same name."""
         self._watched.append(measure)
 
     @contextmanager
     def watching(self, measure: Callable[[], Mapping[str, float]]) -> Iterator[None]:
-        """As `watch`, for a while."""
+        """As `watch`, within a context."""
         self.watch(measure)
         try:
             yield
@@ -127,18 +127,18 @@ class Observer:
             self._watched.remove(measure)
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Time what happens inside: `time/<name>_s` of the next line, and an event with `args` in trace.json."""
+        """Time the body: `time/<name>_s` of the next line, and an event with `args` in trace.json."""
         return self._spans.span(name, **args)
 
     @contextmanager
     def work(self, role: str, what: str) -> Iterator[None]:
-        """As `span`, of what a role does, and so shown in the role's lane."""
+        """As `span`, in the lane of a role."""
         with self._spans.span(what, has_lane=False), self.during(role, what):
             yield
 
     def during(self, role: str, what: str) -> AbstractContextManager[None]:
-        """Show in trace.json, in the lane of a role (the trainer, the engine, one of its replicas), what it does
-        meanwhile. The lane has no gaps: what is not told is `idle`."""
+        """Show in trace.json what a role (the trainer, the engine, a replica) does meanwhile, in a lane without gaps:
+        the rest is `idle`."""
         with self._lock:
             timeline = self._timelines.setdefault(role, Timeline(self._spans, role))
         return timeline.during(what)
@@ -169,14 +169,14 @@ class Observer:
     def record(
         self, stage: str, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None
     ) -> None:
-        """Keep every sample of these groups, with one advantage per sample of each group, or None: not trained on.
+        """Record every sample of these groups, with one advantage per sample of each group, or None: not trained on.
 
-        May be called several times for one step; the samples are kept together.
+        May be called several times for one step; the samples are stored together.
         """
         self._recorder.record(stage, step, groups, advantages)
 
     def say(self, message: str) -> None:
-        """One plain line for people, on the console and in logs/training.log."""
+        """Log one line to the console and logs/training.log."""
         for view in self._views:
             view.say(message)
 
@@ -191,7 +191,7 @@ class Observer:
             view.warn(message)
 
     def position(self) -> Position:
-        """How far metrics, events and samples go, once all recorded so far is on the disk."""
+        """Lengths of metrics, events and samples, once everything recorded so far is on the disk."""
         self._background.submit(self._recorder.sync)
         self._background.drain()
         events_bytes = self._events.position()
@@ -201,7 +201,7 @@ class Observer:
         return Position(metrics_bytes, events_bytes, self._recorder.num_files)
 
     def rewind(self, position: Position) -> None:
-        """Take metrics and samples back to `position()` at a checkpoint: this process goes on from there."""
+        """Truncate metrics and samples to `position()` at a checkpoint, to continue from there in this process."""
         self._background.drain()
         self._spans.take_seconds()
         with self._lock:
@@ -229,7 +229,7 @@ class Observer:
             self.warn(f"report.html cannot be written: {error.strerror}")
         finally:
             for view in self._views:
-                view.close(message)  # whatever happened, the terminal is given back
+                view.close(message)  # in any case restore the terminal
 
     def _new_recorder(self, resume: Position | None) -> Recorder:
         """Its samples go as far as the metrics do."""
@@ -300,7 +300,7 @@ class Observer:
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """What the run ran on, without importing any of it."""
+    """Versions and hardware of the run, without importing the packages."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("hone-rl", "torch", "transformers"):
         try:

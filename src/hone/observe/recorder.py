@@ -1,4 +1,4 @@
-"""Every sample of a run, for people: samples/<stage>/step-000012.jsonl.gz, one line per group, and its reader.
+"""Sample recorder and reader: samples/<stage>/step-000012.jsonl.gz, one line per group.
 
 Written aside and then renamed, so a file is whole or absent. The lines hold columns (one list per field over the
 group's samples) because that is several times cheaper to write than an object per sample; `read_samples` gives the
@@ -31,7 +31,7 @@ FULL_MARK = "full.json"
 
 
 class Recorder:
-    """Writes samples until they fill `max_bytes`; then stops, says so once, and stays stopped in a resumed run."""
+    """Writes samples up to `max_bytes`; then stops with one warning, also in a resumed run."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Recorder:
     def record(
         self, stage: str, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None
     ) -> None:
-        """Queue the samples of some groups; may be called several times for one step."""
+        """Queue samples of groups; may be called several times for one step."""
         if self._full:
             return
         each = [None] * len(groups) if advantages is None else advantages

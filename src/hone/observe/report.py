@@ -1,4 +1,4 @@
-"""report.html: one self-contained page about a run, made from its folder alone. No network is needed to view it.
+"""HTML report of a run: one self-contained page made from its folder, viewed without a network.
 
 Reads what the observer wrote (metrics.jsonl, samples/, logs/summary.json, run.yaml) and puts a bounded part of it,
 as JSON, into the page `report.html` beside this file. What the model wrote is data in that page, never markup.
@@ -40,8 +40,8 @@ MAX_TEXT = 20_000
 
 
 @dataclass
-class Summary:
-    """What a report needs to know besides metrics and samples; logs/summary.json."""
+class RunSummary:
+    """Summary of a run besides metrics and samples; logs/summary.json."""
 
     title: str
     began_unix_s: float
@@ -52,7 +52,7 @@ class Summary:
     @classmethod
     def begin(
         cls, folder: Path, *, title: str, versions: Mapping[str, str], resume: bool, warn: Callable[[str], None]
-    ) -> Summary:
+    ) -> RunSummary:
         """A run begins, or continues: then it keeps the time at which it began."""
         summary = cls(title=title, began_unix_s=time.time(), versions=versions)
         if resume and (folder / SUMMARY).exists():
@@ -68,7 +68,7 @@ class Summary:
         self._write(folder)
 
     @classmethod
-    def read(cls, folder: Path) -> Summary:
+    def read(cls, folder: Path) -> RunSummary:
         path = folder / SUMMARY
         return cls(**json.loads(path.read_text())) if path.exists() else cls(title=folder.name, began_unix_s=0.0)
 
@@ -77,7 +77,7 @@ class Summary:
 
 
 Picture = Callable[[RecordedSample], bytes | None]
-"""A response as a PNG file, for people; None where there is nothing to draw."""
+"""A response as a PNG file; None where there is nothing to draw."""
 
 
 def write_report(
@@ -92,7 +92,7 @@ def write_report(
     """
     samples = choose_samples(run_folder)
     data = {
-        "summary": asdict(Summary.read(run_folder)),
+        "summary": asdict(RunSummary.read(run_folder)),
         "config": _text(run_folder / "run.yaml"),
         "stages": _stages(_lines(run_folder / "metrics.jsonl")),
         "phases": PHASES,
@@ -254,7 +254,7 @@ def _sample_rows(samples: Sequence[RecordedSample], pictures: Mapping[str, str])
 def _pieces(
     run_folder: Path, samples: Sequence[RecordedSample], decode: Callable[[Sequence[int]], str] | None
 ) -> dict[str, str]:
-    """Token id -> its text, for the tokens in the page; empty when nobody can tell."""
+    """Token id -> its text, for the tokens in the page; empty without a decoder."""
     kept = run_folder / "samples" / "tokens.json"
     if decode is None:
         return json.loads(kept.read_text()) if kept.exists() else {}
@@ -265,7 +265,7 @@ def _pieces(
 
 
 def _pictures(run_folder: Path, samples: Sequence[RecordedSample], picture: Picture | None) -> dict[str, str]:
-    """Place of a sample -> its picture as base64 text; empty when nobody draws."""
+    """Place of a sample -> its picture as base64 text; empty without a renderer."""
     kept = run_folder / "samples" / "pictures.json"
     if picture is None:
         return json.loads(kept.read_text()) if kept.exists() else {}

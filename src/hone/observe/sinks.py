@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl (the run's own record, exact across resumes), TensorBoard, Weights & Biases.
+"""Metric sinks: metrics.jsonl (exact across resumes), TensorBoard, Weights & Biases.
 
 metrics.jsonl is written by the caller's thread, so that its length at a checkpoint is exact; the other two by the
 observer's background thread. Console and report are elsewhere. TensorBoard's file format is written through

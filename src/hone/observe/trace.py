@@ -1,8 +1,7 @@
-"""Spans of wall-clock time: what each step's seconds went into, and trace.json for Perfetto (ui.perfetto.dev).
+"""Wall-clock spans: time per phase of a step, and trace.json for Perfetto (ui.perfetto.dev).
 
 A span belongs to the thread and the asyncio task that opened it. The outermost span of a task takes a lane of its
-own for as long as it is open, so spans in one lane always nest, however many tasks run at once. Not a profiler:
-nothing is measured that nobody asked for.
+own for as long as it is open, so spans in one lane always nest, however many tasks run at once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 MAX_TRACE_BYTES = 32 * 2**20
-"""Perfetto stays quick up to about this; a run that is longer keeps the trace of its beginning."""
+"""Perfetto stays fast up to about this; longer runs keep the trace of their beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class Spans:
         return events
 
     def add(self, event: Event) -> None:
-        """A span that somebody else measured, in a lane of its own choice; it counts in no `take_seconds`."""
+        """A span measured elsewhere, in a given lane; it counts in no `take_seconds`."""
         with self._lock:
             self._events.append(event)
 

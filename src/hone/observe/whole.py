@@ -1,4 +1,4 @@
-"""Files and folders that survive kills and power cuts: replaced as a whole, on the disk before they are relied on.
+"""Atomic, durable file writes: files and folders survive kills and power cuts.
 
 A kill at any moment leaves the old file or the new one, never a part. So does a power cut, because the new one is
 synced before it takes the name; a rename alone may reach the disk before the bytes do.
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 ASIDE = ".new"
-"""What a kill may leave beside a file: its name and this."""
+"""Suffix of temporary files that a kill may leave."""
 _BLOCK_BYTES = 1 << 16
 SET_ASIDE = "set-aside"
-"""Folder in a run's folder for what was found damaged there."""
+"""Folder for damaged files of a run."""
 
 
 def write_whole(path: Path, text: str) -> None:

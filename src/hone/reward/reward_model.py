@@ -30,7 +30,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from hone.config.run import Section, key
 from hone.data.chat import resolve_model
-from hone.data.conversation import ConversationReader, Unreadable
+from hone.data.conversation import ConversationReader, UnreadableConversation
 from hone.errors import DataError
 from hone.model.decoder import unsupported
 from hone.model.device import device_of
@@ -206,7 +206,7 @@ class Loaded:
                 try:
                     family.append(self.read(group.prompt, sample.text))
                     sample_of.append((place, number))
-                except Unreadable as error:
+                except UnreadableConversation as error:
                     scores[place][number] = Score(None, Fault.DATA, str(error)[:DETAIL_CHARACTERS])
                     broken += [(place, number)] if self._can_read(group.prompt) else []
             families += [family] if family else []
@@ -224,7 +224,7 @@ class Loaded:
     def _can_read(self, prompt: Prompt) -> bool:
         try:
             self.read(prompt, "")
-        except Unreadable:
+        except UnreadableConversation:
             return False
         return True
 
@@ -239,10 +239,12 @@ class Loaded:
         """Token ids of a conversation. Raises Unreadable when this model cannot be given it."""
         spelled = next((token for token in self.special if token in answer), None)
         if spelled is not None:  # it would be read as the end of the answer, or as somebody else's words
-            raise Unreadable(f"the response spells {spelled!r}, a special token of the reward model")
+            raise UnreadableConversation(f"the response spells {spelled!r}, a special token of the reward model")
         ids = self.reader.read(prompt.text if prompt.messages is None else list(map(dict, prompt.messages)), answer)
         if len(ids) > self.max_tokens:
-            raise Unreadable(f"{len(ids)} tokens are more than the {self.max_tokens} that the reward model can read")
+            raise UnreadableConversation(
+                f"{len(ids)} tokens are more than the {self.max_tokens} that the reward model can read"
+            )
         return ids
 
     def normalised(self, value: float) -> Score:

@@ -1,7 +1,7 @@
-"""docs/reference/algorithms.md: the mathematics of every row and function, from the presets and the tables of `algo`.
+"""Generator of docs/reference/algorithms.md: formulas of every preset and function, from the tables of `algo`.
 
-Written by hand is what no table knows: the notation, what happens around the functions, and where ours differs from
-others on purpose. Every number there is computed by `tests/algo/test_algorithm_page.py`.
+Written by hand: the notation, what happens around the functions, and deliberate differences from other trainers.
+Every number there is computed by `tests/algo/test_algorithm_page.py`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
 _INTRO = """\
 # Algorithms
 
-A row of choices, `algorithm` in the run file, and no code of its own:
+An algorithm is a row of choices, `algorithm` in the run file, without code of its own:
 
     loss = aggregate( -w J + kl_loss_coef KL - entropy_coef H )
 
 `credit` makes the advantages A, before the update; `ratio` and `clip` make J of them, what is maximised; `aggregate`
 adds the tokens up, by counts over the whole optimizer step on all ranks, so that a gradient never depends on how the
-step is divided. Any combination may be asked for; `hone check` refuses what contradicts itself, or what a run cannot
-give.
+step is divided. Any combination is possible; `hone check` refuses contradictions and what a run cannot provide.
 
-    m           1 on tokens that the policy wrote; only those are tokens here: what an environment wrote is no time step
+    m           1 on tokens that the policy sampled; only those count as tokens: environment text is no time step
     l           logprob of a token now; l_old before the update, l_s when it was sampled, l_ref under the reference
     rho         what `ratio` gives, the multiplier of the advantage
     w           exp(l_old - l_s), what `correction` bounds; 1 without correction
@@ -76,7 +75,7 @@ coefficient that is set follows
     coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples of the update / kl_horizon_samples
 
 where KL is a mean over tokens or over whole responses, as `kl_target_unit` says. 50 updates in a row beyond +-20% on
-one side are told as a warning. Coefficient and count are in the checkpoint."""
+one side cause a warning. Coefficient and count are in the checkpoint."""
 
 _CORRECTION = """\
 w is detached, its log bounded to +-20 first; means and sums are over a sample's own tokens. `auto` is `tis` where
@@ -118,7 +117,7 @@ Eight float32 rewards of 0.1 differ from their mean by -7.5e-09. Over their devi
 with OpenRLHF's floor of 1e-09, and of -0.0074 with 1e-06. Here the range of the rewards decides, and the advantage is
 exactly 0.
 
-### A sample that nobody scored is not a bad sample
+### An unscored sample is not a bad sample
 
 Of eight right answers one could not be scored: the others are equal, and all advantages are 0. The sample is masked
 from the loss and from the baseline. Given a reward of 0 instead, it has -2.47 and its siblings 0.35: the policy learns
@@ -194,7 +193,7 @@ _NEEDS = {
     "greedy_reward": "a greedy sample of each prompt",
     "policy_logprobs": "the policy's logprobs before credit",
 }
-"""How people call what `Entry.needs` names."""
+"""Display names of `Entry.needs`."""
 
 
 def algorithms_page() -> str:

@@ -1,4 +1,4 @@
-"""Pages made from the code: docs/reference/: config.md, metrics.md and algorithms.md, each from its registry.
+"""Generator of docs/reference/: config.md, metrics.md and algorithms.md, each from its registry.
 
 Run as `python -m hone.tools.docs` (`make docs`); a test compares the committed pages with what this makes.
 """
@@ -23,17 +23,17 @@ _CONFIG_INTRO = """\
 
 One YAML file of sections. `extends:` names presets or other files to build on; keys of the file win over them, and
 `section.key=value` on the command line wins over the file. Mappings merge, lists replace. Unknown keys are refused.
-A relative path starts at the folder of the file that it is written in, an extended one too (on the command line: at the
-run file's); `run.dir` starts at the current folder, where `hone` is called. Secrets are never in the file: they come
+A relative path starts at the folder of the file that it is written in (on the command line: at the run file's);
+`run.dir` starts at the current folder, where `hone` is called. Secrets are never in the file: they come
 from the environment (`WANDB_API_KEY`, `HF_TOKEN`).
 
-`hone explain RUN.yaml section.key` shows what a key is in your run and who set it; `hone check RUN.yaml` tells
-whether everything is right."""
+`hone explain RUN.yaml section.key` shows the value of a key in your run and its origin; `hone check RUN.yaml` finds
+mistakes."""
 
 _METRICS_INTRO = """\
 # Metrics
 
-Every number that a run can log, in `metrics.jsonl`, TensorBoard, Weights & Biases and the report. Names are
+Every metric that a run can log, in `metrics.jsonl`, TensorBoard, Weights & Biases and the report. Names are
 `area/name[_unit]`; `<word>` stands for a name of yours. The healthy range is a hint, not a limit."""
 
 

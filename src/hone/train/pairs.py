@@ -16,7 +16,7 @@ from torch import Tensor
 from hone.algo.pairwise import pairwise_loss
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, Shape
-from hone.data.pairs import Pair
+from hone.data.pairs import PreferencePair
 from hone.errors import DataError
 from hone.memory.guard import UNGUARDED, Guard
 from hone.model.heads import ScalarModel, Sequences, last_token_scores
@@ -41,11 +41,11 @@ class Measured:
 class PairLearner(Keepable, Protocol):
     """What a reward-model stage asks of whoever trains one, wherever that is."""
 
-    def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
+    def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """One optimizer step on the mean loss of `pairs`. Returns metrics."""
         ...
 
-    def measure(self, pairs: Sequence[Pair]) -> Measured:
+    def measure(self, pairs: Sequence[PreferencePair]) -> Measured:
         """The model as it is now, on pairs that it does not learn from."""
         ...
 
@@ -78,7 +78,7 @@ class PairTrainer(Learner[ScalarModel]):
         )
         self.tokens_per_microbatch = tokens_per_microbatch
 
-    def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
+    def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """See `PairLearner.update`."""
         measured, result = self.optimizer_step(lambda: self._accumulate(pairs))
         loss, correct = map(sum, zip(*self.ranks.rows(measured), strict=True))
@@ -89,7 +89,7 @@ class PairTrainer(Learner[ScalarModel]):
             "rm/grad_norm": result.grad_norm,
         }
 
-    def _accumulate(self, pairs: Sequence[Pair]) -> list[Tensor]:
+    def _accumulate(self, pairs: Sequence[PreferencePair]) -> list[Tensor]:
         """Add the gradient of the mean loss of `pairs`. Returns of each microbatch of this rank (2,): the sum of its
         losses, and how many are right."""
         sequences, plan = self._plan(pairs)
@@ -105,7 +105,7 @@ class PairTrainer(Learner[ScalarModel]):
             self.guard.check()
         return measured
 
-    def measure(self, pairs: Sequence[Pair]) -> Measured:
+    def measure(self, pairs: Sequence[PreferencePair]) -> Measured:
         """See `PairLearner.measure`."""
         score_S = self.without_gradient(self.model, lambda: self._scores(pairs))
         chosen_P, rejected_P = score_S.unflatten(0, (-1, 2)).unbind(1)
@@ -117,7 +117,7 @@ class PairTrainer(Learner[ScalarModel]):
             score_std=float(score_S.std()),
         )
 
-    def _scores(self, pairs: Sequence[Pair]) -> Tensor:
+    def _scores(self, pairs: Sequence[PreferencePair]) -> Tensor:
         """(2 * pairs,) float64, on the CPU: better and worse of each pair in turn."""
         sequences, plan = self._plan(pairs)
         score_S = torch.zeros(2 * len(pairs), dtype=torch.float64, device=self.device)
@@ -127,7 +127,7 @@ class PairTrainer(Learner[ScalarModel]):
             self.guard.check()
         return self.ranks.column(score_S).cpu()
 
-    def _plan(self, pairs: Sequence[Pair]) -> tuple[Sequences, list[Indices]]:
+    def _plan(self, pairs: Sequence[PreferencePair]) -> tuple[Sequences, list[Indices]]:
         """The conversations of all pairs, sample 2i the better and 2i + 1 the worse of pair i, and this rank's
         microbatches. Raises DataError for a pair that fits into none, whichever rank's it would be."""
         sequences = Sequences.of([(pair.chosen, pair.rejected) for pair in pairs])
@@ -152,7 +152,7 @@ class PairTrainer(Learner[ScalarModel]):
         samples = np.arange(2 * len(pairs))
         return sequences, self.ranks.microbatches(shape, samples, self.tokens_per_microbatch, whole_groups=True)
 
-    def _margins(self, pairs: Sequence[Pair]) -> Tensor:
+    def _margins(self, pairs: Sequence[PreferencePair]) -> Tensor:
         return torch.tensor([pair.margin for pair in pairs], dtype=self.held.dtype, device=self.device)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.algo.algorithm import Algorithm
-from hone.algo.loss import Tokens
+from hone.algo.loss import LossTokens
 from hone.data.pack import Indices, Shape
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
@@ -207,7 +207,7 @@ def train_microbatch(
         entropy_has_gradient=algorithm.entropy_has_gradient,
     )
     columns = dict(zip(batch.names, batch.columns_CT.index_select(1, index_T).unbind(), strict=True))
-    tokens = Tokens(
+    tokens = LossTokens(
         logprobs_T=logprobs_T,
         entropy_T=entropy_T,
         old_logprobs_T=columns.get("old_logprobs_T", logprobs_T.detach()),
