@@ -15,7 +15,7 @@ QUAINT = re.compile(
 """A reader of this field has to translate these: say logged or reported, continues, no process, forever."""
 OTHERS = ("assemble", "cluster", "config", "loop", "memory", "plan", "reward", "rollout", "run", "runtime", "serve")
 OTHERS += ("services", "train", "weights")
-NOT_YET = ("docs/", *(f"src/hone/{name}/" for name in OTHERS))
+NOT_YET = tuple(f"src/hone/{name}/" for name in OTHERS)
 
 
 def without_code(text: str) -> str:
