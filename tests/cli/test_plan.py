@@ -18,7 +18,7 @@ run: {precision: bfloat16}
 train: {prompts_per_step: 64}
 reward: {components: [{use: exact}]}
 """
-GPUS = ["--hardware", "8xH100-80G"]
+GPUS = ["--hardware", "8xH100-80G", "cluster.backend=ray", "cluster.engines.use=vllm"]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_what_fits_is_0_and_what_does_not_is_4(run_file, capsys):
 def test_people_get_the_sentence(run_file, capsys):
     main(["plan", str(run_file), *GPUS, "train.tokens_per_microbatch=32768", "--price", "2.5"])
     text = capsys.readouterr().out
-    assert "does not fit: H100-80G (policy and engine): peak " in text
+    assert "does not fit: H100-80G (all): peak " in text
     assert "in update, layer backward: activations " in text
     assert "would free" in text and "1,000 steps cost" in text
 
@@ -52,7 +52,7 @@ def test_people_get_the_sentence(run_file, capsys):
 def test_todays_examples_fit_this_machine(name, capsys):
     code, found = planned(capsys, ROOT / "examples" / name / "run.yaml")
     assert code == 0
-    assert found["placement"]["mode"] == "local"
+    assert found["topology"]["backend"] == "local"
     assert found["model"]["parameters"] < 10_000_000
 
 
@@ -62,8 +62,7 @@ def test_a_preset_writes_a_run_file_that_plans_as_promised(run_file, capsys):
     code, found = planned(capsys, run_file, *GPUS, *words[1:], "train.logprob_chunk_tokens=512", "--write", better)
     assert code == 0
     proposal = next(one for one in found["proposals"] if one["preset"] == "recommended")
-    placed = [f"{one['key']}={one['after']}" for one in proposal["changes"] if one["key"].startswith("placement.")]
-    code, again = planned(capsys, better, *GPUS, *placed)
+    code, again = planned(capsys, better, *GPUS[:2])
     assert code == 0
     assert again["ledgers"] == proposal["plan"]["ledgers"]
     assert again["workload"] == found["workload"]
@@ -75,7 +74,7 @@ def test_presets_stand_side_by_side(run_file, capsys):
     text = capsys.readouterr().out
     header = next(line for line in text.splitlines() if "today" in line)
     assert [word for word in header.split() if word.isalpha()] == ["today", "safe", "recommended", "aggressive"]
-    assert "samples per second" in " ".join(text.split()) or "samples" in text
+    assert "samples per" in text
     assert "would change the algorithm, so not done" in text
 
 
@@ -99,7 +98,7 @@ def test_an_audit_lists_findings_and_is_2_when_the_recipe_cannot_work(capsys):
     ("arguments", "message"),
     [
         (["--hardware", "8xH10"], "no such device"),
-        (["placement.engine.memory_fra=0.4"], "Did you mean placement.engine.memory_frac?"),
+        (["placement.tensor_parallel=2"], "placement"),
         (["model.path=Qwen/Qwen3-9B"], "Did you mean qwen3-"),
         (["--write", "/nowhere/x.yaml"], "must be beside"),
     ],

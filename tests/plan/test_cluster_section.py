@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
+from hone.config.derived import longest_tokens
 from hone.config.load import load_config
 from hone.plan.cluster import Pool, host_moments
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import Engine
 from hone.plan.hardware import find_hardware, in_cluster
 from hone.plan.ledger import GIB
-from hone.plan.placement import Placement, cluster_key, placement_from, placement_key
 from hone.plan.planner import Plan, plan
-from hone.plan.pools import places_of, pools_of
+from hone.plan.pools import pools_of
 from hone.plan.search import propose
+from hone.rollout.vllm_args import VllmPlace, engine_arguments
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ALL = {"policy", "rollout"}
 ON_EIGHT = ("cluster.backend=ray", "cluster.devices_per_node=8", "cluster.engines.use=vllm")
 
 
@@ -31,21 +31,11 @@ def apart(train: int, sample: int, *roles: str) -> str:
 def planned(configured):
     """A function: overrides of Qwen3-8B's run file -> its plan."""
 
-    def of(*overrides: str, hardware: str = "H100-80G", placement: Placement | None = None) -> Plan:
+    def of(*overrides: str, hardware: str = "H100-80G") -> Plan:
         config = configured(*overrides)
-        return plan(config, in_cluster(find_hardware(hardware), hardware, config), placement=placement)
+        return plan(config, in_cluster(find_hardware(hardware), hardware, config))
 
     return of
-
-
-def test_no_pools_is_all_in_turn_as_the_words_would_say(planned):
-    section = planned(*ON_EIGHT)
-    words = planned(hardware="8xH100-80G")
-    assert [(place.devices, place.roles) for place in places_of(section.inputs)] == [(8, ALL)]
-    assert section.inputs.placement.mode == words.inputs.placement.mode == "colocated"
-    assert section.time.phases["update"] == words.time.phases["update"]
-    (mine, _), (theirs, _) = section.ledgers, words.ledgers
-    assert mine.peak.name == theirs.peak.name and mine.peak.bytes == theirs.peak.bytes
 
 
 def test_pools_are_what_the_file_says(planned):
@@ -55,43 +45,72 @@ def test_pools_are_what_the_file_says(planned):
         ("sample", 2, False),
     ]
     assert [ledger.device for ledger in found.ledgers] == ["H100-80G (train)", "H100-80G (sample)", "host"]
-    assert found.inputs.placement.mode == "separate"
-    assert found.as_dict()["pools"][1] == {"name": "sample", "devices": 2, "roles": ["rollout"]}
+    assert found.as_dict()["topology"]["pools"][1]["roles"] == ("rollout",)
 
 
 @pytest.mark.parametrize(
     ("setting", "key", "value"),
     [
-        ("cluster.trainer={tensor_parallel: 2, shard: 2}", "shard", 4),  # the plan counts tensor parallelism in
-        ("cluster.trainer.tensor_parallel=2", "tensor_parallel", 2),
-        ("cluster.trainer.sequence_parallel=4", "context_parallel", 4),
-        ("cluster.trainer.offload=[parameters]", "offload_optimizer", True),
-        ("cluster.trainer.offload=[optimizer]", "offload_moments", True),
-        ("cluster.trainer.offload=[reference]", "offload_reference", True),
+        ("cluster.trainer={tensor_parallel: 2, shard: 2}", "shard", 4),  # tensor parallelism included
+        ("cluster.trainer.offload=[parameters]", "offload", True),
+        ("cluster.trainer.offload=[optimizer]", "moments_on_host", True),
     ],
 )
 def test_every_division_is_read(planned, setting, key, value):
-    assert getattr(planned(*ON_EIGHT, setting).inputs.placement, key) == value
-    assert getattr(planned(*ON_EIGHT).inputs.placement, key) != value
+    def policy(*words):
+        return pools_of(planned(*ON_EIGHT, *words).inputs)[0].policy
+
+    assert getattr(policy(setting), key) == value
+    assert getattr(policy(), key) != value
 
 
-def test_vllms_own_words_are_read(planned):
-    args = "{max_num_seqs: 33, max_num_batched_tokens: 4000, enforce_eager: true, sleep_level: 1, use: vllm}"
-    engine = planned(
-        *ON_EIGHT, f"cluster.engines={args}", "cluster.engines.gpu_memory_utilization=0.7"
-    ).inputs.placement.engine
-    assert (engine.max_samples, engine.max_batched_tokens, engine.graphs, engine.sleep_level) == (33, 4000, False, 1)
-    assert engine.memory_frac == 0.7
+def test_vllms_arguments_are_read(planned):
+    args = "{max_num_seqs: 33, max_num_batched_tokens: 4000, enforce_eager: true, sleep_level: 1, dtype: float32, "
+    args += "use: vllm}"
+    (pool,) = pools_of(
+        planned(*ON_EIGHT, f"cluster.engines={args}", "cluster.engines.gpu_memory_utilization=0.7").inputs
+    )
+    engine = pool.engine.settings
+    assert (engine.max_samples, engine.max_batched_tokens, engine.graphs, pool.engine_sleeps) == (33, 4000, False, 1)
+    assert (engine.memory_frac, engine.weight_bytes, engine.kv_bytes) == (0.7, 4, 4)
 
 
-def test_the_command_line_wins_and_sizes_in_words_replace_the_pools(planned):
-    words = placement_from(["placement.engine.memory_frac=0.3", "placement.checkpointing=full"])
-    found = planned(*ON_EIGHT, "cluster.engines.tensor_parallel_size=2", placement=words)
-    engine = found.inputs.placement.engine
-    assert (engine.memory_frac, engine.tensor_parallel) == (0.3, 2)
-    assert found.inputs.topology is not None
-    words = placement_from(["placement.mode=separate", "placement.engine_devices=3"])
-    assert [place.devices for place in places_of(planned(*ON_EIGHT, placement=words).inputs)] == [5, 3]
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("rollout.prefill_tokens=100", "data.max_prompt_tokens=50"),
+        ("cluster.engines={use: vllm, max_num_seqs: 9, enable_chunked_prefill: false}", "rollout.prefill_tokens=2000"),
+        ("cluster.engines={use: vllm, max_model_len: 9000, max_num_batched_tokens: 9999}",),
+    ],
+)
+def test_an_engine_is_planned_with_the_arguments_that_it_gets(planned, words):
+    inputs = planned(*ON_EIGHT, *words).inputs
+    config, engine = inputs.config, pools_of(inputs)[0].engine.settings
+    place = VllmPlace(
+        folder=Path(),
+        precision=config.run.precision,
+        longest_tokens=longest_tokens(config),
+        max_concurrent=config.rollout.max_concurrent_samples,
+        prefill_tokens=config.rollout.prefill_tokens,
+    )
+    given = engine_arguments(config.cluster.engines, place, on_gpu=True)
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    assert [given[name] for name in names] == [engine.max_samples, engine.max_batched_tokens, engine.longest]
+
+
+def test_one_rank_is_planned_unsharded_as_it_is_trained(planned, configured):
+    words = ("cluster.backend=ray", apart(1, 1), "model.path=Qwen/Qwen3-0.6B")
+    policy = pools_of(planned(*words).inputs)[0].policy
+    local = plan(configured("model.path=Qwen/Qwen3-0.6B"), find_hardware("H100-80G")).ledgers[0]
+    names = ("master weights", "gradient", "AdamW moments", "compute copy")
+    mine, theirs = (
+        {one.name: one.bytes for one in terms if one.name in names}
+        for terms in (policy.states(), local.moments[0].terms)
+    )
+    assert mine == theirs and len(mine) == 4
+    sharded = pools_of(planned(*words, "cluster.trainer.offload=[optimizer]").inputs)[0].policy
+    assert sharded.is_sharded and not policy.is_sharded
 
 
 def test_more_devices_than_are_planned_for(planned):
@@ -99,7 +118,7 @@ def test_more_devices_than_are_planned_for(planned):
     assert found.verdict.level == "does not fit"
     assert "the pools of the run file have 16 devices, and 8 x H100-80G are planned for" in found.verdict.problems[0]
     found = planned("cluster.backend=ray", apart(4, 2), hardware="8xH100-80G")
-    assert "2 of 8 devices are in no pool" in found.notes
+    assert "2 of 8 devices would idle: they are in no pool" in found.notes
 
 
 def test_hardware_is_counted_by_the_file_unless_it_is_counted_already(configured):
@@ -195,22 +214,14 @@ def test_moments_alone_may_wait_on_the_host(planned):
     assert freed == pytest.approx(count, rel=1e-6), "8 bytes a parameter, over 8 devices"
     assert away.time.phases["optimizer"] > here.time.phases["optimizer"]
     tight = planned(*ON_EIGHT, "train.tokens_per_microbatch=12288", "train.activation_checkpointing=full")
-    assert "in cluster.trainer.offload would free" in tight.verdict.sentence
+    assert "cluster.trainer.offload=" in tight.verdict.sentence
 
 
 def test_a_preset_changes_keys_of_the_section(planned):
     today, key = planned(*ON_EIGHT, "train.tokens_per_microbatch=4096"), "cluster.engines.tensor_parallel_size"
     assert key in [change.key for change in propose(today, "recommended").changes]
     pinned = propose(today, "recommended", pinned=frozenset({key}))
-    assert pinned.plan.inputs.placement.engine.tensor_parallel == 1
-    assert placement_key(cluster_key("placement.engine.max_samples")) == "placement.engine.max_samples"
-    assert cluster_key("placement.loss") == "placement.loss"
-
-
-def test_engines_of_a_pool_must_divide_it(planned):
-    words = placement_from(["placement.engine.tensor_parallel=4"])
-    found = planned("cluster.backend=ray", apart(2, 6), "cluster.engines.use=vllm", placement=words)
-    assert any("devices of sample = 6 is no multiple of cluster.engines" in line for line in found.verdict.problems)
+    assert pinned.plan.inputs.config.cluster.engines.tensor_parallel_size == 1
 
 
 def test_a_trainer_has_each_key_value_head_once(planned):
@@ -218,7 +229,7 @@ def test_a_trainer_has_each_key_value_head_once(planned):
     assert found.verdict.problems == (), "8 key-value heads"
     config = "cluster.trainer={tensor_parallel: 4, sequence_parallel: 4}"
     (problem,) = planned(*ON_EIGHT[:1], "cluster.devices_per_node=16", ON_EIGHT[2], config).verdict.problems
-    assert "does not divide the key-value heads (8), which a trainer has once. Nearest product: 8." in problem
+    assert "must divide the model's key-value heads / tensor_parallel = 2 (got 4). Nearest: 2" in problem
 
 
 @pytest.mark.parametrize(
@@ -244,7 +255,7 @@ def test_run_files_of_layouts_are_right_and_fit(name, hardware, devices, level):
         in_cluster(find_hardware(hardware), hardware, loaded.config),
         folder=loaded.run_file.parent,
     )
-    assert found.inputs.topology and found.inputs.topology.num_devices == devices
+    assert found.inputs.topology.num_devices == devices
     assert (found.verdict.level, found.verdict.problems) == (level, ())
 
 

@@ -7,12 +7,12 @@ from hone.plan.architecture import GIB
 from hone.plan.cluster import Trained, update_moments
 from hone.plan.hardware import find_hardware
 from hone.plan.ledger import PHASES, moment, term
-from hone.plan.placement import placement_from
 from hone.plan.planner import plan
 from hone.plan.presets import known_architecture
 
 EIGHT = find_hardware("8xH100-80G")
 QWEN_8B = 8_190_735_360
+RAY = ("cluster.backend=ray", "cluster.engines.use=vllm")
 
 
 def eager_pass(name, *, tokens, longest=4096, checkpointing="none", loss="naive"):
@@ -55,7 +55,7 @@ def states(ledger, name):
 
 
 def test_states_are_sharded_and_12_bytes_a_parameter(configured):
-    found = plan(configured(), EIGHT)
+    found = plan(configured(*RAY), EIGHT)
     ledger = found.ledgers[0]
     assert states(ledger, "master weights") + states(ledger, "AdamW moments") == pytest.approx(12 * QWEN_8B / 8, abs=2)
 
@@ -69,7 +69,7 @@ def test_one_process_holds_18_bytes_a_parameter_in_bfloat16_and_16_in_float32(co
 
 
 def test_peak_is_the_largest_moment_and_never_a_sum_over_phases(configured):
-    ledger = plan(configured(), EIGHT).ledgers[0]
+    ledger = plan(configured(*RAY), EIGHT).ledgers[0]
     assert ledger.peak.bytes == max(moment.bytes for moment in ledger.moments)
     assert [moment.phase for moment in ledger.phase_peaks()] == [
         phase for phase in PHASES if any(moment.phase == phase for moment in ledger.moments)
@@ -99,20 +99,21 @@ def test_memory_knobs_move_the_peak_up(configured, bigger):
 
 def test_numbers_of_the_algorithm_do_not(configured):
     """More prompts and larger groups make more microbatches, not larger ones (practice E believed otherwise)."""
-    small = plan(configured("train.prompts_per_step=64"), EIGHT)
-    large = plan(configured("train.prompts_per_step=128", "rollout.group_size=16"), EIGHT)
+    small = plan(configured(*RAY, "train.prompts_per_step=64"), EIGHT)
+    large = plan(configured(*RAY, "train.prompts_per_step=128", "rollout.group_size=16"), EIGHT)
     assert large.ledgers[0].peak.bytes == pytest.approx(small.ledgers[0].peak.bytes, rel=0.002)
 
 
 def test_more_devices_never_need_more_each(configured):
-    peaks = [plan(configured(), find_hardware(f"{count}xH100-80G")).ledgers[0].peak.bytes for count in (2, 4, 8, 16)]
+    sizes = [(f"cluster.devices_per_node={n}", find_hardware(f"{n}xH100-80G")) for n in (2, 4, 8, 16)]
+    peaks = [plan(configured(*RAY, each), hardware).ledgers[0].peak.bytes for each, hardware in sizes]
     assert peaks == sorted(peaks, reverse=True)
 
 
 def test_a_reference_and_a_critic_are_counted(configured):
-    bare = plan(configured(), EIGHT)
-    grpo = plan(configured("algorithm.kl_loss_coef=0.1"), EIGHT)
-    ppo = plan(configured("algorithm.credit=gae"), EIGHT)
+    bare = plan(configured(*RAY), EIGHT)
+    grpo = plan(configured(*RAY, "algorithm.kl_loss_coef=0.1"), EIGHT)
+    ppo = plan(configured(*RAY, "algorithm.credit=gae"), EIGHT)
     names = {term.name for moment in ppo.ledgers[0].moments for term in moment.terms}
     assert states(grpo.ledgers[0], "reference") == pytest.approx(2 * QWEN_8B / 8, abs=1)
     assert {"critic: master weights", "critic: AdamW moments"} <= names
@@ -129,7 +130,7 @@ def test_an_adapter_trains_little_and_needs_no_copy_for_the_reference(configured
 
 
 def test_offload_moves_states_to_the_host(configured):
-    moved = plan(configured(), EIGHT, placement=placement_from(["placement.offload_optimizer=true"]))
+    moved = plan(configured(*RAY, "cluster.trainer.offload=[parameters]"), EIGHT)
     assert not any(term.name == "AdamW moments" for moment in moved.ledgers[0].moments for term in moment.terms)
     host = moved.ledgers[-1]
     assert states(host, "states") == 16 * QWEN_8B
@@ -138,9 +139,9 @@ def test_offload_moves_states_to_the_host(configured):
 def test_json_is_plain_and_complete(configured):
     import json
 
-    found = json.loads(json.dumps(plan(configured(), EIGHT).as_dict()))
+    found = json.loads(json.dumps(plan(configured(*RAY), EIGHT).as_dict()))
     assert set(found) == {
-        *("format", "hardware", "placement", "pools", "model", "workload", "verdict", "ledgers", "time", "notes")
+        *("format", "hardware", "topology", "model", "workload", "verdict", "ledgers", "time", "notes")
     }
     assert found["model"]["parameters"] == QWEN_8B
     assert found["ledgers"][0]["peak"]["bytes"] == max(one["bytes"] for one in found["ledgers"][0]["moments"])
@@ -158,25 +159,6 @@ def test_prompts_are_counted_once_and_a_last_token_never(configured):
     assert plan(config, EIGHT).inputs.workload.step_tokens() == 18
 
 
-def test_devices_of_their_own_are_split_by_time_and_memory(configured):
-    """Longer responses ask for more devices that sample."""
-    apart = placement_from(["placement.mode=separate", "placement.engine.memory_frac=0.8"])
-    words = ("train.activation_checkpointing=full", "train.prompts_per_step=256", "train.tokens_per_microbatch=40000")
-    splits = []
-    for tokens in (128, 16_384):
-        found = plan(configured(*words, f"rollout.max_response_tokens={tokens}"), EIGHT, placement=apart)
-        splits.append(found.inputs.placement.engine_devices)
-        assert [ledger.count for ledger in found.ledgers[:2]] == [8 - splits[-1], splits[-1]]
-    assert 1 <= splits[0] < splits[1] <= 7
-
-
-def test_practices_split_in_thirds_is_set_beside_the_balanced_one(configured):
-    words = ["placement.mode=separate", "placement.critic_devices=1", "placement.engine.memory_frac=0.8"]
-    found = plan(configured("algorithm.credit=gae"), find_hardware("12xH100-80G"), placement=placement_from(words))
-    assert any("1 : 1 : 1" in note for note in found.notes)
-    assert sum(ledger.count for ledger in found.ledgers[:-1]) == 12
-
-
 def test_a_budget_is_the_capacity_of_one_process(configured):
     found = plan(configured("plan.memory_budget_gib=2"), find_hardware("H100-80G"))
     assert found.ledgers[0].capacity_bytes == 2 * GIB
@@ -184,7 +166,7 @@ def test_a_budget_is_the_capacity_of_one_process(configured):
 
 
 def test_an_adapter_has_no_gradient_of_the_output_layer(configured):
-    found = plan(configured("lora.rank=16"), EIGHT)
+    found = plan(configured(*RAY, "lora.rank=16"), EIGHT)
     names = {term.name for moment in found.ledgers[0].moments for term in moment.terms}
     assert not names & {"gradient of output layer", "gradient of root"}
     assert "frozen weights" in names

@@ -19,7 +19,6 @@ from hone.model.heads import ScalarModel
 from hone.model.load import init_model
 from hone.model.lora import AdapterOff, add_adapter
 from hone.plan.hardware import find_hardware
-from hone.plan.placement import placement_from
 from hone.plan.planner import plan
 from hone.train.critic import Critic
 from hone.train.local import LocalTrainer
@@ -237,9 +236,9 @@ def test_phases_of_one_process_with_all_its_models(configured):
 
 
 def test_what_cannot_be_traced_is_said(configured):
-    placed = placement_from(["placement.context_parallel=2"])
-    found = plan(configured("algorithm.credit=gae"), find_hardware("8xH100-80G"), placement=placed)
-    with pytest.raises(DataError, match="context_parallel > 1"):
+    words = ("algorithm.credit=gae", "cluster.backend=ray", "cluster.trainer.sequence_parallel=2")
+    found = plan(configured(*words), find_hardware("8xH100-80G"))
+    with pytest.raises(DataError, match="sequence_parallel > 1"):
         trace_plan(found, Path(), print)
 
 

@@ -1,16 +1,13 @@
 """Presets change memory and speed and never the algorithm; rules name the nearest legal values."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hone.plan.hardware import find_hardware
-from hone.plan.placement import placement_from
 from hone.plan.planner import plan
-from hone.plan.rules import nearest_legal
 from hone.plan.search import MARGINS, beyond, loss, propose, sampling, training
 from hone.plan.settings import changed, setting
 
+RAY = ("cluster.backend=ray", "cluster.engines.use=vllm")
 ALGORITHM = (
     "train.prompts_per_step",
     "rollout.group_size",
@@ -27,7 +24,8 @@ ALGORITHM = (
 def today(configured):
     """Qwen3-8B on eight GPUs, with more tokens in a microbatch than fit."""
     return plan(
-        configured("train.prompts_per_step=64", "train.tokens_per_microbatch=32768"), find_hardware("8xH100-80G")
+        configured(*RAY, "train.prompts_per_step=64", "train.tokens_per_microbatch=32768"),
+        find_hardware("8xH100-80G"),
     )
 
 
@@ -89,50 +87,40 @@ def test_what_would_change_the_algorithm_is_only_said(today):
 
 
 def test_settings_round_trip(today):
-    inputs = changed(today.inputs, {"train.tokens_per_microbatch": 7, "placement.engine.memory_frac": 0.7})
+    inputs = changed(today.inputs, {"train.tokens_per_microbatch": 7, "cluster.engines.gpu_memory_utilization": 0.7})
     assert setting(inputs, "train.tokens_per_microbatch") == 7
-    assert setting(inputs, "placement.engine.memory_frac") == 0.7
-    assert setting(today.inputs, "placement.engine.memory_frac") == 0.5
+    assert setting(inputs, "cluster.engines.gpu_memory_utilization") == 0.7
+    assert setting(today.inputs, "cluster.engines.gpu_memory_utilization") is None
 
 
 # ---- rules
 
 
 @pytest.mark.parametrize(
-    ("overrides", "placement", "message"),
+    ("overrides", "message"),
     [
         (
-            (),
-            ["tensor_parallel=3"],
-            "placement.tensor_parallel = 3 does not divide the query heads (32). Nearest: 2 or 4.",
+            ("cluster.trainer.tensor_parallel=16", "cluster.devices_per_node=16"),
+            "8 key-value heads (got 16). Nearest: 8",
         ),
-        ((), ["engine.tensor_parallel=6"], "does not divide the query heads (32). Nearest: 4 or 8."),
-        ((), ["tensor_parallel=8", "context_parallel=8"], "context_parallel = 8 times tensor_parallel = 8"),
-        ((), ["shard=3"], "placement.shard = 3 does not divide the devices (8). Nearest: 2 or 4."),
+        (
+            ("cluster.engines.tensor_parallel_size=5", "cluster.devices_per_node=5"),
+            "32 query heads (got 5). Nearest: 4 or 8",
+        ),
         (
             ("rollout.max_response_tokens=40000", "train.tokens_per_microbatch=50000"),
-            [],
             "but the model has 40960 positions. Take 64 off.",
         ),
-        (("rollout.max_staleness=1",), [], "colocated engines sleep while the trainer works"),
-        ((), ["engine.max_batched_tokens=100"], "Set it to at least 512."),
-        ((), ["mode=separate", "engine_devices=8"], "8 devices are too few"),
-        ((), ["engine.memory_frac=0.2"], "At least 0.24 is needed"),
+        (
+            ("cluster.trainer.shard=3",),
+            "cluster.trainer.shard: must divide the 8 devices of policy (got 3). Nearest: 2 or 4",
+        ),
+        (("cluster.pools={all: {devices: 16, roles: [policy, rollout]}}",), "have 16 devices, and 8 x H100-80G are"),
+        (("cluster.engines.gpu_memory_utilization=0.2",), "At least 0.25 is needed"),
     ],
 )
-def test_misfits_come_with_a_way_out(configured, overrides, placement, message):
-    found = plan(
-        configured(*overrides),
-        find_hardware("8xH100-80G"),
-        placement=placement_from([f"placement.{word}" for word in placement]),
-    )
+def test_violations_come_with_a_cure(configured, overrides, message):
+    """Rules that need a model of a hub name, or devices of `--hardware`, which a run file need not say."""
+    found = plan(configured(*RAY, *overrides), find_hardware("8xH100-80G"))
     assert found.verdict.level == "does not fit"
     assert any(message in problem for problem in found.verdict.problems), found.verdict.problems
-
-
-@given(value=st.integers(1, 300), whole=st.integers(1, 300))
-def test_nearest_legal_values_are_legal_and_nearest(value, whole):
-    legal = nearest_legal(value, lambda n: whole % n == 0, high=whole)
-    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
-    assert set(legal) <= set(divisors)
-    assert min(abs(value - n) for n in legal) == min(abs(value - n) for n in divisors)

@@ -3,13 +3,13 @@
 import pytest
 
 from hone.plan.hardware import find_hardware, this_machine
-from hone.plan.placement import placement_from
 from hone.plan.planner import plan
 from hone.plan.presets import known_architecture
 from hone.plan.time import forward_flops, weights_read_bytes
 from hone.plan.workload import Lengths
 
 EIGHT = find_hardware("8xH100-80G")
+RAY = ("cluster.backend=ray", "cluster.engines.use=vllm")
 
 
 def test_a_forward_pass_is_two_operations_per_parameter_and_token():
@@ -46,32 +46,40 @@ def test_lengths_have_the_mean_they_are_given():
     ],
 )
 def test_more_work_takes_longer(configured, longer):
-    assert plan(configured(longer), EIGHT).time.step_s > 1.02 * plan(configured(), EIGHT).time.step_s
+    assert plan(configured(*RAY, longer), EIGHT).time.step_s > 1.02 * plan(configured(*RAY), EIGHT).time.step_s
 
 
 def test_more_devices_take_less_time(configured):
-    seconds = [plan(configured(), find_hardware(f"{count}xH100-80G")).time.step_s for count in (2, 4, 8)]
+    seconds = [plan(configured(*RAY, f"cluster.devices_per_node={n}"), EIGHT).time.step_s for n in (2, 4, 8)]
     assert seconds == sorted(seconds, reverse=True)
 
 
 def test_phases_add_up_unless_they_overlap(configured):
-    apart = placement_from(["placement.mode=separate", "placement.engine_devices=4"])
+    apart = "cluster.pools={train: {devices: 4, roles: [policy]}, sample: {devices: 4, roles: [rollout]}}"
     for staleness, overlaps in ((0, False), (1, True)):
-        time = plan(configured(f"rollout.max_staleness={staleness}"), EIGHT, placement=apart).time
+        time = plan(configured(*RAY, apart, f"rollout.max_staleness={staleness}"), EIGHT).time
         total = sum(time.phases.values())
         assert (time.step_s < 0.95 * total) if overlaps else (time.step_s == pytest.approx(total))
 
 
 def test_cost_is_devices_times_hours(configured):
-    time = plan(configured(), EIGHT).time
+    time = plan(configured(*RAY), EIGHT).time
     assert time.cost(2.0, 8) == pytest.approx(2.0 * 8 * 1000 * time.step_s / 3600)
 
 
 def test_a_judge_takes_time_and_memory(configured):
-    words = ["placement.judge.model=deepseek-v2-lite", "placement.judge.memory_frac=0.6"]
-    found = plan(configured(), EIGHT, placement=placement_from(words))
+    found = plan(
+        configured(
+            *RAY,
+            "services.grm={policy: deepseek-v2-lite, engine: {gpu_memory_utilization: 0.6}}",
+            "reward.components=[{use: judge, args: {service: grm}}]",
+            "cluster.pools={all: {devices: 8, roles: [policy, rollout, judge]}}",
+            "cluster.engines.gpu_memory_utilization=0.3",
+        ),
+        EIGHT,
+    )
     assert found.time.phases["reward"] > 0
-    judging = next(moment for moment in found.ledgers[0].moments if moment.phase == "reward")
+    judging = next(moment for moment in found.ledgers[0].moments if moment.phase == "rollout")
     weights = next(term for term in judging.terms if term.name == "judge: weights")
     assert weights.bytes == 2 * 15_706_484_224
 

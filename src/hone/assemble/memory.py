@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hone.config.cluster import ClusterSection
 from hone.config.derived import longest_tokens, samples_per_update
 from hone.config.load import Loaded
 from hone.config.render import resolved_yaml
@@ -23,7 +24,6 @@ from hone.observe.whole import write_whole
 from hone.plan.hardware import Hardware, memory_limit_bytes
 from hone.plan.inputs import resolve
 from hone.plan.ledger import Ledger, Moment
-from hone.plan.placement import Placement
 from hone.plan.planner import plan_inputs
 from hone.plan.settings import changed, with_value
 from hone.plan.svg import timeline
@@ -113,7 +113,9 @@ class RunMemory:
         hardware = one_device(gauge.kind, ladder.limit_bytes)
         try:
             workload = workload_of(loaded.config)
-            inputs = resolve(loaded.config, hardware, Placement(mode="local"), workload, loaded.run_file.parent)
+            # without cluster and services: the ladder is of this process alone
+            alone = loaded.config.model_copy(update={"cluster": ClusterSection(), "services": {}})
+            inputs = resolve(alone, hardware, workload, loaded.run_file.parent)
             plan_inputs(inputs)
         except DataError:
             return None

@@ -22,6 +22,7 @@ from hone.assemble.sampling import embedded_engine
 from hone.assemble.vllm import start_vllm
 from hone.cluster.actors import Seat
 from hone.config.load import Loaded
+from hone.config.topology import is_sharded
 from hone.data.chat import Tokenizer, load_tokenizer
 from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
@@ -85,7 +86,7 @@ def rank_among_others(spec: ActorSpec, processes: int, seat: Seat) -> Iterator[t
     """Where a rank makes what it holds, and who computes with it."""
     context = ActorContext.of(spec, processes)
     cluster, layout = spec.loaded.config.cluster, spec.loaded.config.cluster.trainer
-    if seat.world_size == 1 and not (layout.offload or layout.compile):
+    if not is_sharded(layout, seat.world_size):
         yield context, ALONE
         return
     with process_group(

@@ -67,7 +67,7 @@ def trace_plan(found: Plan, folder: Path, say: Callable[[str], None]) -> Trace:
     """
     start = time.monotonic()
     notes: list[str] = []
-    trace = _local if found.inputs.placement.mode == "local" else _pools
+    trace = _local if found.inputs.is_local else _pools
     points = tuple(trace(found, folder, say, notes))
     if not points:
         raise DataError("nothing of this plan can be traced: " + "; ".join(notes))
@@ -94,9 +94,6 @@ def _local(found: Plan, folder: Path, say: Callable[[str], None], notes: list[st
         return
     if inputs.critic and inputs.critic.layers != inputs.architecture.layers:
         notes.append("not traced: a critic of another depth")
-        return
-    if inputs.placement.loss == "naive":
-        notes.append("not traced: placement.loss = naive, which no trainer of one process has")
         return
     moments = over_depth(traced, inputs.architecture.layers, dense_layers=inputs.architecture.dense_layers)
     yield from compared(found.ledgers[0].device, found.ledgers[0].moments, moments, without=NO_TENSORS)
@@ -129,14 +126,12 @@ def _pools(found: Plan, folder: Path, say: Callable[[str], None], notes: list[st
 
 
 def _untraceable(found: Plan, policy: Trained) -> str | None:
-    placement = found.inputs.placement
     reasons = {
-        "placement.loss = naive with tensor parallelism": placement.loss == "naive" and placement.tensor_parallel > 1,
-        "placement.context_parallel > 1": placement.context_parallel > 1,
-        "placement.splits_root": policy.splits_root,
-        "placement.offload_optimizer": policy.offload,
+        "cluster.trainer.sequence_parallel > 1": policy.work.sequence_parallel > 1,
+        "parameters in cluster.trainer.offload": policy.offload,
+        "a single rank, which holds flat buffers": not policy.is_sharded,
         "an adapter on sharded weights": policy.adapter > 0,
-        "checkpointing = selective in Transformers' own class": (
+        "activation_checkpointing = selective in Transformers' own class": (
             policy.work.checkpointing == "selective" and policy.work.implementation == "transformers"
         ),
     }

@@ -1,4 +1,4 @@
-"""`hone plan`: does it fit, how fast is it, and what would be better, before anything starts? No torch."""
+"""The command `hone plan`: memory and time of a run before it starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.table import Table
 
 from hone.cli.arguments import AsJson, examples
 from hone.config.load import Loaded, load_config
+from hone.config.render import inline
 from hone.config.topology import topology_lines
 from hone.errors import DataError, MemoryExhausted
 from hone.memory.calibration import with_experience
 from hone.plan.hardware import THIS, find_hardware, in_cluster
 from hone.plan.ledger import Ledger, gib, percent
-from hone.plan.placement import PREFIX, is_placement, placement_from
 from hone.plan.planner import Plan, plan
 from hone.plan.search import MARGINS, Preset, Proposal, beyond, propose
 from hone.plan.verdict import level_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "hone plan run.yaml",
     "hone plan run.yaml --hardware 8xH100-80G model.path=Qwen/Qwen3-8B",
-    "hone plan run.yaml --hardware 8xA100-40G placement.engine.tensor_parallel=2 --json",
+    "hone plan run.yaml --hardware A100-40G cluster.engines.tensor_parallel_size=2 --json",
     "hone plan run.yaml --hardware 8xH100-80G --preset recommended --write better.yaml --html plan.html",
     "hone plan run.yaml --hardware 8xH100-80G --trace",
     "hone plan --compare runs/sums",
@@ -54,8 +54,7 @@ def plan_command(
         list[str] | None,
         typer.Argument(
             metavar="section.key=value",
-            help="Settings that win over the file's, and that no preset changes; those under `placement.` say how "
-            "models are spread over devices (docs/memory.md lists them).",
+            help="Settings that override the file's, and that no preset changes.",
             show_default=False,
         ),
     ] = None,
@@ -113,21 +112,19 @@ def plan_command(
     if write is not None and write.absolute().parent != run_file.absolute().parent:
         reason = f"must be beside {run_file}, whose relative paths start there"
         raise typer.BadParameter(reason, param_hint="--write")
-    given = words or []
-    settings = [word for word in given if not is_placement(word)]
+    settings = words or []
     loaded = load_config(run_file, settings)
     machine = find_hardware(hardware, host_memory_gib=host_memory_gib)
     today = plan(
         loaded.config,
         in_cluster(machine, hardware, loaded.config),
         folder=loaded.run_file.parent,
-        placement=placement_from([word for word in given if is_placement(word)]),
         mean_response_tokens=mean_response_tokens,
     )
     if hardware == THIS:
         today = with_experience(today)
     wanted: Preset | None = preset.value if preset else "recommended" if write else None
-    proposals = _propose(today, wanted, given) if wanted else []
+    proposals = _propose(today, wanted, settings) if wanted else []
     chosen = next((proposal for proposal in proposals if proposal.preset == wanted), None)
     traced = _trace(today, loaded.run_file.parent) if trace else None
     if as_json:
@@ -156,7 +153,7 @@ def _propose(today: Plan, wanted: Preset, given: list[str]) -> list[Proposal]:
 
 
 def _trace(today: Plan, folder: Path) -> Trace:
-    """Takes some seconds, so it says on stderr what it is at."""
+    """Takes some seconds, so it prints its progress to stderr."""
     from hone.assemble.trace import trace_plan
 
     return trace_plan(today, folder, lambda what: typer.echo(f"{what} ...", err=True))
@@ -167,7 +164,7 @@ def _as_dict(today: Plan, proposals: list[Proposal], price: float | None, traced
     if traced is not None:
         found["trace"] = traced.as_dict()
     if price is not None:
-        found["time"]["cost_of_1000_steps"] = today.time.cost(price, today.inputs.hardware.devices)
+        found["time"]["cost_of_1000_steps"] = today.time.cost(price, today.inputs.topology.num_devices)
     if proposals:
         found["proposals"] = [proposal.as_dict() for proposal in proposals]
         found["beyond"] = beyond(today)
@@ -186,21 +183,21 @@ def _audit(path: Path, *, as_json: bool) -> None:
         raise typer.Exit(DataError.exit_code)
 
 
-# ---- for people
+# ---- printing
 
 
 def show(today: Plan, proposals: list[Proposal], price: float | None, console: Console) -> None:
-    """Print a plan, and what is proposed beside it."""
+    """Print a plan and its proposals."""
     arch, inputs = today.inputs.architecture, today.inputs
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    if inputs.topology is not None:
+    if not inputs.is_local:
         say("\n".join(topology_lines(inputs.topology)))
     say(
         f"{arch.model_type}, {arch.total_parameters:,} parameters, {arch.kv_bytes_per_token():,} B of bf16 cache per "
-        f"token; {inputs.hardware.title}, {inputs.placement.mode}"
+        f"token; {inputs.hardware.title}"
     )
     for ledger in today.ledgers:
         console.print(_table(ledger))
@@ -255,7 +252,7 @@ def _speed(today: Plan, price: float | None) -> str:
         f"{percent(time.compute_utilisation)} used; responses of {mean}"
     )
     if price is not None:
-        words += f"; 1,000 steps cost {time.cost(price, today.inputs.hardware.devices):,.2f}"
+        words += f"; 1,000 steps cost {time.cost(price, today.inputs.topology.num_devices):,.2f}"
     return words
 
 
@@ -271,25 +268,21 @@ def _show_proposals(today: Plan, proposals: list[Proposal], console: Console, sa
     for proposal in proposals:
         say(f"{proposal.preset} ({percent(MARGINS[proposal.preset])} head-room): {len(proposal.changes)} changes")
         for change in proposal.changes:
-            say(f"  {change.key}: {change.before} -> {change.after}  {change.why}")
+            say(f"  {change.key}: {inline(change.before)} -> {inline(change.after)}  {change.why}")
     for line in beyond(today):
         say(f"would change the algorithm, so not done: {line}")
 
 
 def _write(path: Path, loaded: Loaded, settings: list[str], chosen: Proposal) -> None:
-    """A run file that extends the planned one; what belongs to the placement stands in it as a comment."""
+    """Write a run file that extends the planned one."""
     lines = [f"# {chosen.preset} settings for {loaded.run_file}, by hone plan on {chosen.plan.inputs.hardware.title}."]
-    placed = [f"{change.key}={json.dumps(change.after)}" for change in chosen.changes if change.key.startswith(PREFIX)]
-    if placed:
-        lines.append(f"# The placement that it goes with: {' '.join(placed)}")
     lines.append(f"extends: [{json.dumps(loaded.run_file.name)}]")
     tree: dict[str, Any] = {}
     for word in settings:
         key, _, value = word.partition("=")
         _put(tree, key, f"{value}  # from the command line")
     for change in chosen.changes:
-        if not change.key.startswith(PREFIX):
-            _put(tree, change.key, f"{json.dumps(change.after)}  # was {json.dumps(change.before)}; {change.why}")
+        _put(tree, change.key, f"{inline(change.after)}  # was {inline(change.before)}; {change.why}")
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_text("\n".join([*lines, *_yaml_lines(tree)]) + "\n", encoding="utf-8")
     aside.replace(path)

@@ -6,13 +6,12 @@ Rules that need a model's shape look at `model.init` or a local config.json; a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations
-from pathlib import Path
+from typing import Any
 
 from hone.config.breach import Breach
 from hone.config.derived import samples_per_update
-from hone.config.files import architecture_of
 from hone.config.run import RunConfig
 from hone.config.topology import (
     DEFAULT_POOL,
@@ -63,10 +62,10 @@ def engines_divide(config: RunConfig) -> Iterator[Breach]:
             yield Breach(keys, f"{line}; {size % each} would idle")
 
 
-def heads_divide(config: RunConfig, folder: Path) -> Iterator[Breach]:
+def heads_divide(config: RunConfig, shape: Mapping[str, Any]) -> Iterator[Breach]:
     """Tensor parallelism divides attention by heads, and Ulysses exchanges sequences for heads. An engine may have a
     key-value head on several devices; a trainer has each once."""
-    shape, cluster = architecture_of(config, folder), config.cluster
+    cluster = config.cluster
     heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
     if cluster.backend != "ray" or not isinstance(heads, int):
         return

@@ -19,7 +19,7 @@ from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.derived import has_answers, longest_tokens, run_dir, samples_per_update
 from hone.config.division_rules import heads_divide
 from hone.config.engine_rules import ENGINE_RULES
-from hone.config.files import FILE_RULES, OF_ANSWERS, context_limit, template_columns
+from hone.config.files import FILE_RULES, OF_ANSWERS, architecture_of, context_limit, template_columns
 from hone.config.lora_rules import LORA_RULES
 from hone.config.run import RewardComponent, RunConfig
 from hone.config.service_rules import SERVICE_RULES
@@ -34,7 +34,7 @@ def breaches(config: RunConfig, run_file: Path) -> list[Breach]:
     folder = run_file.parent  # where relative paths of the run file start
     found = [breach for rule in RULES for breach in rule(config)]
     found += [breach for file_rule in FILE_RULES for breach in file_rule(config, folder)]
-    found += [*length_fits_context(config, folder), *heads_divide(config, folder)]
+    found += [*length_fits_context(config, folder), *heads_divide(config, architecture_of(config, folder))]
     return [*found, *run_folder_is_its_own(config, run_file)]
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any, get_args
 
-from hone.config.cluster import ClusterSection, PoolSection, Role
+from hone.config.cluster import ClusterSection, PoolSection, Role, ShardingSection
 from hone.config.derived import needs_critic, needs_reference
 from hone.config.run import RewardComponent, RunConfig
 
@@ -164,6 +164,11 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
         reward_models=replicas_of(place.get("reward_model"), "reward_model", 1),
         judges=replicas_of(place.get("judge"), "judge", judge_tensor_parallel(config)),
     )
+
+
+def is_sharded(settings: ShardingSection, world_size: int) -> bool:
+    """Whether ranks hold shards (FSDP2); otherwise one rank holds flat buffers, as a run of one process does."""
+    return world_size > 1 or bool(settings.offload) or settings.compile
 
 
 def devices_asked_for(config: RunConfig) -> int:

@@ -104,7 +104,7 @@ def calibrated(ledger: Ledger, known: Mapping[str, Residual]) -> Ledger:
 
 def with_experience(found: Plan) -> Plan:
     """A plan for this machine, with what earlier runs on it took beyond theirs, and notes that say so."""
-    if found.inputs.placement.mode != "local":
+    if not found.inputs.is_local:
         return found
     device, *host = found.ledgers
     known = residuals(device_key(found.inputs.hardware.kind), device)

@@ -1,7 +1,7 @@
-"""Ledgers of a run on many devices: trainers sharded with FSDP2, vLLM engines, in turn or on devices of their own.
+"""Memory ledgers of pools: trainers sharded with FSDP2 and vLLM engines, colocated or on separate devices.
 
-The closed form of the update is planner.md's, which met operator-level traces of Transformers' classes within 5 %:
-the largest of five moments (loss, a layer, and the root going backward, the optimizer step, and the forward's end).
+The closed form of the update agrees with operator-level traces within 5 % (docs/planner-trace.md): the largest of five
+moments (backward of the loss, of a layer and of the root; the optimizer step; the end of the forward pass).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from hone.plan import local
 from hone.plan.activations import (
     Pass,
     backward_per_token,
@@ -26,7 +27,6 @@ from hone.plan.architecture import GIB, Architecture
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import Engine
 from hone.plan.ledger import Moment, Term, moment, term
-from hone.plan.local import PROCESS_BYTES as CPU_PROCESS_BYTES
 from hone.plan.lora import adapter_parameters
 from hone.plan.workload import Workload
 
@@ -34,8 +34,6 @@ CONTEXT_BYTES = 512 << 20
 """A process's CUDA context; an estimate."""
 COLLECTIVES_BYTES = 3 * GIB
 """Buffers of NCCL's communicators on one device; reports range from 1 to 6 GB, so an estimate to be measured."""
-BUCKET_BYTES = GIB
-"""Weights under way from trainer to engine, at each end, where no run file says `cluster.bucket_mib`; an estimate."""
 PROCESS_BYTES = 3 * GIB
 """Host memory of one process with torch and a CUDA context; an estimate."""
 
@@ -52,11 +50,12 @@ class Trained:
     """Several microbatches make one optimizer step: the sharded gradient stays between them."""
     adapter: int = 0
     """Trained parameters of an adapter; 0 trains every weight."""
-    splits_root: bool = False
+    is_sharded: bool = True
+    """False: one rank with flat buffers, as in a run of one process (`config.topology.is_sharded`)."""
     offload: bool = False
-    """States live on the host."""
+    """States are on the host."""
     moments_on_host: bool = False
-    """Only the moments do, and visit the device for their part of a step."""
+    """Only the moments are, and are copied to the device for the optimizer step."""
 
     @property
     def architecture(self) -> Architecture:
@@ -69,29 +68,35 @@ class Trained:
     @property
     def root_bytes(self) -> float:
         """Weights that are in no layer, on one device while gathered."""
-        share = self.architecture.root_parameters / self.work.tensor_parallel
-        return self.work.bytes_each * share / (2 if self.splits_root and not self.architecture.tied else 1)
+        return self._gathered(self.architecture.root_parameters)
 
     @property
     def layer_bytes(self) -> float:
-        return self.work.bytes_each * self.architecture.layer_parameters / self.work.tensor_parallel
+        return self._gathered(self.architecture.layer_parameters)
+
+    def _gathered(self, count: int) -> float:
+        return self.work.bytes_each * count / self.work.tensor_parallel if self.is_sharded else 0
 
     def states(self) -> Iterator[Term]:
-        """Idle: master weights and moments, this device's share."""
+        """Idle: master weights and moments, this device's share; unsharded also gradient and compute copy."""
         if self.adapter:
             frozen = self.architecture.total_parameters
             p = self.work.bytes_each
             share = f"{p} B x {frozen:,} parameters / {self.shard}"
             yield term(self.label("frozen weights"), p * frozen / self.shard, share)
-        if not self.offload:
+        if not self.is_sharded:
+            yield from local.states(self.label(""), self.trained, self.work.bytes_each)
+        elif not self.offload:
             share = f"x {self.trained:,} parameters / {self.shard}"
-            yield term(self.label("master weights"), 4 * self.trained / self.shard, f"4 B {share}", "placement.shard")
-            knob = "placement.offload_moments"
+            yield term(
+                self.label("master weights"), 4 * self.trained / self.shard, f"4 B {share}", "cluster.trainer.shard"
+            )
+            knob = "cluster.trainer.offload"
             if not self.moments_on_host:
                 yield term(self.label("AdamW moments"), 8 * self.trained / self.shard, f"8 B {share}", knob)
 
     def gradient(self) -> Term:
-        size = 0 if self.offload else 4 * self.trained / self.shard
+        size = 4 * self.trained / self.shard if self.is_sharded and not self.offload else 0
         return term(self.label("gradient"), size, f"4 B x {self.trained:,} parameters / {self.shard}")
 
     def label(self, name: str) -> str:
@@ -102,15 +107,18 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     """What one device holds while the model learns; `held` is there besides."""
     work, arch, p = model.work, model.architecture, model.work.bytes_each
     prefix = f"{model.name}'s " if model.name else ""
+    if not model.is_sharded:
+        held = [*held, *model.states()]
+        yield from local.update_moments(prefix, work, held, trained=not model.adapter)
+        yield moment("optimizer", f"{prefix}step", held)
+        return
     tokens, knob = work.tokens, "train.tokens_per_microbatch"
     states = [*model.states()]
     each = saved_per_token(work)
     formula = f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens"
     saved = term("activations", each * arch.layers * tokens, formula, knob)
     masks = _masks(work, backward=True)
-    root = term(
-        "gathered root", model.root_bytes, f"{p} B x {arch.root_parameters:,} parameters", "placement.splits_root"
-    )
+    root = _root(model)
     layers = term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters")
     hidden = term("hidden states", 4 * p * arch.hidden * tokens, f"{4 * p} B x {arch.hidden} x {tokens:,} tokens", knob)
     piled = [model.gradient()] if model.accumulates else []
@@ -143,6 +151,11 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     yield moment("optimizer", f"{prefix}step", held, states, model.gradient())
 
 
+def _root(model: Trained) -> Term:
+    formula = f"{model.work.bytes_each} B x {model.architecture.root_parameters:,} parameters"
+    return term("gathered root", model.root_bytes, formula)
+
+
 def _one(layers: Term) -> Term:
     """While the loss goes backward only one layer is gathered."""
     return replace(layers, bytes=layers.bytes // 2, formula=layers.formula.removeprefix("2 x "))
@@ -155,7 +168,7 @@ def _masks(work: Pass, *, backward: bool) -> Term:
 
 def _logits(work: Pass, *, trained: bool) -> Iterator[Term]:
     arch, tp = work.architecture, work.tensor_parallel
-    knob = "placement.loss" if work.loss == "naive" else "train.logprob_chunk_tokens"
+    knob = "train.logprob_chunk_tokens"
     each, divided = logits_backward_bytes_each(work), f" / {tp}" if tp > 1 else ""
     formula = f"{each} B x {work.chunk:,} tokens x {arch.vocab:,} vocabulary{divided}"
     yield term("logits", logits_backward_bytes(work), formula, knob)
@@ -171,9 +184,7 @@ def forward_moment(phase: str, name: str, model: Trained, held: list[Term]) -> M
     parts = [
         term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob),
         _masks(work, backward=False),
-        term(
-            "gathered root", model.root_bytes, f"{p} B x {arch.root_parameters:,} parameters", "placement.splits_root"
-        ),
+        _root(model),
         term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters"),
     ]
     if work.has_logits:
@@ -205,12 +216,9 @@ class Pool:
     judge: Engine | Reader | None = None
     engine_sleeps: int = 2
     judge_sleeps: bool = True
-    judge_scores_beside_engine: bool = False
-    """It is awake while the engine samples, and scores what is finished; else they take turns."""
-    trainer_leaves: bool = False
-    """What trains is on the host while the engine samples."""
     is_gpu: bool = True
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int = 0
+    """Weights in transfer from trainer to engine, at each end."""
 
 
 def pool_moments(pool: Pool, workload: Workload) -> list[Moment]:
@@ -221,16 +229,14 @@ def pool_moments(pool: Pool, workload: Workload) -> list[Moment]:
     engine_asleep = pool.engine.asleep_terms(pool.engine_sleeps) if pool.engine else []
     judge_awake = pool.judge.terms() if pool.judge else []
     judge_asleep = pool.judge.asleep_terms(2 if pool.judge_sleeps else 0) if pool.judge else []
-    judge_beside_engine = judge_awake if pool.judge_scores_beside_engine else judge_asleep
-    beside_engine = [] if pool.trainer_leaves else idle
     found: list[Moment] = []
     if pool.engine:
         under_way = term("weights under way", 2 * pool.bucket_bytes, "a bucket at each end", "cluster.bucket_mib")
         woken = [one for one in engine_awake if "KV cache" not in one.name]
         found.append(moment("publish", "weights loaded", base, idle, woken, judge_asleep, under_way))
-        found.append(moment("rollout", "sampling", base, beside_engine, engine_awake, judge_beside_engine))
-    if pool.judge and not (pool.engine and pool.judge_scores_beside_engine):
-        found.append(moment("reward", "judging", base, beside_engine, engine_asleep, judge_awake))
+        found.append(moment("rollout", "sampling", base, idle, engine_awake, judge_awake))
+    elif pool.judge:
+        found.append(moment("reward", "judging", base, idle, judge_awake))
     held = [*base, *engine_asleep, *judge_asleep]
     reads = pool.reference
     if pool.policy and (workload.has_old_logprobs_pass or (workload.has_reference and pool.policy.adapter)):
@@ -248,7 +254,7 @@ def pool_moments(pool: Pool, workload: Workload) -> list[Moment]:
 
 def _base(pool: Pool) -> Iterator[Term]:
     if not pool.is_gpu:
-        yield term("process", CPU_PROCESS_BYTES, "Python, torch, Transformers and Hone, measured")
+        yield term("process", local.PROCESS_BYTES, "Python, torch, Transformers and Hone, measured")
         return
     if pool.policy or pool.critic or pool.reference:
         yield term("CUDA context", CONTEXT_BYTES, "the trainer's process (estimate)")
@@ -267,7 +273,7 @@ def _reference(pool: Pool) -> list[Term]:
         return []
     count, p = model.architecture.total_parameters, model.work.bytes_each
     formula = f"{p} B x {count:,} parameters / {model.shard}"
-    return [term("reference", p * count / model.shard, formula, "placement.offload_reference")]
+    return [term("reference", p * count / model.shard, formula, "cluster.trainer.offload")]
 
 
 def _idle(pool: Pool) -> list[Term]:
@@ -295,7 +301,6 @@ def _machine(pools: list[tuple[Pool, int]]) -> Iterator[Moment]:
     processes = term("processes", local * PROCESS_BYTES, f"{local} x 3 GiB (estimate)")
     held: list[Term] = []
     asleep: list[Term] = []
-    leaving: list[Term] = []
     staged: list[Term] = []
     for pool, devices in pools:
         share = devices / pool.devices
@@ -305,18 +310,16 @@ def _machine(pools: list[tuple[Pool, int]]) -> Iterator[Moment]:
                 held.append(term(model.label("states"), 16 * count * share, f"16 B x {count:,} parameters"))
             elif model.moments_on_host:
                 held.append(term(model.label("AdamW moments"), 8 * count * share, f"8 B x {count:,} parameters"))
-            elif pool.trainer_leaves:
-                leaving.append(term(model.label("states"), 12 * count * share, f"12 B x {count:,} parameters"))
             staged.append(term(model.label("checkpoint"), 12 * count * share, f"12 B x {count:,} parameters"))
         if pool.reference and pool.reference_on_host:
             count, p = pool.reference.architecture.total_parameters, pool.reference.work.bytes_each
             held.append(term("reference", p * count * share, f"{p} B x {count:,} parameters"))
         if pool.engine and pool.engine_sleeps == 1:
             size = pool.engine.weights_bytes * devices
-            held.append(term("sleeping engines' weights", size, "sleep level 1", "placement.engine.sleep_level"))
-        if pool.judge and pool.judge_scores_beside_engine and pool.judge_sleeps:
+            held.append(term("sleeping engines' weights", size, "sleep level 1", "cluster.engines.sleep_level"))
+        if pool.judge and pool.judge_sleeps:
             asleep.append(term("sleeping judges' weights", pool.judge.weights_bytes * devices, "sleep level 1"))
-    yield moment("rollout", "sampling", processes, held, leaving)
+    yield moment("rollout", "sampling", processes, held)
     yield moment("update", "training", processes, held, asleep)
     if any(one.bytes for one in staged):
         yield moment("checkpoint", "saving", processes, held, staged)

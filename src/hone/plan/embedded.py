@@ -1,4 +1,4 @@
-"""Hone's own engine and reward models as replicas on devices of their own: `local.py`'s closed forms, and the weights.
+"""Memory of Hone's own engine and of reward models as replicas: `local.py`'s closed forms, and their weights.
 
 An engine's cache grows to what is in flight and stays; while others work, it keeps weights and cache.
 """
@@ -24,17 +24,28 @@ class _Whole:
         return self.settings.architecture
 
     @property
+    def count(self) -> int:
+        """Parameters."""
+        return self.architecture.total_parameters
+
+    @property
     def weights_bytes(self) -> int:
-        return self.settings.work.bytes_each * self.architecture.total_parameters
+        return self.settings.work.bytes_each * self.count
 
     def weights(self, name: str) -> Term:
-        count, p = self.architecture.total_parameters, self.settings.work.bytes_each
-        return term(f"{name}: weights", self.weights_bytes, f"{p} B x {count:,} parameters", "run.precision")
+        formula = f"{self.settings.work.bytes_each} B x {self.count:,} parameters"
+        return term(f"{name}: weights", self.weights_bytes, formula, "run.precision")
 
 
 @dataclass(frozen=True, slots=True)
 class Reader(_Whole):
-    """A reward model; while it sleeps its weights wait on the host."""
+    """Reward models, the largest in `settings`; while they sleep their weights are on the host."""
+
+    others: tuple[Architecture, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return sum(one.total_parameters for one in (self.architecture, *self.others))
 
     def terms(self) -> list[Term]:
         """What it holds while it reads."""

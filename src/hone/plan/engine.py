@@ -1,8 +1,8 @@
-"""What a vLLM engine makes of the memory it is given, and what it keeps while it sleeps.
+"""Memory of a vLLM engine, awake and asleep.
 
-It asks for `memory_frac` of the device's *whole* memory, takes weights and workspace out of that, and makes the rest
-its cache. So less is not a way out of "no room for the cache", and the fraction of two engines on one device must be
-added. Sources: vLLM's `determine_available_memory` and `sleep`; workspace and graphs are estimates.
+It reserves a fraction of the device's *whole* memory for weights, workspace and, with the rest, the KV cache. So a
+smaller fraction does not help against "no room for the cache", and the fractions of two engines on one device add up.
+Sources: vLLM's `determine_available_memory` and `sleep`; workspace and graphs are estimates.
 """
 
 from __future__ import annotations
@@ -30,14 +30,24 @@ class EngineSettings:
     max_samples: int
     longest: int
     """Tokens of the longest sequence that it must be able to hold."""
+    section: str
+    """Of the file that its settings are in."""
+    frac_key: str = "gpu_memory_utilization"
+    split_key: str = "tensor_parallel_size"
+    tokens_key: str = "max_num_batched_tokens"
+    """Names of three of them there."""
+    lengths: tuple[int, int] = (0, 0)
+    """Tokens of the longest prompt and the longest response, for times."""
     graphs: bool = True
     prefix: str = ""
-    knob: str = "placement.engine"
-    """The section that its settings are in."""
-    frac_key: str = "memory_frac"
-    split_key: str = "tensor_parallel"
-    tokens_key: str = "max_batched_tokens"
-    """What three of them are called there."""
+    weight_bytes: int = 2
+    """Per parameter."""
+    kv_bytes: int = 2
+    """Per number in the cache."""
+    fixed_cache_bytes: int | None = None
+    """`kv_cache_memory_bytes`: the cache's size, whatever the fraction; None: what the fraction leaves."""
+    offload_bytes: int = 0
+    """Weights of each device that are on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,9 @@ class Engine:
 
     @property
     def weights_bytes(self) -> int:
-        return 2 * self.settings.architecture.total_parameters // self.settings.tensor_parallel
+        settings = self.settings
+        held = settings.weight_bytes * settings.architecture.total_parameters // settings.tensor_parallel
+        return max(held - settings.offload_bytes, 0)
 
     @property
     def workspace_bytes(self) -> int:
@@ -69,11 +81,16 @@ class Engine:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.settings.architecture.kv_bytes_per_token(tensor_parallel=self.settings.tensor_parallel)
+        settings = self.settings
+        return settings.architecture.kv_bytes_per_token(
+            bytes_each=settings.kv_bytes, tensor_parallel=settings.tensor_parallel
+        )
 
     @property
     def cache_bytes(self) -> int:
         """What is left for keys and values; negative when not even the weights fit."""
+        if self.settings.fixed_cache_bytes is not None:
+            return self.settings.fixed_cache_bytes
         return self.requested_bytes - self.weights_bytes - self.workspace_bytes - self.graph_bytes
 
     @property
@@ -94,22 +111,22 @@ class Engine:
     def terms(self) -> list[Term]:
         """What it holds while awake; a cache that is not there is not counted, see `problem`."""
         settings, arch, prefix = self.settings, self.settings.architecture, self.settings.prefix
-        tp, knob = settings.tensor_parallel, settings.knob
+        tp, section = settings.tensor_parallel, settings.section
         count = arch.total_parameters
         rest = f"{settings.memory_frac:g} x {gib(self.capacity_bytes)} less the rest: {self.cache_tokens:,} tokens"
         return [
             term(
                 f"{prefix}weights",
                 self.weights_bytes,
-                f"2 B x {count:,} parameters / {tp}",
-                f"{knob}.{settings.split_key}",
+                f"{settings.weight_bytes} B x {count:,} parameters / {tp}",
+                f"{section}.{settings.split_key}",
             ),
-            term(f"{prefix}KV cache", max(self.cache_bytes, 0), rest, f"{knob}.{settings.frac_key}"),
+            term(f"{prefix}KV cache", max(self.cache_bytes, 0), rest, f"{section}.{settings.frac_key}"),
             term(
                 f"{prefix}workspace",
                 self.workspace_bytes,
                 f"{settings.max_batched_tokens:,} tokens of one layer, logits of {settings.max_samples:,} (estimate)",
-                f"{knob}.{settings.tokens_key}",
+                f"{section}.{settings.tokens_key}",
             ),
             *self.asleep_terms(level=2),
         ]
@@ -137,15 +154,15 @@ class Engine:
             left = gib(self.cache_bytes)
             why = f"the {left} left for the cache hold no sequence of {settings.longest:,} tokens ({gib(one)})"
         return (
-            f"{settings.knob}.{settings.frac_key} = {settings.memory_frac:g} of {gib(self.capacity_bytes)} is "
+            f"{settings.section}.{settings.frac_key} = {settings.memory_frac:g} of {gib(self.capacity_bytes)} is "
             f"{gib(self.requested_bytes)}: {why}. {self._way_out()}"
         )
 
     def _way_out(self) -> str:
         settings, least = self.settings, math.ceil(100 * self.smallest_frac) / 100
         if least <= 0.95:
-            return f"At least {least:.2f} is needed, or a larger {settings.knob}.{settings.split_key}."
+            return f"At least {least:.2f} is needed, or a larger {settings.section}.{settings.split_key}."
         return (
-            f"No share of one device is enough: raise {settings.knob}.{settings.split_key} above "
+            f"No share of one device is enough: raise {settings.section}.{settings.split_key} above "
             f"{settings.tensor_parallel}."
         )

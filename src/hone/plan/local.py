@@ -123,13 +123,13 @@ def _resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
         yield term("CUDA context", CONTEXT_BYTES, "one process (estimate)")
     else:
         yield term("process", PROCESS_BYTES, "Python, torch, Transformers and Hone, measured")
-    yield from _states("", trained, p)
+    yield from states("", trained, p)
     if workload.adapter_rank:
         yield term("frozen weights", p * total, f"{p} B x {total:,} parameters", "run.precision")
     if workload.has_reference and not workload.adapter_rank:
         yield term("reference", p * total, f"{p} B x {total:,} parameters", "algorithm.kl_loss_coef")
     if settings.critic and workload.has_critic:
-        yield from _states("critic: ", settings.critic.total_parameters, p)
+        yield from states("critic: ", settings.critic.total_parameters, p)
     if workload.max_staleness:
         yield term("engine's weights", p * total, f"{p} B x {total:,} parameters", "rollout.max_staleness")
     for name, reward_arch in settings.reward_models:
@@ -141,7 +141,7 @@ def _resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
         yield term("rotary tables", table, f"4 B x {settings.max_positions:,} positions x {arch.head_dim}")
 
 
-def _states(prefix: str, count: int, p: int) -> Iterator[Term]:
+def states(prefix: str, count: int, p: int) -> Iterator[Term]:
     """Master weights, gradient, moments and compute copy of what is trained."""
     yield term(f"{prefix}master weights", 4 * count, f"4 B x {count:,} parameters")
     yield term(f"{prefix}gradient", 4 * count, f"4 B x {count:,} parameters")

@@ -52,7 +52,7 @@ def _head(plan: Plan, title: str) -> str:
     problems = "".join(f"<br>{escape(problem)}" for problem in plan.verdict.problems)
     return (
         f"<h1>{escape(title)}</h1><p>{escape(arch.model_type)}, {arch.total_parameters:,} parameters, on "
-        f"{escape(plan.inputs.hardware.title)}, {plan.inputs.placement.mode}</p>"
+        f"{escape(plan.inputs.hardware.title)}</p>"
         f'<p class="verdict {colour}"><b>{plan.verdict.level}</b>: {escape(plan.verdict.sentence)}{problems}</p>'
     )
 

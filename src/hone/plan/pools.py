@@ -1,142 +1,119 @@
-"""Who does what on which devices, in a placement of many: trainers, engines, a critic's or a judge's own devices."""
+"""Pools of a plan: trainers, engines, critics, judges and reward models on each group of devices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from hone.config.cluster import Role
-from hone.config.topology import judge_services
-from hone.plan.cluster import BUCKET_BYTES, Pool, Trained, adapter_of
+from hone.config import topology
+from hone.config.engine import POLICY_GPU_FRAC, SERVICE_GPU_FRAC, SERVICE_SEQUENCES, SERVICE_STEP_TOKENS, EngineSection
+from hone.config.topology import TRAINED, TrainerGroup, is_sharded, judge_services
+from hone.plan.cluster import Pool, Trained, adapter_of
 from hone.plan.embedded import Embedded, Reader, share_of
 from hone.plan.engine import Engine, EngineSettings
-from hone.plan.inputs import Inputs, bytes_each, key_in, microbatch
+from hone.plan.inputs import Inputs, bytes_each, microbatch
 from hone.plan.local import LocalSettings
-from hone.plan.placement import JudgePlacement
 
-Roles = frozenset[Role]
-LEARNERS: Roles = frozenset(["policy", "critic", "reference"])
-SAMPLERS: Roles = frozenset(["rollout"])
-SCORERS: Roles = frozenset(["judge", "reward_model"])
-CRITICS: Roles = frozenset(["critic"])
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Devices and who takes turns on them, before it is known what that takes."""
-
-    name: str
-    devices: int
-    roles: Roles
+DTYPE_BYTES, FP8_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}, 1
 
 
 def pools_of(inputs: Inputs) -> list[Pool]:
-    """Who does what where."""
-    return [_pool(inputs, place) for place in places_of(inputs)]
+    """The run's pools, and services of judges with GPUs of their own."""
+    pools = [] if inputs.is_local else [_pool(inputs, pool) for pool in inputs.topology.pools]
+    return [*pools, *_judge_services(inputs)]
 
 
-def places_of(inputs: Inputs) -> list[Place]:
-    """The pools of the run file's `cluster` section; else what `placement.mode` and its sizes say."""
-    if inputs.topology is not None:
-        return [Place(pool.name, len(pool.devices), frozenset(pool.roles)) for pool in inputs.topology.pools]
-    return [*_worded(inputs)]
-
-
-def _worded(inputs: Inputs) -> Iterator[Place]:
-    placement, scorer = inputs.placement, inputs.placement.judge
-    judges = scorer.devices if scorer else 0
-    rest = inputs.hardware.devices - judges
-    shared = SAMPLERS if judges else SAMPLERS | SCORERS
-    if placement.mode == "colocated":
-        yield Place("policy and engine", rest, LEARNERS | shared)
-    else:
-        engines = placement.engine_devices or placement.engine.tensor_parallel
-        critics = placement.critic_devices if inputs.critic else 0
-        trainers = max(rest - engines - critics, 1)
-        yield Place("policy", trainers, LEARNERS - CRITICS if critics else LEARNERS)
-        if critics:
-            yield Place("critic", critics, CRITICS)
-        yield Place("engine", engines, shared)
-    if judges:
-        yield Place("judge", judges, SCORERS)
-
-
-def _pool(inputs: Inputs, place: Place) -> Pool:
-    placement, roles, scorer = inputs.placement, place.roles, inputs.placement.judge
-    policy = _policy(inputs, place.devices)
+def _pool(inputs: Inputs, pool: topology.Pool) -> Pool:
+    config, roles = inputs.config, pool.roles
+    offload = config.cluster.trainer.offload
+    policy = _trained(inputs, inputs.topology.trainer)
     is_adapter_off = policy.adapter > 0 and "policy" in roles
-    has_reference = "reference" in roles and inputs.workload.has_reference and not is_adapter_off
+    reference = inputs.topology.reference if inputs.workload.has_reference and not is_adapter_off else None
+    critic = inputs.topology.critic if inputs.critic else None
+    learns = any(role in TRAINED for role in roles)
+    scorer: Engine | Reader | None = None
+    if "judge" in roles:
+        (service,) = judge_services(config)
+        scorer = _judge(inputs, service)
+    elif "reward_model" in roles:
+        scorer = _reader(inputs)
     return Pool(
-        name=place.name,
-        devices=place.devices,
+        name=pool.name,
+        devices=len(pool.devices),
         policy=policy if "policy" in roles else None,
-        critic=_critic(inputs, policy, place.devices) if "critic" in roles else None,
-        reference=replace(policy, adapter=0) if has_reference else None,
-        reference_on_host=placement.offload_reference,
-        engine=_engine(inputs, place.devices) if "rollout" in roles else None,
-        judge=_scorer(inputs, scorer) if scorer and roles & SCORERS else None,
-        engine_sleeps=placement.engine.sleep_level if roles & LEARNERS else 0,
-        judge_sleeps=_judge_sleeps(inputs, place),
-        judge_scores_beside_engine=inputs.topology is not None,
-        trainer_leaves=placement.offload_trainer and "rollout" in roles,
+        critic=_critic(inputs, critic) if critic and "critic" in roles else None,
+        reference=replace(_trained(inputs, reference), adapter=0) if reference and "reference" in roles else None,
+        reference_on_host="reference" in offload,
+        engine=_engine(inputs, len(pool.devices)) if "rollout" in roles else None,
+        judge=scorer,
+        engine_sleeps=config.cluster.engines.sleep_level if learns else 0,
+        judge_sleeps=learns,
         is_gpu=inputs.hardware.kind == "gpu",
         bucket_bytes=_bucket_bytes(inputs),
     )
 
 
-def _judge_sleeps(inputs: Inputs, place: Place) -> bool:
-    """Whether whoever scores gives its memory to others; with a `cluster` section, where something trains."""
-    scorer = inputs.placement.judge
-    on_cluster = inputs.topology is not None
-    return bool(place.roles & LEARNERS) if on_cluster else scorer is None or scorer.sleeps
+def _judge_services(inputs: Inputs) -> list[Pool]:
+    services = inputs.config.services
+    return [
+        Pool(f"service {name}", len(services[name].devices), judge=_judge(inputs, name), judge_sleeps=False)
+        for name in inputs.judges
+        if services[name].devices
+    ]
 
 
 def _bucket_bytes(inputs: Inputs) -> int:
     weights = bytes_each(inputs) * inputs.architecture.total_parameters
-    wanted = BUCKET_BYTES if inputs.topology is None else round(inputs.config.cluster.bucket_mib * 2**20)
-    return min(wanted, weights)
+    return min(round(inputs.config.cluster.bucket_mib * 2**20), weights)
 
 
-def _policy(inputs: Inputs, devices: int) -> Trained:
-    placement, workload = inputs.placement, inputs.workload
-    ranks = max(devices // (placement.tensor_parallel * placement.context_parallel), 1)
-    work = microbatch(inputs, ranks=ranks, bytes_each=bytes_each(inputs))
+def _trained(inputs: Inputs, group: TrainerGroup) -> Trained:
+    """The policy on a group of ranks."""
+    offload, workload = inputs.config.cluster.trainer.offload, inputs.workload
+    ranks = group.data_parallel
+    work = microbatch(inputs, ranks=ranks)
     return Trained(
         name="",
         work=work,
-        shard=min(placement.shard or devices, devices),
-        accumulates=workload.step_tokens() > ranks * work.tokens * placement.context_parallel,
+        shard=group.shard * group.tensor_parallel,
+        accumulates=workload.step_tokens() > ranks * work.tokens * group.sequence_parallel,
         adapter=adapter_of(inputs.architecture, workload),
-        splits_root=placement.splits_root,
-        offload=placement.offload_optimizer,
-        moments_on_host=placement.offload_moments,
+        is_sharded=is_sharded(inputs.config.cluster.trainer, group.world_size),
+        offload="parameters" in offload,
+        moments_on_host="optimizer" in offload,
     )
 
 
-def _critic(inputs: Inputs, policy: Trained, devices: int) -> Trained | None:
-    if inputs.critic is None:
-        return None
+def _critic(inputs: Inputs, group: TrainerGroup) -> Trained:
+    assert inputs.critic is not None
+    policy = _trained(inputs, group)
     work = replace(policy.work, architecture=inputs.critic, has_logits=False)
-    return replace(policy, name="critic", work=work, shard=devices, adapter=0)
+    return replace(policy, name="critic", work=work, adapter=0)
 
 
 def _engine(inputs: Inputs, devices: int) -> Engine | Embedded:
-    placement, lengths = inputs.placement.engine, inputs.workload.lengths
-    concurrent = placement.max_samples or inputs.config.rollout.max_concurrent_samples
-    if inputs.topology is not None and inputs.config.cluster.engines.use != "vllm":
+    args, rollout, lengths = inputs.config.cluster.engines, inputs.config.rollout, inputs.workload.lengths
+    if args.use != "vllm":
         return Embedded(_local_settings(inputs), share_of(inputs.workload, devices))
+    sequences = args.max_num_seqs or rollout.max_concurrent_samples
+    longest = args.max_model_len or lengths.longest
+    least = max(sequences, longest) if args.enable_chunked_prefill is False else sequences
+    weight_bytes = DTYPE_BYTES[inputs.config.run.precision if args.dtype == "auto" else args.dtype]
     return Engine(
         EngineSettings(
             architecture=inputs.architecture,
-            tensor_parallel=placement.tensor_parallel,
-            memory_frac=placement.memory_frac,
-            max_batched_tokens=placement.max_batched_tokens,
-            max_samples=concurrent,
-            longest=lengths.longest,
-            graphs=placement.graphs,
+            tensor_parallel=args.tensor_parallel_size,
+            memory_frac=args.gpu_memory_utilization or POLICY_GPU_FRAC,
+            max_batched_tokens=args.max_num_batched_tokens or max(rollout.prefill_tokens, least),
+            max_samples=sequences,
+            longest=longest,
+            lengths=(lengths.max_prompt, lengths.max_response),
+            graphs=not args.enforce_eager,
+            weight_bytes=weight_bytes,
+            kv_bytes=weight_bytes if args.kv_cache_dtype == "auto" else FP8_BYTES,
+            fixed_cache_bytes=args.kv_cache_memory_bytes,
+            offload_bytes=round(args.cpu_offload_gb * 2**30),
             prefix="engine: ",
-            knob=key_in(inputs, "placement.engine"),
-            **({} if inputs.topology is None else VLLM_NAMES),
+            section="cluster.engines",
         ),
         inputs.hardware.memory_bytes,
     )
@@ -147,7 +124,7 @@ def _local_settings(inputs: Inputs) -> LocalSettings:
         architecture=inputs.architecture,
         critic=None,
         reward_models=(),
-        work=microbatch(inputs, bytes_each=bytes_each(inputs)),
+        work=microbatch(inputs),
         max_concurrent=inputs.config.rollout.max_concurrent_samples,
         prefill_tokens=inputs.config.rollout.prefill_tokens,
         is_gpu=inputs.hardware.kind == "gpu",
@@ -156,34 +133,39 @@ def _local_settings(inputs: Inputs) -> LocalSettings:
     )
 
 
-VLLM_NAMES = {
-    "frac_key": "gpu_memory_utilization",
-    "split_key": "tensor_parallel_size",
-    "tokens_key": "max_num_batched_tokens",
-}
+def _reader(inputs: Inputs) -> Reader | None:
+    """The reward models: each replica holds all of them."""
+    models = sorted((architecture for _, architecture in inputs.reward_models), key=lambda one: -one.active_parameters)
+    if not models:
+        return None
+    return Reader(replace(_local_settings(inputs), architecture=models[0]), tuple(models[1:]))
 
 
-def _names(inputs: Inputs) -> dict[str, str]:
-    """What the settings of a judge's engine are called."""
-    services = judge_services(inputs.config) if inputs.topology is not None else []
-    if not services:
-        return {"knob": "placement.judge"}
-    return {"knob": f"services.{services[0]}.engine"} | VLLM_NAMES
+def _judge_lengths(inputs: Inputs, service: str) -> tuple[int, int]:
+    """Tokens of the longest prompt and the longest answer that the rewards ask a judge for."""
+    prompt, answer = 4096, 1024
+    for component in inputs.config.reward.components:
+        if component.args.get("service") == service:
+            found = [component.args.get(name) for name in ("prompt_length", "response_length")]
+            prompt = found[0] if isinstance(found[0], int) else prompt
+            answer = found[1] if isinstance(found[1], int) else answer
+    return prompt, answer
 
 
-def _scorer(inputs: Inputs, scorer: JudgePlacement) -> Engine | Reader:
-    assert inputs.judge is not None, "a judge has an architecture"
-    if inputs.topology is not None and not scorer.writes:
-        return Reader(replace(_local_settings(inputs), architecture=inputs.judge))
-    settings = EngineSettings(
-        architecture=inputs.judge,
-        tensor_parallel=scorer.tensor_parallel,
-        memory_frac=scorer.memory_frac,
-        max_batched_tokens=scorer.max_batched_tokens,
-        max_samples=scorer.max_samples,
-        longest=scorer.prompt_tokens + (scorer.response_tokens if scorer.writes else 0),
-        graphs=scorer.writes,
-        prefix="judge: ",
-        **_names(inputs),
+def _judge(inputs: Inputs, service: str) -> Engine:
+    engine, lengths = inputs.config.services[service].engine or EngineSection(), _judge_lengths(inputs, service)
+    return Engine(
+        EngineSettings(
+            architecture=inputs.judges[service],
+            tensor_parallel=engine.tensor_parallel_size,
+            memory_frac=engine.gpu_memory_utilization or SERVICE_GPU_FRAC,
+            max_batched_tokens=engine.max_num_batched_tokens or SERVICE_STEP_TOKENS,
+            max_samples=engine.max_num_seqs or SERVICE_SEQUENCES,
+            longest=engine.max_model_len or inputs.judges[service].max_positions or sum(lengths),
+            lengths=lengths,
+            graphs=not engine.enforce_eager,
+            prefix="judge: ",
+            section=f"services.{service}.engine",
+        ),
+        inputs.hardware.memory_bytes,
     )
-    return Engine(settings, inputs.hardware.memory_bytes)

@@ -1,4 +1,4 @@
-"""One policy update on a timeline: which phases there are in a placement, and which of them overlap."""
+"""Timeline of one policy update: its phases, and which of them overlap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.plan import time
 from hone.plan.cluster import Pool, Trained
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import Engine
-from hone.plan.inputs import Inputs, bytes_each, checkpointing_of
+from hone.plan.inputs import Inputs, bytes_each
 from hone.plan.time import CPU, GPU, GPU_EAGER, Efficiency, Learner, Sampler, StepTime
 from hone.plan.workload import Lengths
 
@@ -20,23 +20,23 @@ def step_time(inputs: Inputs, pools: Sequence[Pool]) -> StepTime:
     """Seconds of one policy update, by phase.
 
     Args:
-        pools: who does what where; none for a run in one process.
+        pools: of the cluster and of services; see `pools_of`.
     """
     rates = rates_of(inputs)
     sampler = _sampler(inputs, pools)
-    phases = _rollout(inputs, sampler, rates) | _judging(inputs, pools, rates) | _publishing(inputs, pools, rates)
+    phases = _rollout(inputs, sampler, rates) | _judging(inputs, pools, rates) | _publishing(inputs, rates)
     phases |= _learning(inputs, pools, rates)
     generating = phases["rollout"] + phases.get("reward", 0.0)
     rest = sum(phases.values()) - generating
     # Devices of their own that may run ahead, generate while others train.
-    overlaps = inputs.placement.mode == "separate" and inputs.workload.max_staleness > 0
+    overlaps = not inputs.is_local and not inputs.topology.colocated and inputs.workload.max_staleness > 0
     return StepTime(
         phases=phases,
         step_s=max(generating, rest) if overlaps else generating + rest,
         response_tokens=inputs.workload.samples * inputs.workload.lengths.mean_response,
         samples=inputs.workload.samples,
         useful_flops=_useful_flops(inputs),
-        peak_flops=inputs.hardware.devices * inputs.hardware.flops(bytes_each(inputs)),
+        peak_flops=inputs.topology.num_devices * inputs.hardware.flops(bytes_each(inputs)),
         efficiency=rates,
         concurrent=time.concurrent_sequences(sampler, inputs.workload.lengths, inputs.workload.group),
     )
@@ -46,9 +46,9 @@ def rates_of(inputs: Inputs) -> Efficiency:
     """The priors for this hardware and this engine."""
     if inputs.hardware.kind == "cpu":
         return CPU
-    is_embedded = inputs.topology is not None and inputs.config.cluster.engines.use != "vllm"
-    graphs = inputs.placement.mode != "local" and inputs.placement.engine.graphs and not is_embedded
-    return GPU if graphs else GPU_EAGER
+    engines = inputs.config.cluster.engines
+    has_graphs = not inputs.is_local and engines.use == "vllm" and not engines.enforce_eager
+    return GPU if has_graphs else GPU_EAGER
 
 
 def _sampler(inputs: Inputs, pools: Sequence[Pool]) -> Sampler:
@@ -74,35 +74,30 @@ def _rollout(inputs: Inputs, sampler: Sampler, rates: Efficiency) -> dict[str, f
 
 
 def _judging(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[str, float]:
-    """A judge reads each response and writes its opinion; a reward model only reads."""
-    scorer = inputs.placement.judge
-    pool = next((pool for pool in pools if pool.judge), None)
-    if scorer is None or pool is None or pool.judge is None:
-        return {}
+    """A judge reads each response and writes its answer; a reward model only reads. Several work at the same time."""
+    seconds = [_scoring_s(inputs, pool.judge, pool.devices, rates) for pool in pools if pool.judge]
+    return {"reward": max(seconds)} if seconds else {}
+
+
+def _scoring_s(inputs: Inputs, scorer: Engine | Reader, devices: int, rates: Efficiency) -> float:
+    read, written = scorer.settings.lengths if isinstance(scorer, Engine) else (inputs.workload.lengths.longest, 0)
     lengths = Lengths(
-        max_prompt=scorer.prompt_tokens,
-        max_response=scorer.response_tokens,
-        mean_prompt=min(inputs.workload.lengths.mean, scorer.prompt_tokens),
-        mean_response=scorer.response_tokens / 2,
+        max_prompt=read,
+        max_response=max(written, 1),
+        mean_prompt=min(inputs.workload.lengths.mean, read),
+        mean_response=written / 2,
     )
-    judge, samples = _of_engine(pool.judge, pool.devices), inputs.workload.samples
-    seconds = time.prefill_s(judge, inputs.hardware, rates, lengths, samples)
-    if scorer.writes:
-        seconds += time.decode_s(judge, inputs.hardware, rates, lengths, samples, 1)
-    return {"reward": seconds}
+    sampler, samples = _of_engine(scorer, devices), inputs.workload.samples
+    seconds = time.prefill_s(sampler, inputs.hardware, rates, lengths, samples)
+    if written:
+        seconds += time.decode_s(sampler, inputs.hardware, rates, lengths, samples, 1)
+    return seconds
 
 
-def _publishing(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[str, float]:
-    """New weights to the engines; in one process they are shared, or copied where sampling runs ahead.
-
-    Colocated trainers that make room for the engines leave and come back here.
-    """
-    if pools:
-        seconds = time.publish_s(inputs.architecture, inputs.hardware, rates)
-        for pool in pools:
-            if pool.policy and pool.trainer_leaves and not pool.policy.offload:
-                seconds += time.leaving_s(_learner(inputs, pool.policy, pools), inputs.hardware, rates)
-        return {"publish": seconds}
+def _publishing(inputs: Inputs, rates: Efficiency) -> dict[str, float]:
+    """New weights to the engines; in one process they are shared, or copied where sampling runs ahead."""
+    if not inputs.is_local:
+        return {"publish": time.publish_s(inputs.architecture, inputs.hardware, rates)}
     if not inputs.workload.max_staleness:
         return {}
     copied = 2 * bytes_each(inputs) * inputs.architecture.total_parameters
@@ -155,16 +150,14 @@ def _tokens(inputs: Inputs) -> float:
 
 def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[Pool]) -> Learner:
     devices = next((pool.devices for pool in pools if pool.policy), 1)
-    placement = inputs.placement
     return Learner(
         architecture=inputs.architecture,
         devices=devices,
         microbatches=_microbatches(inputs, devices),
-        tensor_parallel=placement.tensor_parallel if pools else 1,
-        checkpointing=checkpointing_of(inputs),
+        tensor_parallel=inputs.topology.trainer.tensor_parallel,
+        checkpointing=inputs.config.train.activation_checkpointing,
         bytes_each=bytes_each(inputs),
         trained_parameters=trained.trained if trained else inputs.architecture.total_parameters,
-        chunked_loss=placement.loss == "chunked",
         offloaded=bool(trained and trained.offload),
         visiting=bool(trained and trained.moments_on_host),
     )
@@ -172,9 +165,8 @@ def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[Pool]) -> 
 
 def _microbatches(inputs: Inputs, devices: int) -> int:
     """Of one rank, over the optimizer steps of one pass."""
-    workload, placement = inputs.workload, inputs.placement
-    ways = placement.tensor_parallel * placement.context_parallel if devices > 1 else 1
-    ranks = max(devices // ways, 1)
+    workload, trainer = inputs.workload, inputs.topology.trainer
+    ranks = max(devices // (trainer.tensor_parallel * trainer.sequence_parallel), 1)
     steps = workload.samples // workload.samples_per_optimizer_step
     budget = inputs.config.train.tokens_per_microbatch
     return steps * max(1, math.ceil(workload.mean_step_tokens() / ranks / budget))

@@ -1,23 +1,24 @@
-"""Better settings for the same algorithm: a search over what changes memory and speed and nothing else.
+"""Search for faster settings of the same algorithm that fit: the presets of `hone plan`.
 
-Prompts, group size, lengths, optimizer-step size, loss and precision stay as they are. What may change is listed in
-`knobs`: how many tokens are computed at a time, what is recomputed, what lives on the host, how models are divided over
-devices, and how much of a device an engine gets. The lattice is searched block by block (what trains, what samples),
-each block exhaustively with the other one fixed, until nothing changes; then every change that gains nothing is undone.
+Prompts, group size, lengths, optimizer-step size, loss and precision stay as they are. What may change: tokens per
+microbatch, recomputation, offloading, how models are divided over devices, and the engines of policy and judges. The
+lattice is searched block by block (training, sampling, each judge), each exhaustively with the others fixed, until
+nothing changes; then every change that gains nothing is undone. A run of one process is also tried on all devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from hone.plan.inputs import Inputs, key_in
+from hone.config.engine import EngineSection
+from hone.plan.inputs import Inputs
 from hone.plan.ledger import gib, percent
-from hone.plan.placement import placement_key
-from hone.plan.planner import Plan, plan_inputs
-from hone.plan.settings import Settings, changed, setting
+from hone.plan.planner import Plan, cluster_settings, plan_inputs
+from hone.plan.rules import cluster_violations
+from hone.plan.settings import Settings, changed, plain, setting
 from hone.plan.verdict import TIGHT_FRAC
 
 Preset = Literal["safe", "recommended", "aggressive"]
@@ -28,6 +29,17 @@ WORTH_FRAC = 0.01
 """A change must make a step this much shorter, or it is not made."""
 ROUNDS = 3
 TOKEN_BUDGETS = tuple(sorted(step << bits for bits in range(9, 18) for step in (2, 3)))
+DEGREES = (1, 2, 4, 8, 16)
+"""Of tensor parallelism."""
+CLUSTER = (
+    "cluster.backend",
+    "cluster.nodes",
+    "cluster.address",
+    "cluster.devices_per_node",
+    "cluster.pools",
+    "cluster.engines.use",
+)
+"""Keys that take a run of one process to a cluster."""
 FRACS = tuple(round(0.2 + 0.1 * n, 1) for n in range(8))
 
 
@@ -65,25 +77,45 @@ def propose(today: Plan, preset: Preset, *, pinned: frozenset[str] = frozenset()
 
     Args:
         today: the plan of the run file as it is.
-        pinned: keys that keep their values.
+        pinned: keys that keep their values, sections of them included.
     """
-    start = today.inputs
-    best = _Found.of(start, MARGINS[preset])
-    lattice = (training(start), sampling(start), loss(start))
-    pinned = pinned | {placement_key(key) for key in pinned}
-    blocks = [{key: values for key, values in block.items() if key not in pinned} for block in lattice]
-    for _ in range(ROUNDS):
-        before = best
-        for block in blocks:
-            best = _best_of(best, block, MARGINS[preset])
-        if best is before:
-            break
-    best = _without_idle_changes(start, best, MARGINS[preset])
+    start, margin = today.inputs, MARGINS[preset]
+    found = [_searched(_Found.of(inputs, margin), margin, pinned) for inputs in (start, *_on_cluster(start, pinned))]
+    best = found[0]
+    for other in found[1:]:
+        best = other if other.is_better_than(best) else best
+    best = _without_idle_changes(start, best, margin)
     changes = [
-        Change(key_in(start, key), setting(start, key), after, _why(start, best, key, MARGINS[preset]))
+        Change(key, plain(setting(start, key)), plain(after), _why(start, best, key, margin))
         for key, after in _differences(start, best.inputs).items()
     ]
     return Proposal(preset, best.plan, tuple(changes))
+
+
+def _searched(start: _Found, margin: float, pinned: frozenset[str]) -> _Found:
+    """The best point of the lattice around a start, where a block no longer improves on the other ones."""
+    lattice = (training(start.inputs), sampling(start.inputs), *scoring(start.inputs), loss(start.inputs))
+    blocks = [{key: values for key, values in block.items() if not _is_pinned(key, pinned)} for block in lattice]
+    best = start
+    for _ in range(ROUNDS):
+        before = best
+        for block in blocks:
+            best = _best_of(best, block, margin)
+        if best is before:
+            break
+    return best
+
+
+def _is_pinned(key: str, pinned: frozenset[str]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in pinned)
+
+
+def _on_cluster(start: Inputs, pinned: frozenset[str]) -> Iterator[Inputs]:
+    """A run of one process on all devices instead; as far as the rules allow."""
+    if not start.is_local or start.hardware.devices == 1 or any(_is_pinned(key, pinned) for key in CLUSTER):
+        return
+    with_vllm = changed(start, cluster_settings(start, "vllm"))
+    yield changed(start, cluster_settings(start, "hone")) if cluster_violations(with_vllm) else with_vllm
 
 
 # ---- the lattice
@@ -91,63 +123,79 @@ def propose(today: Plan, preset: Preset, *, pinned: frozenset[str] = frozenset()
 
 def training(inputs: Inputs) -> dict[str, Sequence[Any]]:
     """Knobs of what trains, with the values to try."""
-    workload, placement = inputs.workload, inputs.placement
-    many = placement.mode != "local"
+    workload, config, trainer = inputs.workload, inputs.config, inputs.topology.trainer
     longest = workload.lengths.longest
-    ranks = inputs.hardware.devices // (placement.tensor_parallel * placement.context_parallel)
-    most = max(-(-workload.step_tokens() // max(ranks, 1)), longest)
+    most = max(-(-workload.step_tokens() // trainer.data_parallel), longest)
     budgets = {budget for budget in TOKEN_BUDGETS if longest <= budget < 2 * most}
     knobs: dict[str, Sequence[Any]] = {
-        "train.tokens_per_microbatch": sorted(budgets | {inputs.config.train.tokens_per_microbatch}),
+        "train.tokens_per_microbatch": sorted(budgets | {config.train.tokens_per_microbatch}),
+        "train.activation_checkpointing": ("none", "selective", "full"),
     }
-    if not many:
-        return knobs | {"train.activation_checkpointing": ("none", "selective", "full")}
-    knobs |= {
-        "placement.checkpointing": ("none", "selective", "full"),
-        "placement.offload_optimizer": (False, True),
+    if inputs.is_local:
+        return knobs
+    today = config.cluster.trainer.offload
+    others = tuple(part for part in today if part == "reference")
+    return knobs | {
+        "cluster.trainer.offload": [*dict.fromkeys((today, ("parameters", *others)))],
+        "cluster.trainer.tensor_parallel": _legal(inputs, "cluster.trainer.tensor_parallel", DEGREES),
     }
-    return knobs | {"placement.tensor_parallel": _divisors(inputs, inputs.hardware.per_node)}
 
 
 def loss(inputs: Inputs) -> dict[str, Sequence[Any]]:
     """Knobs of the loss, with the values to try."""
-    knobs: dict[str, Sequence[Any]] = {
-        "train.logprob_chunk_tokens": sorted({256, 1024, 4096, inputs.config.train.logprob_chunk_tokens})
-    }
-    return knobs | ({"placement.loss": ("naive", "chunked")} if inputs.placement.loss == "naive" else {})
+    return {"train.logprob_chunk_tokens": sorted({256, 1024, 4096, inputs.config.train.logprob_chunk_tokens})}
 
 
 def sampling(inputs: Inputs) -> dict[str, Sequence[Any]]:
     """Knobs of what samples, with the values to try."""
-    workload, placement = inputs.workload, inputs.placement
+    workload, config = inputs.workload, inputs.config
     in_flight = workload.samples * (workload.max_staleness + 1)
-    today = inputs.config.rollout.max_concurrent_samples
-    counts = {count for count in (16, 32, 64, 128, 256, 512, 1024, 2048) if count < in_flight} | {in_flight, today}
-    if placement.mode == "local":
-        prefill = {1024, 4096, 16384, inputs.config.rollout.prefill_tokens}
+    today, engines = config.rollout.max_concurrent_samples, config.cluster.engines
+    if inputs.is_local or engines.use != "vllm":
+        counts = {count for count in (16, 32, 64, 128, 256, 512, 1024, 2048) if count < in_flight} | {in_flight, today}
+        prefill = {1024, 4096, 16384, config.rollout.prefill_tokens}
         return {"rollout.max_concurrent_samples": sorted(counts), "rollout.prefill_tokens": sorted(prefill)}
-    knobs: dict[str, Sequence[Any]] = {
-        "placement.engine.tensor_parallel": _divisors(inputs, inputs.hardware.per_node),
-        "placement.engine.memory_frac": sorted({*FRACS, placement.engine.memory_frac}),
-        "placement.engine.max_samples": sorted({64, 128, 256, 512, 1024, placement.engine.max_samples or today}),
+    key = "cluster.engines.tensor_parallel_size"
+    return {
+        key: _legal(inputs, key, DEGREES),
+        "cluster.engines.gpu_memory_utilization": _with(engines.gpu_memory_utilization, FRACS),
+        "cluster.engines.max_num_seqs": _with(engines.max_num_seqs, (64, 128, 256, 512, 1024)),
     }
-    if inputs.topology is not None:  # how many devices who has is said by the run file
-        return knobs
-    if placement.mode == "colocated":
-        return knobs | {"placement.offload_trainer": (False, True)}
-    spare = inputs.hardware.devices - (placement.judge.devices if placement.judge else 0) - placement.critic_devices
-    return knobs | {"placement.engine_devices": range(1, spare)}
 
 
-def _divisors(inputs: Inputs, most: int) -> list[int]:
-    """Degrees of tensor parallelism that divide heads and devices, within one machine."""
-    heads, devices = inputs.architecture.heads, inputs.hardware.devices
-    return [n for n in (1, 2, 4, 8, 16) if n <= min(most, devices) and heads % n == 0 and devices % n == 0]
+def scoring(inputs: Inputs) -> Iterator[dict[str, Sequence[Any]]]:
+    """Knobs of each judge's engine, with the values to try."""
+    for service in inputs.judges:
+        section = f"services.{service}.engine"
+        engine = inputs.config.services[service].engine or EngineSection()
+        if engine.use == "hone":
+            continue
+        key = f"{section}.tensor_parallel_size"
+        yield {
+            key: _legal(inputs, key, DEGREES),
+            f"{section}.gpu_memory_utilization": _with(engine.gpu_memory_utilization, FRACS),
+            f"{section}.max_num_seqs": _with(engine.max_num_seqs, (16, 32, 64, 128, 256)),
+            f"{section}.max_num_batched_tokens": _with(engine.max_num_batched_tokens, (2048, 8192, 32768)),
+        }
+
+
+def _legal(inputs: Inputs, key: str, values: Sequence[int]) -> list[int]:
+    """Today's value, and those that break no rule of the run file."""
+    legal = [value for value in values if not cluster_violations(changed(inputs, {key: value}))]
+    return _with(setting(inputs, key) or 1, legal)
+
+
+def _with(today: Any, values: Iterable[Any]) -> list[Any]:
+    """Today's value first, then the others."""
+    return [*dict.fromkeys((today, *values))]
 
 
 def _differences(start: Inputs, end: Inputs) -> dict[str, Any]:
-    keys = {**training(start), **sampling(start), **loss(start)}
-    return {key: setting(end, key) for key in keys if setting(end, key) != setting(start, key)}
+    keys = [*CLUSTER] if start.is_local and not end.is_local else []
+    for block in (training(end), sampling(end), *scoring(end), loss(end)):
+        keys += block
+    after = {key: setting(end, key) for key in keys}
+    return {key: value for key, value in after.items() if value is not None and value != setting(start, key)}
 
 
 # ---- the search

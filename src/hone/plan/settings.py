@@ -1,4 +1,4 @@
-"""Settings of resolved inputs by their dotted keys: read one, change some. For what searches and what suggests."""
+"""Read and change settings of a plan's inputs by their dotted run-file keys."""
 
 from __future__ import annotations
 
@@ -6,37 +6,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hone.plan.inputs import Inputs, checkpointing_of
+from hone.config.engine import EngineSection
+from hone.config.section import Section
+from hone.config.topology import topology_of
+from hone.plan.inputs import Inputs
 
 Settings = Mapping[str, Any]
-"""Values by key; keys under `placement.` belong to the placement, the others to the run file."""
+"""Values by dotted key."""
 
 
 def setting(inputs: Inputs, key: str) -> Any:
-    """The value of a key, with what null stands for put in."""
-    if key == "placement.checkpointing" and inputs.placement.checkpointing is None:
-        return checkpointing_of(inputs)
-    if key == "placement.engine.max_samples" and inputs.placement.engine.max_samples is None:
-        return inputs.config.rollout.max_concurrent_samples
-    here: Any = inputs.placement if key.startswith("placement.") else inputs.config
-    for part in key.removeprefix("placement.").split("."):
-        here = getattr(here, part)
+    """The value of a key; None in a section that the run file does not have."""
+    here: Any = inputs.config
+    for part in key.split("."):
+        here = here[part] if isinstance(here, Mapping) else getattr(here, part, None)
     return here
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON and YAML have it."""
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    return value.model_dump(mode="json") if isinstance(value, Section) else value
 
 
 def changed(inputs: Inputs, settings: Settings) -> Inputs:
     """The same inputs with other settings; only keys that the algorithm does not depend on."""
-    config, placement = inputs.config, inputs.placement
+    config = inputs.config
     for key, value in settings.items():
-        if key.startswith("placement."):
-            placement = with_value(placement, key.removeprefix("placement.").split("."), value)
-        else:
-            config = with_value(config, key.split("."), value)
-    return replace(inputs, config=config, placement=placement)
+        config = with_value(config, key.split("."), value)
+    if any(key.startswith(("cluster.", "services.")) for key in settings):
+        return replace(inputs, config=config, topology=topology_of(config, inputs.hardware.per_node))
+    return replace(inputs, config=config)
 
 
 def with_value(section: Any, path: Sequence[str], value: Any) -> Any:
     """A section of the configuration with another value at a path below it."""
     first, *rest = path
-    inner = with_value(getattr(section, first), rest, value) if rest else value
-    return section.model_copy(update={first: inner})
+    section = EngineSection() if section is None else section  # the one section that may be null
+    is_open = isinstance(section, Mapping)
+    inner = with_value(section[first] if is_open else getattr(section, first), rest, value) if rest else value
+    return {**section, first: inner} if is_open else section.model_copy(update={first: inner})

@@ -185,7 +185,6 @@ class Learner:
     microbatches: int
     """Of one device in a policy update, all passes together."""
     tensor_parallel: int = 1
-    chunked_loss: bool = True
     offloaded: bool = False
     visiting: bool = False
     """Moments come from the host for their part of an optimizer step, and go back."""
@@ -219,7 +218,7 @@ def update_s(
     flops = pass_flops(learner, tokens, lengths, logit_tokens)
     again = RECOMPUTED[learner.checkpointing] * pass_flops(learner, tokens, lengths, 0)
     output = learner.architecture.vocab * learner.architecture.hidden
-    again += 2 * output * logit_tokens * learner.chunked_loss
+    again += 2 * output * logit_tokens
     flops_s = hardware.flops(learner.bytes_each) * rates.training_flops
     arithmetic = (3 * flops + again) / (learner.devices * flops_s)
     moved = max(arithmetic, learner.microbatches * gathering_s(learner, hardware, rates))
@@ -258,8 +257,3 @@ def optimizer_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> floa
 def publish_s(arch: Architecture, hardware: Hardware, rates: Efficiency) -> float:
     """Seconds until the engines have new bfloat16 weights, all of them over one device's link."""
     return 2 * arch.total_parameters / (hardware.link * rates.link)
-
-
-def leaving_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> float:
-    """Seconds in which states (12 bytes a parameter) go to the host and come back."""
-    return 24 * learner.trained_parameters / learner.devices / (hardware.host_link * rates.link)

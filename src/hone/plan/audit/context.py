@@ -63,6 +63,9 @@ def _engine(name: str, recipe: EngineRecipe, folder: Path, hardware: Hardware) -
         max_samples=recipe.max_samples,
         longest=recipe.longest,
         graphs=False,  # not every recipe captures them; what is impossible without them is so with them
-        knob=f"engines.{name}",
+        section=f"engines.{name}",
+        frac_key="memory_frac",
+        split_key="tensor_parallel",
+        tokens_key="max_batched_tokens",
     )
     return Engine(settings, hardware.memory_bytes)
