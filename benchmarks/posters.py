@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hone.reward.poster import judge_of
-from hone.reward.poster.accuracy import score_accuracy, texts_of
-from hone.reward.poster.lint import lint
-from hone.reward.poster.parse import MAX_LAYERS, Poster, read_ground_truth, read_solution
-from hone.reward.poster.render import render
-from hone.reward.poster.scoring import Gold, layer_texts, measure, score_posters, text_similarity
-from hone.reward.poster.structure import score_structure
-from hone.reward.poster.tasks import make_task
+from hone_poster import PosterSettings
+from hone_poster.accuracy import score_accuracy, texts_of
+from hone_poster.lint import lint
+from hone_poster.parse import MAX_LAYERS, Poster, read_ground_truth, read_solution
+from hone_poster.render import render
+from hone_poster.scoring import Gold, layer_texts, measure, score_posters, text_similarity
+from hone_poster.structure import score_structure
+from hone_poster.tasks import make_task
 
 GROUP = 8
 
@@ -54,7 +54,7 @@ def spoiled(truth: dict[str, Any], chance: random.Random) -> str:
 def cases(num_tasks: int) -> dict[str, Callable[[], int]]:
     """Name -> a function that works through posters and returns how many."""
     work = workload(num_tasks)
-    whole, bare = judge_of({}), judge_of({"visual": "none"})
+    whole, bare = PosterSettings(), PosterSettings(visual="none")
     settings = whole.settings
     golds = [Gold.of(read_ground_truth(truth), settings) for truth, _ in work]
     pairs = [(gold, response) for gold, (_, group) in zip(golds, work, strict=True) for response in group]

@@ -19,7 +19,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hone.reward.poster.tasks import COMPOSITIONS, WORDS, make_task
+from hone_poster.tasks import COMPOSITIONS, WORDS, make_task
 
 CANVAS = (100, 140)
 SLOPPY, TIDY = 6, 1

@@ -16,7 +16,7 @@ def test_the_page_s_run_file_loads(tmp_path, monkeypatch):
     (run_file,) = re.findall(r"```yaml\n# poster.yaml\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "poster.yaml").write_text(run_file)
     (tmp_path / "posters.jsonl").write_text(json.dumps({"prompt": "a", "layers": "b"}) + "\n")
-    (tmp_path / "rewards.yaml").write_text("reward: {components: [{use: poster}]}\n")
+    (tmp_path / "rewards.yaml").write_text("reward: {components: [{use: 'hone_poster:poster'}]}\n")
     vllm = tmp_path / "vllm"
     vllm.write_text("#!/bin/sh\n")
     vllm.chmod(0o755)

@@ -3,15 +3,7 @@ import json
 
 import pytest
 
-from hone.config import files
-from hone.config.files import BUILT_IN_REWARDS
-
-
-def test_built_in_rewards_are_those_that_reward_has():
-    from hone.reward.builtin import BUILTIN, HELD, OF_ANSWERS, POOLED
-
-    assert (*BUILTIN, *POOLED, *HELD) == BUILT_IN_REWARDS
-    assert set(files.OF_ANSWERS) == OF_ANSWERS
+from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
 
 
 @pytest.mark.parametrize(
@@ -87,10 +79,10 @@ REWARD = "import json as js\nraise SystemExit\n\nclass A: ...\nB = lambda g: [1.
 @pytest.mark.parametrize(
     ("use", "said"),
     [
-        ("exakt", "no built-in reward is called 'exakt'. Did you mean exact?"),
+        ("exakt", "no reward is called 'exakt'. Did you mean exact?"),
         (
             "nothing_like_it",
-            f"Built in: {', '.join(BUILT_IN_REWARDS)}. Your own: package.module:function or file.py:function",
+            f"Built in or installed: {', '.join([*BUILTIN_REWARDS, *registered_rewards()])}. Your own: package.module:",
         ),
         ("mine.py:d", "mine.py defines no 'd'"),
         ("mine.py:1", "must end in the name of a function after the colon"),

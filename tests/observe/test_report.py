@@ -140,7 +140,9 @@ def facts_in_a_browser(page, tmp_path):
 def test_a_browser_shows_the_pictures(tmp_path):
     file = io.BytesIO()
     Image.new("RGB", (8, 6), "red").save(file, "PNG")
-    observer = Observer(tmp_path / "run", Settings(), title="p", total_steps=3, picture=lambda sample: file.getvalue())
+    observer = Observer(
+        tmp_path / "run", Settings(), title="p", total_steps=3, picture=lambda text, answer: file.getvalue()
+    )
     for step in range(1, 4):
         observer.record("rl", step, [make_group(texts=("4", "pwned", "5"), rewards=(1.0, 0.0, 0.5))], None)
         observer.log("rl", step, {"rollout/reward_mean": 0.5})
@@ -158,12 +160,8 @@ def test_a_browser_draws_it_without_errors_and_runs_nothing_that_the_model_wrote
     assert found["readout"].startswith("step 3")
 
 
-def png_of(recorded):
-    return (
-        None
-        if recorded.sample.text == "4" and recorded.prompt_id == "row-1"
-        else b"\x89PNG" + recorded.sample.text.encode()
-    )
+def png_of(text, answer):
+    return None if text == answer else b"\x89PNG" + text.encode()
 
 
 def test_pictures_are_of_the_best_and_the_worst_of_each_group_and_are_kept(tmp_path):

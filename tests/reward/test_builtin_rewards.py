@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hone.data.sources import read_rows
-from hone.reward.builtin import exact, final_number, gsm8k
+from hone.reward.rules.exact import exact, final_number, gsm8k
 from hone.types import Fault, Group, Prompt, Sample, Score
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

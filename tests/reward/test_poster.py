@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from hone.reward.poster import check_args, judge_of, poster, render_png
-from hone.reward.poster.parse import BadGroundTruth, NotAPoster, read_ground_truth, read_solution
-from hone.reward.poster.scoring import score_posters
-from hone.reward.poster.table import END, GROUND_TRUTH, PAGE, rows, score, with_table
 from hone.reward.resolve import Unusable, load, resolve
 from hone.types import Fault
+from hone_poster import PosterSettings, poster, render_png
+from hone_poster.parse import BadGroundTruth, NotAPoster, read_ground_truth, read_solution
+from hone_poster.scoring import score_posters
+from hone_poster.table import END, GROUND_TRUTH, PAGE, rows, score, with_table
 
 GOLD = read_ground_truth(GROUND_TRUTH)
 BOX = {"x": 1, "y": 2, "width": 3, "height": 4}
@@ -135,17 +135,17 @@ def test_ground_truth_is_an_object_or_its_json(canvas, as_text):
 def test_an_unusable_ground_truth_is_a_fault_of_the_data(truth, why):
     with pytest.raises(BadGroundTruth, match=why):
         read_ground_truth(truth)
-    (found,) = asyncio.run(score_posters([text_of(BOX)], truth, judge_of({})))
+    (found,) = asyncio.run(score_posters([text_of(BOX)], truth, PosterSettings()))
     assert (found.value, found.fault) == (None, Fault.DATA)
 
 
 def test_no_poster_is_a_fault_of_the_model_and_earns_nothing():
-    (found,) = asyncio.run(score_posters(["sorry"], GROUND_TRUTH, judge_of({})))
+    (found,) = asyncio.run(score_posters(["sorry"], GROUND_TRUTH, PosterSettings()))
     assert (found.value, found.fault, found.detail) == (0.0, Fault.MODEL, "no JSON object with layers")
 
 
 def test_every_sample_has_the_same_metrics_and_says_who_judged_the_looks():
-    good, bad = asyncio.run(score_posters([text_of(*GROUND_TRUTH["layers"]), "no"], GROUND_TRUTH, judge_of({})))
+    good, bad = asyncio.run(score_posters([text_of(*GROUND_TRUTH["layers"]), "no"], GROUND_TRUTH, PosterSettings()))
     assert good.metrics.keys() == bad.metrics.keys() >= {"structure", "accuracy", "visual", "f1", "visual_contrast"}
     assert good.detail == "visual: heuristic_v1"
     assert set(bad.metrics.values()) == {0.0}
@@ -155,7 +155,7 @@ def test_the_order_of_keys_and_another_canvas_change_nothing():
     turned = json.dumps(GROUND_TRUTH, sort_keys=True)
     other = text_of(*GROUND_TRUTH["layers"], canvas=[10, 10])
     one, two, three = asyncio.run(
-        score_posters([text_of(*GROUND_TRUTH["layers"]), turned, other], GROUND_TRUTH, judge_of({}))
+        score_posters([text_of(*GROUND_TRUTH["layers"]), turned, other], GROUND_TRUTH, PosterSettings())
     )
     assert one.value == two.value == three.value
     assert [score.metrics["canvas_matches"] for score in (one, two, three)] == [1, 1, 0]
@@ -178,11 +178,11 @@ def test_the_table_in_the_docs_is_current():
 
 
 def test_weights_are_normalised_and_nobody_weighs_looks_that_nobody_judges(capsys):
-    assert judge_of({}).weights == (0.4, 0.4, 0.2)
-    assert judge_of({"structure_weight": 2, "accuracy_weight": 2, "visual_weight": 4}).weights == (0.25, 0.25, 0.5)
-    assert judge_of({"visual": "none"}).weights == (0.5, 0.5, 0.0)
-    check_args({"visual": "none"})
-    assert "weights normalised to 0.500, 0.500, 0.000" in capsys.readouterr().err
+    assert PosterSettings().weights == (0.4, 0.4, 0.2)
+    assert PosterSettings(structure_weight=2, accuracy_weight=2, visual_weight=4).weights == (0.25, 0.25, 0.5)
+    assert PosterSettings(visual="none").weights == (0.5, 0.5, 0.0)
+    PosterSettings(structure_weight=0.37, accuracy_weight=1.11, visual="none")
+    assert "weights normalised to 0.250, 0.750, 0.000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_arguments_are_checked_before_anything_is_scored(tmp_path, args, why):
         load(resolve("poster", tmp_path), args)
 
 
-def test_poster_is_built_in_and_runs_in_the_pool(make_rewards, make_group):
+def test_poster_is_registered_and_runs_in_the_pool(make_rewards, make_group):
     async def scored():
         group = make_group(text_of(*GROUND_TRUTH["layers"]), "no poster", answer=json.dumps(GROUND_TRUTH))
         async with make_rewards({"use": "poster"}) as rewards:

@@ -13,17 +13,16 @@ from types import ModuleType
 import pytest
 from PIL import Image
 
-from hone.assemble.pictures import picture_of_responses
 from hone.config.load import load_config
 from hone.config.run import ModelSection, RewardSection
 from hone.data.chat import load_tokenizer
 from hone.observe.observer import Observer
-from hone.observe.recorder import RecordedSample
-from hone.reward.poster import judge_of
-from hone.reward.poster.scoring import score_posters
+from hone.reward.resolve import picture_of_responses
 from hone.reward.rewards import Rewards
 from hone.run.check_rewards import services_away
-from hone.types import Group, Sample
+from hone.types import Group
+from hone_poster import PosterSettings
+from hone_poster.scoring import score_posters
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "poster"
 REAL = [
@@ -68,7 +67,7 @@ def test_the_tokenizer_is_what_the_script_makes_and_spells_every_poster_shortly(
 
 def test_ground_truths_earn_nearly_everything():
     for row in shipped("test")[:40]:
-        (score,) = asyncio.run(score_posters([row["response"]], row["poster"], judge_of({})))
+        (score,) = asyncio.run(score_posters([row["response"]], row["poster"], PosterSettings()))
         assert score.value is not None and score.value > 0.97
 
 
@@ -87,7 +86,11 @@ def test_the_report_shows_the_posters(tmp_path, make_group):
     row = shipped("test")[0]
     scored = asyncio.run(scored_group(loaded.config.reward, make_group(row["response"], "prose", answer=row["poster"])))
     observer = Observer(
-        tmp_path, loaded.config.observe, title="posters", total_steps=1, picture=picture_of_responses(loaded.config)
+        tmp_path,
+        loaded.config.observe,
+        title="posters",
+        total_steps=1,
+        picture=picture_of_responses(loaded.config.reward.components),
     )
     observer.record("rl", 1, [scored], None)
     observer.log("rl", 1, {"rollout/reward_mean": 0.5})
@@ -103,11 +106,9 @@ def test_the_report_shows_the_posters(tmp_path, make_group):
 
 def test_a_run_without_posters_draws_nothing():
     config = load_config(EXAMPLE / "run.yaml", ["reward.components=[{use: exact}]"]).config
-    assert picture_of_responses(config) is None
-    drawing = picture_of_responses(load_config(EXAMPLE / "run.yaml", []).config)
-    sample = Sample("p", 0, (1,), (0.0,), (0,), "stop", "prose")
-    broken = RecordedSample("rl", 1, "p", "", (), "no ground truth", sample, {}, {}, 0.0, None)
-    assert drawing is not None and drawing(broken) is None
+    assert picture_of_responses(config.reward.components) is None
+    drawing = picture_of_responses(load_config(EXAMPLE / "run.yaml", []).config.reward.components)
+    assert drawing is not None and drawing("prose", "no ground truth") is None
 
 
 async def scored_group(settings: RewardSection, group: Group) -> Group:

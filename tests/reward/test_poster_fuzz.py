@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_search import examples
 
-from hone.reward.poster import judge_of
-from hone.reward.poster.parse import MAX_LAYERS
-from hone.reward.poster.scoring import score_posters
-from hone.reward.poster.table import GROUND_TRUTH
 from hone.types import Fault
+from hone_poster import PosterSettings
+from hone_poster.parse import MAX_LAYERS
+from hone_poster.scoring import score_posters
+from hone_poster.table import GROUND_TRUTH
 
 NUMBERS = st.one_of(
     st.integers(-100, 1200),
@@ -52,7 +52,7 @@ ANYTHING = st.recursive(
 
 
 def check(response: str, truth: dict = GROUND_TRUTH, **args: object) -> None:
-    (score,) = asyncio.run(score_posters([response], truth, judge_of(args)))
+    (score,) = asyncio.run(score_posters([response], truth, PosterSettings(**args)))
     assert score.value is not None and 0.0 <= score.value <= 1.0
     for name, value in score.metrics.items():
         assert math.isfinite(value), name
@@ -158,5 +158,5 @@ def test_integers_of_a_ground_truth_that_no_float_holds(number):
     truth = {"canvas_size": [500, 500], "layers": [good], "image_id": [{"id": number, "image": "a.png"}]}
     check(json.dumps({"layers": [NUMERIC]}), truth)
     for name in ("x", "width"):
-        (score,) = asyncio.run(score_posters(["x"], truth | {"layers": [good | {name: number}]}, judge_of({})))
+        (score,) = asyncio.run(score_posters(["x"], truth | {"layers": [good | {name: number}]}, PosterSettings()))
         assert (score.value, score.fault) == (None, Fault.DATA)

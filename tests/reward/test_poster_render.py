@@ -11,11 +11,12 @@ import textwrap
 import pytest
 from PIL import Image
 
-from hone.reward.poster import fonts, render_png
-from hone.reward.poster.parse import Layer, Poster
-from hone.reward.poster.render import TextFacts, contrast_ratio, load_picture, render
-from hone.reward.poster.tasks import make_task
-from hone.reward.poster.typeset import LINE_HEIGHT, typeset
+from hone_poster import fonts, render_png
+from hone_poster.parse import Poster
+from hone_poster.parse import PosterLayer as Layer
+from hone_poster.render import TextFacts, contrast_ratio, load_picture, render
+from hone_poster.tasks import make_task
+from hone_poster.typeset import LINE_HEIGHT, typeset
 
 WHITE, RED = (255, 255, 255), (255, 0, 0)
 
@@ -43,10 +44,8 @@ def test_the_same_poster_has_the_same_bytes_in_every_process():
         return hashlib.sha256(b"".join(render_png(json.dumps(t.poster), t.poster) for t in tasks)).hexdigest()
 
     program = (
-        "import hashlib, json\nfrom hone.reward.poster import render_png\n"
-        "from hone.reward.poster.tasks import make_task\n"
-        + textwrap.dedent(inspect.getsource(digest))
-        + "print(digest())"
+        "import hashlib, json\nfrom hone_poster import render_png\n"
+        "from hone_poster.tasks import make_task\n" + textwrap.dedent(inspect.getsource(digest)) + "print(digest())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from hone.observe.metrics import find_metric
-from hone.reward.poster import judge_of
-from hone.reward.poster.accuracy import Text, normalize, score_accuracy
-from hone.reward.poster.lint import PARTS, WEIGHTS, lint, lint_score, misalignment, overlap
-from hone.reward.poster.parse import Layer, Poster
-from hone.reward.poster.render import render
-from hone.reward.poster.scoring import score_posters
-from hone.reward.poster.structure import score_structure
-from hone.reward.poster.table import GROUND_TRUTH
-from hone.reward.poster.tasks import make_task
 from hone.reward.rewards import component_metrics
 from hone.types import Fault
+from hone_poster import PosterSettings
+from hone_poster.accuracy import Text, normalize, score_accuracy
+from hone_poster.lint import PARTS, WEIGHTS, lint, lint_score, misalignment, overlap
+from hone_poster.parse import Poster
+from hone_poster.parse import PosterLayer as Layer
+from hone_poster.render import render
+from hone_poster.scoring import score_posters
+from hone_poster.structure import score_structure
+from hone_poster.table import GROUND_TRUTH
+from hone_poster.tasks import make_task
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "poster"
 
@@ -44,7 +45,7 @@ def accuracy(found: list[Text], gold: list[Text], **keys: int) -> float:
 
 
 def rewards(responses: list[str], **args: object) -> list[float | None]:
-    return [score.value for score in asyncio.run(score_posters(responses, GROUND_TRUTH, judge_of(args)))]
+    return [score.value for score in asyncio.run(score_posters(responses, GROUND_TRUTH, PosterSettings(**args)))]
 
 
 GOOD = json.dumps(GROUND_TRUTH)
@@ -83,7 +84,11 @@ def test_what_hangs_off_the_canvas_is_measured_against_the_ground_truth():
 
 
 def test_order_is_the_share_of_pairs_stacked_alike():
-    a, b, c = Layer("image", 0, 0, 30, 30), Layer("title", 40, 0, 30, 30), Layer("body", 0, 60, 30, 30)
+    a, b, c = (
+        Layer("image", 0, 0, 30, 30),
+        Layer("title", 40, 0, 30, 30),
+        Layer("body", 0, 60, 30, 30),
+    )
     gold = canvas(a, b, c)
     assert structure(canvas(a, c, b), gold).order == pytest.approx(2 / 3)
     found = structure(canvas(c, b, a), gold)
@@ -222,7 +227,7 @@ def real_posters() -> list[dict]:
 
 
 def looks(layers: list[dict], truth: dict) -> float:
-    (score,) = asyncio.run(score_posters([json.dumps({"layers": layers})], truth, judge_of({})))
+    (score,) = asyncio.run(score_posters([json.dumps({"layers": layers})], truth, PosterSettings()))
     return score.metrics["visual"]
 
 
@@ -271,7 +276,7 @@ def test_rewards_of_a_perfect_poster_with_a_constant_judge():
 
 def test_looks_count_fully_only_for_a_layout_that_is_half_right():
     one = json.dumps({"layers": [GROUND_TRUTH["layers"][1]]})  # 1 of 5 layers: F1 = 2/6
-    (found,) = asyncio.run(score_posters([one], GROUND_TRUTH, judge_of({"visual": "constant"})))
+    (found,) = asyncio.run(score_posters([one], GROUND_TRUTH, PosterSettings(visual="constant")))
     assert found.metrics["f1"] == pytest.approx(1 / 3)
     assert found.value == pytest.approx(0.4 * found.metrics["structure"] + 0.2 * (1 / 3) / 0.5)
 
@@ -281,7 +286,7 @@ def test_looks_count_fully_only_for_a_layout_that_is_half_right():
 )
 def test_looks_that_could_not_be_judged_are_never_a_number(policy, good, bad):
     keys = {"visual": "constant", "visual_args": {"value": None}, "on_component_missing": policy}
-    scores = asyncio.run(score_posters([GOOD, "no poster"], GROUND_TRUTH, judge_of(keys)))
+    scores = asyncio.run(score_posters([GOOD, "no poster"], GROUND_TRUTH, PosterSettings(**keys)))
     assert [score.value for score in scores] == [good, bad]
     assert scores[0].fault is (Fault.INFRA if good is None else None)
 
@@ -291,7 +296,7 @@ def test_looks_that_could_not_be_judged_are_never_a_number(policy, good, bad):
 def test_every_generated_ground_truth_answers_its_own_task(script, styled):
     for number in range(12):
         task = make_task(7, number, script=script, styled=styled)
-        (found,) = asyncio.run(score_posters([json.dumps(task.poster)], task.poster, judge_of({})))
+        (found,) = asyncio.run(score_posters([json.dumps(task.poster)], task.poster, PosterSettings()))
         assert (found.metrics["structure"], found.metrics["accuracy"]) == (1.0, pytest.approx(1.0))
         assert found.metrics["text_visible"] == 1.0
         assert found.value > 0.96
@@ -309,7 +314,7 @@ def test_moving_a_poster_further_never_pays(seed):
         json.dumps({"layers": [layer | {"y": layer["y"] + step} for layer in task.poster["layers"]]})
         for step in (0, 5, 20, 50, 100, 200, 400, 800)
     ]
-    scores = asyncio.run(score_posters(moved, task.poster, judge_of({"visual": "none"})))
+    scores = asyncio.run(score_posters(moved, task.poster, PosterSettings(visual="none")))
     values = [score.value for score in scores]
     assert values == sorted(values, reverse=True)
     assert len(set(values)) == len(values)
@@ -317,7 +322,7 @@ def test_moving_a_poster_further_never_pays(seed):
 
 def test_the_parts_of_the_score_are_metrics_of_their_own(make_group):
     group = make_group(GOOD, GOOD, "no poster", answer=GROUND_TRUTH)
-    scores = tuple(asyncio.run(score_posters([GOOD, GOOD, "no poster"], GROUND_TRUTH, judge_of({}))))
+    scores = tuple(asyncio.run(score_posters([GOOD, GOOD, "no poster"], GROUND_TRUTH, PosterSettings())))
     scored = group.scored({"poster": scores}, tuple(score.value for score in scores))
     same = group.scored({"poster": scores[:1] * 3}, (scores[0].value,) * 3)
     metrics = component_metrics([scored, same])

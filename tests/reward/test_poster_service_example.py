@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from hone.config.load import load_config
-from hone.reward.poster.table import GROUND_TRUTH
 from hone.services.ports import free_port
+from hone_poster.table import GROUND_TRUTH
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "poster-service"

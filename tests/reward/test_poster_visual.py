@@ -10,11 +10,11 @@ from chat_endpoint import Reply, Script, completion, endpoint, says
 
 from hone.reward import transport
 from hone.reward.openai import Answer, read_answer
-from hone.reward.poster import judge_of, render_png
-from hone.reward.poster.scoring import score_posters
-from hone.reward.poster.table import GROUND_TRUTH
-from hone.reward.poster.visualquality import NoRating, VisualQuality, parse_rating
 from hone.types import Fault
+from hone_poster import PosterSettings, render_png
+from hone_poster.scoring import score_posters
+from hone_poster.table import GROUND_TRUTH
+from hone_poster.visualquality import NoRating, VisualQuality, parse_rating
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +165,7 @@ def test_a_rating_of_five_is_full_marks_and_a_failure_is_a_fault_of_ours():
     def score(script: Script):
         with endpoint(script) as (url, _):
             args = {"visual": "visualquality_r1", "visual_args": {"endpoint": url, "model": "vq"}}
-            return asyncio.run(score_posters([good, "no poster"], GROUND_TRUTH, judge_of(args)))
+            return asyncio.run(score_posters([good, "no poster"], GROUND_TRUTH, PosterSettings(**args)))
 
     full, none = score(lambda *_: says("<answer>5</answer>"))
     assert (full.value, full.detail, none.value) == (pytest.approx(1.0), "visual: visualquality_r1 (vq)", 0.0)
@@ -188,7 +188,7 @@ def test_a_poster_that_a_healthy_judge_cannot_rate_earns_the_minimum_and_its_sib
 
         with endpoint(script) as (url, _):
             args = {"visual": "visualquality_r1", "visual_args": {"endpoint": url, "model": "vq", "timeout_s": 5.0}}
-            return asyncio.run(score_posters(posters, GROUND_TRUTH, judge_of(args)))
+            return asyncio.run(score_posters(posters, GROUND_TRUTH, PosterSettings(**args)))
 
     good, silent, lost = says("<answer>4</answer>"), says("Ignore your task."), (401, {}, b"")
     all_good = score(dict.fromkeys(texts, good))

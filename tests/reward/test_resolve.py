@@ -1,8 +1,8 @@
 import pytest
 
 from hone.errors import ConfigError
-from hone.reward.builtin import exact
 from hone.reward.resolve import Unusable, load, resolve
+from hone.reward.rules.exact import exact
 
 SOURCE = """
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def test_file_and_function(folder, make_group):
 
 
 def test_module_and_function(tmp_path):
-    assert load(resolve("hone.reward.builtin:exact", tmp_path), {}) is exact
+    assert load(resolve("hone.reward.rules.exact:exact", tmp_path), {}) is exact
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
 from hone.config.run import RewardSection
-from hone.reward.builtin import BUILTIN, HELD, POOLED
-from hone.reward.poster import judge_of
-from hone.reward.poster.scoring import score_posters
 from hone.reward.rewards import Rewards
 from hone.types import Fault, Group, Prompt, Sample
+from hone_poster import PosterSettings
+from hone_poster.scoring import score_posters
 
 DOCS = Path(__file__).parents[2] / "docs"
 FRONT, RULES = ((DOCS / name).read_text("utf-8") for name in ("rewards.md", "rewards-rules.md"))
@@ -69,11 +69,11 @@ def test_run_files_of_the_rules_run(name, tmp_path):
 
 def test_every_built_in_reward_is_listed_on_the_front_page():
     table = FRONT.partition("## A function")[0]
-    assert [name for name in {**BUILTIN, **POOLED, **HELD} if f"`{name}`" not in table] == []
+    assert [name for name in (*BUILTIN_REWARDS, *registered_rewards()) if f"`{name}`" not in table] == []
 
 
 def test_every_rule_is_on_the_page_of_rules():
-    rules = [name for name, place in {**BUILTIN, **POOLED}.items() if name != "poster" and place]
+    rules = [name for name, row in BUILTIN_REWARDS.items() if row.runs != "stateful"]
     assert [name for name in rules if f"`{name}`" not in RULES] == []
 
 
@@ -102,6 +102,6 @@ def test_posters_worked_by_hand():
     assert len(rows) == len(BY_HAND)
     for row, (truth, response) in zip(rows, BY_HAND, strict=True):
         gold = {"canvas_size": {"width": 100, "height": 100}, "layers": truth}
-        (found,) = asyncio.run(score_posters([json.dumps({"layers": response})], gold, judge_of({"visual": "none"})))
+        (found,) = asyncio.run(score_posters([json.dumps({"layers": response})], gold, PosterSettings(visual="none")))
         numbers = (found.metrics["structure"], found.metrics["accuracy"], found.value)
         assert [f"{number:.3f}" for number in numbers] == list(row), row

@@ -20,7 +20,7 @@ reward:
     - {use: exact}
     - {use: "mine.py:words", weight: 0.25, args: {most: 8}}
     - {use: gsm8k, weight: 0}
-    - {use: poster, weight: 0, args: {visual: heuristic_v1}}
+    - {use: 'hone_poster:poster', weight: 0, args: {visual: heuristic_v1}}
     - {use: "mine.py:place", weight: 0}
 """
 MINE = '''\

@@ -225,7 +225,7 @@ curl -X POST http://localhost:8899/compute_reward \
 
 @pytest.fixture(scope="module")
 def poster_service(tmp_path_factory):
-    rewards = "reward: {components: [{use: poster, args: {visual: heuristic_v1}}]}\n"
+    rewards = "reward: {components: [{use: 'hone_poster:poster', args: {visual: heuristic_v1}}]}\n"
     with serving(tmp_path_factory.mktemp("posters"), "--allow-request-weights", rewards=rewards) as running:
         yield running
 

@@ -28,7 +28,6 @@ from hone.assemble.job import (
 )
 from hone.assemble.memory import RunMemory, exhausted
 from hone.assemble.models import stage_weights
-from hone.assemble.pictures import picture_of_responses
 from hone.assemble.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
 from hone.assemble.services import claim_devices, placed, unused_notes
 from hone.assemble.workers import Backend, LocalBackend, Workers
@@ -50,6 +49,7 @@ from hone.loop.supervisor import run_with_restarts
 from hone.memory.ladder import Predict
 from hone.model.load import save_hf
 from hone.observe.observer import Observer, OnMetrics
+from hone.reward.resolve import picture_of_responses
 from hone.rollout.router import Router
 from hone.run.folder import RunFolder, identity_of
 from hone.runtime.backoff import Restarts
@@ -109,7 +109,7 @@ def train(
             total_steps=config.run.steps,
             resume=saved.progress.position if saved else None,
             decode=tokenizer.decode,
-            picture=picture_of_responses(config),
+            picture=picture_of_responses(config.reward.components),
             callbacks=callbacks,
         )
         outcome = "failed"

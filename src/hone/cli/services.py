@@ -16,8 +16,8 @@ from hone.errors import DataError
 from hone.run.folder import RunFolder
 
 UP_EXAMPLES = examples("hone up run.yaml", "hone up judge.yaml --name judge services.judge.port=8000")
-STATUS_EXAMPLES = examples("hone status", "hone status judge --json", "hone status runs/poster --audit")
-STOP_EXAMPLES = examples("hone stop judge", "hone stop runs/poster", "hone stop --all")
+STATUS_EXAMPLES = examples("hone status", "hone status judge --json", "hone status runs/first --audit")
+STOP_EXAMPLES = examples("hone stop judge", "hone stop runs/first", "hone stop --all")
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
 

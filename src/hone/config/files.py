@@ -25,32 +25,9 @@ from hone.config.breach import Breach
 from hone.config.engine import EngineSection
 from hone.config.engine_rules import engines_of
 from hone.config.messages import nearest
+from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
 from hone.config.run import RunConfig
 
-BUILT_IN_REWARDS = (
-    "exact",
-    "gsm8k",
-    "choice",
-    "format",
-    "strict_format",
-    "length",
-    "repetition",
-    "step",
-    "math",
-    "acc",
-    "base_acc",
-    "regex",
-    "json_schema",
-    "poster",
-    "code",
-    "reward_model",
-    "service",
-    "judge",
-    "given",
-)
-"""Must equal `hone.reward`'s registry, which cannot be imported from here; a test compares them."""
-OF_ANSWERS = ("exact", "gsm8k", "choice", "math", "acc", "base_acc")
-"""Those that compare with the gold answer; must equal `hone.reward`'s as well."""
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 
 _LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|\.(json|jsonl|gz|csv|tsv|txt|parquet|arrow|zst)$")
@@ -248,13 +225,15 @@ def rewards_can_be_had(config: RunConfig, folder: Path) -> Iterator[Breach]:
 
 
 def _reward_problem(use: str, folder: Path) -> str | None:
-    if ":" not in use:
-        if use in BUILT_IN_REWARDS:
-            return None
-        close = nearest(use, BUILT_IN_REWARDS, cutoff=60)
-        hint = f"Did you mean {close}?" if close else f"Built in: {', '.join(BUILT_IN_REWARDS)}."
-        return f"no built-in reward is called {use!r}. {hint} Your own: package.module:function or file.py:function"
-    return _code_problem(use, folder, "function")
+    if use in BUILTIN_REWARDS:
+        return None
+    path = use if ":" in use else registered_rewards().get(use)
+    if path is None:
+        named = (*BUILTIN_REWARDS, *registered_rewards())
+        close = nearest(use, named, cutoff=60)
+        hint = f"Did you mean {close}?" if close else f"Built in or installed: {', '.join(named)}."
+        return f"no reward is called {use!r}. {hint} Your own: package.module:function or file.py:function"
+    return _code_problem(path, folder, "function")
 
 
 def environment_can_be_had(config: RunConfig, folder: Path) -> Iterator[Breach]:

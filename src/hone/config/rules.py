@@ -19,8 +19,9 @@ from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.derived import has_answers, longest_tokens, run_dir, samples_per_update
 from hone.config.division_rules import heads_divide
 from hone.config.engine_rules import ENGINE_RULES
-from hone.config.files import FILE_RULES, OF_ANSWERS, architecture_of, context_limit, template_columns
+from hone.config.files import FILE_RULES, architecture_of, context_limit, template_columns
 from hone.config.lora_rules import LORA_RULES
+from hone.config.rewards import builtin_reward
 from hone.config.run import RewardComponent, RunConfig
 from hone.config.service_rules import SERVICE_RULES
 
@@ -117,7 +118,7 @@ def stages_have_what_they_train_on(config: RunConfig) -> Iterator[Breach]:
 
 
 def rewards_have_answers(config: RunConfig) -> Iterator[Breach]:
-    needing = [component.use for component in config.reward.components if component.use in OF_ANSWERS]
+    needing = [component.use for component in config.reward.components if builtin_reward(component.use).gold]
     if "rl" in config.stages and needing and not has_answers(config):
         keys = ("data.answer_column", "reward.components")
         yield Breach(keys, f"is required by reward {needing[0]}, which compares with the gold answer: name its column")

@@ -76,8 +76,8 @@ class RunSummary:
         write_whole(folder / SUMMARY, json.dumps(asdict(self), indent=1))
 
 
-Picture = Callable[[RecordedSample], bytes | None]
-"""A response as a PNG file; None where there is nothing to draw."""
+Picture = Callable[[str, Any], bytes | None]
+"""Draws a response, given its text and the row's answer, as PNG bytes; None where there is nothing to draw."""
 
 
 def write_report(
@@ -275,7 +275,7 @@ def _pictures(run_folder: Path, samples: Sequence[RecordedSample], picture: Pict
             groups.setdefault((sample.stage, sample.step, sample.prompt_id), []).append(sample)
     ends = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
     shown = {_place(sample): sample for pair in _spread(ends, MAX_PICTURES // 2) for sample in pair}
-    drawn = {place: picture(sample) for place, sample in shown.items()}
+    drawn = {place: picture(shot.sample.text, shot.answer) for place, shot in shown.items()}
     found = {place: base64.b64encode(png).decode() for place, png in drawn.items() if png is not None}
     if found:
         write_whole(kept, json.dumps(found))

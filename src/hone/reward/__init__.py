@@ -10,5 +10,6 @@ Writing one needs nothing but this package:
 """
 
 from hone.reward.signature import reward
+from hone.types import Fault, Group, Prompt, Sample, Score
 
-__all__ = ["reward"]
+__all__ = ["Fault", "Group", "Prompt", "Sample", "Score", "reward"]

@@ -3,7 +3,7 @@
     reward:
       components:
         - use: service
-          args: {url: "http://127.0.0.1:8899", reward: poster}
+          args: {url: "http://127.0.0.1:8899", reward: math}
 
 What the service cannot score now is asked for again until a deadline, and only that. An answer counts only as a whole:
 one result per item, in order, each number finite, in its range and the sum of its parts; anything else is a fault of

@@ -1,8 +1,8 @@
 """The fingerprint of served rewards: one hash over everything that a score depends on besides its item.
 
-Settings (components, weights, args), Hone's own code and fonts of the reward side, the user's functions with the local
+Settings (components, weights, args), the code of `hone.reward`, users' functions with their packages and the local
 modules that they import, and files and model directories that args name. Equal fingerprints mean equal scores, as far
-as files can tell: what a remote service does behind a URL is for its own fingerprint. Runs nothing of the user's.
+as files can tell: a remote service has a fingerprint of its own. Imports and runs no user code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import hone
 from hone.config.load import Loaded
-from hone.reward.builtin import HELD
+from hone.config.rewards import builtin_reward
 from hone.reward.resolve import resolve
 
 _PACKAGE = Path(hone.__file__).parent
@@ -50,20 +50,20 @@ def _own_files() -> Iterator[Path]:
 
 
 def code_files(uses: Iterable[str], folder: Path) -> Iterator[Path]:
-    """The files of the user's functions, and of modules beside them that they import, directly or not."""
+    """The files of the user's functions, of their packages, and of modules beside them that they import."""
     pending: list[Path] = []
     for use in uses:
-        if use not in HELD and (target := resolve(use, folder)).place:
-            found = Path(target.place) if target.place.endswith(".py") else _module_file(target.place, folder)
-            pending += [found] if found is not None else []
+        if builtin_reward(use).runs != "stateful":
+            place = resolve(use, folder).place
+            pending += [Path(place)] if place.endswith(".py") else _module_files(place, folder)
     seen: set[Path] = set()
     while pending:
         path = pending.pop()
-        if path in seen or _PACKAGE in path.parents:
+        if path in seen or _PACKAGE in path.parents or path.suffix == ".pyc":
             continue
         seen.add(path)
         yield path
-        for module in _imports(path):
+        for module in _imports(path) if path.suffix == ".py" else ():
             for root in (path.parent, folder):
                 pending += [root / f"{module}.py"] if (root / f"{module}.py").is_file() else []
                 pending += (root / module).rglob("*.py") if (root / module / "__init__.py").is_file() else []
@@ -82,16 +82,14 @@ def _imports(path: Path) -> Iterator[str]:
             yield (node.module or "").partition(".")[0]
 
 
-def _module_file(name: str, folder: Path) -> Path | None:
-    """Where a module is, without importing its parents."""
-    search: Any = [str(folder), *sys.path]
-    spec = None
-    for part in name.split("."):
-        spec = PathFinder.find_spec(part, search)
-        if spec is None:
-            return None
-        search = spec.submodule_search_locations or []
-    return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+def _module_files(name: str, folder: Path) -> list[Path]:
+    """The file of a module, or all files of the package that it is in, data too; imports neither."""
+    spec = PathFinder.find_spec(name.partition(".")[0], [str(folder), *sys.path])
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [p for root in spec.submodule_search_locations for p in Path(root).rglob("*") if p.is_file()]
+    return [Path(spec.origin)] if spec.origin and Path(spec.origin).is_file() else []
 
 
 def named_files(value: Any, folder: Path) -> Iterator[Path]:

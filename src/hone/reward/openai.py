@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.reward.transport import Counts, Endpoints
+from hone.reward.transport import Counts, Endpoints, Refused, Unavailable, token_from
+
+__all__ = ["Answer", "ChatClient", "Refused", "Unavailable", "token_from"]
 
 CHAT_PATH = "/v1/chat/completions"
 MAX_REPLY_BYTES = 8 << 20

@@ -10,18 +10,21 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hone.reward.builtin import BUILTIN, HELD, POOLED
+from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
+from hone.errors import ConfigError
 from hone.reward.foreign import Unfit, adapted
 from hone.reward.signature import RewardFunction
 from hone.runtime.user_code import describe, import_module
 
 if TYPE_CHECKING:
+    from hone.config.run import RewardComponent
     from hone.reward.transport import Addresses
 
 _PATH = re.compile(r"(?P<place>.+):(?P<function>[A-Za-z_]\w*)")
@@ -36,29 +39,27 @@ class Target:
     """Where a reward function is."""
 
     place: str
-    """A .py file's absolute path, a module's name, or empty for a built-in."""
+    """A .py file's absolute path, or a module's name."""
     function: str
-
-    @property
-    def is_builtin(self) -> bool:
-        return not self.place
 
 
 def resolve(use: str, folder: Path) -> Target:
-    """Find what `use` names, without importing anything of the user's.
+    """Find what `use` names, without importing it.
 
     Args:
         folder: the run file's; a .py file is relative to it.
     Raises:
         Unusable: an unknown name or a missing file, with the nearest one that exists.
     """
-    match = _PATH.fullmatch(POOLED.get(use, use))
+    if use in BUILTIN_REWARDS:
+        path = BUILTIN_REWARDS[use].path
+    else:
+        path = use if ":" in use else registered_rewards().get(use, use)
+    match = _PATH.fullmatch(path)
     if match is None:
-        if use in BUILTIN:
-            return Target("", use)
-        builtin = (*BUILTIN, *POOLED, *HELD)
-        forms = f"Built in: {', '.join(builtin)}; your own: package.module:function or file.py:function."
-        raise Unusable(f"no reward {use!r}.{nearest(use, builtin)} {forms}")
+        named = (*BUILTIN_REWARDS, *registered_rewards())
+        forms = f"By name: {', '.join(named)}; your own: package.module:function or file.py:function."
+        raise Unusable(f"no reward {use!r}.{nearest(use, named)} {forms}")
     place, function = match["place"], match["function"]
     if not place.endswith(".py"):
         return Target(place, function)
@@ -76,9 +77,6 @@ def load(target: Target, args: Mapping[str, Any]) -> RewardFunction:
     Raises:
         Unusable: the import fails, the function is not there, or its signature does not fit.
     """
-    if target.is_builtin:
-        place, _, name = BUILTIN[target.function].partition(":")
-        target = Target(place, name)
     function = _function(_import(target.place), target)
     try:
         function = adapted(function, target.function)
@@ -88,7 +86,7 @@ def load(target: Target, args: Mapping[str, Any]) -> RewardFunction:
     return function
 
 
-def load_held(
+def load_stateful(
     name: str,
     args: Mapping[str, Any],
     *,
@@ -96,17 +94,36 @@ def load_held(
     timeout_s: float,
     services: Addresses = MappingProxyType({}),
 ) -> Any:
-    """The scorer of one of `HELD`, made of the component's args; it is not started.
+    """The scorer of a stateful built-in reward, made of the component's args; it is not started.
 
     Its `from_args` also gets the run file's `folder`, the component's `timeout_s` and the addresses of the running
     `services` by name, each if it takes them.
     Raises:
         Unusable: the args do not fit.
     """
-    module, _, scorer = HELD[name].partition(":")
+    module, _, scorer = BUILTIN_REWARDS[name].path.partition(":")
     make = getattr(importlib.import_module(module), scorer).from_args
     context = {"folder": folder, "timeout_s": timeout_s, "services": services}
     return make(args, **{name: context[name] for name in context if name in inspect.signature(make).parameters})
+
+
+def picture_of_responses(components: Sequence[RewardComponent]) -> Callable[[str, Any], bytes | None] | None:
+    """Draws a response, given its text and the row's answer, as PNG bytes; None when no component's reward draws.
+
+    Asks rewards that installed packages register; a user's own file is not imported in this process.
+    Raises:
+        ConfigError: a registered reward cannot be imported.
+    """
+    for number, component in enumerate(components):
+        if ":" in component.use or component.use in BUILTIN_REWARDS:
+            continue
+        try:
+            function = load(resolve(component.use, Path()), component.args)
+        except Unusable as error:
+            raise ConfigError([f"reward.components.{number}.use: {error}"]) from error
+        if (picture := getattr(function, "hone_picture", None)) is not None:
+            return partial(picture, **component.args)
+    return None
 
 
 def import_function(target: Target) -> Any:

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
+from hone.config.rewards import builtin_reward
 from hone.config.run import RewardComponent, RewardSection
 from hone.errors import ConfigError, RewardError
 from hone.reward.aggregate import settled, weighted_sums
-from hone.reward.builtin import HELD
 from hone.reward.pool import RewardPool, UserFunction
-from hone.reward.resolve import Unusable, load, load_held, resolve
+from hone.reward.resolve import Unusable, load, load_stateful, resolve
 from hone.reward.signature import MayScoreSample, Range, RewardFunction, check_scores, declared_range
 from hone.types import Group, Prompt, Sample, Score
 
@@ -352,11 +352,12 @@ class UnscoredBound:
 
 
 def _scorer(component: RewardComponent, folder: Path, pool: RewardPool, key: str, services: Addresses) -> Scorer:
-    if component.use in HELD:
+    runs = builtin_reward(component.use).runs
+    if runs == "stateful":
         timeout_s = component.timeout_s
-        return load_held(component.use, component.args, folder=folder, timeout_s=timeout_s, services=services)
+        return load_stateful(component.use, component.args, folder=folder, timeout_s=timeout_s, services=services)
     target = resolve(component.use, folder)
-    if target.is_builtin:
+    if runs == "in process":
         return InProcess(load(target, component.args), component.args)
     return InPool(pool, pool.add(UserFunction(target, component.args, key)), component.timeout_s)
 

@@ -10,12 +10,16 @@ verdict. Used on both sides of the process boundary, so it imports nothing heavy
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
 from typing import Any
+
+from pydantic import ValidationError
 
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Sample, Score
@@ -47,7 +51,12 @@ class Range:
 
 
 def reward(
-    *, minimum: float | None = None, maximum: float | None = None, overrun: Fault = Fault.INFRA
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    overrun: Fault = Fault.INFRA,
+    settings: Callable[..., Any] | None = None,
+    picture: Callable[..., bytes | None] | None = None,
 ) -> Callable[[RewardFunction], RewardFunction]:
     """Declare what a reward function promises.
 
@@ -57,16 +66,51 @@ def reward(
             goes without scores. MODEL: it only computes, on one response at a time, so a response that it hangs on or
             crashes over has done that, and earns the minimum. It is then called with groups of one sample, after a
             group of none: what hangs there is the row.
+        settings: a pydantic model or dataclass of the component's `args`. The function is then `f(group, settings)`,
+            and args that the class refuses with a ValueError are problems of the run file.
+        picture: `picture(text, answer, settings)` draws a response as PNG bytes for the report; None: no picture. Used
+            for rewards that an installed package registers.
     """
     if overrun is Fault.DATA or (overrun is Fault.MODEL and minimum is None):
         raise ValueError(f"overrun={overrun}: choose Fault.INFRA, or Fault.MODEL with the minimum that it earns")
 
     def declare(function: RewardFunction) -> RewardFunction:
-        function.hone_range = Range(minimum, maximum)  # type: ignore[attr-defined]
-        function.hone_overrun = overrun  # type: ignore[attr-defined]
-        return function
+        declared = _from_args(function, settings) if settings is not None else function
+        declared.hone_range = Range(minimum, maximum)  # type: ignore[attr-defined]
+        declared.hone_overrun = overrun  # type: ignore[attr-defined]
+        if settings is not None:
+            group = inspect.Parameter("group", inspect.Parameter.POSITIONAL_ONLY)
+            names = [group, *inspect.signature(settings).parameters.values()]
+            declared.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+            declared.hone_check_args = functools.partial(_check_args, settings)  # type: ignore[attr-defined]
+        if picture is not None:
+            declared.hone_picture = _from_args(picture, settings) if settings is not None else picture  # type: ignore[attr-defined]
+        return declared
 
     return declare
+
+
+def _from_args(function: Callable[..., Any], settings: Callable[..., Any]) -> Callable[..., Any]:
+    """`f(..., settings)` as `f(..., **args)`."""
+
+    @functools.wraps(function)
+    def called(*given: Any, **args: Any) -> Any:
+        return function(*given, settings(**args))
+
+    return called
+
+
+def _check_args(settings: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    """Raises ValueError with every problem of the args."""
+    try:
+        settings(**args)
+    except ValueError as error:
+        if not isinstance(error, ValidationError):
+            raise
+        problems = [
+            f"{'.'.join(map(str, e['loc'])) or 'together'}: {e['msg']} (got {e['input']!r})" for e in error.errors()
+        ]
+        raise ValueError("; ".join(problems)) from None
 
 
 def declared_range(function: RewardFunction) -> Range:

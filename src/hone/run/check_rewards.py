@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hone.config.derived import has_answers, service_uses, services_of
+from hone.config.rewards import builtin_reward
 from hone.config.run import RewardComponent, RunConfig
 from hone.data.chat import Tokenizer, UnknownCharacter
 from hone.data.prompts import PromptStream
 from hone.errors import ConfigError
-from hone.reward.builtin import BUILTIN, OF_ANSWERS, OF_SHAPE, POOLED, as_response
 from hone.reward.rewards import Rewards, component_name
 from hone.reward.transport import Address
 from hone.run.report import Findings
@@ -114,7 +114,7 @@ def checkable(config: RunConfig, services: Mapping[str, Address], findings: Find
     for component in config.reward.components:
         if component.use == "reward_model" and config.cluster.backend != "local":
             findings.not_checked.append(f"reward {component_name(component)}: its model is for the cluster's devices")
-        elif component.use in OF_SHAPE:
+        elif builtin_reward(component.use).scores_form:
             findings.not_checked.append(
                 f"reward {component_name(component)}: a gold answer alone says nothing about it"
             )
@@ -130,22 +130,22 @@ def checkable(config: RunConfig, services: Mapping[str, Address], findings: Find
 def trials_of(config: RunConfig, streams: Sequence[PromptStream], components: Sequence[RewardComponent]) -> list[Trial]:
     """The rows to try, each with what to score; without gold answers the prompts' own texts."""
     rows = [(prompt, stream.where[prompt.id]) for stream in streams for prompt in stream.rows()]
-    if any(component.use not in BUILTIN for component in components):
+    if any(builtin_reward(component.use).runs != "in process" for component in components):
         rows = rows[: max(MIN_ROWS, MAX_SAMPLES_OF_USER_REWARDS // config.rollout.group_size)]
     prompts = [prompt for prompt, _ in rows]
     if not has_answers(config):
         return [Trial(prompt, where, prompt.text, None) for prompt, where in rows]
-    use = next((component.use for component in components if component.use in OF_ANSWERS), "")
-    others = [None if answer is None else written(use, answer) for answer in answers_of_others(prompts)]
+    golds = (builtin_reward(component.use).gold for component in components)
+    gold = next((gold for gold in golds if gold is not None), lambda answer: answer)
+    others = [None if answer is None else written(gold(answer)) for answer in answers_of_others(prompts)]
     return [
-        Trial(prompt, where, written(use, prompt.answer), other)
+        Trial(prompt, where, written(gold(prompt.answer)), other)
         for (prompt, where), other in zip(rows, others, strict=True)
     ]
 
 
-def written(use: str, answer: Any) -> str:
-    """The row's answer as the policy would write it; an object or a list as JSON."""
-    response = as_response(use, answer)
+def written(response: Any) -> str:
+    """A response as text; an object or a list as JSON."""
     return json.dumps(response) if isinstance(response, dict | list) else str(response)
 
 
@@ -221,14 +221,17 @@ def sample_of(prompt: Prompt, index: int, text: str, token_ids: tuple[int, ...])
 
 def services_away(scores: Mapping[str, Score], config: RunConfig) -> list[str]:
     """What built-in rewards say that asked a service in vain: it may be started only with the run, or after this."""
-    ours = [component_name(component) for component in config.reward.components if component.use in POOLED]
+    components = [c for c in config.reward.components if ":" not in c.use and builtin_reward(c.use).runs == "in worker"]
+    ours = [component_name(component) for component in components]
     return [
         f"reward {name}: {scores[name].detail}" for name in ours if name in scores and scores[name].fault is Fault.INFRA
     ]
 
 
 def too_slow(components: Sequence[RewardComponent], num_tried: int, num_rows: int) -> str:
-    limits = ", ".join(f"{component_name(c)} {c.timeout_s:g} s" for c in components if c.use not in BUILTIN)
+    limits = ", ".join(
+        f"{component_name(c)} {c.timeout_s:g} s" for c in components if builtin_reward(c.use).runs != "in process"
+    )
     return (
         f"reward: a user function took longer than its timeout_s {MAX_TIMEOUTS} times ({limits}), so the check of "
         f"rewards stopped after {num_tried} of {num_rows} rows. Make it faster, or raise timeout_s."
@@ -265,7 +268,7 @@ def report_gold(components: Sequence[RewardComponent], results: Sequence[Judged]
         findings.figures[f"{name}: shuffled answers score"] = mean(others, "nothing")
         best = max((value for _, value in values), default=0.0)
         missed = [result.trial for result, value in values if value < best]
-        if component.use in OF_ANSWERS and missed:
+        if builtin_reward(component.use).gold and missed:
             findings.problems.append(
                 f"reward {name}: {len(missed)} of {len(results)} gold answers do not earn the full score, the first is "
                 f"{missed[0].where}: {str(missed[0].prompt.answer)[-80:]!r}. The policy could not earn it there either."
@@ -276,7 +279,11 @@ async def report_total(
     config: RunConfig, components: Sequence[RewardComponent], results: Sequence[Judged], judge: Any, findings: Findings
 ) -> None:
     """A problem when gold answers earn no more than wrong ones; most often numbers are compared with text."""
-    left_out = [c for c in config.reward.components if c.weight and c not in components and c.use not in OF_SHAPE]
+    left_out = [
+        c
+        for c in config.reward.components
+        if c.weight and c not in components and not builtin_reward(c.use).scores_form
+    ]
     gain = advantage(results)
     if left_out or gain is None or gain > 1e-9:
         return
@@ -332,7 +339,7 @@ def report_unwritable(
 ) -> None:
     """Gold answers that the policy could not write, where it has to write them: a reward compares with them."""
     lost = [trial for trial in trials if trial.gold in unwritable]
-    if lost and any(component.use in OF_ANSWERS for component in components):
+    if lost and any(builtin_reward(component.use).gold for component in components):
         findings.problems.append(
             f"the tokenizer cannot write {len(lost)} of {len(trials)} gold answers, the first is {lost[0].where}: "
             f"{unwritable[lost[0].gold]}. The policy could never give them."

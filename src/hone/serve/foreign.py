@@ -22,8 +22,6 @@ from hone.reward.wire import MAX_ITEMS, Item, ItemError, ItemResult, Message, de
 from hone.serve.problem import Problem
 from hone.serve.routing import OrNone
 
-_POSTER_PARTS = ("structure", "accuracy", "visual")
-"""Parts of the poster reward that have a field of their own in /compute_reward's answer, as its callers expect."""
 _IGNORED = "jsonl_file_path"
 _SPECIAL = (
     r"(?:<\|[^|<>\n]{1,64}\|>|<｜[^｜<>\n]{1,64}｜>|\[\|[^|\[\]\n]{1,64}\|\]"  # <|im_end|>, [|endofturn|]
@@ -130,10 +128,9 @@ class ComputeRequest(Foreign):
 
 
 def flat_result(result: ItemResult) -> dict[str, Any]:
-    """A result of `/compute_reward`: the score, each component's as `<name>_score`, and what it is made of."""
-    parts = {name: part.score for name, part in result.components.items()}
-    for component in result.components.values():
-        parts |= {name: component.metrics[name] for name in _POSTER_PARTS if name in component.metrics}
+    """A result of `/compute_reward`: the score, and each component's score and metrics as `<name>_score`."""
+    parts = {name: value for part in result.components.values() for name, value in part.metrics.items()}
+    parts |= {name: part.score for name, part in result.components.items()}
     error = None if result.error is None else f"{result.error.fault} fault: {result.error.detail}"
     return {
         "id": result.id,

@@ -17,7 +17,6 @@ from pydantic import field_validator
 
 from hone.config.run import Section, key
 from hone.reward.rules.answer import after_reasoning, last_boxed, last_tagged
-from hone.reward.rules.settings import takes
 from hone.reward.signature import all_faulty, reward
 from hone.types import Fault, Group, Score
 
@@ -45,8 +44,7 @@ class ChoiceSettings(Section):
         return letters
 
 
-@reward(minimum=0.0, maximum=1.0)
-@takes(ChoiceSettings)
+@reward(minimum=0.0, maximum=1.0, settings=ChoiceSettings)
 def choice(group: Group, settings: ChoiceSettings) -> list[Score] | tuple[Score, ...]:
     """1 for the right option, 0 for another one or none."""
     try:

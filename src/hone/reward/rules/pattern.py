@@ -14,7 +14,6 @@ from pydantic import field_validator
 
 from hone.config.run import Section, key
 from hone.reward.rules.answer import after_reasoning
-from hone.reward.rules.settings import takes
 from hone.reward.signature import all_faulty, reward
 from hone.types import Fault, Group
 
@@ -41,8 +40,7 @@ class PatternSettings(Section):
         return pattern
 
 
-@reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
-@takes(PatternSettings)
+@reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL, settings=PatternSettings)
 def regex(group: Group, settings: PatternSettings) -> list[float] | tuple:
     """1 for a match, 0 without one."""
     pattern = re.compile(settings.pattern)

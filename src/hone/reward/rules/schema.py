@@ -21,7 +21,6 @@ from referencing.exceptions import Unresolvable
 
 from hone.config.run import Section, key
 from hone.reward.rules.answer import after_reasoning
-from hone.reward.rules.settings import takes
 from hone.reward.signature import all_faulty, reward
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Score
@@ -74,8 +73,7 @@ class SchemaSettings(Section):
         return self
 
 
-@reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
-@takes(SchemaSettings)
+@reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL, settings=SchemaSettings)
 def json_schema(group: Group, settings: SchemaSettings) -> list[Score] | tuple[Score, ...]:
     """1 for JSON that the schema allows, 0 for other JSON or none."""
     schema = settings.schema_ if settings.column is None else group.prompt.columns.get(settings.column)

@@ -8,7 +8,6 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from hone.config.run import Section, key
-from hone.reward.rules.settings import takes
 from hone.reward.signature import reward
 from hone.types import Fault, Group, Sample, Score
 
@@ -44,8 +43,7 @@ class LengthSettings(Section):
         return min(1.0, abs(num_tokens - self.target_tokens) / self.tolerance_tokens)
 
 
-@reward(minimum=-1.0, maximum=0.0)
-@takes(LengthSettings)
+@reward(minimum=-1.0, maximum=0.0, settings=LengthSettings)
 def length(group: Group, settings: LengthSettings) -> list[Score]:
     """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), or a distance from a target."""
     return [_length_score(sample, settings) for sample in group.samples]
@@ -68,8 +66,7 @@ class RepetitionSettings(Section):
     """What a run is made of: `characters` for scripts without spaces."""
 
 
-@reward(minimum=-1.0, maximum=0.0)
-@takes(RepetitionSettings)
+@reward(minimum=-1.0, maximum=0.0, settings=RepetitionSettings)
 def repetition(group: Group, settings: RepetitionSettings) -> list[float]:
     """Minus the share of n-grams that were there before (arXiv:2502.03373, appendix C.2); 0 for shorter responses."""
     return [0.0 - _repeated(_units(sample.text, settings), settings.ngram) for sample in group.samples]

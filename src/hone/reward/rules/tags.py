@@ -14,7 +14,6 @@ from pydantic import field_validator
 
 from hone.config.run import Section, key
 from hone.reward.rules.answer import BOX, last_boxed
-from hone.reward.rules.settings import takes
 from hone.reward.signature import reward
 from hone.types import Group
 
@@ -40,15 +39,13 @@ class TagSettings(Section):
         return tags
 
 
-@reward(minimum=0.0, maximum=1.0)
-@takes(TagSettings)
+@reward(minimum=0.0, maximum=1.0, settings=TagSettings)
 def format(group: Group, settings: TagSettings) -> list[float]:
     """1 when the response is its sections, none of them empty; else 0."""
     return [float(sections(sample.text, settings) is not None) for sample in group.samples]
 
 
-@reward(minimum=-0.5, maximum=1.0)
-@takes(TagSettings)
+@reward(minimum=-0.5, maximum=1.0, settings=TagSettings)
 def strict_format(group: Group, settings: TagSettings) -> list[float]:
     r"""1 when the last section also has the response's one `\boxed{}`; else -0.5."""
     return [1.0 if is_strict(sample.text, settings) else -0.5 for sample in group.samples]

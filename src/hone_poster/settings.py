@@ -1,15 +1,17 @@
-"""The arguments of the poster reward, as a run file gives them, checked before anything is scored."""
+"""Arguments of the poster reward, as given in a run file."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hone.reward.poster.parse import Geometry, MultiObject
-from hone.reward.poster.visual import VisualScorer, visual_scorer
+from hone_poster.parse import Geometry, MultiObject
+from hone_poster.visual import VisualScorer, visual_scorer
 
 PICTURE_PX = (512, 1024)
 """Bounds of the longer side of rendered posters."""
@@ -18,27 +20,27 @@ OnMissing = Literal["unscore", "group_renormalize", "fail"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The arguments of the reward, checked. Raises ValueError for what makes no sense."""
+class PosterSettings:
+    """The arguments of the reward. Raises ValueError for invalid ones."""
 
     structure_weight: float = 0.4
     accuracy_weight: float = 0.4
     visual_weight: float = 0.2
     visual: str = "heuristic_v1"
-    """heuristic_v1, visualquality_r1, none or constant; see `visual`."""
+    """heuristic_v1, visualquality_r1, none or constant; see `visual.py`."""
     visual_args: Mapping[str, Any] = field(default_factory=dict)
     on_component_missing: OnMissing = "unscore"
-    """When the visual score of a poster cannot be had: leave that sample without a reward, drop the component for the
-    whole group, or leave the whole group without rewards."""
+    """If the visual score of a poster fails: leave that sample without a reward, drop the component for the whole
+    group, or leave the whole group without rewards."""
     geometry: Geometry = "xywh"
     """Keys of a layer's box: x, y, width, height; or left, top, right, bottom."""
     multi_object: MultiObject = "reject"
-    """A response with several posters is none, or is its last one."""
+    """A response with several posters: reject it, or take the last one."""
     ignore_case: bool = False
     picture_px: int = 512
     """Longer side of the rendered poster."""
     image_root: str | None = None
-    """The only folder that pictures are read from."""
+    """The only folder that picture files are read from."""
 
     def __post_init__(self) -> None:
         weights = (self.structure_weight, self.accuracy_weight, self.visual_weight)
@@ -52,38 +54,37 @@ class Settings:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; choose one of {', '.join(get_args(allowed))}")
         if not PICTURE_PX[0] <= self.picture_px <= PICTURE_PX[1]:
             raise ValueError(f"picture_px: got {self.picture_px}; must be {PICTURE_PX[0]} to {PICTURE_PX[1]}")
+        if abs(sum(weights) - 1) > 1e-9 or self.scorer is None:
+            shares = ", ".join(f"{weight:.3f}" for weight in self.weights)
+            _print_once(f"poster: weights normalised to {shares} (structure, accuracy, visual)")
 
     @property
     def folder(self) -> Path | None:
         return Path(self.image_root) if self.image_root is not None else None
 
+    @cached_property
+    def scorer(self) -> VisualScorer | None:
+        """The visual scorer; raises ValueError if there is none of this name, or its arguments do not fit."""
+        return visual_scorer(self.visual, self.visual_args)
 
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Settings, with the scorer that they name and the weights as they are used."""
+    @property
+    def scorer_name(self) -> str:
+        return f"visual: {self.scorer.model if self.scorer is not None else 'none'}"
 
-    settings: Settings
-    scorer: VisualScorer | None
-    weights: tuple[float, float, float]
-    """Of structure, accuracy and looks; they add up to 1, and nothing weighs looks that nobody judges."""
-
-    @classmethod
-    def of(cls, args: Mapping[str, Any]) -> Judge:
-        """Raises ValueError for arguments that make no sense, TypeError for unknown ones."""
-        settings = Settings(**args)
-        scorer = visual_scorer(settings.visual, settings.visual_args)
-        visual = settings.visual_weight if scorer is not None else 0.0
-        total = settings.structure_weight + settings.accuracy_weight + visual
-        weights = (settings.structure_weight / total, settings.accuracy_weight / total, visual / total)
-        return cls(settings, scorer, weights)
+    @cached_property
+    def weights(self) -> tuple[float, float, float]:
+        """Of structure, accuracy and looks, with a sum of 1; looks without a scorer have none."""
+        visual = self.visual_weight if self.scorer is not None else 0.0
+        total = self.structure_weight + self.accuracy_weight + visual
+        return (self.structure_weight / total, self.accuracy_weight / total, visual / total)
 
     @property
     def weights_without_looks(self) -> tuple[float, float, float]:
-        """The same, when looks are to count for nobody."""
+        """The weights if the visual score is dropped."""
         rest = self.weights[0] + self.weights[1]
         return (self.weights[0] / rest, self.weights[1] / rest, 0.0)
 
-    @property
-    def name(self) -> str:
-        """Who judged the looks, for people."""
-        return f"visual: {self.scorer.model if self.scorer is not None else 'none'}"
+
+@cache
+def _print_once(message: str) -> None:
+    print(message, file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Who says how a poster looks: the local lint, a vision-language model behind an endpoint, or nobody.
+"""Visual scorers of posters: the local lint, a vision-language model behind an endpoint, or none.
 
-A scorer that could not do its work says so with a fault; it never makes a number up. Each names itself, so that a
-run with the local lint cannot be taken for one with a model.
+A scorer that fails returns a fault, never a number. Each states its name in the results, so that a run with the local
+lint cannot be mistaken for one with a model.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hone.reward.poster.lint import PARTS, lint, lint_score
-from hone.reward.poster.parse import Poster
-from hone.reward.poster.render import Rendering
-from hone.reward.poster.visualquality import NoRating, VisualQuality
+from hone_poster.lint import PARTS, lint, lint_score
+from hone_poster.parse import Poster
+from hone_poster.render import Rendering
+from hone_poster.visualquality import NoRating, VisualQuality
 
 
 @dataclass(frozen=True, slots=True)
 class VisualResult:
-    """A verdict on one picture."""
+    """The visual score of one picture."""
 
     score: float | None
-    """In [0, 1]; None: it could not be had."""
+    """In [0, 1]; None: the scorer failed."""
     fault: str = ""
-    """Why not."""
+    """Why it failed."""
     answered: bool = False
-    """What judges answered, but gave none: if it gives others a score, this picture broke it."""
+    """The model answered, without a rating: if it rates other posters of the group, the picture is at fault."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What the score is made of, by the scorer's `part_names`."""
+    """Parts of the score, by the scorer's `part_names`."""
 
 
 class VisualScorer(Protocol):
@@ -36,7 +36,7 @@ class VisualScorer(Protocol):
 
     @property
     def model(self) -> str:
-        """What judged: named in every result."""
+        """Name of the scorer and its model, part of every result."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class VisualScorer(Protocol):
         ...
 
 
-class Heuristic:
+class HeuristicScorer:
     """The local default: a lint of the picture, see `lint`."""
 
     model = "heuristic_v1"
@@ -60,8 +60,8 @@ class Heuristic:
         return [VisualResult(lint_score(found), parts=found) for found in parts]
 
 
-class Constant:
-    """One score for every poster, for tests; without a value, a scorer that always fails."""
+class ConstantScorer:
+    """One score for every poster, for tests; fails for every poster if the value is None."""
 
     model = "constant"
     part_names = ()
@@ -75,8 +75,8 @@ class Constant:
         return [self.result] * len(posters)
 
 
-class Endpoint:
-    """VisualQuality-R1, or a model that answers like it, behind an OpenAI-compatible endpoint."""
+class EndpointScorer:
+    """VisualQuality-R1, or a model with the same answer format, behind an OpenAI-compatible endpoint."""
 
     part_names = ()
 
@@ -96,7 +96,7 @@ def visual_scorer(name: str, args: Mapping[str, Any]) -> VisualScorer | None:
     """The scorer that a run file names; None for `none`.
 
     Raises:
-        ValueError: no scorer of this name, or arguments that it does not take.
+        ValueError: no scorer of this name, or arguments that do not fit it.
     """
     if name not in _SCORERS:
         raise ValueError(f"visual: no scorer {name!r}; there is {', '.join(_SCORERS)}")
@@ -108,14 +108,10 @@ def visual_scorer(name: str, args: Mapping[str, Any]) -> VisualScorer | None:
     return make(**args)
 
 
-def _nobody() -> None:
-    return None
-
-
 _SCORERS: dict[str, tuple[Callable[..., VisualScorer | None], Callable[..., Any]]] = {
-    "heuristic_v1": (Heuristic, Heuristic),
-    "visualquality_r1": (Endpoint, VisualQuality),
-    "constant": (Constant, Constant),
-    "none": (_nobody, _nobody),
+    "heuristic_v1": (HeuristicScorer, HeuristicScorer),
+    "visualquality_r1": (EndpointScorer, VisualQuality),
+    "constant": (ConstantScorer, ConstantScorer),
+    "none": (lambda: None, lambda: None),
 }
-"""Name -> what makes the scorer, and whose arguments it takes."""
+"""Name -> the scorer's class, and the callable whose signature its arguments must fit."""

@@ -1,6 +1,6 @@
-"""What the poster reward gives to a good poster made worse step by step; written into docs/rewards.md.
+"""Scores of a good poster made worse step by step, written into docs/rewards.md.
 
-python -m hone.reward.poster.table [PAGE]          rewrites the table of the page (default: that one)
+python -m hone_poster.table [PAGE]          rewrites the table of the page (default: that one)
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.reward.poster import judge_of
-from hone.reward.poster.scoring import score_posters
-from hone.types import Score
+from hone.reward import Score
+from hone_poster.scoring import score_posters
+from hone_poster.settings import PosterSettings
 
 PAGE = Path("docs/rewards.md")
-BEGIN, END = "<!-- table: python -m hone.reward.poster.table -->\n", "<!-- end of table -->\n"
+BEGIN, END = "<!-- table: python -m hone_poster.table -->\n", "<!-- end of table -->\n"
 
 INK = "#7c2d12"
 GROUND_TRUTH: dict[str, Any] = {
@@ -39,7 +39,7 @@ Layers = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A series of ever worse posters, of which this is one."""
 
     series: str
@@ -47,10 +47,10 @@ class Row:
     response: str
 
 
-def rows() -> list[Row]:
+def rows() -> list[TableRow]:
     """The table's posters; within a series each is worse than the one before."""
     return [
-        Row("", "equal to the ground truth", _response(lambda layers: layers)),
+        TableRow("", "equal to the ground truth", _response(lambda layers: layers)),
         *_series("every layer moved right, px", (1, 24, 60, 120, 300), _moved),
         *_series("texts left out", (1, 2, 3), _dropped),
         *_series("every layer given several times", (2, 4, 8), lambda layers, n: layers * n),
@@ -60,18 +60,18 @@ def rows() -> list[Row]:
         *_series("texts covered by a box", (1, 2, 3), _covered),
         *_series("texts fading, opacity in %", (30, 10, 0), lambda layers, n: _on_texts(layers, {"opacity": n / 100})),
         *_series("font size of all texts, px", (5, 2, 0), lambda layers, n: _on_texts(layers, {"font_size": n})),
-        Row("", "layers stacked in the opposite order", _response(lambda layers: layers[::-1])),
-        Row("", "every box as large as the canvas", _response(_full_canvas)),
-        Row("", "one large word", _response(lambda layers: _full_canvas([layers[2] | {"text": "HI"}]))),
-        Row("", "no layer", '{"layers": []}'),
-        Row("", "the ground truth twice", _response(lambda layers: layers) * 2),
-        Row("", "prose", "A poster with a large title, a picture and the date."),
+        TableRow("", "layers stacked in the opposite order", _response(lambda layers: layers[::-1])),
+        TableRow("", "every box as large as the canvas", _response(_full_canvas)),
+        TableRow("", "one large word", _response(lambda layers: _full_canvas([layers[2] | {"text": "HI"}]))),
+        TableRow("", "no layer", '{"layers": []}'),
+        TableRow("", "the ground truth twice", _response(lambda layers: layers) * 2),
+        TableRow("", "prose", "A poster with a large title, a picture and the date."),
     ]  # fmt: skip
 
 
 def score(responses: Iterable[str]) -> list[Score]:
     """Scores of responses to the table's task, with the default settings."""
-    return asyncio.run(score_posters(list(responses), GROUND_TRUTH, judge_of({})))
+    return asyncio.run(score_posters(list(responses), GROUND_TRUTH, PosterSettings()))
 
 
 def table() -> str:
@@ -102,8 +102,8 @@ def _response(change: Callable[[Layers], Layers]) -> str:
     return json.dumps({"layers": change(copy.deepcopy(GROUND_TRUTH["layers"]))})
 
 
-def _series(name: str, steps: Iterable[int], change: Callable[[Layers, int], Layers]) -> list[Row]:
-    return [Row(name, str(step), _response(lambda layers, step=step: change(layers, step))) for step in steps]
+def _series(name: str, steps: Iterable[int], change: Callable[[Layers, int], Layers]) -> list[TableRow]:
+    return [TableRow(name, str(step), _response(lambda layers, step=step: change(layers, step))) for step in steps]
 
 
 def _moved(layers: Layers, pixels: int) -> Layers:

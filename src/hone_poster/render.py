@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageDraw
 
-from hone.reward.poster.fonts import advance, font
-from hone.reward.poster.parse import Color, Layer, Poster
-from hone.reward.poster.typeset import MAX_TYPESET, Block, Run, typeset
+from hone_poster.fonts import advance, font
+from hone_poster.parse import Color, Poster, PosterLayer
+from hone_poster.typeset import MAX_TYPESET, GlyphRun, TextBlock, typeset
 
 MIN_CONTRAST = 1.5
 """WCAG contrast ratio below which a text cannot be seen."""
@@ -107,7 +107,7 @@ class _Drawing:
         self.pictured = np.zeros((self.height, self.width), bool)
 
     def render(self) -> Rendering:
-        drawn: list[tuple[int, Block, _Under, Image.Image]] = []
+        drawn: list[tuple[int, TextBlock, _Under, Image.Image]] = []
         for number, layer in enumerate(self.poster.layers):
             self.box(layer)
             if layer.text.strip():
@@ -138,10 +138,10 @@ class _Drawing:
             min(self.height, max(0, round(bottom))),
         )
 
-    def layer_box(self, layer: Layer) -> Box:
+    def layer_box(self, layer: PosterLayer) -> Box:
         return self.clip(corners_of(layer, self.scale))
 
-    def box(self, layer: Layer) -> None:
+    def box(self, layer: PosterLayer) -> None:
         """Fill a layer's box, or draw its picture."""
         left, top, right, bottom = box = self.layer_box(layer)
         if right <= left or bottom <= top or layer.opacity == 0:
@@ -156,7 +156,7 @@ class _Drawing:
         if is_opaque(layer):
             self.pictured[top:bottom, left:right] = False
 
-    def picture(self, layer: Layer, box: Box) -> None:
+    def picture(self, layer: PosterLayer, box: Box) -> None:
         left, top, right, bottom = box
         found = self.find_picture(layer)
         if found is not None:
@@ -176,7 +176,7 @@ class _Drawing:
         if is_opaque(layer):
             self.pictured[top:bottom, left:right] = True
 
-    def part_of(self, picture: Image.Image, layer: Layer, box: Box) -> tuple[float, float, float, float]:
+    def part_of(self, picture: Image.Image, layer: PosterLayer, box: Box) -> tuple[float, float, float, float]:
         """Which part of a picture that fills a layer falls into a box of the canvas: only that much is ever scaled."""
         across = picture.width / (layer.width * self.scale)
         down = picture.height / (layer.height * self.scale)
@@ -186,7 +186,7 @@ class _Drawing:
         left, top = min(max(left, 0.0), picture.width - 1e-3), min(max(top, 0.0), picture.height - 1e-3)
         return (left, top, max(left + 1e-3, min(right, picture.width)), max(top + 1e-3, min(bottom, picture.height)))
 
-    def find_picture(self, layer: Layer) -> Image.Image | None:
+    def find_picture(self, layer: PosterLayer) -> Image.Image | None:
         """The picture that the ground truth gives a handle for; no path in a response is ever opened."""
         name = self.images.get(layer.image) if layer.image is not None else None
         if name is None or self.image_root is None:
@@ -199,7 +199,7 @@ class _Drawing:
         else:
             self.image.paste(picture, box, Image.new("L", picture.size, round(255 * opacity)))
 
-    def look_under(self, layer: Layer, block: Block) -> _Under:
+    def look_under(self, layer: PosterLayer, block: TextBlock) -> _Under:
         """What lies under a text that is about to be drawn."""
         left, top, right, bottom = self.clip(block.box)
         if right <= left or bottom <= top:
@@ -211,7 +211,7 @@ class _Drawing:
         pictured = float(self.pictured[top:bottom, left:right].mean()) if layer.opacity >= 0.5 else 0.0
         return _Under(color, _steepness(gray), pictured)
 
-    def text(self, layer: Layer, block: Block, under: _Under) -> None:
+    def text(self, layer: PosterLayer, block: TextBlock, under: _Under) -> None:
         if layer.opacity == 0 or not self.is_drawable(block):
             return
         target = Image.new("L", self.image.size) if layer.opacity < 1 else self.image
@@ -224,11 +224,11 @@ class _Drawing:
         if target is not self.image:
             self.image.paste(under.color, (0, 0), target)
 
-    def is_drawable(self, block: Block) -> bool:
+    def is_drawable(self, block: TextBlock) -> bool:
         """Text larger than the canvas is not drawn: its glyphs would cost memory without bound, to show an edge."""
         return 0 < block.size <= max(self.width, self.height)
 
-    def within(self, run: Run, size: float) -> tuple[str, float]:
+    def within(self, run: GlyphRun, size: float) -> tuple[str, float]:
         """The characters of a run that touch the picture, and where they start: Pillow would draw the rest as well."""
         x, first, start, last = run.x, None, run.x, 0
         for place, character in enumerate(run.text):
@@ -239,7 +239,7 @@ class _Drawing:
             x = after
         return run.text[first or 0 : last], start
 
-    def covered(self, texts: Sequence[tuple[int, Block]]) -> tuple[list[float], list[float]]:
+    def covered(self, texts: Sequence[tuple[int, TextBlock]]) -> tuple[list[float], list[float]]:
         """For each text the share of its area that what was drawn after it hides: opaque boxes, and other texts. And
         for each layer the share of its box that opaque boxes leave to be seen."""
         hidden: dict[int, float] = {}
@@ -270,12 +270,12 @@ class _Drawing:
         height = max(0.0, min(bottom, self.height) - max(top, 0.0))
         return min(1.0, width * height / area) if area > 0 else 0.0
 
-    def around(self, block: Block) -> Box:
+    def around(self, block: TextBlock) -> Box:
         """A text's part of the picture, with a rim that no glyph fills."""
         left, top, right, bottom = block.box
         return self.clip((left - RIM_PX, top - RIM_PX, right + RIM_PX, bottom + RIM_PX))
 
-    def contrast(self, block: Block, glyphs: Image.Image) -> float:
+    def contrast(self, block: TextBlock, glyphs: Image.Image) -> float:
         """Of a text's glyphs to the pixels around them, in the picture as it is now.
 
         Args:
@@ -290,7 +290,7 @@ class _Drawing:
         ink_mean, ground_mean = (part.reshape(-1) @ area / part.sum() for part in (ink, ground))
         return contrast_ratio(ink_mean, ground_mean)
 
-    def visible(self, block: Block, contrast: float, pictured: float, covered: float) -> float:
+    def visible(self, block: TextBlock, contrast: float, pictured: float, covered: float) -> float:
         if not self.is_drawable(block) or (contrast < MIN_CONTRAST and pictured < 0.5):
             return 0.0
         legible = min(1.0, block.size / (LEGIBLE_FRAC * max(self.width, self.height)))
@@ -307,12 +307,12 @@ class _Under:
     """Share of its area with a picture of unknown colours on top, where contrast says nothing; 0 if it is faint."""
 
 
-def corners_of(layer: Layer, scale: float) -> list[float]:
+def corners_of(layer: PosterLayer, scale: float) -> list[float]:
     """Left, top, right and bottom of a layer, in pixels drawn."""
     return [scale * corner for corner in (layer.x, layer.y, layer.x + layer.width, layer.y + layer.height)]
 
 
-def fill_of(layer: Layer) -> Color | None:
+def fill_of(layer: PosterLayer) -> Color | None:
     """The colour of a layer's box; None when it has none."""
     if layer.fill is not None:
         return layer.fill
@@ -321,7 +321,7 @@ def fill_of(layer: Layer) -> Color | None:
     return _SHAPE_FILL if layer.kind in SHAPES else None
 
 
-def is_opaque(layer: Layer) -> bool:
+def is_opaque(layer: PosterLayer) -> bool:
     """Whether a layer's box hides what is under it."""
     return layer.opacity >= OPAQUE and (layer.kind in PICTURES or fill_of(layer) is not None)
 

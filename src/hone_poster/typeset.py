@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hone.reward.poster.fonts import advance, face_of
-from hone.reward.poster.parse import Layer
+from hone_poster.fonts import advance, face_of
+from hone_poster.parse import PosterLayer
 
 LINE_HEIGHT = 1.2
 """Distance of two baselines, as a fraction of the font's size."""
@@ -34,7 +34,7 @@ _TOKEN = re.compile(r"\n|[ \t]+|[\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7ff\uf900-\
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class GlyphRun:
     """Characters of one face that are drawn together."""
 
     text: str
@@ -44,10 +44,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TextBlock:
     """A set text; lengths in the unit of its box."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[GlyphRun, ...]
     size: float
     """0 when there is nothing to draw."""
     fit: float
@@ -56,7 +56,7 @@ class Block:
     """Left, top, right and bottom of the characters; without area when there are none."""
 
 
-def typeset(layer: Layer, scale: float, *, padded: bool = False, max_characters: int = MAX_TYPESET) -> Block:
+def typeset(layer: PosterLayer, scale: float, *, padded: bool = False, max_characters: int = MAX_TYPESET) -> TextBlock:
     """Set a layer's text in its box, centred in height.
 
     Args:
@@ -71,7 +71,7 @@ def typeset(layer: Layer, scale: float, *, padded: bool = False, max_characters:
     lines = _wrap(tokens, width / size) if size > 0 else []
     shown = lines[: _room(size, height)]
     if not shown:
-        return Block((), 0.0, 0.0, (left, top, left, top))
+        return TextBlock((), 0.0, 0.0, (left, top, left, top))
     num_characters = sum(not character.isspace() for character in layer.text)
     fit = sum(len(line.text.replace(" ", "")) for line in shown) / max(1, num_characters)
     y = top + (height - len(shown) * LINE_HEIGHT * size) / 2
@@ -83,24 +83,24 @@ def typeset(layer: Layer, scale: float, *, padded: bool = False, max_characters:
     ]
     right = max(x + line.width * size for line, x in zip(shown, starts, strict=True))
     bottom = y + (EM_TOP + 1 + (len(shown) - 1) * LINE_HEIGHT) * size
-    return Block(tuple(runs), size, min(1.0, fit), (min(starts), y + EM_TOP * size, right, bottom))
+    return TextBlock(tuple(runs), size, min(1.0, fit), (min(starts), y + EM_TOP * size, right, bottom))
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Word:
     """A token or a line; its width is a fraction of the font's size."""
 
     text: str
     width: float
 
 
-def _piece(text: str) -> _Piece:
+def _piece(text: str) -> _Word:
     if text.isspace() and text != "\n":
         text = " "
-    return _Piece(text, sum(map(advance, text)) if text != "\n" else 0.0)
+    return _Word(text, sum(map(advance, text)) if text != "\n" else 0.0)
 
 
-def _largest_size(tokens: Sequence[_Piece], width: float, height: float) -> float:
+def _largest_size(tokens: Sequence[_Word], width: float, height: float) -> float:
     """The largest size at which every line fits whole and no word is broken."""
     widest_word = max((token.width for token in tokens), default=0.0)
     low, high = 0.0, min(height / LINE_HEIGHT, width / max(widest_word, 1e-3))
@@ -112,7 +112,7 @@ def _largest_size(tokens: Sequence[_Piece], width: float, height: float) -> floa
     return low
 
 
-def _needs(tokens: Sequence[_Piece], width: float, size: float) -> float:
+def _needs(tokens: Sequence[_Word], width: float, size: float) -> float:
     """Height that a text takes at a size; a little less, so that rounding does not count."""
     return len(_wrap(tokens, width / size)) * LINE_HEIGHT * size * (1 - 1e-9)
 
@@ -124,9 +124,9 @@ def _room(size: float, height: float) -> int:
     return 1 + int((TIGHT * height - size) / (LINE_HEIGHT * size))
 
 
-def _wrap(tokens: Sequence[_Piece], width: float) -> list[_Piece]:
+def _wrap(tokens: Sequence[_Word], width: float) -> list[_Word]:
     """Lines no wider than `width`, a multiple of the font's size; one character has a line even if it is wider."""
-    lines: list[_Piece] = []
+    lines: list[_Word] = []
     text, used = "", 0.0
     for token in tokens:
         if token.text == "\n" or (text and used + token.width > width and token.text != " "):
@@ -144,7 +144,7 @@ def _wrap(tokens: Sequence[_Piece], width: float) -> list[_Piece]:
     return lines
 
 
-def _parts(token: _Piece, width: float) -> Iterator[_Piece]:
+def _parts(token: _Word, width: float) -> Iterator[_Word]:
     """A token, in pieces when it is too wide for a line of its own."""
     if token.width <= width or len(token.text) == 1:
         yield token
@@ -153,29 +153,29 @@ def _parts(token: _Piece, width: float) -> Iterator[_Piece]:
     for character in token.text:
         step = advance(character)
         if text and used + step > width:
-            yield _Piece(text, used)
+            yield _Word(text, used)
             text, used = "", 0.0
         text, used = text + character, used + step
-    yield _Piece(text, used)
+    yield _Word(text, used)
 
 
-def _stripped(text: str, width: float) -> _Piece:
-    return _Piece(text[:-1], width - advance(" ")) if text.endswith(" ") else _Piece(text, width)
+def _stripped(text: str, width: float) -> _Word:
+    return _Word(text[:-1], width - advance(" ")) if text.endswith(" ") else _Word(text, width)
 
 
 def _indent(align: str) -> float:
     return {"left": 0.0, "center": 0.5, "right": 1.0}[align]
 
 
-def _runs(text: str, x: float, baseline: float, size: float) -> Iterator[Run]:
+def _runs(text: str, x: float, baseline: float, size: float) -> Iterator[GlyphRun]:
     """A line, cut where the face changes."""
     run, face = "", 0
     for character in text:
         other = face if character == " " else face_of(character)
         if run and other != face:
-            yield Run(run, face, x, baseline)
+            yield GlyphRun(run, face, x, baseline)
             x += sum(map(advance, run)) * size
             run = ""
         run, face = run + character, other
     if run:
-        yield Run(run, face, x, baseline)
+        yield GlyphRun(run, face, x, baseline)

@@ -48,7 +48,7 @@ class BadGroundTruth(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class PosterLayer:
     """One box of a poster; lengths in canvas pixels."""
 
     kind: str
@@ -76,7 +76,7 @@ class Poster:
 
     width: float
     height: float
-    layers: tuple[Layer, ...]
+    layers: tuple[PosterLayer, ...]
     malformed_texts: tuple[str, ...] = ()
     """One for each layer without a usable box, its text or "": it can be neither matched nor seen, but counts."""
     images: Mapping[str, str] = field(default_factory=dict)
@@ -175,7 +175,7 @@ def _poster_objects(text: str) -> Iterator[dict[str, Any]]:
         opening = _OPENING.search(text, end)
 
 
-def _layers(poster: Mapping[str, Any], geometry: Geometry) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
+def _layers(poster: Mapping[str, Any], geometry: Geometry) -> tuple[tuple[PosterLayer, ...], tuple[str, ...]]:
     """Valid layers, and the texts of malformed ones. Raises NotAPoster when there is no list, or one too long."""
     listed = poster.get("layers")
     if not isinstance(listed, list):
@@ -187,7 +187,7 @@ def _layers(poster: Mapping[str, Any], geometry: Geometry) -> tuple[tuple[Layer,
     return tuple([layer for layer in layers if layer is not None]), tuple(malformed)
 
 
-def _layer(found: Any, geometry: Geometry) -> Layer | None:
+def _layer(found: Any, geometry: Geometry) -> PosterLayer | None:
     """A layer; None when its box is unusable: a missing or non-finite number, a string, no area."""
     if not isinstance(found, dict):
         return None
@@ -202,7 +202,7 @@ def _layer(found: Any, geometry: Geometry) -> Layer | None:
     kind = found.get("type")
     opacity = _number(found.get("opacity"))
     align = found.get("align")
-    return Layer(
+    return PosterLayer(
         kind=kind.strip().lower() if isinstance(kind, str) else "",
         x=x, y=y, width=width, height=height,  # type: ignore[arg-type]
         text=_text(found),

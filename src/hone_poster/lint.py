@@ -20,8 +20,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.reward.poster.parse import Layer, Poster
-from hone.reward.poster.render import LEGIBLE_FRAC, PICTURES, SHAPES, Rendering
+from hone_poster.parse import Poster, PosterLayer
+from hone_poster.render import LEGIBLE_FRAC, PICTURES, SHAPES, Rendering
 
 Array = NDArray[np.float64]
 
@@ -131,12 +131,12 @@ def misalignment(boxes_N4: Array) -> float:
     return float(np.mean(-np.log1p(-np.minimum(apart_NN.min(-1), 1 - 1e-9))))
 
 
-def _boxes(layers: list[Layer], poster: Poster) -> Array:
+def _boxes(layers: list[PosterLayer], poster: Poster) -> Array:
     boxes = np.array([(layer.x, layer.y, layer.width, layer.height) for layer in layers], np.float64).reshape(-1, 4)
     return boxes / (poster.width, poster.height, poster.width, poster.height)
 
 
-def _is_ground(layer: Layer, poster: Poster) -> bool:
+def _is_ground(layer: PosterLayer, poster: Poster) -> bool:
     """Whether other elements are meant to lie on it."""
     if layer.kind == "background" or (layer.kind in SHAPES and not layer.text):
         return True

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from hone.reward.poster.parse import Poster
+from hone_poster.parse import Poster
 
 Array = NDArray[np.float64]
 

@@ -13,8 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hone.reward.openai import Answer, ChatClient
-from hone.reward.transport import Refused, Unavailable, token_from
+from hone.reward.openai import Answer, ChatClient, Refused, Unavailable, token_from
 
 PROMPT = (
     "You are doing the image quality assessment task. Here is the question: "

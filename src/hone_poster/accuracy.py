@@ -22,8 +22,8 @@ from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 from scipy.optimize import linear_sum_assignment
 
-from hone.reward.poster.parse import Layer, Poster
-from hone.reward.poster.render import Rendering
+from hone_poster.parse import Poster, PosterLayer
+from hone_poster.render import Rendering
 
 NO_TEXT_SCALE = 40
 """Characters too many that cost a factor of e when the ground truth has no text at all."""
@@ -34,7 +34,7 @@ class Text:
     """A text of a poster, normalised."""
 
     text: str
-    layer: Layer
+    layer: PosterLayer
     visible: float
 
 
@@ -117,6 +117,6 @@ def _read_aloud(texts: Sequence[Text]) -> str:
     return re.sub(" +", " ", " ".join(spoken))
 
 
-def _share_a_row(one: Layer, other: Layer) -> bool:
+def _share_a_row(one: PosterLayer, other: PosterLayer) -> bool:
     shared = min(one.y + one.height, other.y + other.height) - max(one.y, other.y)
     return one is other or shared >= min(one.height, other.height) / 2
