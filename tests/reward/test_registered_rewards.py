@@ -54,7 +54,7 @@ def installed(tmp_path, monkeypatch):
     (package / "__init__.py").write_text(PLUGIN)
     (package / "words.py").write_text("def count(text):\n    return len(text.split())\n")
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin-of-tests\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[hone.rewards]\nshort_words = plugin_of_tests:short\n")
+    (metadata / "entry_points.txt").write_text("[hone.reward]\nshort_words = plugin_of_tests:short\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "run.yaml").write_text("{}\n")

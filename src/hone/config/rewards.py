@@ -1,4 +1,4 @@
-"""Built-in rewards by name, and rewards that installed packages register under the entry point group `hone.rewards`.
+"""Built-in rewards by name, and rewards that installed packages register under the entry point group `hone.reward`.
 
 A new built-in reward is one file and one row here. Nothing is imported until a run file names it.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple
 
-ENTRY_POINTS = "hone.rewards"
+ENTRY_POINTS = "hone.reward"
 
 
 class BuiltinReward(NamedTuple):
