@@ -1,4 +1,4 @@
-"""docs/rewards-faults.md: every test that it names exists, its run file loads, its numbers are the code's."""
+"""docs/rewards-faults.md: every test that it names exists; the client in docs/rewards-service.md is the code's."""
 
 import ast
 import re
@@ -12,12 +12,13 @@ from hone.reward import transport
 from hone.reward.client import ServiceReward, ServiceSettings
 
 TESTS = Path(__file__).parents[1]
-PAGE = (TESTS.parent / "docs" / "rewards-faults.md").read_text("utf-8")
+PAGE, SERVICE = ((TESTS.parent / "docs" / f"rewards-{name}.md").read_text("utf-8") for name in ("faults", "service"))
+CLIENT = SERVICE.partition("## Use it from Hone")[2].partition("\n## ")[0]
 NAMED = sorted(set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE)))
 
 
 def test_every_row_names_a_test():
-    tables = PAGE[PAGE.index("## The service's world") :]
+    tables = PAGE[PAGE.index("## Services") :]
     rows = [line for line in tables.splitlines() if line.startswith("| ") and "| outcome |" not in line]
     assert len(rows) > 50
     assert [row for row in rows if "::test_" not in row] == []
@@ -32,14 +33,14 @@ def test_every_named_test_exists(file):
 
 def test_the_run_file_loads(monkeypatch, tmp_path):
     monkeypatch.setenv("REWARD_TOKEN", "t")
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (block,) = re.findall(r"```yaml run.yaml\n(.*?)```", CLIENT, re.DOTALL)
     (component,) = RewardSection.model_validate(YAML(typ="safe").load(block)["reward"]).components
     ServiceReward.from_args(component.args, folder=tmp_path)
     assert component.args["deadline_s"] == ServiceSettings().deadline_s
 
 
 def test_every_arg_is_in_the_table():
-    assert set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)) == set(ServiceSettings.model_fields)
+    assert set(re.findall(r"^\| `(\w+)` \|", CLIENT, re.MULTILINE)) == set(ServiceSettings.model_fields)
 
 
 def test_its_numbers_are_the_codes():

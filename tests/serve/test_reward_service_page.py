@@ -20,7 +20,7 @@ def snippets(language):
 def answers(tmp_path_factory):
     """What each curl command of the page prints, asked of a service made of the page's files."""
     folder = tmp_path_factory.mktemp("page")
-    ((_, rewards),) = snippets("yaml")
+    rewards = dict(snippets("yaml"))["rewards.yaml"]
     ((name, code),) = snippets("python")
     printed = []
     with serving(folder, rewards=rewards, files={name: code}) as served:
