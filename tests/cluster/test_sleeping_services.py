@@ -68,7 +68,7 @@ def test_a_service_sleeps_and_wakes(tmp_path):
         await service.sleep()
         asleep = sleepy.state()
         await service.wake()
-        assert (asleep.state, sleepy.state().state) == ("asleep", "ready")
+        assert (asleep.state, sleepy.state().state) == ("offloaded", "ready")
         assert sleepy.told.read_text().split() == ["/sleep?level=1", "/wake_up"]
         assert asleep.pid == sleepy.state().pid
 
@@ -114,7 +114,7 @@ def test_one_that_is_being_started_is_awaited_and_then_told_to_sleep(tmp_path):
         await until(lambda: sleepy.state().state == "restarting")
         await until(lambda: sleepy.state().pid != pid)
         await service.sleep()
-        assert sleepy.state().state == "asleep"
+        assert sleepy.state().state == "offloaded"
         assert sleepy.told.read_text().split() == ["/sleep?level=1"]
 
     running(tmp_path, scenario)

@@ -368,7 +368,7 @@ def test_the_whole_loop_over_replicas_that_keep_dying_breaks_no_rule(max_stalene
         async def run():
             run = fake_run(max_staleness, seed=seed, steps=12, equal_frac=0.0)
             fleet = Fleet("abc", silence_s=30, seed=seed, random_latencies=True)
-            fleet.router._witness = run.observer
+            fleet.router._observer = run.observer
             for name in fleet.lives:
                 run.observer.event("replica_up", replica=name)
             run.engine, run.weights_are_shared, over = fleet.router, False, asyncio.Event()

@@ -20,6 +20,7 @@ def folder(tmp_path):
         log.write("trainer_up", ranks=2)
         for name in ("engine-0", "engine-1"):
             log.write("replica_up", replica=name)
+            log.write("replica_state", replica=name, state="ready")
         log.write("started", step=10, permits=8, max_staleness=1)
         for name in ("engine-0", "engine-1"):
             log.write("published", version=10, replica=name, fingerprint="ab")
@@ -27,7 +28,10 @@ def folder(tmp_path):
         for prompt in (40, 41, 42):
             log.write("group_started", prompts=[prompt])
         log.write("group_finished", prompts=[40], versions=(10, 10))
+        log.write("replica_state", replica="engine-0", state="busy")
+        log.write("replica_state", replica="reward_model-0", state="offloaded")
         log.write("replica_down", replica="engine-1", why="engine-1 died.\nA long trace")
+        log.write("replica_state", replica="engine-1", state="restarting")
         log.write("requeued", prompt=41, stream="train", replica="engine-1", why="engine-1 died.")
         log.write("replica_restarting", replica="engine-1", attempt=1)
         log.write("training", step=11)
@@ -43,7 +47,7 @@ def test_a_run_that_goes_on(folder):
     assert status.step_s == 2.5 and status.eta_s == 8 * 2.5
     assert status.phase == "training" and status.phase_s > 0 and status.version == 10
     assert (status.ranks, status.in_flight) == (2, 2)
-    assert (status.replicas["engine-0"].state, status.replicas["engine-0"].version) == ("up", 10)
+    assert (status.replicas["engine-0"].state, status.replicas["engine-0"].version) == ("busy", 10)
     assert (status.replicas["engine-1"].state, status.replicas["engine-1"].version) == ("restarting", None)
     assert status.last["rollout/reward_mean"] == pytest.approx(1.2)
     assert [event["kind"] for event in status.recent][-3:] == ["replica_down", "requeued", "replica_restarting"]
@@ -58,8 +62,9 @@ def test_people_see_what_matters(folder, capsys):
         "version 10 is live, 2 groups in flight",
         "reward 1.2",
         "trainer: 2 ranks",
-        "engine-0: up, version 10\n",
+        "engine-0: busy, version 10\n",
         "engine-1: restarting; engine-1 died.\n",
+        "reward_model-0: offloaded\n",
     ):
         assert words in shown
     assert "group_started" not in shown

@@ -1,4 +1,4 @@
-"""Stages with Ray: their processes started, started again, and ended. What they make is in `processes.py`."""
+"""Ray backend: starts, restarts and ends the processes of a run. What they make is in `processes.py`."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class RayBackend:
 
 
 class RayWorkers:
-    """The processes of a run."""
+    """The Ray processes of a run: trainer ranks, engines, judges and reward models."""
 
     def __init__(self, job: Job, cluster: RayCluster, spec: ActorSpec) -> None:
         self._job, self.cluster, self._spec = job, cluster, spec
@@ -294,7 +294,7 @@ class RayWorkers:
             self._scores = True
 
     async def _begun(self, trainer: L, saved: Saved | None) -> L:
-        """A trainer that nobody samples beside, ready."""
+        """A started trainer of a stage without engines."""
         self._trainer, started = trainer, time.monotonic()
         await asyncio.to_thread(self._start_trainer, trainer, saved)
         seconds, num_ranks = time.monotonic() - started, len(self._job.topology.trainer.devices)
@@ -409,7 +409,7 @@ class RayWorkers:
         learning += [pools[name].devices for name, roles in topology.apart.items() if "critic" in roles]
         sampling = [one.devices for one in (*topology.engines, *topology.judges, *topology.reward_models)]
         beside = {"reference": [devices]}.get(role, learning if role in TRAINED else sampling)
-        if self._job.config.rollout.max_staleness:  # nobody waits for anybody
+        if self._job.config.rollout.max_staleness:  # all work at the same time
             beside = [*learning, *sampling]
         return sum(device // topology.devices_per_node == machine for devices in beside for device in devices)
 

@@ -1,7 +1,6 @@
-"""What the processes of a run on Ray make: a rank of the trainer, of a critic or a reference, or an engine.
+"""Factories that run inside Ray actors: a rank of the trainer, of a critic or a reference, or an engine.
 
-Each makes its model by itself, from the run file and from what the stage before left on the disk, which all machines
-see under the same path. What crosses between processes is in `cluster/`; who starts them, in `cluster.py` here.
+Each makes its model itself, from the run file and from the weights that the stage before left on the shared disk.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from hone.train.sharded import Sharded
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """What a process needs to make its part. It goes there as it is."""
+    """What an actor needs to make its part; pickled to it."""
 
     loaded: Loaded
     """Its paths hold wherever the process starts."""
@@ -51,7 +50,7 @@ class ActorSpec:
 
 @dataclass
 class ActorContext:
-    """A `models.Source` in such a process."""
+    """A `models.Source` in a Ray actor."""
 
     loaded: Loaded
     folder: RunFolder

@@ -1,8 +1,8 @@
-"""Judges and reward models that have devices of the cluster: how the run starts, rests and ends them.
+"""Judges and reward models on devices of the cluster.
 
-A judge is served there as a service beside the run would be, by the same command, and looked after by the run's
-`Services`; a reward model is a copy in a process of Ray's. Both give their memory to the trainer while it works on
-their devices. While engines sample they are awake beside them, because a sample is scored as soon as it is finished.
+A judge is a service, started on its devices and supervised by the run's `Services`; a reward model is a Ray actor. Both
+are offloaded while the trainer works on their devices, and awake while engines sample: a sample is scored when it is
+finished.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import ray
 
 from hone.assemble.job import Job, set_up_arithmetic
 from hone.cluster.calls import START_KEY, wait_for_one
-from hone.cluster.scorers import ScorerActor, ScorerPool
+from hone.cluster.scorers import PooledScorer, ScorerActor, ScorerPool
 from hone.cluster.service_host import RayServiceHost, ServiceHostActor
 from hone.config.cluster import Role
 from hone.config.load import Loaded
-from hone.config.topology import Replica, judge_services, reward_models
+from hone.config.topology import PlacedReplica, judge_services, reward_models
 from hone.reward.reward_model import RewardModel
 from hone.reward.rewards import Scorer, component_name
 from hone.reward.transport import Address
@@ -44,13 +44,13 @@ def load_reward_models(loaded: Loaded, processes: int) -> dict[str, RewardModel]
 
 
 class Scoring:
-    """The judges and reward models of a run; a `Offloadable` where one of them has to.
+    """The judges and reward models of a run; `Offloadable`.
 
     Args:
         loaded: of the run, with paths that hold in any process.
         spawn: starts an actor on devices: `spawn(name, actor, devices)`.
         processes: how many processes compute on the machine of such devices at a time.
-        is_one_machine: nobody on another machine needs to reach anything.
+        is_one_machine: all addresses are loopback.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Scoring:
         self._pool = ScorerPool(
             [replica.name for replica in job.topology.reward_models],
             self._start_copy,
-            say=job.observer.warn,
+            observer=job.observer,
             restarts=self._settings.restarts,
             timeout_s=self._settings.call_timeout_s,
             patience_s=self._settings.start_timeout_s,
@@ -79,13 +79,13 @@ class Scoring:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether somebody else works on devices of theirs, so that `start` comes before that one's start."""
+        """Whether another process works on their devices; `start` comes before its start then."""
         replicas = (*self._topology.judges, *self._topology.reward_models)
         return any(self._topology.processes_on(device) > 1 for one in replicas for device in one.devices)
 
     @property
     def sleeps(self) -> bool:
-        """Whether one of them sleeps while the trainer works."""
+        """Whether one of them is offloaded while the trainer works."""
         return self._topology.sleeps("judge") or self._topology.sleeps("reward_model")
 
     @property
@@ -102,14 +102,14 @@ class Scoring:
         if not self._topology.reward_models:
             return {}
         names = map(component_name, reward_models(self._job.config))
-        return {name: self._pool.scorer(name) for name in names}
+        return {name: PooledScorer(self._pool, name) for name in names}
 
     async def start(self) -> None:
         """Start them. Where they share devices, one after the other, and each is ready, or asleep again if it has to,
         before the next: each measures the memory that it finds. Else judges may still be starting when this returns.
 
         Raises:
-            ServiceError, ClusterError, DataError: what keeps one from it.
+            ServiceError, ClusterError, DataError: one could not be started.
         """
         planned = await asyncio.gather(*map(self._planned, self._topology.judges))
         self._judges = [self._job.services.add(launch, host.begin) for host, launch in planned]
@@ -144,7 +144,7 @@ class Scoring:
         if self._topology.sleeps("judge"):
             await asyncio.gather(*(judge.sleep() for judge in self._judges))
 
-    async def _planned(self, replica: Replica) -> tuple[RayServiceHost, Launch]:
+    async def _planned(self, replica: PlacedReplica) -> tuple[RayServiceHost, Launch]:
         """Where a replica of the judge will be, and what is started for it there."""
         (name,) = judge_services(self._job.config)
         host = RayServiceHost(
@@ -166,7 +166,7 @@ class Scoring:
         return host, await host.plan(partial(plan_replica, service, place, folder, logs))
 
     async def _start_copy(self, name: str) -> Any:
-        """See `scorers.Start`."""
+        """See `ScorerPool`."""
         replica = next(one for one in self._topology.reward_models if one.name == name)
         processes = self._processes("reward_model", replica.devices)
         actor = await asyncio.to_thread(self._spawn, name, ScorerActor, replica.devices)

@@ -64,8 +64,8 @@ def lines_of(name: str, status: RunStatus) -> list[str]:
     if status.ranks is not None and status.running:
         lines.append(f"  trainer: {status.ranks} rank{'' if status.ranks == 1 else 's'}")
     for replica, found in status.replicas.items():
-        version = "no weights yet" if found.version is None else f"version {found.version}"
-        lines.append(f"  {replica}: {f'up, {version}' if found.state == 'up' else found.state}{_because(found.why)}")
+        version = "" if found.version is None else f", version {found.version}"
+        lines.append(f"  {replica}: {found.state}{version}{_because(found.why)}")
     return [*lines, *(f"    {described(event)}" for event in status.recent)]
 
 

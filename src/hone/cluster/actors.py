@@ -1,8 +1,7 @@
-"""What runs in the processes that Ray starts for a run: a trainer's rank, or an engine.
+"""Ray actors of a run: a trainer's rank, and an engine.
 
-Both hold what `build` makes in them, compute on one thread, and answer `ping` on another one during any computation: a
-process that does not is stopped, or deadlocked holding Python's lock. They know nothing of the run; who drives them is
-in `trainer.py` and `engine.py`.
+Both compute on one thread and answer `ping` on another during any computation, so one that does not is stopped, or
+deadlocked holding Python's lock. Their handles in the run are in `trainer.py` and `engine.py`.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from hone.weights.receiving import GroupIntake
 from hone.weights.sending import Sender, Target, Way, by_engine, make_sender
 
 BEAT_S = 2.0
-"""An engine with nothing to tell says so after this time."""
+"""`EngineActor.take` returns without news after this time."""
 GATHER_S = 0.02
-"""How long news waits for other news: to tell costs more than to decode a token, on the cores that decode."""
+"""Batching window for finished samples; sending one costs more CPU than decoding a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """Where a process is and what it takes."""
+    """Host, process and memory of an actor."""
 
     pid: int
     host: str
@@ -58,7 +57,7 @@ class Vitals:
     cuda_peak_bytes: int
     """Most that tensors held on its GPU; 0 without one."""
     cache: CacheUse | None = None
-    """Of an engine, when it was fullest since it was last asked."""
+    """An engine's peak cache use since the last `ping`."""
 
     @classmethod
     def here(cls) -> Vitals:
@@ -78,9 +77,9 @@ class Seat:
     rank: int
     world_size: int
     address: str
-    """Where they meet; see `train.mesh.process_group`."""
+    """Rendezvous of the process group; see `train.mesh.process_group`."""
     group: str = "trainer"
-    """Who they are: `trainer`, or of which roles apart from it."""
+    """Name of the group: `trainer`, or its roles."""
     takes_turns: bool = False
     """Others work on its device while it does not, and want the memory."""
 
@@ -115,14 +114,14 @@ class TrainerRank:
         return Vitals.here()
 
     async def free_address(self) -> str:
-        """Where ranks on several machines can meet, if this is the first one."""
+        """A rendezvous address on this machine, for ranks on several machines."""
         host = own_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
     async def build(self, make: MakeTrainer, seat: Seat) -> None:
-        """Make what this rank holds."""
+        """Make this rank's learner."""
 
         def build() -> None:
             self._trainer = self._open.enter_context(make(seat))
@@ -131,11 +130,11 @@ class TrainerRank:
         await self._computed(build)
 
     async def hf_config(self) -> Any:
-        """What describes the model."""
+        """The model's configuration."""
         return self.learner.hf_config
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
-        """What a method of `Trainer` returns."""
+        """Call a method of the learner; its result on rank 0."""
 
         def call() -> Any:
             result = getattr(self._held, method)(*args, **named)
@@ -155,7 +154,7 @@ class TrainerRank:
         return await self._computed(gather)
 
     async def copy_state(self) -> tuple[int, dict[str, Any]]:
-        """Copy what a checkpoint has of this rank, for `write_copy`. Returns its bytes, and what ranks have alike."""
+        """Copy this rank's part of a checkpoint for `write_copy`. Returns its size, and the state that ranks share."""
 
         def copy() -> tuple[int, dict[str, Any]]:
             tensors, rest = self._held.state()
@@ -164,7 +163,7 @@ class TrainerRank:
         return await self._computed(copy)
 
     async def write_copy(self, folder: Path) -> dict[str, FileFacts]:
-        """Write it into a folder, to the disk itself, while the rank computes. Raises CheckpointError."""
+        """Write and sync the copy into a folder while the rank computes. Raises CheckpointError."""
         seat = self._seat
         assert seat is not None, "build comes first"
         stem = "tensors" if seat.group == "trainer" else seat.group.replace(" ", "-")
@@ -179,7 +178,7 @@ class TrainerRank:
     async def publish(
         self, engines: Mapping[str, Target], way: Way, *, version: int, bucket_size: int, timeout_s: float
     ) -> Published | None:
-        """Send the weights to those engines that get them from this rank. Returns what became of it."""
+        """Send the weights to the engines that this rank serves."""
 
         def send() -> Published | None:
             weights = self.learner.weights()
@@ -208,7 +207,7 @@ class TrainerRank:
         return self._trainer
 
     def _host(self) -> str:
-        """Address of this machine, for whoever is to come here; on one machine nobody else is to."""
+        """Address at which engines reach this rank."""
         is_one_machine = self._seat is None or self._seat.address.startswith("file:")
         return "127.0.0.1" if is_one_machine else own_address()
 
@@ -217,17 +216,17 @@ class TrainerRank:
 
 
 def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:
-    """A sharded weight is put together by all ranks, also by those that do not need it."""
+    """Iterate the weights: gathering a sharded one is collective, also for ranks that do not need it."""
     for _ in weights:
         pass
 
 
 News = tuple[int, Sample | HoneError | None]
-"""Of a request, by its number: a sample is finished; it failed; or all its samples were told."""
+"""A request's number, and a finished sample, its error, or None when it is done."""
 
 
 class EngineActor:
-    """One engine. Requests come in by `submit`, and what is finished is asked for with `take`, as much as there is."""
+    """One engine: requests come in by `submit`, finished samples are polled with `take`."""
 
     def __init__(self) -> None:
         end_with_ray()
@@ -244,21 +243,20 @@ class EngineActor:
         return replace(vitals, cache=self._engine.cache_use()) if isinstance(self._engine, Caching) else vitals
 
     async def build(self, make: MakeEngine, *, timeout_s: float) -> None:
-        """Make the engine, which then waits no longer than `timeout_s` for weights that began to come."""
+        """Make the engine. `timeout_s`: of a transfer of weights that has begun."""
         self._engine = await make()
         self._intake = Intake(self._engine, timeout_s=timeout_s)
         self._groups = GroupIntake(self._engine, timeout_s=timeout_s)
 
     async def submit(self, requests: Sequence[tuple[int, Request]]) -> None:
-        """Begin with these, together and in order."""
+        """Start these requests, together and in order."""
         for number, request in requests:
             task = self._running[number] = asyncio.create_task(self._generate(number, request))
             task.add_done_callback(partial(self._end, number))
         self._is_idle.clear()
 
     async def take(self) -> Sequence[News]:
-        """What has happened since the last time; waits for something to happen, but not long, and for what happens with
-        it while there is more to come."""
+        """News since the last call; waits up to `BEAT_S` for some, then `GATHER_S` for more while requests run."""
         try:
             async with asyncio.timeout(BEAT_S):
                 await self._is_news.wait()
@@ -272,7 +270,7 @@ class EngineActor:
         return news
 
     async def cancel(self, number: int) -> None:
-        """Nobody waits for this request any more."""
+        """Cancel a request."""
         if (task := self._running.get(number)) is not None:
             task.cancel()
 
@@ -321,18 +319,18 @@ class EngineActor:
 
     async def _generate(self, number: int, request: Request) -> None:
         try:
-            await self.engine.generate(request, lambda sample: self._tell(number, sample))
-            self._tell(number, None)
+            await self.engine.generate(request, lambda sample: self._report(number, sample))
+            self._report(number, None)
         except HoneError as error:
-            self._tell(number, error)
-        except Exception as error:  # boundary: whatever it is, the one who waits must hear of it
-            self._tell(number, EngineError(f"prompt {request.prompt.id}: {type(error).__name__}: {error}"))
+            self._report(number, error)
+        except Exception as error:  # boundary: the caller must get it, whatever it is
+            self._report(number, EngineError(f"prompt {request.prompt.id}: {type(error).__name__}: {error}"))
 
     def _end(self, number: int, _: asyncio.Task[None]) -> None:
         del self._running[number]
         if not self._running:
             self._is_idle.set()
 
-    def _tell(self, number: int, what: Sample | HoneError | None) -> None:
+    def _report(self, number: int, what: Sample | HoneError | None) -> None:
         self._news.append((number, what))
         self._is_news.set()

@@ -1,7 +1,4 @@
-"""Calls to Ray's processes: waited for with a deadline, and failed in words that name who failed.
-
-Used by the handles (`trainer.py`, `engine.py`); what is behind a call is in `actors.py`.
-"""
+"""Calls of Ray actors, with deadlines, and with Hone's errors, which name the process that failed."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from hone.memory.gauges import ran_out_of_memory
 
 CALL_KEY, START_KEY = "cluster.call_timeout_s", "cluster.start_timeout_s"
 GRACE_S = 5.0
-"""How long to look for the one that died when another reports that it lost its connection to somebody."""
+"""How long to look for a dead process when another one reports a lost connection."""
 
 _killed: dict[str, str] = {}
 """Why this process killed an actor, by Ray's id of it; Ray itself reports only that it was killed."""
@@ -33,7 +30,7 @@ def kill(actor: Any, why: str) -> None:
 
 
 def why_killed(actor: Any) -> str | None:
-    """What `kill` was told, for failures that reach this process by way of another one."""
+    """The reason given to `kill`, for failures that another process reports."""
     return _killed.get(actor._actor_id.hex())
 
 
@@ -83,7 +80,7 @@ async def wait_for_one(name: str, call: ray.ObjectRef, what: str, timeout_s: flo
 
 
 def as_hone_error(name: str, error: RayError, what: str) -> HoneError:
-    """A failure in our words: what the process itself raised if that is ours."""
+    """Ray's error as one of Hone's: what the process itself raised, if that is a HoneError."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, HoneError):
         return cause
@@ -101,7 +98,7 @@ def as_hone_error(name: str, error: RayError, what: str) -> HoneError:
 
 
 def _first_death(name: str, error: RayError, others: Mapping[str, ray.ObjectRef], what: str) -> HoneError:
-    """Who really failed: ranks that wait for a dead one fail too, and are often heard first."""
+    """The process that failed first: ranks that wait for a dead one fail too, and often report earlier."""
     if isinstance(error, RayTaskError) and not isinstance(error.cause, HoneError) and others:
         refs = {ref: other for other, ref in others.items()}
         ended, _ = ray.wait(list(refs), num_returns=len(refs), timeout=GRACE_S, fetch_local=False)

@@ -1,8 +1,7 @@
-"""An engine as the loop sees it when it is a process of Ray's: `rollout.engine.Engine` from a distance.
+"""Proxy for an engine in a Ray actor.
 
-Requests made in one pass of the event loop travel together and in order, as they reach an engine in this process; so
-do the samples that are finished by the time that somebody asks. One question is under way while requests are, and its
-answer, with or without news, is the engine's sign of life.
+Requests made in one pass of the event loop are sent together and in order, and so are finished samples. While requests
+are in progress one `take` is, and its result, with or without samples, is the engine's sign of life.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from hone.rollout.engine import OnSample, Request
 from hone.types import Sample
 
 CLOSE_S = 10.0
-"""Until one that is to end, or to go on, must have answered."""
+"""Timeout of the calls made before an engine is closed or reused."""
 
 
 @dataclass
 class _Waiting:
-    """A request that somebody waits for."""
+    """A request in progress."""
 
     done: asyncio.Future[tuple[Sample, ...]]
     on_sample: OnSample | None
@@ -43,7 +42,7 @@ class RemoteEngine:
     Args:
         name: for errors: `engine-0`.
         actor: handle of an `EngineActor`.
-        timeout_s: an engine without an answer for so long is stuck.
+        timeout_s: an engine without an answer for so long is lost.
     """
 
     def __init__(self, name: str, actor: Any, *, timeout_s: float) -> None:
@@ -145,7 +144,7 @@ class RemoteEngine:
                 self._listener = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
-        """Ask for news for as long as somebody waits for any."""
+        """Poll for samples while requests are in progress."""
         try:
             while self._waiting:
                 news = await wait_for_one(self.name, self._actor.take.remote(), "sampling", self._timeout_s + BEAT_S)
@@ -174,7 +173,7 @@ class RemoteEngine:
             self._actor.cancel.remote(number)
 
     def _fail(self, failure: EngineError) -> None:
-        """Nothing can be had of this engine any more."""
+        """Fail all requests, now and later."""
         self._failure = self._failure or failure
         for waiting in self._waiting.values():
             if not waiting.done.done():

@@ -1,7 +1,6 @@
-"""Ranks that hold models together, as the run sees them: asked all alike, waited for all at once.
+"""Groups of ranks: the same call on every rank, and waiting for all of them.
 
-A trainer has one group with the policy, and others where critic or reference have devices of their own. Not here: what
-is asked of whom (`trainer.py`), and what a rank does (`actors.py`).
+A trainer has one group with the policy, and others where critic or reference have devices of their own.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class RankGroup:
     """The ranks of one process group.
 
     Args:
-        name: who they are, for errors: `critic` has `critic rank 0`.
+        name: for errors: `critic` has `critic rank 0`.
         ranks: handles of `TrainerRank`.
-        make: what each of them holds.
+        make: makes a rank's learner.
         takes_turns: see `Seat`.
     """
 
@@ -42,7 +41,7 @@ class RankGroup:
         self._asking = threading.Lock()
 
     def begin(self, *, is_one_machine: bool, timeout_s: float) -> PendingCalls:
-        """Have every rank make its part. On one machine they meet in a file, and no port is opened for it."""
+        """Have every rank make its part. On one machine the rendezvous is a file, so no port is opened."""
         if is_one_machine:
             folder = Scratch("hone-ranks-")
             self._open.callback(folder.remove)
@@ -59,14 +58,13 @@ class RankGroup:
         return PendingCalls(self, calls)
 
     def ask(self, method: str, *args: Any, **named: Any) -> PendingCalls:
-        """Call every rank. Calls of several threads reach all in one order; else ranks that work together would wait
-        for each other for ever."""
+        """Call every rank. Calls of several threads reach all ranks in one order; else collectives would deadlock."""
         with self._asking:
             calls = {name: getattr(rank, method).remote(*args, **named) for name, rank in self.ranks.items()}
         return PendingCalls(self, calls)
 
     def end(self) -> None:
-        """End all ranks; what they have not told is lost."""
+        """Kill all ranks; calls in progress are lost."""
         for rank in self.ranks.values():
             ray.kill(rank)
         self._open.close()
@@ -82,7 +80,7 @@ class PendingCalls:
 
 
 def gather(asked: Sequence[PendingCalls], what: str, timeout_s: float, key: str = CALL_KEY) -> list[list[Any]]:
-    """What the ranks of each group say, which work at the same time.
+    """The results of calls on several groups, rank by rank, which run at the same time.
 
     Args:
         what, timeout_s, key: see `wait_for_all`.
@@ -100,7 +98,7 @@ def gather(asked: Sequence[PendingCalls], what: str, timeout_s: float, key: str 
 
 
 def close(groups: Sequence[RankGroup]) -> None:
-    """Let the ranks leave each other, where they can, and end them."""
+    """Let the ranks leave their process groups, where they can, and kill them."""
     leaving = [call for group in groups if not group.is_broken for call in group.ask("close").calls.values()]
     if leaving:
         ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_S)

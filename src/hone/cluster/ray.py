@@ -1,4 +1,4 @@
-"""Ray for a run: started on this machine or joined, devices reserved, processes put on them, nothing left behind.
+"""Ray cluster of a run: started here or joined, its devices reserved in a placement group, actors spawned on them.
 
 A run reserves its devices at once, in one placement group: it has all of them or waits, and two runs never hold half of
 what each needs. A device is a GPU, or on machines without any a share of the cores. Not here: what the processes do
@@ -36,7 +36,7 @@ T = TypeVar("T")
 HEARTBEAT = "heartbeat"
 """Concurrency group of an actor's `ping`."""
 _AUTH_MODE = "RAY_AUTH_MODE"
-"""Set by a `ray.init` that starts Ray, and by whoever shows a token."""
+"""Set by a `ray.init` that starts Ray, and to show a token."""
 _POLL_S = 1.0
 """How long Ctrl-C may have to wait while devices are not there yet."""
 _CONNECT_S = 5.0
@@ -53,10 +53,10 @@ class RayCluster:
 
     Args:
         settings: the `cluster` section.
-        name: of the run, for whoever asks who holds the devices.
+        name: of the run; shown to other runs that wait for the devices.
         has_gpus: whether devices are GPUs; else each is a core.
         num_devices: of the run.
-        say: tells people.
+        say: takes messages for the console.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""A service on devices of the cluster: a small process of Ray's there starts its command, watches and ends it.
+"""Services on devices of the cluster: a small Ray actor there starts, watches and ends the command.
 
-The run looks after it as after any other service (`service.py`), over HTTP; only beginning and ending a life go through
-Ray. The command has a reaper (`process.py`), so that it ends when Ray's process does, however that goes. What runs in
-that process imports neither torch nor anything else heavy.
+Supervision is that of any other service (`services/service.py`), over HTTP; only start and end go through Ray. The
+command has a reaper (`services/process.py`), so that it ends with the actor. The actor imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,71 +20,72 @@ from hone.errors import HoneError, ServiceError
 from hone.services.gpus import VARIABLE
 from hone.services.launch import Launch, environment_with
 from hone.services.ports import HOST
-from hone.services.process import Ending, Life
+from hone.services.process import LocalServiceProcess, ServiceProcess
 
 BEAT_S = 2.0
-"""A host whose service goes on says so after this time."""
+"""`ServiceHostActor.ended` returns None after this time."""
 ANSWER_TIMEOUT_S = 60.0
-"""Until a host, which has next to nothing to do, must have answered."""
+"""Timeout of a call of a host, which has next to nothing to do."""
 ENDING_TIMEOUT_S = 30.0
-"""Beyond a service's own `stop_timeout_s`, until its host is ended with it."""
+"""Beyond a service's `stop_timeout_s`, until its host is killed with it."""
 
 
 class ServiceHostActor:
-    """Runs one command. All times and decisions are the run's."""
+    """Runs one command. Timeouts and restarts are the run's."""
 
     def __init__(self) -> None:
         end_with_ray()
-        self._life: Life | None = None
+        self._process: LocalServiceProcess | None = None
 
     async def address(self) -> str:
         """Of this machine, as other machines of the cluster reach it."""
         return own_address()
 
     async def plan(self, make: Callable[[], Launch]) -> Launch:
-        """What would be started here."""
+        """The launch, planned on this machine."""
         return await asyncio.to_thread(make)
 
     async def begin(self, launch: Launch) -> int | None:
-        """Start it; returns the process. Raises ServiceError when nothing looks after it."""
+        """Start it; returns its process. Raises ServiceError when its reaper does not start."""
         launch.log.parent.mkdir(parents=True, exist_ok=True)
-        self._life = await Life.begin(
+        self._process = await LocalServiceProcess.begin(
             launch.command,
             log=launch.log,
             folder=launch.folder,
             environment=environment_with(os.environ.get(VARIABLE, "")) | dict(launch.environment),
             stop_timeout_s=launch.service.stop_timeout_s,
         )
-        return self._life.pid
+        return self._process.pid
 
     async def ended(self) -> str | None:
         """How it ended, if it does within a beat."""
-        assert self._life is not None, "begin comes first"
-        return await self._life.ended() if await self._life.ended_within(BEAT_S) else None
+        assert self._process is not None, "begin comes first"
+        return await self._process.ended() if await self._process.ended_within(BEAT_S) else None
 
     async def stop(self) -> None:
-        if self._life is not None:
-            await self._life.stop()
+        if self._process is not None:
+            await self._process.stop()
 
     async def kill(self) -> None:
-        if self._life is not None:
-            await self._life.kill()
+        if self._process is not None:
+            await self._process.kill()
 
 
-class RayServiceProcess(Ending):
-    """A `service.Life` in another process. Made by `RayServiceHost`."""
+class RayServiceProcess(ServiceProcess):
+    """A `ServiceProcess` under a Ray actor. Made by `RayServiceHost`."""
 
     def __init__(self, name: str, actor: Any, pid: int | None, stop_timeout_s: float) -> None:
+        super().__init__()
         self.pid = pid
         self._name, self._actor, self._stop_timeout_s = name, actor, stop_timeout_s
-        self._ending = asyncio.create_task(self._listen(), name=f"life of {name}")
+        self._ending = asyncio.create_task(self._listen(), name=f"end of {name}")
 
     async def stop(self) -> None:
-        """See `service.Life`."""
+        """See `ServiceProcess`."""
         await self._end(self._actor.stop, self._stop_timeout_s + ENDING_TIMEOUT_S)
 
     async def kill(self) -> None:
-        """See `service.Life`."""
+        """See `ServiceProcess`."""
         await self._end(self._actor.kill, ENDING_TIMEOUT_S)
 
     async def _end(self, method: Any, timeout_s: float) -> None:
@@ -103,18 +103,18 @@ class RayServiceProcess(Ending):
                 said = await wait_for_one(self._name, self._actor.ended.remote(), "watching", ANSWER_TIMEOUT_S)
             except HoneError as error:
                 ray.kill(self._actor)
-                return f"lost the process that looks after it: {error}"
+                return f"lost its host process: {error}"
             if said is not None:
                 return said
 
 
 class RayServiceHost:
-    """Devices of the cluster that have one service, in one life after the other.
+    """Starts one service, again after each loss, on its devices of the cluster.
 
     Args:
         name: of the service.
         spawn: starts a `ServiceHostActor` there.
-        is_one_machine: nobody on another machine needs to reach it.
+        is_one_machine: it listens on loopback only.
         timeout_s: longest wait for a `ServiceHostActor` to be there.
     """
 
@@ -122,19 +122,19 @@ class RayServiceHost:
         self._name, self._spawn, self._timeout_s = name, spawn, timeout_s
         self._is_one_machine = is_one_machine
         self._actor: Any = None
-        """One that has begun nothing yet."""
+        """One that has started nothing yet."""
 
     async def plan(self, make: Callable[[str], Launch]) -> Launch:
-        """What is to be started, as `make` says on the machine that has the devices when it is given its address."""
+        """The launch that `make` plans, from the machine's address, on the machine of the devices."""
         self._actor = await asyncio.to_thread(self._spawn)
         host = await self._address(self._actor)
         return await self._answer(self._actor.plan.remote(partial(make, host)))
 
     async def begin(self, launch: Launch) -> RayServiceProcess:
-        """A life of it (`service.Begin`).
+        """Start the service (`service.Begin`).
 
         Raises:
-            ServiceError: its devices are on another machine now, where nobody would look for it.
+            ServiceError: its devices are on another machine now, so its address would be wrong.
         """
         actor, self._actor = self._actor or await asyncio.to_thread(self._spawn), None
         try:
@@ -150,7 +150,7 @@ class RayServiceHost:
         return RayServiceProcess(self._name, actor, pid, launch.service.stop_timeout_s)
 
     def close(self) -> None:
-        """End what was not begun."""
+        """End an actor that has started nothing."""
         if self._actor is not None:
             ray.kill(self._actor)
 

@@ -1,8 +1,6 @@
-"""The trainer as the loop sees it when its ranks are processes of Ray's: `train.trainer.Trainer` from a distance, and
-`train.pairs.PairLearner`.
+"""Proxies for a trainer (`train.trainer.Trainer`, `train.pairs.PairLearner`) whose ranks are Ray actors.
 
-A policy's is one, wherever critic and reference are: on the policy's ranks, or on devices of their own, where a critic
-learns while the policy does.
+Critic and reference are on the policy's ranks, or on devices of their own, where a critic learns while the policy does.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from hone.weights.sending import Target, Way
 
 
 class RemoteLearner:
-    """What is common to those who train something on the ranks of a cluster. Made with `start`.
+    """Base of the proxies. Call `start` first.
 
     Args:
-        groups: the first one has what is trained and described, others what belongs to it.
-        timeout_s: a rank without an answer for so long is stuck.
+        groups: the first one has the trained model, others what belongs to it.
+        timeout_s: a rank without an answer for so long is lost.
     """
 
     def __init__(self, groups: Sequence[RankGroup], *, timeout_s: float) -> None:
@@ -44,7 +42,7 @@ class RemoteLearner:
         self._config: PreTrainedConfig | None = None
 
     def start(self, *, is_one_machine: bool, timeout_s: float) -> None:
-        """Have all ranks make what they hold; raises what `gather` does."""
+        """Have all ranks make their learners; raises what `gather` does."""
         begun = [group.begin(is_one_machine=is_one_machine, timeout_s=timeout_s) for group in self._groups]
         gather(begun, "starting the trainer", timeout_s, START_KEY)
         self._config = self._answer(self._groups[0].ask("hf_config"), "starting the trainer", self._timeout_s)
@@ -80,7 +78,7 @@ class RemoteLearner:
         gather(asked, "restore", self._timeout_s)
 
     def close(self) -> None:
-        """End all ranks; what they have not told is lost."""
+        """Kill all ranks; calls in progress are lost."""
         close(self._groups)
 
     def _gather(self, *, master: bool) -> list[tuple[str, Tensor]]:
@@ -90,7 +88,7 @@ class RemoteLearner:
         return self._answer(group.ask("call", method, *args, **named), method, self._timeout_s)
 
     def _answer(self, asked: PendingCalls, what: str, timeout_s: float) -> Any:
-        """What rank 0 says, once all ranks are done."""
+        """Rank 0's result, once all ranks are done."""
         return gather([asked], what, timeout_s)[0][0]
 
 
@@ -234,8 +232,8 @@ class RemoteSnapshot:
 
 
 class RemoteWeights:
-    """The weights as they are on the ranks. An engine that is a process too gets them from there, and whoever asks in
-    one pass of the event loop is sent the same buckets; to go through them here is to fetch them all."""
+    """The weights on the ranks. Engines in other processes get them from there; those that ask in one pass of the event
+    loop get the same buckets. Iterating fetches all of them here."""
 
     def __init__(self, trainer: RemoteTrainer) -> None:
         self._trainer = trainer

@@ -1,5 +1,4 @@
-"""Heartbeats: each process of a run is asked now and then what memory it takes, for the metrics of every line; one that
-no longer answers is reported."""
+"""Heartbeats of a run's processes: memory metrics, and detection of processes that stopped or deadlocked."""
 
 from __future__ import annotations
 
@@ -17,20 +16,19 @@ from hone.errors import HoneError
 from hone.rollout.engine import CacheUse
 
 INTERVAL_S = 5.0
-"""Between an answer of a process and the next question."""
+"""Between an answer and the next `ping`."""
 LOOK_S = 0.5
-"""How soon a process that was just started is noticed."""
+"""Until a new process is noticed."""
 TIMEOUT_S = 5.0
 
 
 class VitalsWatch:
-    """Asks each process as long as it is open. What one said last holds until it says something else, ends, or is
-    replaced: who is busy answers late.
+    """Pings each process while it is open. The last answer holds until the next one, or the process's end.
 
     Args:
         processes: handles of actors by the processes' names, asked for each time: they come and go.
-        silence_s: a process that has answered before and then misses questions for so long is silent.
-        silent: called with the name and the handle of such a process, once; it is not asked again.
+        silence_s: a process that has answered before and then misses pings for so long is silent.
+        silent: called once with the name and the handle of such a process.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class VitalsWatch:
                 await self._asking
 
     def metrics(self) -> dict[str, float]:
-        """What was found last."""
+        """By the last answers."""
         measured = {}
         for name, actor in dict(self._processes()).items():
             if (vitals := self._found.get(actor)) is None:
@@ -93,7 +91,7 @@ class VitalsWatch:
             try:
                 self._hear(actor, await wait_for_one(name, actor.ping.remote(), "ping", TIMEOUT_S))
                 missed = 0
-            except HoneError as error:  # whoever works with it notices, too, and does something about it
+            except HoneError as error:  # its owner notices too, and restarts it
                 if isinstance(error.__cause__, RayError):
                     self._forget(actor)
                     return

@@ -15,7 +15,7 @@ from hone.config.derived import samples_per_update
 from hone.config.run import RunConfig
 from hone.config.topology import (
     DEFAULT_POOL,
-    Replica,
+    PlacedReplica,
     Topology,
     judge_services,
     judge_tensor_parallel,
@@ -113,7 +113,7 @@ def replicas_stay_within_a_machine(config: RunConfig) -> Iterator[Breach]:
             )
 
 
-def _replicas(config: RunConfig, topology: Topology) -> dict[str, tuple[Replica, ...]]:
+def _replicas(config: RunConfig, topology: Topology) -> dict[str, tuple[PlacedReplica, ...]]:
     """Key -> devices that divide layers among them as it says."""
     tensor = config.cluster.trainer.tensor_parallel
     learners = [pool for pool in topology.pools if {"policy", "critic", "reference"} & set(pool.roles)]

@@ -60,7 +60,7 @@ class TrainerGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class PlacedReplica:
     """One engine, judge or reward model; its weights are divided over its devices."""
 
     name: str
@@ -80,12 +80,12 @@ class Topology:
     """Those of services included, which are on the first machine."""
     pools: tuple[Pool, ...]
     trainer: TrainerGroup
-    engines: tuple[Replica, ...]
+    engines: tuple[PlacedReplica, ...]
     critic: TrainerGroup | None
     """On the trainer's ranks if its pool is the trainer's; None: the run has none. So with the next."""
     reference: TrainerGroup | None
-    reward_models: tuple[Replica, ...]
-    judges: tuple[Replica, ...]
+    reward_models: tuple[PlacedReplica, ...]
+    judges: tuple[PlacedReplica, ...]
 
     @property
     def colocated(self) -> bool:
@@ -280,14 +280,15 @@ def _trainer(pool: Pool, shard: int | None, tensor: int, sequence: int) -> Train
     )
 
 
-def replicas_of(pool: Pool | None, name: str, each: int) -> tuple[Replica, ...]:
+def replicas_of(pool: Pool | None, name: str, each: int) -> tuple[PlacedReplica, ...]:
     """A pool cut into replicas of `each` devices; a rest is left out, and without a pool there is none."""
     if pool is None:
         return ()
     starts = range(0, len(pool.devices) - each + 1, each)
     cuts = [slice(start, start + each) for start in starts]
     return tuple(
-        Replica(f"{name}-{number}", pool.name, pool.devices[cut], pool.nodes[cut]) for number, cut in enumerate(cuts)
+        PlacedReplica(f"{name}-{number}", pool.name, pool.devices[cut], pool.nodes[cut])
+        for number, cut in enumerate(cuts)
     )
 
 

@@ -1,8 +1,7 @@
-"""A stage that outlives the processes it needs: when one of the trainer's is lost, the trainer is started anew, and the
-stage goes on from its newest checkpoint, as `--resume` would, without anybody's help.
+"""Restarts of a stage whose trainer lost a process: from its newest checkpoint, as `--resume` would.
 
-It knows no backend: what was lost it hears as a ClusterError. Engines that die are the router's business, and do not
-come this far; nor does the death of this very process, after which somebody says `--resume`.
+A loss arrives as a ClusterError. Lost engines are restarted by the router; after the loss of this process itself the
+user resumes.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ async def run_with_restarts(
     restarts: Restarts,
     stop: asyncio.Event,
 ) -> None:
-    """Run a stage to its end, however often processes of its trainer are lost.
+    """Run a stage to its end, restarting its trainer within the bound.
 
     Args:
         saved: the stage's checkpoint to begin with; None begins it.
         newest: reads the newest whole checkpoint of the stage; None when there is none yet.
-        observer: told; its records are taken back to that checkpoint.
-        restarts: how often it may.
-        stop: set when the user wants an end.
+        observer: its records are taken back to that checkpoint.
+        restarts: their bound.
+        stop: set when the run is to stop.
     Raises:
         ClusterError: a process was lost once too often, or before all were ready for the first time.
     """

@@ -18,9 +18,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hone.observe.whole import line_start
 from hone.types import Sample
@@ -51,24 +50,13 @@ KINDS: dict[str, str] = {
     "replica_up": "An engine is running; it samples once weights are published to it (replica).",
     "replica_down": "An engine died or hung (replica, why).",
     "replica_restarting": "An engine is restarting (replica, attempt).",
+    "replica_state": "An engine or reward model changed its state (replica, state).",
     "trainer_up": "The trainer is running (ranks).",
     "trainer_down": "A rank of the trainer died or hung (why).",
     "stopped": "The process ended: the run finished, was stopped, or failed (outcome).",
     "gap": "Records are missing; of events, those between the previous line and this one (what, why).",
 }
 """Kind -> meaning, and the fields besides `kind` and `at` (Unix seconds). `versions` is [min, max]."""
-
-
-class Witness(Protocol):
-    """Receiver of events, such as `observer.Observer`."""
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Record one event."""
-        ...
-
-    def during(self, role: str, what: str) -> AbstractContextManager[None]:
-        """Record what a role does meanwhile."""
-        ...
 
 
 class EventLog:

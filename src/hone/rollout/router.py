@@ -1,34 +1,36 @@
-"""Several engines as one: each group to the one with the least to do, and to another one when that dies or hangs.
+"""Router over engine replicas: least loaded first, with failover, and one version of the weights for all.
 
 `Router` is itself an `engine.Engine`, so the loop knows nothing of replicas. What it guarantees, whatever dies:
 
-- A replica draws samples only while it holds the version that was published last, or the one being published.
-- A sample is handed on once. Samples of a group that were finished when their replica died are kept; the others are
-  drawn elsewhere with the same randomness. What a replica says after it was given up is not listened to.
+- A replica samples only while it holds the version that was published last, or the one being published.
+- A sample is delivered once. Finished samples of a group whose replica died are kept; another replica draws the rest
+  with the same randomness. Nothing from a replica that was given up is accepted.
 - Replicas that hold a version hold the same bytes: their fingerprints are compared at every publish, and samples with
-  tokens of the new version are handed on only when that is done.
-- Every wait has a deadline; a run that ends because no engine is left says what each one died of.
-- EngineError is a replica's end. Other errors are of the request, the trainer or Hone; whoever waits gets them.
+  tokens of the new version are delivered only after that.
+- Every wait has a deadline; a run that ends because no engine is left says why each one was lost.
+- EngineError means that a replica is lost. Other errors are of the request, the trainer or Hone; the caller gets them.
 
-It starts no process: `restart` does. Who waits: `generate` for a replica that may sample, `load` for one that is up.
-Who wakes them: `_changed`, whenever a replica comes up, gets a version, goes down or is given up.
+Restarts, hangs and states are `runtime/replicas.py`'s; versions, publishing and requests are handled here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.errors import ClusterError, EngineError
-from hone.observe.events import Witness, versions_of
+from hone.observe.events import versions_of
+from hone.observe.observer import Observer
 from hone.rollout.engine import Engine, OnSample, Request
-from hone.rollout.replica import Draft, Life, Replica
-from hone.runtime.backoff import Restarts
+from hone.runtime.replicas import Instance, Replica, ReplicaLost, Replicas
 from hone.types import Sample
 
 if TYPE_CHECKING:
@@ -41,39 +43,111 @@ Restart = Callable[[str], Awaitable[Engine]]
 _CLOSE_S = 15.0
 
 
+class PendingRequest:
+    """A request in progress on one replica or, after failures, on several."""
+
+    def __init__(self, request: Request, on_sample: OnSample | None) -> None:
+        self.request = request
+        self._on_sample = on_sample
+        self._samples: dict[int, Sample] = {}
+
+    def keep(self, sample: Sample) -> bool:
+        """Keep a finished sample and deliver it; False for one that was there already."""
+        if sample.index in self._samples:
+            return False
+        self._samples[sample.index] = sample
+        if self._on_sample is not None:
+            self._on_sample(sample)
+        return True
+
+    @property
+    def num_missing(self) -> int:
+        return self.request.num_samples - len(self._samples)
+
+    def missing(self) -> list[Request]:
+        """What is still to be drawn, with the same randomness: a request for each run of consecutive samples."""
+        request = self.request
+        indices = range(request.first_sample, request.first_sample + request.num_samples)
+        absent = [index for index in indices if index not in self._samples]
+        runs = [[index for _, index in run] for _, run in groupby(enumerate(absent), lambda item: item[1] - item[0])]
+        return [replace(request, first_sample=run[0], num_samples=len(run)) for run in runs]
+
+    def samples(self) -> tuple[Sample, ...]:
+        return tuple(sample for _, sample in sorted(self._samples.items()))
+
+
+class EngineInstance(Instance):
+    """An engine from its start until it is lost.
+
+    Args:
+        is_late: it was started while others already sample.
+    """
+
+    def __init__(self, engine: Engine, *, is_late: bool = False) -> None:
+        super().__init__()
+        self.engine, self.is_late = engine, is_late
+        self.version: int | None = None
+        """Published to it; None before the first publish."""
+        self.drawing: dict[PendingRequest, list[Sample]] = {}
+        """Requests in progress, with the finished samples of each."""
+        self.seen_at = asyncio.get_running_loop().time()
+        """Its last sign of life."""
+        self.held: list[Callable[[], None]] = []
+        """Deliver samples with tokens of the version being published; run once that is known to be whole."""
+        self.turn = asyncio.Lock()
+        """Serialises publish, sleep and wake."""
+        self.rest = ExitStack()
+        """Closed when it wakes."""
+
+    @property
+    def num_missing(self) -> int:
+        """Samples that it has to draw."""
+        return sum(pending.num_missing for pending in self.drawing)
+
+    def see(self) -> None:
+        self.seen_at = asyncio.get_running_loop().time()
+
+    def has(self, version: int) -> None:
+        """A version was published to it: deliver what waited for that."""
+        self.version = version
+        held, self.held = self.held, []
+        for deliver in held:
+            deliver()
+
+
 @dataclass
 class _Offer:
-    """A version's weights, for whoever does not have them yet."""
+    """A version's weights, for the replicas that do not have them yet."""
 
     weights: Iterable[tuple[str, Tensor]] | None
     version: int
     fingerprint: str | None = None
     """Of the first replica that loaded them."""
     failure: ClusterError | None = None
-    """Why the trainer cannot give them any more."""
+    """Why the trainer can no longer send them."""
 
 
 class Router:
-    """`engine.Engine` over named replicas. To be made and used in one event loop.
+    """`engine.Engine` over named replicas. Made and used in one event loop.
 
     Args:
         replicas: engines by name. They sample nothing before the first `load`.
-        witness: told of every event; gets a timeline of each replica.
-        silence_s: a replica that samples and finishes nothing for so long is given up.
-        call_s: so is one that needs longer to load weights, sleep or wake. Longer than whoever sends weights to several
-            replicas waits for one of them: else that one takes the others with it.
+        observer: records every event; gets a timeline of each replica.
+        silence_s: a replica that samples and finishes nothing for so long is lost.
+        call_s: so is one that takes longer to load weights, sleep or wake. Must exceed the sender's timeout per
+            engine, or one slow engine takes the others with it.
         patience_s: how long a request waits for a replica that may sample.
-        restart: starts a replica again; None: what is down stays down.
-        restarts: how often within an hour, each.
-        start_s: longest that a start may take.
+        restart: starts a replica again; None: lost replicas stay down.
+        restarts: bound on restarts within an hour, for each.
+        start_s: timeout of a start.
         threads: where fingerprints are waited for; None: the event loop's own.
-        ends_replicas: whether `close` closes those that are up; else they are whoever's made them, for another router.
+        ends_replicas: whether `close` closes the engines; else they are left to another router.
     """
 
     def __init__(
         self,
         replicas: Mapping[str, Engine],
-        witness: Witness,
+        observer: Observer,
         *,
         silence_s: float,
         call_s: float,
@@ -86,355 +160,278 @@ class Router:
     ) -> None:
         self.version = -1
         self._ends_replicas = ends_replicas
-        self._witness, self._restart, self._threads = witness, restart, threads
+        self._observer, self._restart, self._threads = observer, restart, threads
         self._silence_s, self._call_s, self._patience_s, self._start_s = silence_s, call_s, patience_s, start_s
-        self._replicas = [Replica(name, Restarts(restarts), Life(engine)) for name, engine in replicas.items()]
         self._offer: _Offer | None = None
-        self._change = asyncio.Event()
-        self._awake = True
-        self._may_start = asyncio.Event()  # not while asleep: the devices are the trainer's
-        self._may_start.set()
-        self._replacing: set[asyncio.Task[None]] = set()
-        self._ending: set[asyncio.Task[None]] = set()  # engines that were given up
-        self._closed = False
+        self._awake, self._closed = True, False
         self._num_requeued = 0
-        for replica in self._replicas:
-            witness.event("replica_up", replica=replica.name)
+        self._num_drawn, self._most_missing = Counter[str](), Counter[str]()
+        for name in replicas:
+            observer.event("replica_up", replica=name)
+        self._replicas: Replicas[EngineInstance] = Replicas(
+            {name: EngineInstance(engine) for name, engine in replicas.items()},
+            self._start,
+            self._end,
+            lost_by=EngineError,
+            restarts=restarts if restart else 0,
+            changed=self._changed,
+            watch=self._bring_up_to_date,
+        )
 
     async def generate(self, request: Request, on_sample: OnSample | None = None) -> tuple[Sample, ...]:
         """See `Engine.generate`."""
-        draft = Draft(request, on_sample)
-        while draft.num_missing:
-            replica, life = await self._least_loaded(f"prompt {request.prompt.id}")
-            if not await self._draw(replica, life, draft) and draft.num_missing and not self._closed:
+        pending = PendingRequest(request, on_sample)
+        while pending.num_missing:
+            instance = await self._least_loaded(f"prompt {request.prompt.id}")
+            if not await self._draw(instance, pending) and pending.num_missing and not self._closed:
                 self._num_requeued += 1
-                prompt, stream = request.prompt.index, request.stream
-                self._witness.event("requeued", prompt=prompt, stream=stream, replica=replica.name, why=replica.why)
-        return draft.samples()
+                prompt, stream, replica = request.prompt.index, request.stream, instance.replica
+                self._observer.event("requeued", prompt=prompt, stream=stream, replica=replica.name, why=replica.why)
+        return pending.samples()
 
     async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        """See `Engine.load`: to all replicas at the same time. One that fails is down; one at least must succeed.
+        """See `Engine.load`: to all replicas at the same time. One that fails is lost; one at least must succeed.
 
         Args:
-            weights: gone through once for each replica, and again for one that is started later. Where the trainer has
-                moved on by then, their fingerprint tells, and that replica waits for the next call.
+            weights: iterated once for each replica, and again for one that is started later. If the trainer has moved
+                on by then, their fingerprint differs, and that replica waits for the next call.
         Raises:
-            ClusterError: the trainer failed to give them.
+            ClusterError: the trainer failed to send them.
         """
         self._offer = _Offer(weights, version)
-        self._may_start.set()
+        self._replicas.may_start.set()
         deadline = self._now() + self._patience_s
         while True:
-            behind = [(replica, life) for replica, life in self._up() if life.version != version]
-            if behind:
-                await asyncio.gather(*(self._publish(replica, life) for replica, life in behind))
-            elif self._up():
+            if behind := [instance for instance in self._replicas.up if instance.version != version]:
+                await asyncio.gather(*map(self._publish, behind))
+            elif self._replicas.up:
                 break
             else:
                 await self._wait_for_change(deadline, f"loading the weights of version {version}")
         self.version = version
-        self._changed()
+        self._replicas.notify()
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`. A replica that dies now is not started before the next `load` or `wake`."""
-        if any(life.drawing for _, life in self._up()):
+        """See `Engine.sleep`. A replica that is lost now is not restarted before the next `load` or `wake`."""
+        if any(instance.drawing for instance in self._replicas.up):
             raise EngineError("the engines cannot sleep while samples are in flight; await or cancel them first.")
         self._awake = False
-        self._may_start.clear()
-        await asyncio.gather(*(self._put_to_sleep(replica, life) for replica, life in self._up()))
+        self._replicas.may_start.clear()
+        await asyncio.gather(*map(self._put_to_sleep, self._replicas.up))
 
     async def wake(self) -> None:
         """See `Engine.wake`."""
         self._awake = True
-        self._may_start.set()
-        await asyncio.gather(*(self._wake(replica, life) for replica, life in self._up()))
+        self._replicas.may_start.set()
+        await asyncio.gather(*map(self._wake, self._replicas.up))
 
     async def close(self) -> None:
-        """See `Engine.close`. All are closed before the first failure is raised, unless they are to outlive it."""
+        """See `Engine.close`. All are closed before the first failure is raised, unless they are left to another."""
         self._closed = True
-        for task in self._replacing:
-            task.cancel()
-        await asyncio.gather(*self._replacing, *self._ending, return_exceptions=True)
-        lives = [life for _, life in self._up()]
-        for replica in self._replicas:
-            replica.life, replica.given_up = None, True
-        for life in lives:
-            life.end.set_result("the engine was closed")
-        self._changed()
-        if not self._ends_replicas:
-            return
-        ended = await asyncio.gather(*(_close(life.engine) for life in lives), return_exceptions=True)
-        for failure in filter(None, ended):
-            raise failure
+        instances = await self._replicas.close("the engine was closed")
+        self._replicas.notify()
+        if self._ends_replicas:
+            ended = await asyncio.gather(*(_close(one.engine) for one in instances), return_exceptions=True)
+            for failure in filter(None, ended):
+                raise failure
 
     def fingerprint(self) -> str:
-        """See `Engine.fingerprint`: what every replica that may sample had when it was published to."""
+        """See `Engine.fingerprint`: of the weights that every replica that may sample holds."""
         if self._offer is None or self._offer.fingerprint is None:
             raise EngineError("the engines hold no weights that were published to them.")
         return self._offer.fingerprint
 
     def metrics(self) -> dict[str, float]:
         """Since the last call; see `observe/metrics.py`."""
-        measured = {"engine/replicas_up": float(len(self._up())), "engine/requeued": float(self._num_requeued)}
-        self._num_requeued = 0
-        for replica in self._replicas:
-            measured[f"engine/{replica.name}_samples"] = float(replica.num_drawn)
-            measured[f"engine/{replica.name}_queue_peak"] = float(replica.most_missing)
-            replica.num_drawn, replica.most_missing = 0, replica.life.num_missing if replica.life else 0
+        up = dict.fromkeys((replica.name for replica in self._replicas.replicas), 0)
+        up |= {instance.replica.name: instance.num_missing for instance in self._replicas.up}
+        measured = {
+            "engine/replicas_up": float(len(self._replicas.up)),
+            "engine/requeued": float(self._num_requeued),
+        }
+        for name in up:
+            measured[f"engine/{name}_samples"] = float(self._num_drawn[name])
+            measured[f"engine/{name}_queue_peak"] = float(self._most_missing[name])
+        self._num_requeued, self._num_drawn, self._most_missing = 0, Counter(), Counter(up)
         return measured
+
+    def up(self) -> dict[str, Engine]:
+        """The replicas that hold the version that was published last, by name."""
+        return {one.replica.name: one.engine for one in self._replicas.up if one.version == self.version}
 
     # ---- one request
 
-    async def _least_loaded(self, what: str) -> tuple[Replica, Life]:
+    async def _least_loaded(self, what: str) -> EngineInstance:
         """The replica with the fewest samples to draw among those that may. Waits for one within `patience_s`."""
         deadline = self._now() + self._patience_s
         while True:
             if not self._awake:
                 raise EngineError(f"{what}: the engines are asleep; wake them before generating.")
             versions = (self.version, self._offer.version) if self._offer else ()
-            routable = [(replica, life) for replica, life in self._up() if life.version in versions]
-            if routable:
-                return min(routable, key=lambda up: up[1].num_missing)
+            if routable := [instance for instance in self._replicas.up if instance.version in versions]:
+                return min(routable, key=lambda instance: instance.num_missing)
             await self._wait_for_change(deadline, what)
 
-    async def _draw(self, replica: Replica, life: Life, draft: Draft) -> bool:
-        """Have a replica draw what a draft misses. False when it is lost."""
-        if not life.drawing:
-            life.see()
-        finished = life.drawing[draft] = []
-        replica.most_missing = max(replica.most_missing, life.num_missing)
+    async def _draw(self, instance: EngineInstance, pending: PendingRequest) -> bool:
+        """Have a replica draw the missing samples of a request. False when it is lost."""
+        if not instance.drawing:
+            instance.see()
+        finished = instance.drawing[pending] = []
+        name = instance.replica.name
+        self._most_missing[name] = max(self._most_missing[name], instance.num_missing)
 
         def accept(sample: Sample) -> None:
-            if draft.keep(sample):
-                replica.num_drawn += 1
+            if pending.keep(sample):
+                self._num_drawn[name] += 1
                 finished.append(sample)
 
-        def hear(sample: Sample) -> None:
-            if life.end.done():
+        def receive(sample: Sample) -> None:
+            if instance.lost.done():
                 return
-            life.see()
-            if max(sample.versions, default=-1) > (life.version or 0):
-                life.held.append(partial(accept, sample))
+            instance.see()
+            if max(sample.versions, default=-1) > (instance.version or 0):
+                instance.held.append(partial(accept, sample))
             else:
                 accept(sample)
 
         async def draw() -> None:
-            for samples in await asyncio.gather(*(life.engine.generate(part, hear) for part in draft.missing())):
+            parts = (instance.engine.generate(part, receive) for part in pending.missing())
+            for samples in await asyncio.gather(*parts):
                 for sample in samples:
-                    hear(sample)
-            if life.held:
-                async with life.turn:  # the publish is over then
+                    receive(sample)
+            if instance.held:
+                async with instance.turn:  # the publish is over then
                     pass
 
-        def alive_at() -> float:
-            return self._now() if life.held else life.seen_at
+        def seen_at() -> float:
+            return self._now() if instance.held else instance.seen_at
 
         try:
-            with self._witness.during(replica.name, "generate"):
-                await self._alive(replica, life, draw(), "sampling", self._silence_s, since=alive_at)
-        except EngineError as error:
-            self._lose(replica, life, str(error))
+            with self._observer.during(name, "generate"):
+                await instance.call(draw(), "sampling", self._silence_s, seen_at=seen_at)
+        except ReplicaLost:
             return False
         else:
-            self._tell_sampled(replica, draft, finished)
+            self._record_sampled(name, pending, finished)
             return True
         finally:
-            del life.drawing[draft]
+            del instance.drawing[pending]
 
-    def _tell_sampled(self, replica: Replica, draft: Draft, samples: list[Sample]) -> None:
-        prompt, stream = draft.request.prompt.index, draft.request.stream
-        self._witness.event(
-            "sampled", prompts=[prompt], stream=stream, replica=replica.name, versions=versions_of(samples)
-        )
+    def _record_sampled(self, name: str, pending: PendingRequest, samples: list[Sample]) -> None:
+        prompt, stream = pending.request.prompt.index, pending.request.stream
+        self._observer.event("sampled", prompts=[prompt], stream=stream, replica=name, versions=versions_of(samples))
 
     # ---- one replica
 
-    async def _publish(self, replica: Replica, life: Life, *, is_late: bool = False) -> None:
-        """Give a replica what is on offer, unless it has it. One that fails is lost, and so is one that then holds
-        other bytes than the others; unless it `is_late`, when they may be those of the next version already."""
-        async with life.turn:
-            offer = self._offer  # not earlier: it may have been replaced while another publish went on
-            if offer is None or life.version == offer.version:
+    async def _publish(self, instance: EngineInstance, *, is_late: bool = False) -> None:
+        """Give a replica the weights on offer, unless it has them. It is lost when it fails, or when it then holds
+        other bytes than the others; unless it `is_late`, when they may already be those of the next version."""
+        async with instance.turn:
+            offer = self._offer  # not earlier: another publish may have replaced it meanwhile
+            if offer is None or instance.version == offer.version:
                 return
-            fingerprint = await self._do(replica, life, "publish", lambda: self._load(life, offer))
+            fingerprint = await self._do(instance, "publish", self._load(instance, offer))
             if fingerprint is None:
                 return
-            offer.fingerprint = offer.fingerprint or fingerprint
+            offer.fingerprint, name = offer.fingerprint or fingerprint, instance.replica.name
             if fingerprint == offer.fingerprint:
-                self._witness.event("published", version=offer.version, replica=replica.name, fingerprint=fingerprint)
-                life.has(offer.version)
-                self._changed()
+                self._observer.event("published", version=offer.version, replica=name, fingerprint=fingerprint)
+                instance.has(offer.version)
+                self._replicas.notify()
             elif not is_late:
                 ours, theirs = offer.fingerprint[:12], fingerprint[:12]
-                self._lose(
-                    replica, life, f"version {offer.version} hashes to {theirs} in {replica.name}, elsewhere to {ours}"
-                )
+                instance.lose(f"version {offer.version} hashes to {theirs} in {name}, elsewhere to {ours}")
 
-    async def _load(self, life: Life, offer: _Offer) -> str:
+    async def _load(self, instance: EngineInstance, offer: _Offer) -> str:
         """Returns the fingerprint of what the engine then holds."""
-        await life.engine.load(offer.weights, offer.version)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, life.engine.fingerprint)
+        await instance.engine.load(offer.weights, offer.version)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, instance.engine.fingerprint)
 
-    async def _do(
-        self, replica: Replica, life: Life, what: str, work: Callable[[], Coroutine[Any, Any, T]]
-    ) -> T | None:
+    async def _do(self, instance: EngineInstance, what: str, work: Coroutine[Any, Any, T]) -> T | None:
         """Have a replica do something else than sample. None when it is lost."""
-        began = self._now()
+        with contextlib.suppress(ReplicaLost), self._observer.during(instance.replica.name, what):
+            return await instance.call(work, what, self._call_s)
+        return None
+
+    def _changed(self, replica: Replica[EngineInstance]) -> None:
+        """Record a change of state. The instance that is lost is still there."""
+        if replica.state in ("restarting", "failed"):
+            if (lost := replica.instance) is not None:
+                lost.rest.close()
+                for pending, finished in lost.drawing.items():
+                    if finished:
+                        self._record_sampled(replica.name, pending, finished)
+            self._observer.event("replica_down", replica=replica.name, why=replica.why)
+        self._observer.event("replica_state", replica=replica.name, state=replica.state)
+
+    async def _start(self, name: str) -> EngineInstance:
+        assert self._restart is not None, "without it no restart is granted"
+        attempt = next(replica for replica in self._replicas.replicas if replica.name == name).restarts.count
+        self._observer.event("replica_restarting", replica=name, attempt=attempt)
         try:
-            with self._witness.during(replica.name, what):
-                return await self._alive(replica, life, work(), what, self._call_s, since=lambda: began)
-        except EngineError as error:
-            self._lose(replica, life, str(error))
-            return None
+            with self._observer.during(name, "start"):
+                async with asyncio.timeout(self._start_s):
+                    engine = await self._restart(name)
+        except TimeoutError:
+            raise EngineError(f"no engine within {self._start_s:g} s") from None
+        self._observer.event("replica_up", replica=name)
+        return EngineInstance(engine, is_late=True)
 
-    async def _alive(
-        self,
-        replica: Replica,
-        life: Life,
-        work: Coroutine[Any, Any, T],
-        what: str,
-        timeout_s: float,
-        *,
-        since: Callable[[], float],
-    ) -> T:
-        """What comes of some work of a replica. Raises EngineError when it is given up, or when its time is over, which
-        runs anew from each sign of life."""
-        working = asyncio.ensure_future(work)
-        working.add_done_callback(_heard)
-        try:
-            while True:
-                left_s = since() + timeout_s - self._now()
-                done, _ = await asyncio.wait(
-                    {working, life.end}, timeout=max(left_s, 0.0), return_when=asyncio.FIRST_COMPLETED
-                )
-                if life.end.done():
-                    raise EngineError(life.end.result())
-                if working in done:
-                    return working.result()
-                if since() + timeout_s <= self._now():
-                    raise EngineError(f"{what}: {replica.name} gave no sign of life for {timeout_s:g} s")
-        finally:
-            working.cancel()
+    async def _end(self, instance: EngineInstance) -> None:
+        with contextlib.suppress(EngineError):
+            await _close(instance.engine)
 
-    def _lose(self, replica: Replica, life: Life, why: str) -> None:
-        """Give a replica up, once, and see that it is started again."""
-        if life.end.done():
+    async def _bring_up_to_date(self, instance: EngineInstance) -> None:
+        """Publish to a replica that was just restarted. If it fails, it is lost again."""
+        if not instance.is_late:
             return
-        life.end.set_result(why)
-        life.rest.close()
-        for draft, finished in life.drawing.items():
-            if finished:
-                self._tell_sampled(replica, draft, finished)
-        self._tell_down(replica, why)
-        replica.life = None
-        self._changed()
-        ending = _kept(self._ending, _end(life.engine))
-        _kept(self._replacing, self._replace(replica, ending))
-
-    def _tell_down(self, replica: Replica, why: str) -> None:
-        replica.why = why
-        self._witness.event("replica_down", replica=replica.name, why=why)
-
-    async def _replace(self, replica: Replica, ending: asyncio.Task[None]) -> None:
-        """Start a replica again, as often as it may be, once nothing is left of it."""
-        await asyncio.wait({ending})
-        while self._restart is not None and (wait_s := replica.restarts.next_wait_s()) is not None:
-            await asyncio.sleep(wait_s)
-            await self._may_start.wait()
-            self._witness.event("replica_restarting", replica=replica.name, attempt=replica.restarts.count)
-            try:
-                with self._witness.during(replica.name, "start"):
-                    async with asyncio.timeout(self._start_s):
-                        engine = await self._restart(replica.name)
-            except TimeoutError:
-                self._tell_down(replica, f"was not started within {self._start_s:g} s")
-                continue
-            except Exception as error:  # boundary: whatever it is, those who wait for the replica must hear of it
-                self._tell_down(replica, f"could not be started: {error}")
-                continue
-            self._witness.event("replica_up", replica=replica.name)
-            replica.life = Life(engine)
-            await self._bring_up_to_date(replica, replica.life)
-            return
-        replica.given_up = True
-        self._changed()
-
-    async def _bring_up_to_date(self, replica: Replica, life: Life) -> None:
-        """Publish to a replica that was just started. If it fails, that is its end, and another start."""
         if (offer := self._offer) is not None:
             try:
-                await self._publish(replica, life, is_late=True)
+                await self._publish(instance, is_late=True)
             except ClusterError as failure:
                 offer.failure = failure
-                self._changed()
-        if not life.end.done():
-            await self._put_to_sleep(replica, life)
+                self._replicas.notify()
+        if not instance.lost.done():
+            await self._put_to_sleep(instance)
 
-    async def _put_to_sleep(self, replica: Replica, life: Life) -> None:
+    async def _put_to_sleep(self, instance: EngineInstance) -> None:
         """Unless the others have been woken meanwhile."""
-        async with life.turn:
+        async with instance.turn:
             if self._awake:
                 return
-            await self._do(replica, life, "sleep", life.engine.sleep)
-            if not life.end.done():
-                life.rest.enter_context(self._witness.during(replica.name, "asleep"))
+            await self._do(instance, "sleep", instance.engine.sleep())
+            if not instance.lost.done():
+                instance.rest.enter_context(self._observer.during(instance.replica.name, "asleep"))
+                instance.replica.enter("offloaded")
 
-    async def _wake(self, replica: Replica, life: Life) -> None:
-        async with life.turn:
-            life.rest.close()
-            await self._do(replica, life, "wake", life.engine.wake)
+    async def _wake(self, instance: EngineInstance) -> None:
+        async with instance.turn:
+            instance.rest.close()
+            await self._do(instance, "wake", instance.engine.wake())
+            if not instance.lost.done():
+                instance.replica.enter("ready")
 
     # ---- waiting
 
-    def up(self) -> dict[str, Engine]:
-        """The replicas that hold the version that was published last, by name."""
-        return {replica.name: life.engine for replica, life in self._up() if life.version == self.version}
-
-    def _up(self) -> list[tuple[Replica, Life]]:
-        return [(replica, replica.life) for replica in self._replicas if replica.life is not None]
-
     async def _wait_for_change(self, deadline: float, what: str) -> None:
-        """Until something happens to a replica. Raises EngineError when nothing can any more, or did in time, and what
-        the trainer failed with when there are no weights."""
+        """Until a replica changes. Raises EngineError when none can come up any more, or did in time, and the trainer's
+        failure when there are no weights."""
         if self._closed:
             raise EngineError(f"{what}: the engine was closed.")
         if self._offer is not None and self._offer.failure is not None:
             raise self._offer.failure
-        died = "; ".join(f"{r.name}: {r.why or 'is up, but holds no weights yet'}" for r in self._replicas)
-        if all(replica.given_up for replica in self._replicas):
-            raise EngineError(f"{what}: no engine is left. {died}")
+        lost = "; ".join(
+            f"{replica.name}: {replica.why or 'is up, but holds no weights yet'}" for replica in self._replicas.replicas
+        )
+        if self._replicas.all_failed:
+            raise EngineError(f"{what}: no engine is left. {lost}")
         try:
-            async with asyncio.timeout_at(deadline):
-                await self._change.wait()
+            await self._replicas.until_changed(deadline)
         except TimeoutError:
-            raise EngineError(f"{what}: no engine could sample within {self._patience_s:g} s. {died}") from None
-
-    def _changed(self) -> None:
-        self._change.set()
-        self._change = asyncio.Event()
+            raise EngineError(f"{what}: no engine could sample within {self._patience_s:g} s. {lost}") from None
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _heard(ended: asyncio.Future[Any]) -> None:
-    """However it ended: who waited may have given it up, and asyncio warns of failures that nobody asks for."""
-    if not ended.cancelled():
-        ended.exception()
-
-
-def _kept(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Begin some work that a set remembers until it has ended."""
-    task = asyncio.create_task(work)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
-    return task
-
-
-async def _end(engine: Engine) -> None:
-    """Close an engine that was given up, as far as it can be."""
-    with contextlib.suppress(EngineError):
-        await _close(engine)
 
 
 async def _close(engine: Engine) -> None:

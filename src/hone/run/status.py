@@ -14,6 +14,7 @@ from typing import Any
 
 from hone.observe.events import read_events
 from hone.run.folder import RunFolder
+from hone.runtime.replicas import State
 
 _EVENT_BYTES = 16 << 20
 """Of the end of events.jsonl; more than enough for what is current."""
@@ -44,14 +45,13 @@ NOTABLE = (
 
 @dataclass(slots=True)
 class ReplicaStatus:
-    """An engine as the last events tell of it."""
+    """An engine or a reward model, by the last events."""
 
-    state: str = "up"
-    """up, down or restarting."""
+    state: State = "starting"
     version: int | None = None
-    """Of the weights that it holds."""
+    """Of the weights that an engine holds."""
     why: str = ""
-    """What it died of last."""
+    """Why it was lost last."""
 
 
 @dataclass(slots=True)
@@ -117,6 +117,8 @@ def _follow(status: RunStatus, events: Iterable[Mapping[str, Any]]) -> float | N
             status.phase, phase_at_s = PHASE_AFTER[kind], event["at"]
         if kind in NOTABLE:
             status.recent = [*status.recent[1 - _NUM_RECENT :], dict(event)]
+        name = event.get("replica")
+        replica = status.replicas.setdefault(name, ReplicaStatus()) if name else ReplicaStatus()
         match kind:
             case "stage":
                 status.stage, status.steps, status.outcome = event["stage"], event["steps"], None
@@ -127,20 +129,18 @@ def _follow(status: RunStatus, events: Iterable[Mapping[str, Any]]) -> float | N
                 sampling.update(event["prompts"])
             case "group_finished" | "group_dropped":
                 sampling.difference_update(event["prompts"])
-            case "published" if event.get("replica"):
-                status.replicas[event["replica"]] = ReplicaStatus(version=event["version"])
+            case "published" if name:
+                replica.version, replica.why = event["version"], ""
             case "published":
                 status.version = event["version"]
-            case "replica_up":
-                status.replicas[event["replica"]] = ReplicaStatus()
+            case "replica_state":
+                replica.state = event["state"]
             case "replica_down":
-                status.replicas[event["replica"]] = ReplicaStatus("down", why=event["why"])
-            case "replica_restarting":
-                status.replicas.setdefault(event["replica"], ReplicaStatus()).state = "restarting"
+                replica.version, replica.why = None, event["why"]
             case "trainer_up":
                 status.ranks = event["ranks"]
-            case "trainer_down":
-                status.replicas.clear()
+            case "trainer_down":  # engines are announced again; reward models stay
+                status.replicas = {name: one for name, one in status.replicas.items() if one.version is None}
                 sampling.clear()
             case "stopped":
                 status.outcome, status.phase = event["outcome"], None

@@ -1,5 +1,4 @@
-"""How often something that ends by itself may be started again, and how long to wait before it: services, engines,
-trainers. What is started, and how, is the business of whoever counts here."""
+"""Restart limits: a bound on restarts within an hour, and exponential back-off."""
 
 from __future__ import annotations
 
@@ -21,6 +20,8 @@ class Restarts:
 
     def __init__(self, bound: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.bound = bound
+        self.total = 0
+        """Restarts counted so far."""
         self._clock = clock
         self._times: deque[float] = deque()
 
@@ -32,8 +33,9 @@ class Restarts:
         return len(self._times)
 
     def next_wait_s(self) -> float | None:
-        """Count one more. How long to wait before it; None when it may not be."""
+        """Count a restart, and return the wait before it; None beyond the bound."""
         if self.count >= self.bound:
             return None
         self._times.append(self._clock())
+        self.total += 1
         return min(FIRST_WAIT_S * 2 ** (len(self._times) - 1), LONGEST_WAIT_S)

@@ -1,4 +1,4 @@
-"""What is started for each service of a run file: command, environment, port, log. Starts nothing."""
+"""Launch plans of a run file's services: command, environment, port, log. Starts nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKEN_VARIABLE = "HONE_SERVICE_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A service that is ready to be started."""
+    """Everything needed to start a service."""
 
     name: str
     """Its own: of its log and of its state."""
@@ -120,7 +120,7 @@ def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, log
 
     Args:
         folder: the run file's.
-        host: address of that machine, for whoever asks it.
+        host: address of that machine, for clients.
     """
     port, command = free_port(host), _command(service, folder, host)
     words, environment = _accepting(place.token, service, folder)

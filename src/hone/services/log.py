@@ -1,4 +1,4 @@
-"""A service's log file: its last lines, and its new ones as they come."""
+"""Log files of services: their last lines, and new lines as they are written."""
 
 from __future__ import annotations
 

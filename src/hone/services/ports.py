@@ -1,4 +1,4 @@
-"""Ports of this machine: a free one, and who sits on one of its loopback."""
+"""Ports of this machine: free ones, and the process that holds one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HOST = "127.0.0.1"
 
 
 def free_port(host: str = HOST) -> int:
-    """A port that nobody listens on now. The kernel hands them out in an order that makes a clash unlikely."""
+    """A free port. The kernel's order makes it unlikely that another process gets the same one."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

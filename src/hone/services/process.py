@@ -1,7 +1,6 @@
-"""One life of a service: from its start, under a reaper, to the end of its last process.
+"""Processes of a service, from the start under a reaper to the end of the last one.
 
-The reaper (`reaper.py`) does the ending, so that it happens also when this process is killed. What a service is for,
-whether it is well and whether it starts again is `services.py`'s business.
+The reaper (`reaper.py`) ends them, also when this process is killed. Health and restarts are in `service.py`.
 """
 
 from __future__ import annotations
@@ -17,17 +16,20 @@ from pathlib import Path
 from typing import Self
 
 from hone.errors import ServiceError
+from hone.runtime.replicas import Instance
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _START_TIMEOUT_S = 30.0
 """Until the reaper, which imports next to nothing, must have started the command."""
 _KILL_TIMEOUT_S = 15.0
-"""Until a reaper that was told to end everything is killed itself; more than it takes to give a process up."""
+"""Until a reaper that was asked to end everything is killed itself; more than its own timeout."""
 
 
-class Ending:
-    """The end of something that runs, for any number of who wait for it."""
+class ServiceProcess(Instance):
+    """A started command and everything that it starts."""
 
+    pid: int | None
+    """The command's process; None when it could not be started."""
     _ending: asyncio.Task[str]
     """Returns how it ended."""
 
@@ -36,7 +38,7 @@ class Ending:
         return self._ending.done()
 
     async def ended_within(self, timeout_s: float) -> bool:
-        """Wait for the end, but not longer than that; returns whether it has ended."""
+        """Wait for the end, at most so long; returns whether it has ended."""
         await asyncio.wait({self._ending}, timeout=timeout_s)
         return self.has_ended
 
@@ -44,16 +46,24 @@ class Ending:
         """Wait for the end; returns how it ended, such as "ended with exit code 1"."""
         return await asyncio.shield(self._ending)
 
+    async def stop(self) -> None:
+        """Ask it to end; it is killed after its service's `stop_timeout_s`."""
+        raise NotImplementedError
 
-class Life(Ending):
-    """A started command and everything it starts. Make one with `begin`; `stop` or `kill` it in any case."""
+    async def kill(self) -> None:
+        """End it, now."""
+        raise NotImplementedError
+
+
+class LocalServiceProcess(ServiceProcess):
+    """One on this machine. Make one with `begin`; `stop` or `kill` it in any case."""
 
     def __init__(self, reaper: Process, pid: int | None, stop_timeout_s: float) -> None:
+        super().__init__()
         self.pid = pid
-        """The command's process; None when it could not be started."""
         self._reaper = reaper
         self._stop_timeout_s = stop_timeout_s
-        self._ending = asyncio.create_task(self._read_end(), name="life of a service")
+        self._ending = asyncio.create_task(self._read_end(), name="end of a service")
 
     @classmethod
     async def begin(
@@ -61,7 +71,7 @@ class Life(Ending):
     ) -> Self:
         """Start a command in `folder`, with its output appended to `log`.
 
-        A command that cannot be started is a life that has ended, and its log says why.
+        A command that cannot be started has ended at once, and its log says why.
         Raises:
             ServiceError: the reaper itself does not start.
         """
@@ -78,21 +88,21 @@ class Life(Ending):
                 word, _, number = (await reaper.stdout.readline()).decode().partition(" ")
             if word not in ("pid", "exit"):
                 raise TimeoutError
-        except BaseException as error:  # also when cancelled: a reaper that nobody holds would keep its service
+        except BaseException as error:  # also when cancelled: without a handle the reaper would keep its service
             with contextlib.suppress(ProcessLookupError):
                 reaper.kill()
             await reaper.wait()
             if isinstance(error, TimeoutError):
-                raise ServiceError(f"{command[0]}: the process that looks after it did not start.") from None
+                raise ServiceError(f"{command[0]}: its reaper did not start.") from None
             raise
         return cls(reaper, int(number) if word == "pid" else None, stop_timeout_s)
 
     async def stop(self) -> None:
-        """Ask it to end; it is killed after its `stop_timeout_s`."""
+        """See `ServiceProcess.stop`."""
         await self._end(b"stop\n", self._stop_timeout_s + _KILL_TIMEOUT_S)
 
     async def kill(self) -> None:
-        """End it, now."""
+        """See `ServiceProcess.kill`."""
         await self._end(b"", _KILL_TIMEOUT_S)
 
     async def _end(self, message: bytes, timeout_s: float) -> None:

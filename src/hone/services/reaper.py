@@ -1,4 +1,4 @@
-"""The parent of one service, a small process of its own: it sees to it that nothing of the service outlives the run.
+"""Reaper: the parent process of one service, which leaves nothing of it behind when the run ends.
 
 Started by `process.py` only, as a plain script without Hone or any package on its path:
 
@@ -58,12 +58,12 @@ def main(log: str, stop_timeout_s: float, folder: str, command: list[str]) -> No
             )
         except OSError as error:
             out.write(f"{command[0]} cannot be started: {error.strerror}\n".encode())
-            _tell(f"exit {_CANNOT_START}")
+            _report(f"exit {_CANNOT_START}")
             return
-    _tell(f"pid {service.pid}")
+    _report(f"pid {service.pid}")
     code = _watch(service.pid, woken, stop_timeout_s)
     _end_the_rest(service.pid)
-    _tell(f"exit {code}")
+    _report(f"exit {code}")
 
 
 def _watch(service: int, woken: int, stop_timeout_s: float) -> int:
@@ -149,8 +149,8 @@ def _wake_on(*signals: int) -> int:
     return read
 
 
-def _tell(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the run is gone; there is nobody to tell
+def _report(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the run is gone
         os.write(1, f"{line}\n".encode())
 
 

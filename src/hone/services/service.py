@@ -1,7 +1,7 @@
-"""One service through all its lives: started, looked after, started again within bounds, put to sleep and woken.
+"""A service and its supervision: started, health-checked, restarted within bounds, offloaded and woken.
 
-How one life begins and ends is behind `Begin` and `Life`: a process on this machine (`process.py`), or one on devices
-of a cluster (`host.py`). All services of a run together are in `services.py`.
+The states are `runtime/replicas.py`'s. A start gives a `ServiceProcess`: on this machine (`process.py`), or on devices
+of a cluster (`cluster/service_host.py`). All services of a run together are in `supervisor.py`.
 """
 
 from __future__ import annotations
@@ -10,63 +10,30 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 import httpx
 
 from hone.errors import ServiceError
 from hone.runtime.backoff import Restarts
+from hone.runtime.replicas import Replica, ReplicaLost
 from hone.services.launch import Launch
 from hone.services.log import TAIL_LINES, last_lines
+from hone.services.process import ServiceProcess
 from hone.services.state import ServiceState
 
 Say = Callable[[str], None]
+Begin = Callable[[Launch], Awaitable[ServiceProcess]]
 
 HEALTH_INTERVAL_S = 2.0
-"""Between two looks at a service that is ready."""
+"""Between two health checks of a service that is ready."""
 PROGRESS_INTERVAL_S = 10.0
-"""Between two words about a service that is not."""
+"""Between two messages about a service that is not."""
 SLEEP_PATH, WAKE_PATH = "/sleep?level=1", "/wake_up"
-"""As vLLM has them, and `hone serve policy`; level 1: weights wait on the host, the cache is gone."""
-
-
-class Life(Protocol):
-    """A started command and everything it starts."""
-
-    @property
-    def pid(self) -> int | None:
-        """The command's process; None when it could not be started."""
-        ...
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    async def ended_within(self, timeout_s: float) -> bool:
-        """Wait for the end, but not longer than that; returns whether it has ended."""
-        ...
-
-    async def ended(self) -> str:
-        """Wait for the end; returns how it ended, such as "ended with exit code 1"."""
-        ...
-
-    async def stop(self) -> None:
-        """Ask it to end; it is killed after its service's `stop_timeout_s`."""
-        ...
-
-    async def kill(self) -> None:
-        """End it, now."""
-        ...
-
-
-Begin = Callable[[Launch], Awaitable[Life]]
+"""As vLLM has them, and `hone serve policy`; level 1: weights move to the host, the cache is dropped."""
 
 
 class Service:
-    """One service through all its lives.
-
-    Who waits: `keep` for the devices while it is asleep, `sleep` for a start under way. Who wakes them: `wake`, and
-    the end of the start.
-    """
+    """One service through all its restarts."""
 
     def __init__(
         self, launch: Launch, begin: Begin, *, client: httpx.AsyncClient, say: Say, changed: Callable[[], None]
@@ -74,156 +41,138 @@ class Service:
         self.launch = launch
         self.ready = asyncio.Event()
         """Set when it was ready for the first time."""
-        self.restarts = 0
-        self._begin_life, self._client, self._changed = begin, client, changed
-        self._say = lambda message: say(f"service {launch.name}: {message}")
-        self._state = "starting"
-        self._life: Life | None = None
+        self.restarts = Restarts(launch.service.restarts)
+        self._begin, self._client, self._changed = begin, client, changed
+        self._say: Say = lambda message: say(f"service {launch.name}: {message}")
+        self._process: ServiceProcess | None = None
         self._log_began_at = 0
-        self._restarts = Restarts(launch.service.restarts)
-        self._may_start = asyncio.Event()
-        """Not while it sleeps: its devices are somebody else's."""
-        self._may_start.set()
-        self._is_settled = asyncio.Event()
-        """No start is under way."""
+        self._replica: Replica[ServiceProcess] = Replica(
+            launch.name,
+            self._start,
+            lambda process: process.kill(),
+            lost_by=ServiceError,
+            restarts=self.restarts,
+            changed=lambda _: changed(),
+            watch=self._watch,
+            say=self._say,
+        )
 
     @property
     def state(self) -> ServiceState:
-        launch, pid = self.launch, self._life.pid if self._life else None
-        return ServiceState(
-            launch.name, launch.url, self._state, pid, self.restarts, launch.fingerprint, str(launch.log)
-        )
+        launch, pid = self.launch, self._process.pid if self._process else None
+        state, log = self._replica.state, str(launch.log)
+        return ServiceState(launch.name, launch.url, state, pid, self.restarts.total, launch.fingerprint, log)
 
     async def keep(self) -> None:
-        """Start it, and again when it ends, until cancelled.
+        """Start it, and again when it is lost, until cancelled.
 
         Raises:
-            ServiceError: it does not become ready the first time, or ended more often than it may.
+            ServiceError: it does not become ready the first time, or was lost more often than it may.
         """
         try:
-            while True:
-                while not self._may_start.is_set():  # it may sleep again before this task has its turn
-                    await self._may_start.wait()
-                self._is_settled.clear()
-                life = await self._begin()
-                cause = await self._until_ready(life)
-                self._is_settled.set()
-                if cause is None:
-                    self.ready.set()
-                    cause = await self._until_lost(life)
-                elif not self.ready.is_set():
-                    raise self._failed(cause)
-                await life.kill()
-                wait_s = self._count_restart(cause)
-                self._enter("restarting")
-                bound = self._restarts.bound
-                self._say(f"{cause}; started again in {wait_s:g} s ({self._restarts.count} of {bound} an hour)")
-                await asyncio.sleep(wait_s)
-        finally:
-            self._is_settled.set()
+            process = await self._replica.start()
+        except ServiceError as error:
+            raise self._failed(str(error)) from None
+        self.ready.set()
+        await self._replica.keep(process)
+        times, key = self.restarts.count, f"services.{self.launch.section}.restarts = {self.restarts.bound}"
+        why = self._replica.why
+        raise self._failed(f"{why}, and was started again {times} times within an hour already ({key})")
 
     async def sleep(self) -> None:
-        """Have it give its devices' memory back; one that ends now is not started before `wake`.
+        """Have it release its devices' memory, when no request is in flight; a lost one is not started before `wake`.
 
-        Nobody may be asking it anything. One that does not obey is ended, which gives the memory back too.
+        One that fails to is killed, which releases the memory too.
         """
-        self._may_start.clear()
-        await self._is_settled.wait()
-        if self._state == "ready" and await self._told(SLEEP_PATH):
-            self._enter("asleep")
+        self._replica.may_start.clear()
+        await self._replica.settled.wait()
+        if self._replica.state == "ready":
+            await self._switch(SLEEP_PATH)
 
     async def wake(self) -> None:
-        """Have it take the memory again, and be ready to answer. One that ended meanwhile is started."""
-        self._may_start.set()
-        if self._state == "asleep" and await self._told(WAKE_PATH):
-            self._enter("ready")
+        """Have it take the memory again, and be ready. A lost one is started."""
+        self._replica.may_start.set()
+        if self._replica.state == "offloaded":
+            await self._switch(WAKE_PATH)
 
     async def stop(self) -> None:
-        """Ask it to end and see that it does."""
-        if self._life is not None:
-            await self._life.stop()
-        if self._state != "failed":
-            self._enter("stopped")
+        """Ask it to end, and wait until it has."""
+        if self._process is not None:
+            await self._process.stop()
+        if self._replica.state != "failed":
+            self._replica.enter("stopped")
 
-    async def _begin(self) -> Life:
+    async def _start(self, name: str) -> ServiceProcess:
+        """Raises ServiceError when it is not ready in time."""
         launch = self.launch
         self._log_began_at = launch.log.stat().st_size if launch.log.exists() else 0
-        self._life = await self._begin_life(launch)
+        process = self._process = await self._begin(launch)
         self._changed()
-        return self._life
+        if (why := await self._not_ready(process)) is not None:
+            await process.kill()
+            raise ServiceError(why)
+        return process
 
-    async def _told(self, path: str) -> bool:
-        """Whether it did what it was told; else it is ended."""
-        assert self._life is not None, "it was ready"
-        headers = {"Authorization": f"Bearer {self.launch.token}"}
+    async def _switch(self, path: str) -> None:
+        process = self._replica.instance
+        assert process is not None, "it was ready"
         try:
-            answer = await self._client.post(
-                self.launch.url + path, json={}, headers=headers, timeout=self.launch.service.start_timeout_s
-            )
+            await process.call(self._post(path), path)
+            self._replica.enter("offloaded" if path == SLEEP_PATH else "ready")
+        except ReplicaLost:
+            await process.kill()
+
+    async def _post(self, path: str) -> None:
+        """Raises ServiceError when it does not succeed."""
+        headers = {"Authorization": f"Bearer {self.launch.token}"}
+        timeout_s = self.launch.service.start_timeout_s
+        try:
+            answer = await self._client.post(self.launch.url + path, json={}, headers=headers, timeout=timeout_s)
+            if answer.is_success:
+                return
+            said = f"HTTP {answer.status_code}: {answer.text[:200]}"
         except httpx.HTTPError as error:
             said = f"{type(error).__name__}: {error}".rstrip(": ")
-        else:
-            if answer.is_success:
-                return True
-            said = f"HTTP {answer.status_code}: {answer.text[:200]}"
-        self._say(f"did not do POST {path} ({said}) and is ended")
-        self._enter("restarting")
-        await self._life.kill()
-        return False
+        raise ServiceError(f"did not do POST {path} ({said}) and is ended")
 
-    async def _until_ready(self, life: Life) -> str | None:
-        """Wait until it is ready. Returns why it is not: it ended, or its time is over."""
+    async def _not_ready(self, process: ServiceProcess) -> str | None:
+        """Wait until it is ready. Returns why it is not: it ended, or the timeout passed."""
         began, timeout_s = time.monotonic(), self.launch.service.start_timeout_s
-        told = began
+        reported = began
         while True:
-            status = await self._ask()
+            status = await self._health()
             now = time.monotonic()
-            if life.has_ended:
-                return f"{await life.ended()} before it was ready"
+            if process.has_ended:
+                return f"{await process.ended()} before it was ready"
             if status is not None and 200 <= status < 300:
-                self._enter("ready")
-                self._say(f"ready after {now - began:.1f} s at {self.launch.url} (process {life.pid})")
+                self._say(f"ready after {now - began:.1f} s at {self.launch.url} (process {process.pid})")
                 return None
             said = f"{self.launch.health_url} says {status or 'nothing'}"
             if now - began >= timeout_s:
                 return f"was not ready within start_timeout_s = {timeout_s:g} s; {said}"
-            if now - told >= PROGRESS_INTERVAL_S:
-                told = now
+            if now - reported >= PROGRESS_INTERVAL_S:
+                reported = now
                 self._say(f"not ready after {now - began:.0f} s; {said}")
-            await life.ended_within(0.1 if now - began < PROGRESS_INTERVAL_S else 0.5)
+            await process.ended_within(0.1 if now - began < PROGRESS_INTERVAL_S else 0.5)
 
-    async def _until_lost(self, life: Life) -> str:
-        """Wait until it ends or falls silent; returns which."""
+    async def _watch(self, process: ServiceProcess) -> None:
+        """Wait until it ends or stops answering its health checks, and is lost."""
         heard, timeout_s = time.monotonic(), self.launch.service.silence_timeout_s
-        while not await life.ended_within(HEALTH_INTERVAL_S):
-            if await self._ask() is not None:
+        while not await process.ended_within(HEALTH_INTERVAL_S):
+            if await self._health() is not None:
                 heard = time.monotonic()
-            elif time.monotonic() - heard >= timeout_s and not life.has_ended:
-                return f"did not answer {self.launch.service.health} for {timeout_s:g} s"
-        return await life.ended()
+            elif time.monotonic() - heard >= timeout_s and not process.has_ended:
+                return process.lose(f"did not answer {self.launch.service.health} for {timeout_s:g} s")
+        process.lose(await process.ended())
 
-    async def _ask(self) -> int | None:
-        """The HTTP status of its health path; None when it gives no answer."""
+    async def _health(self) -> int | None:
+        """The HTTP status of its health path; None without an answer."""
         with contextlib.suppress(httpx.HTTPError):
             return (await self._client.get(self.launch.health_url)).status_code
         return None
 
-    def _count_restart(self, cause: str) -> float:
-        """Returns how long to wait before it is started again. Raises ServiceError when it may not be."""
-        wait_s = self._restarts.next_wait_s()
-        if wait_s is None:
-            times, key = self._restarts.count, f"services.{self.launch.section}.restarts = {self._restarts.bound}"
-            raise self._failed(f"{cause}, and was started again {times} times within an hour already ({key})")
-        self.restarts += 1
-        return wait_s
-
     def _failed(self, cause: str) -> ServiceError:
-        self._enter("failed")
         log = self.launch.log
         lines = last_lines(log, since=self._log_began_at)
         shown = "\n".join([f"The last lines of {log}, at most {TAIL_LINES}:", *(f"  {line}" for line in lines)])
         return ServiceError(f"service {self.launch.name} {cause}.\n{shown if lines else f'{log} says nothing.'}")
-
-    def _enter(self, state: str) -> None:
-        self._state = state
-        self._changed()

@@ -1,7 +1,7 @@
-"""services.json: which services run for a run or under `hone up`, where, and since when; for `hone status` and `stop`.
+"""services.json: the services of a run or of `hone up`, for `hone status` and `hone stop`.
 
-Written by the process that supervises them, into its folder, whenever something changes. Read by others, who trust a
-process number only together with the time that process started at: numbers are used again.
+The supervising process writes it into its folder at every change. Readers check a process number together with its
+start time, because numbers are reused.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import psutil
 
 from hone.errors import DataError
 from hone.observe.whole import write_whole
+from hone.runtime.replicas import State
 
 FILE, TOKEN_FILE = "services.json", "services.token"
 _SAME_START_S = 1.0
-"""psutil computes a start from the clock, which is set now and then; a number that is used again starts much later."""
+"""Tolerance of a start time: psutil computes it from the clock, which may be set. A reused number starts much later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,7 @@ class ServiceState:
 
     name: str
     url: str
-    state: str
-    """starting, ready, asleep, restarting, stopped or failed."""
+    state: State
     pid: int | None
     restarts: int
     fingerprint: str
@@ -52,7 +52,7 @@ class Supervision:
     services: tuple[ServiceState, ...]
 
     def process(self) -> psutil.Process | None:
-        """That very process, if it is still there. psutil sees to it that a signal reaches no later one."""
+        """The process, if it still runs; psutil does not signal a later one with its number."""
         try:
             process = psutil.Process(self.pid)
             is_it = abs(process.create_time() - self.started_at) < _SAME_START_S

@@ -1,14 +1,13 @@
-"""The services of a run: started together, waited for, watched, started again within bounds, and always ended.
+"""Supervisor of a run's services: started together, health-checked, restarted within bounds, always ended.
 
     services = Services.from_config(loaded, split, folder=..., logs=..., say=..., relay=..., stop=...)
     async with services:             # starts all of them and does not wait
         await services.ready()       # raises ServiceError, with the last lines of the log
-        ...                          # services.addresses by name; a service that ends is started again on its port
-                                     # leaving asks them to stop, then kills; nothing of them is left
+        ...                          # services.addresses by name; a lost service is restarted on its port
+                                     # on exit they are asked to stop, then killed
 
-A service that cannot be had any more sets `stop`, so that training ends with a checkpoint, and is told by `check`.
-How one of them is kept is in `service.py`. Those that a cluster has the devices for join later (`add`) and leave
-earlier (`drop`).
+A service that has failed sets `stop`, so that training ends with a checkpoint, and `check` raises its error. A single
+one is in `service.py`. Services on devices of a cluster join later (`add`) and leave earlier (`drop`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from hone.services.gpus import Split
 from hone.services.launch import Launch, plan_launches
 from hone.services.log import Excerpt
 from hone.services.ports import holder, is_free
-from hone.services.process import Life
+from hone.services.process import LocalServiceProcess, ServiceProcess
 from hone.services.service import Begin, Say, Service
 from hone.services.state import (
     TOKEN_FILE,
@@ -49,12 +48,12 @@ Relay = Callable[[str, str], None]
 
 HEALTH_TIMEOUT_S = 5.0
 PORT_TIMEOUT_S = 3.0
-"""For a port that a run which was killed a moment ago is giving back."""
+"""For a port that a run killed a moment ago still holds."""
 FOLLOW_INTERVAL_S = 0.25
 
 
 class Services:
-    """All services of a run. `async with` starts them, and ends them in any case."""
+    """All services of a run. `async with` starts and ends them."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class Services:
         """
         Args:
             folder: where services.json is written.
-            stop: set when a service is lost for good, and by others; waiting ends then.
+            stop: set when a service has failed, or to end all waiting.
             may_share: use what `hone up` keeps running; False starts each in any case.
         """
         self._may_share = may_share
@@ -83,9 +82,9 @@ class Services:
         self._following: asyncio.Task[None] | None = None
         self._logs: dict[str, Excerpt] = {}
         self.failure: Exception | None = None
-        """Why a service is lost for good."""
+        """Why a service has failed."""
         self.addresses: Mapping[str, Address] = {}
-        """By name; they stay what they are when a service is started again."""
+        """By name; a restarted service keeps its own."""
 
     @classmethod
     def from_config(
@@ -123,20 +122,20 @@ class Services:
         addresses = {launch.name: Address((launch.url,), launch.token) for launch in own}
         self.addresses = {launch.name: shared[launch.name] or addresses[launch.name] for launch in self._launches}
         if own:
-            with contextlib.suppress(OSError):  # a full disk: the services run all the same, and nobody shares them
+            with contextlib.suppress(OSError):  # a full disk: the services run, but are not shared
                 write_token(self._folder, own[0].token)
         for launch in own:
             self.add(launch, begin_here)
 
     def add(self, launch: Launch, begin: Begin) -> Service:
-        """Keep one more from now on, which `begin` starts."""
+        """Start and supervise one more service."""
         if self._client is None:
-            # Ours are where we put them: what the environment says of proxies is not for them.
+            # Services are local: proxies of the environment do not apply.
             self._client = httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False)
             self._following = asyncio.create_task(self._follow(), name="logs of services")
         service = Service(launch, begin, client=self._client, say=self._say, changed=self._write)
         if (before := self._services.get(launch.name)) is not None:  # of an earlier attempt at the stage
-            service.restarts = before.restarts
+            service.restarts.total = before.restarts.total
         self._services[launch.name] = service
         self._logs.setdefault(launch.name, Excerpt(launch.log))
         if launch.note:
@@ -146,7 +145,7 @@ class Services:
         return service
 
     async def drop(self, services: Iterable[Service]) -> None:
-        """Keep these no longer: ask them to end, and kill what does not in time. What they were is still told."""
+        """Stop these services; their last states stay in services.json."""
         leaving = list(services)
         tasks = [self._keeping.pop(service.launch.name) for service in leaving]
         for task in tasks:
@@ -174,12 +173,12 @@ class Services:
         self.check()
 
     def check(self) -> None:
-        """Raises what a service was lost by, if one was."""
+        """Raises the error of a service that has failed, if one has."""
         if self.failure is not None:
             raise self.failure
 
     async def stop(self) -> None:
-        """Ask all to end, kill what does not in time, and say the last lines of their logs."""
+        """Stop all services, and show the last lines of their logs."""
         await self.drop([self._services[name] for name in self._keeping])
         if self._following is not None:
             self._following.cancel()
@@ -193,8 +192,8 @@ class Services:
             (self._folder / TOKEN_FILE).unlink(missing_ok=True)
 
     def summary(self) -> str:
-        """How often which was started again, on one line; empty without services."""
-        return ", ".join(f"{name} {_times(one.restarts, 'restart')}" for name, one in self._services.items())
+        """Restarts of each service, on one line; empty without services."""
+        return ", ".join(f"{name} {_times(one.restarts.total, 'restart')}" for name, one in self._services.items())
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -206,7 +205,7 @@ class Services:
         await self.stop()
 
     async def _kept_up(self, launch: Launch) -> Address | None:
-        """Where `hone up` keeps a service of these settings, if it is ready and serves what the files say by now."""
+        """Address of a service of `hone up` with these settings, if it is ready and its files have not changed."""
         for name, supervision in kept_up(runtime_folder()).items():
             for service in supervision.services:
                 if service.fingerprint != launch.fingerprint or service.state != "ready":
@@ -267,10 +266,10 @@ class Services:
             write_state(self._folder, supervised_by_me(self._run_file, states, longest_s))
 
 
-async def begin_here(launch: Launch) -> Life:
-    """A life of a service on this machine, beside the run."""
+async def begin_here(launch: Launch) -> ServiceProcess:
+    """Start a service on this machine, beside the run."""
     launch.log.parent.mkdir(parents=True, exist_ok=True)
-    return await Life.begin(
+    return await LocalServiceProcess.begin(
         launch.command,
         log=launch.log,
         folder=launch.folder,

@@ -1,4 +1,4 @@
-"""`hone up`, `status` and `stop`: services that outlive a run, kept by a supervisor process of their own.
+"""`hone up` and `hone stop`: services that outlive a run, under a supervisor process of their own.
 
 The supervisor runs the same `Services` as a training run does, in a folder of its name under the runtime folder:
 services.json, logs/, supervisor.log. To stop it is to send it SIGTERM; should it be killed, its services end with it.
