@@ -17,10 +17,9 @@ from typing import Any, Self, TypeVar
 import torch
 
 from hone.assemble.job import Job, first_cause
-from hone.assemble.models import apart, imitation_trainer, pair_trainer, policy_trainer, restore
-from hone.assemble.processes import ActorSpec, MakeHeld, embedded, rank, vllm
+from hone.assemble.models import apart, imitation_trainer, pair_trainer, policy_trainer, restore, starting_folder
+from hone.assemble.processes import ActorSpec, MakeHeld, engine, rank
 from hone.assemble.scoring import Scoring
-from hone.assemble.vllm import starting_folder
 from hone.assemble.workers import Workers
 from hone.cluster.actors import EngineActor, MakeEngine, TrainerRank
 from hone.cluster.apart import CriticRank, ReferenceRank
@@ -202,7 +201,7 @@ class RayWorkers:
         self._trainer: RemoteLearner | None = None
         self._engines: dict[str, RemoteEngine] = {}
         self._replicas = {replica.name: replica for replica in job.topology.engines}
-        self._vllm_folder: Path | None = None  # what vLLM starts with; None: engines are Hone's own
+        self._model_folder: Path | None = None  # for engines that start from one
         self._scores = False  # whether judges and reward models are there
         self.scoring = Scoring(
             job, spec.loaded, spawn=self._spawn, processes=self._processes, is_one_machine=cluster.is_own
@@ -222,8 +221,8 @@ class RayWorkers:
     async def assemble(self, needs: frozenset[str], saved: Saved | None) -> tuple[RemoteTrainer, Router]:
         """Start all processes at once that are not there yet, and wait until each has made its part."""
         started = time.monotonic()
-        if self._settings.engines.use == "vllm" and self._vllm_folder is None:
-            self._vllm_folder = await asyncio.to_thread(starting_folder, self._job)
+        if self._settings.engines.kind.needs_folder and self._model_folder is None:
+            self._model_folder = await asyncio.to_thread(starting_folder, self._job)
         kept = await self._well_engines()
         if self.scoring.shares_devices:
             await self._prepare_scoring()
@@ -377,10 +376,8 @@ class RayWorkers:
 
     def _making(self, devices: Sequence[int]) -> MakeEngine:
         processes = self._processes("rollout", devices)
-        if self._vllm_folder is None:
-            return partial(embedded, self._spec, processes)
         takes_turns = self._job.topology.sleeps("rollout")
-        return partial(vllm, self._spec, processes, self._vllm_folder, takes_turns=takes_turns)
+        return partial(engine, self._spec, processes, self._model_folder, takes_turns=takes_turns)
 
     def _spawn(self, name: str, actor: type, devices: Sequence[int], *args: Any) -> Any:
         """A process on devices that it shares with those who take turns with it."""

@@ -19,7 +19,7 @@ from hone.errors import DataError
 from hone.memory.guard import Guard
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel, load_scalar_model, reward_config
-from hone.model.load import init_model, load_model, read_config
+from hone.model.load import init_model, load_model, model_folder, read_config, save_hf
 from hone.model.lora import AdapterOff, add_adapter
 from hone.run.folder import RunFolder
 from hone.train.apart import Apart
@@ -93,6 +93,22 @@ def named_model(config: RunConfig, tokenizer: Tokenizer, base_dir: Path, device:
         implementation=implementation,
         trust_remote_code=model.trust_remote_code,
     )
+
+
+def starting_folder(source: Source) -> Path:
+    """The Hugging Face directory of the model that the RL stage begins with. Random weights are first written to one,
+    in the run's folder, so this is for one process to ask before the engines start."""
+    loaded, model = source.loaded, source.loaded.config.model
+    if (folder := weights_before("rl", loaded.config, source.folder)) is not None:
+        return folder
+    if model.init is None:
+        path = resolve_model(model.path or "", loaded.run_file.parent)
+        return model_folder(path, trust_remote_code=model.trust_remote_code)
+    folder = source.folder.path / "hf-start"
+    random = named_model(loaded.config, source.tokenizer, loaded.run_file.parent, source.device)
+    tokenizer = source.tokenizer
+    save_hf(folder, random.hf_config, random.named_weights(), tokenizer.hf, eos_ids=tokenizer.eos_ids)
+    return folder
 
 
 def with_adapter(config: RunConfig, model: CausalModel, stage: str) -> CausalModel:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ import torch
 from hone.assemble.job import Job, set_up_arithmetic
 from hone.assemble.models import starting_model
 from hone.assemble.sampling import embedded_engine
-from hone.assemble.vllm import start_vllm
 from hone.cluster.actors import Seat
 from hone.config.load import Loaded
 from hone.config.topology import is_sharded
@@ -57,6 +57,10 @@ class ActorContext:
     tokenizer: Tokenizer
     device: torch.device
     guard: Guard = UNGUARDED
+    model_folder: Path | None = None
+    """`models.starting_folder`, for an engine that needs it."""
+    takes_turns: bool = False
+    """Whether an engine's devices are the trainer's while it sleeps."""
 
     @classmethod
     def of(cls, spec: ActorSpec, processes: int) -> ActorContext:
@@ -106,9 +110,14 @@ def rank_among_others(spec: ActorSpec, processes: int, seat: Seat) -> Iterator[t
         yield replace(context, device=torch.device("meta")), ranks
 
 
-async def embedded(spec: ActorSpec, processes: int) -> Engine:
-    """An engine with a model of its own, which waits for weights."""
-    context = ActorContext.of(spec, processes)
+async def engine(spec: ActorSpec, processes: int, model_folder: Path | None, *, takes_turns: bool) -> Engine:
+    """One engine of the kind that the run file names, which waits for weights."""
+    context = replace(ActorContext.of(spec, processes), model_folder=model_folder, takes_turns=takes_turns)
+    return await resolve_name(spec.loaded.config.cluster.engines.kind.start)(context)
+
+
+async def start_own(context: ActorContext) -> Engine:
+    """Hone's own engine, with a model of its own."""
     config = context.loaded.config
 
     def make() -> CausalModel:
@@ -122,8 +131,3 @@ async def embedded(spec: ActorSpec, processes: int) -> Engine:
     with ThreadPoolExecutor(1) as passing:
         model = await asyncio.get_running_loop().run_in_executor(passing, make)
     return embedded_engine(config, context.tokenizer, model)
-
-
-async def vllm(spec: ActorSpec, processes: int, folder: Path, *, takes_turns: bool) -> Engine:
-    """vLLM, with the weights of a folder until it gets others."""
-    return await start_vllm(ActorContext.of(spec, processes), folder, takes_turns=takes_turns)

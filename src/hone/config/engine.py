@@ -1,17 +1,20 @@
 """Inference engine settings: one section, in vLLM's words, for the policy's engines and for the models of services.
 
-`cluster.engines` and `services.NAME.engine` both are this section. What another key of the run file decides already,
-or what Hone needs to be one way, is no key: `ELSEWHERE` names the key to use instead. Without vLLM and without torch,
-so that `hone check` knows every key; `rollout/vllm_args.py` and `services/launch.py` turn the section into vLLM's
-arguments.
+`cluster.engines` and `services.NAME.engine` both are this section; `ENGINES` registers what the policy's engines can
+be. What another key of the run file decides already, or what Hone needs to be one way, is no key: `ELSEWHERE` names the
+key to use instead. Without vLLM and without torch, so that `hone check` knows every key; `rollout/vllm_args.py` and
+`services/launch.py` turn the section into vLLM's arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal
 
 from hone.config.section import Section, key
+from hone.errors import ConfigError
 
 _FIXED = "is set by Hone, which relies on it"
 ELSEWHERE = {
@@ -61,9 +64,9 @@ ROLE_TOKENS = 32
 class EngineSection(Section):
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
-    use: Literal["hone", "vllm"] | None = key(None)
-    """hone: Hone's own engine, whole on one device. vllm: vLLM (an extra). null: hone; for a service vLLM where it is
-    installed."""
+    use: str | None = key(None)
+    """hone: Hone's own engine, whole on one device. vllm: vLLM (an extra). Or one that an installed package registers.
+    null: hone; for a service vLLM where it is installed."""
     tensor_parallel_size: int = key(1, unit="devices", ge=1)
     """Devices that one replica's weights are divided over; replicas = devices of the pool or service // this."""
     gpu_memory_utilization: float | None = key(None, unit="fraction of a device's memory", gt=0, le=1)
@@ -108,6 +111,24 @@ class EngineSection(Section):
     """While asleep the policy's weights are on the host (1), or discarded because new ones are published before waking
     (2)."""
 
+    args: dict[str, Any] = key({})
+    """Settings of an engine that an installed package registers."""
+
+    @property
+    def kind(self) -> EngineKind:
+        """What `use` names. Raises ConfigError where nothing of that name is registered."""
+        name = self.use or "hone"
+        if name in ENGINES:
+            return ENGINES[name]
+        registered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+        if name not in registered:
+            known = ", ".join([*ENGINES, *registered])
+            raise ConfigError([f"cluster.engines.use: no engine is called {name!r}. Engines: {known}"])
+        try:
+            return registered[name].load()
+        except ImportError as error:
+            raise ConfigError([f"cluster.engines.use: engine {name} cannot be imported: {error}"]) from error
+
     def changed(self) -> list[str]:
         """Names of the keys, `use` aside, that do not have their default."""
         return [name for name, value in self if name != "use" and value != type(self).model_fields[name].default]
@@ -123,8 +144,41 @@ class EngineSection(Section):
             "enable_chunked_prefill": True,
             "enable_prefix_caching": self.enable_prefix_caching,
         }
-        words |= {name: getattr(self, name) for name in self.changed() if name != "sleep_level"}
+        words |= {name: getattr(self, name) for name in self.changed() if name not in ("sleep_level", "args")}
         return [word for name, value in words.items() for word in _option(name.replace("_", "-"), value)]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """An engine that the policy can be sampled with."""
+
+    start: str
+    """`module:function` that starts one in the calling process: `async (hone.assemble.processes.ActorContext) ->
+    hone.rollout.engine.Engine`."""
+    keys: frozenset[str] = frozenset()
+    """Keys of `EngineSection` that it uses, `use` and `args` aside."""
+    args: type[Section] | None = None
+    """Settings that it has besides; None: none."""
+    rules: str = ""
+    """`module:RULES`: functions of a RunConfig that yield breaches; "" is none."""
+    takes_share: bool = False
+    """It takes `gpu_memory_utilization` of each of its devices; else it is planned as Hone's own engine."""
+    needs_folder: bool = False
+    """It starts from a Hugging Face directory (`ActorContext.model_folder`)."""
+
+
+ENTRY_POINTS = "hone.engines"
+"""Group of the entry points by which packages register engines: name -> `module:EngineKind instance`."""
+ENGINES = {
+    "hone": EngineKind("hone.assemble.processes:start_own"),
+    "vllm": EngineKind(
+        "hone.assemble.vllm:start_vllm",
+        keys=frozenset(EngineSection.model_fields) - {"use", "args"},
+        rules="hone.config.engine_rules:VLLM_RULES",
+        takes_share=True,
+        needs_folder=True,
+    ),
+}
 
 
 def _option(name: str, value: Any) -> list[str]:

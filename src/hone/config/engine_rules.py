@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pkgutil import resolve_name
+
+from pydantic import ValidationError
 
 from hone.config.breach import Breach
 from hone.config.derived import longest_tokens
 from hone.config.engine import (
+    ENGINES,
     LEAST_TEMPERATURE,
     MAX_SHARED_FRAC,
     ROLE_TOKENS,
@@ -17,31 +21,46 @@ from hone.config.engine import (
 )
 from hone.config.run import RunConfig
 from hone.config.topology import judge_services, judges_pool
+from hone.errors import ConfigError
 
 # ---- the policy's engines
 
 
 def engines_can_do_it(config: RunConfig) -> Iterator[Breach]:
-    engines = config.cluster.engines
+    """The engine exists, uses what is set, and keeps its own rules."""
+    engines, use = config.cluster.engines, config.cluster.engines.use or "hone"
     if config.cluster.backend != "ray":
         return
-    if engines.use == "vllm" and config.rollout.compile:
+    try:
+        kind = engines.kind
+    except ConfigError as error:
+        yield Breach(("cluster.engines.use",), error.problems[0].partition(": ")[2])
+        return
+    if use != "hone" and config.rollout.compile:
         yield Breach(
             ("rollout.compile", "cluster.engines.use"),
-            "= true compiles Hone's own engine; vLLM compiles its own model. Set it to false",
+            f"= true compiles Hone's own engine; {use} compiles its own model. Set it to false",
         )
-    for name in engines.changed() if engines.use != "vllm" else ():
-        yield Breach(
-            (f"cluster.engines.{name}", "cluster.engines.use"),
-            "is only used by use = vllm (got Hone's own engine, whole on each device). Leave it out, or set use to "
-            "vllm",
-        )
+    for name in engines.changed():
+        if name not in kind.keys and not (name == "args" and kind.args):
+            users = " or ".join(name_of for name_of, known in ENGINES.items() if name in known.keys) or "other engines"
+            yield Breach(
+                (f"cluster.engines.{name}", "cluster.engines.use"),
+                f"is only used by use = {users} (got use = {use}). Leave it out, or set use to {users}",
+            )
+    try:
+        if kind.args is not None:
+            kind.args.model_validate(dict(engines.args))
+    except ValidationError as error:
+        for found in error.errors():
+            where = ".".join(map(str, ("cluster.engines.args", *found["loc"])))
+            yield Breach((where, "cluster.engines.args"), f"{found['msg']} (got {found['input']!r})")
+    for rule in resolve_name(kind.rules) if kind.rules else ():
+        yield from rule(config)
 
 
 def vllm_lengths_fit(config: RunConfig) -> Iterator[Breach]:
-    engines, longest = _vllm(config), longest_tokens(config)
-    if engines is None:
-        return
+    engines, longest = config.cluster.engines, longest_tokens(config)
     max_len = engines.max_model_len or longest
     if max_len < longest:
         yield Breach(
@@ -68,8 +87,6 @@ def vllm_lengths_fit(config: RunConfig) -> Iterator[Breach]:
 
 def vllm_samples_as_hone_does(config: RunConfig) -> Iterator[Breach]:
     rollout = config.rollout
-    if _vllm(config) is None:
-        return
     if rollout.top_p < 1 and rollout.min_p > 0:
         yield Breach(
             ("rollout.min_p", "rollout.top_p", "cluster.engines.use"),
@@ -83,10 +100,8 @@ def vllm_samples_as_hone_does(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def _vllm(config: RunConfig) -> EngineSection | None:
-    engines = config.cluster.engines
-    return engines if config.cluster.backend == "ray" and engines.use == "vllm" else None
-
+VLLM_RULES = (vllm_lengths_fit, vllm_samples_as_hone_does)
+"""Of a run whose engines are vLLM's; see `engine.ENGINES`."""
 
 # ---- engines of services
 
@@ -103,8 +118,10 @@ def engines_fit_their_services(config: RunConfig) -> Iterator[Breach]:
         if service.policy is None:
             yield Breach((where, f"services.{name}.policy"), "is for a service with `policy`. Leave it out")
         yield from _steps_hold_what_they_must(engine, where)
-        if "sleep_level" in engine.changed():
-            yield Breach((f"{where}.sleep_level",), "is for the policy's engines. Leave it out")
+        for key in {"sleep_level", "args"}.intersection(engine.changed()):
+            yield Breach((f"{where}.{key}",), "is for the policy's engines. Leave it out")
+        if engine.use not in (None, "hone", "vllm"):
+            yield Breach((f"{where}.use",), f"must be hone or vllm for a service (got {engine.use})")
         gpus, size = len(service.devices), engine.tensor_parallel_size
         if name in judge_services(config) and judges_pool(config):
             continue  # its GPUs are the pool's, whose rules are in `scoring_rules.py` and `division_rules.py`
@@ -180,8 +197,6 @@ def judges_fit_their_engines(config: RunConfig) -> Iterator[Breach]:
 
 ENGINE_RULES = (
     engines_can_do_it,
-    vllm_lengths_fit,
-    vllm_samples_as_hone_does,
     engines_fit_their_services,
     engines_share_memory,
     judges_fit_their_engines,
