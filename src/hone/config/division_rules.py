@@ -81,13 +81,23 @@ def heads_divide(config: RunConfig, shape: Mapping[str, Any]) -> Iterator[Breach
             f"must divide the model's {kv_heads} key-value heads or be a multiple of them (got {engines}). Nearest: "
             f"{nearest}",
         )
-    tensor, sequence = cluster.trainer.tensor_parallel, cluster.trainer.sequence_parallel
+    yield from trained_layers_divide(shape, cluster.trainer.tensor_parallel, cluster.trainer.sequence_parallel)
+
+
+def trained_layers_divide(shape: Mapping[str, Any], tensor: int, sequence: int) -> Iterator[Breach]:
+    """As far as the keys of a model's config.json tell; also what `model.parallel` refuses."""
+    heads, width = shape.get("num_attention_heads"), shape.get("intermediate_size")
+    kv_heads = shape.get("num_key_value_heads") or heads
+    key, of_model = "cluster.trainer.tensor_parallel", ("model.path", "model.init.num_attention_heads")
+    if not isinstance(kv_heads, int):
+        return
+    left = kv_heads // tensor
     if line := _not_dividing(tensor, kv_heads, f"the model's {kv_heads} key-value heads"):
-        yield Breach(("cluster.trainer.tensor_parallel", *of_model), line)
-    else:
-        left = kv_heads // tensor
-        if line := _not_dividing(sequence, left, f"the model's key-value heads / tensor_parallel = {left}"):
-            yield Breach(("cluster.trainer.sequence_parallel", "cluster.trainer.tensor_parallel", *of_model), line)
+        yield Breach((key, *of_model), line)
+    elif line := _not_dividing(sequence, left, f"the model's key-value heads / tensor_parallel = {left}"):
+        yield Breach(("cluster.trainer.sequence_parallel", key, *of_model), line)
+    if isinstance(width, int) and (line := _not_dividing(tensor, width, f"the model's feed-forward width {width}")):
+        yield Breach((key, "model.path", "model.init.intermediate_size"), line)
 
 
 def replicas_stay_within_a_machine(config: RunConfig) -> Iterator[Breach]:

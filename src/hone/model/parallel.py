@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from hone.config.division_rules import trained_layers_divide
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder, DecoderLayer, SplitLinear, parts_of, qkv_sizes
@@ -74,24 +75,11 @@ def divide_tokens(model: CausalModel, mesh: DeviceMesh, *, tensor_parallel: int 
 
 
 def refuse_indivisible(config: PreTrainedConfig, *, tensor_parallel: int = 1, sequence_parallel: int = 1) -> None:
-    """Raises DataError where attention heads cannot be divided over so many ranks, or widths over those of `tensor`."""
-    heads: int = config.num_attention_heads
-    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
-    inner: int | None = getattr(config, "intermediate_size", None)
-
-    def fits(tensor: int, sequence: int) -> bool:
-        return not (heads % (tensor * sequence) or kv_heads % (tensor * sequence) or (inner or 0) % tensor)
-
-    if fits(tensor_parallel, sequence_parallel):
-        return
-    possible = [(t, s) for t in range(1, kv_heads + 1) for s in range(1, kv_heads // t + 1) if fits(t, s)]
-    tensor, sequence = min(possible, key=lambda pair: abs(pair[0] - tensor_parallel) + abs(pair[1] - sequence_parallel))
-    raise DataError(
-        f"cluster.trainer.tensor_parallel = {tensor_parallel}, sequence_parallel = {sequence_parallel}: this model has "
-        f"{heads} attention heads, {kv_heads} key and value heads and a feed-forward width of {inner}. Heads must be "
-        "divisible by the product of the two, the width by the first. The nearest that fit: "
-        f"tensor_parallel = {tensor}, sequence_parallel = {sequence}."
-    )
+    """Raises DataError where heads or widths cannot be divided over so many ranks."""
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    shape = {name: getattr(config, name, None) for name in names}  # by these names whatever its config.json calls them
+    for breach in trained_layers_divide(shape, tensor_parallel, sequence_parallel):
+        raise DataError(f"{breach.keys[0]} {breach.message}")
 
 
 def _divide_decoder(model: Decoder, mesh: DeviceMesh) -> None:
