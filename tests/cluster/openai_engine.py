@@ -1,9 +1,10 @@
 """An engine in one file: a client of an OpenAI-compatible server that returns token ids and logprobs.
 
-Registered by one entry point of the group `hone.engines`, `openai = openai_engine:ENGINE`. New weights go to the server
+Registered by one entry point of the group `hone.engine`, `openai = openai_engine:ENGINE`. New weights go to the server
 as a safetensors file, by the route that SGLang has for it.
 """
 
+import asyncio
 import tempfile
 from pathlib import Path
 
@@ -80,7 +81,7 @@ class OpenAIEngine:
 
         from hone.model.fingerprint import weights_fingerprint
 
-        held = {name: weight.detach().cpu().contiguous().clone() for name, weight in weights}
+        held = await asyncio.to_thread(lambda: {name: weight.detach().cpu().clone() for name, weight in weights})
         with tempfile.TemporaryDirectory() as folder:
             save_file(held, Path(folder) / "model.safetensors")
             await self._post("/update_weights_from_disk", {"model_path": folder, "weight_version": str(version)})

@@ -81,9 +81,9 @@ def test_heads_that_do_not_divide_are_refused_with_the_nearest_that_do():
     config = LlamaConfig(hidden_size=48, num_attention_heads=12, num_key_value_heads=4, intermediate_size=64)
     for tensor, sequence in ((1, 1), (2, 1), (2, 2), (1, 4)):
         refuse_indivisible(config, tensor_parallel=tensor, sequence_parallel=sequence)
-    with pytest.raises(DataError, match=r"trainer.tensor_parallel must divide the model's 4 key-value .*Nearest: 2 or 4"):
+    with pytest.raises(DataError, match=r"tensor_parallel must divide the model's 4 key-value .*Nearest: 2 or 4"):
         refuse_indivisible(config, tensor_parallel=3)
-    with pytest.raises(DataError, match=r"trainer.sequence_parallel must .* / tensor_parallel = 2 \(got 3\). Nearest: 2"):
+    with pytest.raises(DataError, match=r"sequence_parallel must .* / tensor_parallel = 2 \(got 3\). Nearest: 2"):
         refuse_indivisible(config, tensor_parallel=2, sequence_parallel=3)
     with pytest.raises(DataError, match=r"trainer.tensor_parallel must divide the model's feed-forward width 66"):
         refuse_indivisible(LlamaConfig(num_attention_heads=4, intermediate_size=66), tensor_parallel=4)

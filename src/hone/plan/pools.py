@@ -92,7 +92,7 @@ def _critic(inputs: Inputs, group: TrainerGroup) -> Trained:
 
 def _engine(inputs: Inputs, devices: int) -> Engine | Embedded:
     args, rollout, lengths = inputs.config.cluster.engines, inputs.config.rollout, inputs.workload.lengths
-    if args.use != "vllm":
+    if not args.kind.takes_share:
         return Embedded(_local_settings(inputs), share_of(inputs.workload, devices))
     sequences = args.max_num_seqs or rollout.max_concurrent_samples
     longest = args.max_model_len or lengths.longest

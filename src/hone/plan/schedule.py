@@ -47,7 +47,7 @@ def rates_of(inputs: Inputs) -> Efficiency:
     if inputs.hardware.kind == "cpu":
         return CPU
     engines = inputs.config.cluster.engines
-    has_graphs = not inputs.is_local and engines.use == "vllm" and not engines.enforce_eager
+    has_graphs = not inputs.is_local and engines.kind.takes_share and not engines.enforce_eager
     return GPU if has_graphs else GPU_EAGER
 
 

@@ -147,7 +147,8 @@ class Engine(Protocol):
     async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """Take new weights between two tokens; sequences in flight go on, their next tokens carry `version`.
 
-        None: the weights are shared with the trainer and have changed already; only the version is new.
+        Weights may still be on their way: iterate in a thread, not in the event loop. None: they are shared with the
+        trainer and have changed already; only the version is new.
         """
         ...
 
