@@ -1,7 +1,7 @@
 """An engine in one file: a client of an OpenAI-compatible server that returns token ids and logprobs.
 
-Registered by one entry point of the group `hone.engine`, `openai = openai_engine:ENGINE`. New weights go to the server
-as a safetensors file, by the route that SGLang has for it.
+Registered by one entry point of the group `hone.rollout.engine`, `openai = openai_engine:ENGINE`. New weights go to the
+server as a safetensors file, by the route that SGLang has for it.
 """
 
 import asyncio

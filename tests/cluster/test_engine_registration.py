@@ -40,7 +40,7 @@ def run_file(tmp_path, monkeypatch):
     metadata.mkdir(parents=True)
     shutil.copy(HERE / "openai_engine.py", tmp_path / "site")
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: openai-engine\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[hone.engine]\nopenai = openai_engine:ENGINE\n")
+    (metadata / "entry_points.txt").write_text("[hone.rollout.engine]\nopenai = openai_engine:ENGINE\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(5)]

@@ -167,7 +167,7 @@ class EngineKind:
     """It starts from a Hugging Face directory (`ActorContext.model_folder`)."""
 
 
-ENTRY_POINTS = "hone.engine"
+ENTRY_POINTS = "hone.rollout.engine"
 """Group of the entry points by which packages register engines: name -> `module:EngineKind instance`."""
 ENGINES = {
     "hone": EngineKind("hone.assemble.processes:start_own"),
