@@ -70,7 +70,7 @@ def score_accuracy(found: Sequence[Text], gold: Sequence[Text], *, malformed_cha
     """Compare what two posters say.
 
     Args:
-        malformed_characters: length of the texts of layers without a usable box: said, but to nobody.
+        malformed_characters: length of the texts of layers without a usable box, which match nothing.
     """
     length_P = np.array([len(text.text) for text in found], np.float64)
     length_G = np.array([len(text.text) for text in gold], np.float64)

@@ -1,4 +1,4 @@
-"""Scores of a good poster made worse step by step, written into docs/rewards.md.
+"""Scores of a good poster made worse step by step, written into docs/rewards-poster.md.
 
 python -m hone_poster.table [PAGE]          rewrites the table of the page (default: that one)
 """
@@ -18,7 +18,7 @@ from hone.reward import Score
 from hone_poster.scoring import score_posters
 from hone_poster.settings import PosterSettings
 
-PAGE = Path("docs/rewards.md")
+PAGE = Path("docs/rewards-poster.md")
 BEGIN, END = "<!-- table: python -m hone_poster.table -->\n", "<!-- end of table -->\n"
 
 INK = "#7c2d12"

@@ -59,7 +59,7 @@ def test_a_run_outlives_its_pipe_and_a_hangup_and_is_stopped_from_another_shell(
     learning(process, tmp_path, steps=3)
     stopped = subprocess.run([*HONE, "stop", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (stopped.returncode, stopped.stderr) == (0, "")
-    assert stopped.stdout == "stopped with a checkpoint; `hone train --resume run` goes on from it\n"
+    assert stopped.stdout == "stopped with a checkpoint; `hone train --resume run` continues from it\n"
     assert process.wait(timeout=30) == 130 and checkpoints(tmp_path)
     assert last_event(tmp_path)["outcome"] == "stopped by the user"
     assert "rl " in (tmp_path / "run" / "logs" / "training.log").read_text()

@@ -71,7 +71,7 @@ BROKEN = [
     ),
     (
         ray(pools=pools(all=(1, "policy rollout"), critic=(2, "critic"))),
-        "cluster.pools.critic.roles: critic: nobody here has anything to do in this run, and 2 devices would wait",
+        "cluster.pools.critic.roles: critic: none of its roles is used by this run; its 2 devices would idle",
     ),
     # practice C: the recipe for 48 GPUs, with a reference and a reward model that nobody sized and that got 8 each
     (

@@ -1,4 +1,4 @@
-"""docs/rewards.md and docs/rewards-rules.md: their code runs, their numbers are the code's."""
+"""docs/rewards.md and the pages of rules and posters: their code runs, their numbers are the code's."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from hone_poster import PosterSettings
 from hone_poster.scoring import score_posters
 
 DOCS = Path(__file__).parents[2] / "docs"
-FRONT, RULES = ((DOCS / name).read_text("utf-8") for name in ("rewards.md", "rewards-rules.md"))
+FRONT, RULES, POSTER = ((DOCS / f"rewards{name}.md").read_text("utf-8") for name in ("", "-rules", "-poster"))
 
 
 def block(page: str, name: str) -> str:
@@ -83,7 +83,7 @@ TEXTS = [
     {"type": "title", "x": 10, "y": 10, "width": 80, "height": 20, "text": "AAAA"},
     {"type": "body", "x": 10, "y": 50, "width": 80, "height": 20, "text": "BB"},
 ]
-BY_HAND_TABLE = FRONT.partition("| by hand |")[2].partition("A good poster made worse")[0]
+BY_HAND_TABLE = POSTER.partition("| by hand |")[2].partition("A good poster made worse")[0]
 BY_HAND = [
     ([IMAGE], [IMAGE | {"x": 25}]),
     ([IMAGE | {"x": 50, "y": 25}], [IMAGE | {"x": 75, "y": 25}]),

@@ -1,4 +1,4 @@
-"""Hashes of what a run learns from besides its settings: data, tokenizer, model, the user's code, Hone itself.
+"""Input hashes of a run: data, tokenizer, model, user code, Hone itself.
 
 They stand in each checkpoint, and what differs when the run is resumed is named. Files are hashed byte by byte, weights
 by samples: size, header, and the first, middle and last 4 KiB of every tensor. Another training, another dtype or a

@@ -1,4 +1,4 @@
-"""What all stages of a run share, and how arithmetic, signals and failures are handled around them."""
+"""Job: what all stages of a run share, and arithmetic, signals and failures around them."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def asks_to_stop(stop: asyncio.Event, observer: Observer, interrupted: threading
 
 
 def tell_where_it_starts(job: Job, saved: Saved | None) -> None:
-    """What a person wants to know of a start: moved folders, skipped checkpoints, where it goes on."""
+    """Start messages: moved folders, skipped checkpoints, where the run resumes."""
     if job.folder.moved_aside is not None:
         job.observer.say(f"the run that was here is now in {job.folder.moved_aside}")
     for note in job.folder.notes:

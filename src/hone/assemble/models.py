@@ -247,7 +247,7 @@ def make_critic(
     """A critic that starts from `critic.path`, or from a copy of the policy.
 
     Args:
-        takes_policy_over: nobody else needs this policy: no copy is made.
+        takes_policy_over: the policy is not used elsewhere: no copy is made.
     Raises:
         DataError: a model with other tokens than the policy's, whose ids it is given.
     """

@@ -1,4 +1,4 @@
-"""`hone serve policy`: from a model's or a run's name to a server of it."""
+"""`hone serve policy`: a server from a model's or a run's name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PolicySettings(BaseModel):
     max_concurrent: int = Field(64, ge=1)
     """Samples decoded together; bounds the KV cache."""
     enable_sleep_mode: bool = False
-    """Answer /sleep and /wake_up, as vLLM does: whoever may ask it anything may then stop it for the others."""
+    """Answer /sleep and /wake_up, as vLLM does: every client may then stop it for the others."""
 
 
 def serve_policy(model_or_run: str, http: HttpSettings, settings: PolicySettings) -> None:

@@ -1,7 +1,7 @@
 """`hone train`: the stages of a run file in order, each assembled from its parts.
 
 A stage starts from weights on disk (the model of the run file, or what the stage before it exported), so that a run
-that is resumed goes on from the same bytes as one that never stopped.
+that is resumed continues from the same bytes as one that never stopped.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def train(
     callbacks: Sequence[OnMetrics] = (),
     interrupted: threading.Event | None = None,
 ) -> Path:
-    """Run every stage of a run file, or go on with it. Returns the run's folder.
+    """Run or resume every stage of a run file. Returns the run's folder.
 
     Args:
         accept_changed_inputs: resume also where data, tokenizer, model, the user's code or Hone are others than the
@@ -303,7 +303,7 @@ async def optimise_policy(
 
 
 def begin_stage(job: Job, stage: Stage, saved: Saved | None, predict: Predict | None = None) -> Progress:
-    """Where a stage goes on: at its first step, or where `saved` was taken. From here its memory is watched over."""
+    """Where a stage starts: at its first step, or where `saved` was taken. From here its memory is watched over."""
     progress = saved.progress if saved else Progress(stage=stage)
     job.memory.ladder.begin(progress, predict)
     return progress

@@ -61,7 +61,7 @@ def trace_plan(found: Plan, folder: Path, say: Callable[[str], None]) -> Trace:
 
     Args:
         folder: the run file's, where relative paths start.
-        say: is told what is being traced.
+        say: gets progress messages.
     Raises:
         DataError: nothing in it can be traced.
     """

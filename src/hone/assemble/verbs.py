@@ -133,7 +133,7 @@ def wanted_checkpoint(config: RunConfig, folder: RunFolder, step: int | None, *,
     if saved.progress.best_step is None:
         raise DataError(
             f"{folder.checkpoints}: no step is known as the best. Set checkpoint.best to a metric of evaluation, "
-            "such as eval/accuracy, and go on with --resume."
+            "such as eval/accuracy, and continue with --resume."
         )
     return checkpoints.at("rl", saved.progress.best_step)
 

@@ -1,7 +1,7 @@
 """Ranks of a critic or a reference on devices of their own: as the trainer's, and a reference can become the policy.
 
-The policy's weights come as they come to an engine, in buckets through Ray's object store, so that nobody has to hold
-all of them at once; each rank keeps its share.
+The policy's weights come as they come to an engine, in buckets through Ray's object store, so that no process has to
+hold all of them at once; each rank keeps its share.
 """
 
 from __future__ import annotations

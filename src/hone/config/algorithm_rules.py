@@ -1,4 +1,4 @@
-"""Rules of `algorithm` and `critic`: what a row of choices needs, and what contradicts it."""
+"""Rules of `algorithm` and `critic`: requirements and contradictions of a row of choices."""
 
 from __future__ import annotations
 

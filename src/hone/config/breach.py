@@ -1,4 +1,4 @@
-"""What a cross-field rule yields when it does not hold."""
+"""Violation of a cross-field rule."""
 
 from __future__ import annotations
 

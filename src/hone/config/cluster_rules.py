@@ -1,6 +1,6 @@
-"""What must hold of a placement: every role has one place, the devices exist, and what is asked for can be done.
+"""Placement rules: every role has one place, the devices exist, and the layout is supported.
 
-Ray waits for ever for devices that no cluster has; here that is a problem like any other, with the nearest placement
+Ray waits indefinitely for devices that do not exist; here that is a problem of the file, with the nearest placement
 that would do. What must divide is in `division_rules.py`, what holds of judges and reward models in
 `scoring_rules.py`.
 """
@@ -117,8 +117,8 @@ def pools_have_work(config: RunConfig) -> Iterator[Breach]:
         if not wanted.intersection(pool.roles):
             yield Breach(
                 (f"cluster.pools.{name}.roles", f"cluster.pools.{name}"),
-                f"{', '.join(pool.roles)}: nobody here has anything to do in this run, and {pool.devices} devices "
-                "would wait. Take the pool out, or give it another role",
+                f"{', '.join(pool.roles)}: none of its roles is used by this run; its {pool.devices} devices would "
+                "idle. Remove the pool, or give it another role",
             )
 
 

@@ -1,4 +1,4 @@
-"""Quantities that follow from the run file, each a named function of it: for `hone explain` and whoever needs one."""
+"""Derived quantities of a run file, each a named function of it, for `hone explain` and other callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must divide in a placement: devices among ranks and replicas, heads and samples among devices.
+"""Divisibility rules of a placement: devices among ranks and replicas, heads and samples among devices.
 
 Rules that need a model's shape look at `model.init` or a local config.json; a shape known by its name alone is
 `hone plan`'s.

@@ -1,7 +1,7 @@
 """Rules that look outside the run file: data files and their columns, rewards, model directories.
 
 Looks, and runs nothing: a reward's file is parsed and not imported, of a data file only its first row is read, and
-hub names are believed. What a whole data set or model is worth is told by the rest of `hone check`.
+hub names are believed. Whole data sets and models are checked by the rest of `hone check`.
 """
 
 from __future__ import annotations

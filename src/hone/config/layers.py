@@ -1,4 +1,4 @@
-"""Files and command-line settings to one tree: `extends:`, presets, merging, overrides. Knows no key's meaning.
+"""Merging of files and command-line settings into one tree: `extends:`, presets, overrides.
 
 The one exception: a command-line value for a text key is taken as it stands, because the shell took its quotes.
 """

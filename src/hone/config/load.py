@@ -1,4 +1,4 @@
-"""Layers of YAML into one RunConfig, remembering where every value was written and reporting all problems at once.
+"""Loader of run files: layers of YAML to a RunConfig, with the origin of every value and all problems at once.
 
 Layers, weakest first: the files that `extends:` names (presets such as `algorithm/dapo`, or paths relative to the
 file that names them), each before the file that extends it; the run file; `section.key=value` from the command

@@ -1,4 +1,4 @@
-"""Rules of the `lora` section: what an adapter cannot do, said before anything starts."""
+"""Rules of the `lora` section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a key or a value, in words, with the nearest spelling or value that would be right."""
+"""Error messages for keys and values, with the nearest valid spelling or value."""
 
 from __future__ import annotations
 

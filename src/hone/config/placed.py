@@ -1,4 +1,4 @@
-"""Quantities that follow from where a run is placed, for `hone explain`; the others are in `derived.py`."""
+"""Derived quantities of a placement, for `hone explain`; the others are in `derived.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resolved configuration as YAML that a person can read and `load_config` reads back to the same values."""
+"""Rendering of a resolved configuration as readable YAML that `load_config` reads back to the same values."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ def resolved_yaml(
 
 
 def value_at(config: RunConfig, path: str) -> Any:
-    """The value of a dotted path as plain data. Raises KeyError if there is none."""
+    """The value of a dotted path as plain data, None in a section that is null. Raises KeyError if there is none."""
     value: Any = config.model_dump(mode="json")
     for part in path.split("."):
+        if value is None:
+            return None
         if isinstance(value, list):
             if not (part.isdecimal() and int(part) < len(value)):
                 raise KeyError(path)

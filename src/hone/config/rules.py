@@ -1,4 +1,4 @@
-"""What must hold between keys: one small function per rule, all of them asked, all answers reported together.
+"""Cross-field rules: one small function per rule, all violations reported together.
 
 A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm are in `algorithm_rules.py`, of adapters in
 `lora_rules.py`, of services in `service_rules.py`, of placements in `cluster_rules.py`, of engines in

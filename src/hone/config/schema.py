@@ -1,4 +1,4 @@
-"""Every key of the run file as data: path, type in words, unit, default, bounds, meaning. Read off `run.py`.
+"""Schema of the run file as data: path, type in words, unit, default, bounds, meaning. Derived from `run.py`.
 
 For messages, `hone explain` and the generated documentation. Paths are dotted; `*` stands for a list entry's number
 or for a name that the user gives, as in `reward.components.*.weight` and `services.*.port`.

@@ -1,4 +1,4 @@
-"""What must hold of a judge and of reward models that have devices of a cluster, beside where these are.
+"""Rules of judges and reward models on devices of a cluster, besides placement.
 
 Without a pool a judge is a service beside the run; with one, what the run file says of that service must not say
 otherwise.
@@ -68,7 +68,7 @@ def judges_engines_fit_their_pool(config: RunConfig) -> Iterator[Breach]:
 
 
 def sleeping_scorers_are_not_asked(config: RunConfig) -> Iterator[Breach]:
-    """Whoever shares the trainer's devices sleeps while it works, and scores nothing then."""
+    """Roles that share the trainer's devices are offloaded while it works, and score nothing then."""
     staleness = config.rollout.max_staleness
     if not samples_ahead_on_ray(config):
         return

@@ -1,4 +1,4 @@
-"""What a section of a run file is, and what a key of it is. Here so that sections can stand in several files."""
+"""Base class of the sections of a run file, and `key`."""
 
 from __future__ import annotations
 

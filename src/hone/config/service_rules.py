@@ -1,4 +1,4 @@
-"""What must hold for services: each is of one kind, its port and GPUs are its own, and what names one finds it."""
+"""Rules of `services`: one kind each, ports and GPUs of their own, names that resolve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who works on which devices: ranks, replicas and machines that follow from the `cluster` section. Pure arithmetic.
+"""Topology: ranks, replicas and machines that follow from the `cluster` section. Pure arithmetic.
 
 The run's devices are counted from 0 over all machines, machine by machine; those that services have are not among them.
 Pools take them in the order of the run file, replicas in the order of their pool. Nothing here looks at a machine, and
@@ -106,7 +106,7 @@ class Topology:
         return sum(len(pool.devices) for pool in self.pools)
 
     def pool_of(self, role: Role) -> Pool | None:
-        """Where a role works; None if the run does not need it, or nobody gave it a place."""
+        """Pool of a role; None if the run does not need it, or it has none."""
         return next((pool for pool in self.pools if role in pool.roles), None)
 
     def shares_devices(self, one: Role, other: Role) -> bool:

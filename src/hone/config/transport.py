@@ -1,4 +1,4 @@
-"""How new weights get from the trainer to the engines: what `cluster.transport = auto` stands for."""
+"""Choice of the weight transport: what `cluster.transport = auto` stands for."""
 
 from __future__ import annotations
 

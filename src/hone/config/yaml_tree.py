@@ -1,4 +1,4 @@
-"""YAML text to a tree of values that each know the line they came from. Knows nothing of what the keys mean.
+"""YAML parser with positions: a tree of values that know their lines.
 
 A run file uses the plain part of YAML 1.2: mappings, lists, scalars, anchors and aliases. Scalars follow the 1.2
 core schema, so `1e-6`, `1E5` and `.5` are numbers and `yes`, `no`, `on`, `off` are text. Tags, several documents,

@@ -39,7 +39,7 @@ class GroupBuffer(Generic[T]):
 
         A dropped group's permit goes back only when nothing is in flight any more or the permits of a whole
         update are dropped: replacements then start together, so that a synchronous run batches them the same
-        way every time. `on_drop` is told the number dropped so far and may raise to end the wait.
+        way every time. `on_drop` gets the number dropped so far and may raise to end the wait.
         """
         kept: list[T] = []
         dropped = unreturned = 0

@@ -1,4 +1,4 @@
-"""What a running stage holds, and the small answers that the loops ask of it. No loop of its own."""
+"""State of a running stage, shared by the loops."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Stage(Generic[AnyTrainer]):
     guard: Guard = field(default=UNGUARDED, kw_only=True)
     """Watches over memory."""
     writing: asyncio.Task[None] | None = field(default=None, init=False)
-    """The checkpoint that is being written while training goes on."""
+    """The checkpoint that is being written in the background."""
 
     async def in_compute_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.compute, work, *args)
@@ -85,7 +85,7 @@ class Stage(Generic[AnyTrainer]):
     async def save(self) -> None:
         """Write a checkpoint of this very moment; after the one before, if that is still on its way.
 
-        A trainer of other processes copies its state; the copy is written while training goes on.
+        A trainer of other processes copies its state; the copy is written in the background.
         """
         await self.saved()
         self.observer.event("saving", step=self.progress.step)
@@ -149,7 +149,7 @@ class PolicyRun(Stage[Trainer]):
     """Groups of the step in flight that will not be trained on; recorded for people with the others."""
 
     async def offload_others(self) -> None:
-        """Have whoever works on the trainer's devices sleep, until the next `publish`. Nothing may be in flight."""
+        """Offload what shares the trainer's devices, until the next `publish`. Nothing may be in flight."""
         for other in self.colocated:
             await other.sleep()
 

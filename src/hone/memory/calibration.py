@@ -1,4 +1,4 @@
-"""What runs on this machine took of memory, against what was planned: kept per user, used and shown by later plans.
+"""Memory calibration: measured against planned memory of earlier runs on this machine, per user, for later plans.
 
 One small JSON file in the user's state folder ($XDG_STATE_HOME, else ~/.local/state). Losing it loses nothing but
 experience, so nothing here ever fails a run: what cannot be read or written is as if it were empty.

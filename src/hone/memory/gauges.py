@@ -1,4 +1,4 @@
-"""Memory of the device that computes, as measured: peaks by phase, how full and how busy the device is.
+"""Memory gauges of the compute device: peaks by phase, usage and utilisation.
 
 On a GPU this is what torch's allocator held for tensors; a CUDA context and what other libraries take are not in it.
 On a CPU it is the resident memory of this process, libraries included: torch has no allocator of its own there, and

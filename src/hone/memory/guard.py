@@ -1,4 +1,4 @@
-"""What work that may run out of memory asks of whoever watches over it. `memory.ladder.Ladder` is the one that answers.
+"""Guard interface around work that may run out of memory; implemented by `memory.ladder.Ladder`.
 
 The shape of it, wherever memory is taken:
 
@@ -8,7 +8,7 @@ The shape of it, wherever memory is taken:
         with guard.phase("update"):           # the named boundary: what runs out in here is of this phase
             for part in parts:
                 ...
-                guard.check()                 # on a CPU, where nobody refuses an allocation
+                guard.check()                 # on a CPU, where no allocation is refused
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Guard(Protocol):
 
 
 class Unguarded:
-    """Nobody watches: errors come as they are."""
+    """No guard: errors are raised as they are."""
 
     def phase(
         self, name: str, *, moment: Callable[[], str] | None = None, final: bool = False, measured: bool = True

@@ -1,11 +1,11 @@
-"""The ladder that a run climbs down by itself when memory runs out, one setting at a time, and back up with room.
+"""Out-of-memory ladder: lowers one setting at a time when memory runs out, and raises them with room.
 
 Only settings that the algorithm does not depend on are rungs: how much is computed at one time, and what is kept or
 made again. What failed is done again from its start (`guard.py` shows how), so a gradient is never applied twice and
 a sampled group is never lost. Every change is recorded, and every change down lowers one of a few bounded values, so
 the ladder ends: with `MemoryExhausted`, and with the plan's sentence of what takes the memory.
 
-Not here: measuring (`memory.gauges`), how a setting takes effect (whoever binds a `Knob`), and where records go.
+Not here: measuring (`memory.gauges`), how a setting takes effect (the owner of a `Knob`), and where records go.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RUNGS: Mapping[str, tuple[str, ...]] = {
     "checkpoint": (ROWS,),
 }
 """What may help in each phase, cheapest in time first. The engine's cache stays between rollouts, so fewer sequences
-help everywhere; smaller microbatches leave an allocator with fewer large pieces that nobody else can use. What is in no
+help everywhere; smaller microbatches leave an allocator with fewer large pieces that cannot be reused. What is in no
 list (starting up) has no rung."""
 
 LEAST_RELIEF = 0.01
@@ -72,7 +72,7 @@ class _OverBudget(MemoryError):
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """A setting that can be changed while a run goes on."""
+    """A setting that can be changed during a run."""
 
     key: str
     apply: Callable[[Any], object]
@@ -161,7 +161,7 @@ class Ladder:
         autotune: see `tune`.
         say: tells people.
         changed: called after every change, to record it.
-        earlier: changes of the run that this one goes on from. A key that the user has set anew since is the user's.
+        earlier: changes of the run that this one continues. A key that the user has set anew since is the user's.
         busy: how much of the time the device computes.
     """
 

@@ -1,7 +1,7 @@
-"""memory.json: what a run was expected to take, and how its settings were changed while it went on.
+"""Memory record (memory.json): planned memory of a run, and how the ladder changed its settings.
 
 Written at every change and at the end of a stage, aside and renamed, so that a killed run has it too; a resumed run
-goes on from it. What was measured stands in metrics.jsonl, line by line; `comparison` puts the two together.
+continues from it. Measurements are in metrics.jsonl; `comparison` puts the two together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one training pass holds besides weights: activations per token and layer, and logits.
+"""Activation memory of a training pass: activations per token and layer, and logits.
 
 Closed forms, counted operation by operation: for Hone's own decoder from `model/decoder.py`, `fused.py`, `attention.py`
 and `logprobs.py`; for Transformers' classes from what autograd saves of their eager code around an attention that

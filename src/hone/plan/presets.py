@@ -1,4 +1,4 @@
-"""Where an architecture comes from: the run file's `model.init`, a directory's config.json, or a shipped one by name.
+"""Architecture lookup: the run file's `model.init`, a directory's config.json, or a shipped one by name.
 
 Nothing is downloaded. A hub name is looked for in the local cache of the hub first, then among the config.json files
 in `models/`, which are those of the models they are named after, reduced to the keys that count.

@@ -1,4 +1,4 @@
-"""How long a step takes, by phase: a roofline with stated efficiencies, over the distribution of response lengths.
+"""Step time by phase: a roofline with stated efficiencies, over the distribution of response lengths.
 
 Every phase is counted in operations and in bytes, and takes as long as the slower of the two at a stated share of what
 the device can do. The shares are priors that hold for good kernels on large models within a factor of two; small models

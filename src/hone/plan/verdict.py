@@ -1,4 +1,4 @@
-"""What the ledgers come to: fits, tight or does not fit, and the sentence that a colleague would say."""
+"""Verdict of a plan: fits, tight or does not fit, with one sentence why."""
 
 from __future__ import annotations
 

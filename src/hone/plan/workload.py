@@ -1,4 +1,4 @@
-"""What a run file asks for, in tokens, and independent of any machine: what no planner may change.
+"""Workload of a run file in tokens, independent of hardware: what the planner must not change.
 
 Lengths: memory is planned for the longest that the run file allows. Time is planned for a distribution of response
 lengths, of which the run file says only the limit; without a measured mean, half the limit is assumed and said.
@@ -20,7 +20,7 @@ from hone.config.derived import (
 from hone.config.run import RunConfig
 
 ASSUMED_MEAN_FRAC = 0.5
-"""Of the longest response, and of the longest prompt, where nobody has measured them."""
+"""Of the longest response, and of the longest prompt, where they were not measured."""
 QUANTILES = 32
 """Points at which the distribution of response lengths is looked at."""
 

@@ -1,4 +1,4 @@
-"""From components' scores to rewards: the weighted sum, and what it is where a component does not apply or has failed.
+"""Aggregation of component scores to rewards: the weighted sum, with inapplicable and failed components.
 
 A sample's reward is comparable with its siblings' only if it is made of the same components. So one that applies to
 none of a prompt's samples is left out for all of them, as TRL leaves it out; one that is missing for some leaves those

@@ -1,4 +1,4 @@
-"""What the answer to an HTTP request means: a JSON value, a failure that another try may mend, or a refusal."""
+"""Response parsing of HTTP requests: a JSON value, a retryable failure, or a rejection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `service` reward: scores come from a reward service over HTTP, `POST /v1/rewards`.
+"""The `service` reward: client of a reward service over HTTP, `POST /v1/rewards`.
 
     reward:
       components:

@@ -1,4 +1,4 @@
-"""What an environment thought of a sample's turns, as one more component of the reward. Nothing is judged here.
+"""Rewards of environments, as one more reward component.
 
 The reward of a sample that met an environment is the sum of its turns' rewards, with weight 1, plus the weighted sum of
 the run file's components. Where each turn's reward belongs among the tokens stays on the sample (`types.Turn`), and

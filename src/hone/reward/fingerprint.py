@@ -1,4 +1,4 @@
-"""The fingerprint of served rewards: one hash over everything that a score depends on besides its item.
+"""Fingerprint of served rewards: a hash over everything that a score depends on besides its item.
 
 Settings (components, weights, args), the code of `hone.reward`, users' functions with their packages and the local
 modules that they import, and files and model directories that args name. Equal fingerprints mean equal scores, as far

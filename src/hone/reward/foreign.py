@@ -1,6 +1,6 @@
 """Reward functions written for other trainers, called as they are: TRL's, OpenRLHF's and verl's.
 
-Which form a function has is told by the names of its parameters:
+The form of a function is recognised by the names of its parameters:
 
 | form | told by | called with |
 |---|---|---|

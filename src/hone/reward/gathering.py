@@ -1,7 +1,7 @@
-"""Items that are ready at about the same time, in one request: where scoring is quick, a request costs more than it.
+"""Client-side batching: items that are ready at about the same time share a request.
 
-How many is the caller's to say, each time. Whoever waits for an item may stop: an item that was not sent leaves the
-line, a request that nobody waits for any more is cancelled. What is asked and how is `client.py`'s business.
+How many is the caller's to say, each time. A caller may stop waiting for its item: an item that was not sent leaves the
+line, a request without waiting callers is cancelled. What is asked and how is `client.py`'s business.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class RewardModel:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
         self._turn = asyncio.Lock()
         self._given_up = Event()
-        """Set when nobody waits for the work in hand any more."""
+        """Set when the current work is no longer needed."""
         self._loaded: Loaded | None = None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a reward function is: a group in, one score per sample out. The declaration, and the check of what comes back.
+"""Signature of reward functions: a group in, one score per sample out; its declaration and its checks.
 
     def f(group: Group, **args) -> list, tuple, array or tensor of float | Score | None        (or async)
 

@@ -1,4 +1,4 @@
-"""The HTTP transport of everything on the reward side that calls out: services, judges, remote sandboxes.
+"""HTTP transport of reward clients: services, judges, remote sandboxes.
 
     endpoints = Endpoints(["http://a:8899", "http://b:8899"], token=token, ready_path="/readyz")
     reply = await endpoints.post("/v1/rewards", body, deadline_s=60, check=parse_reply)

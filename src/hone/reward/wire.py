@@ -1,4 +1,4 @@
-"""What crosses the wire of `POST /v1/rewards`: requests, replies; how a group becomes items and items become groups.
+"""Wire format of `POST /v1/rewards`: requests, responses, and groups from and to items.
 
 Both ends use this file, so a reward scores the same in process and served. Models are strict: no unknown field, no text
 for a number, nothing that is not finite. An item carries what a reward function may look at; of a sample's own columns

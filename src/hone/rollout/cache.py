@@ -1,4 +1,4 @@
-"""Storage of keys and values: one buffer, allocated once, laid out anew as sequences come, grow and go."""
+"""KV cache storage: one buffer, allocated once, laid out anew as sequences come, grow and go."""
 
 from __future__ import annotations
 

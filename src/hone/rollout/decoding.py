@@ -1,4 +1,4 @@
-"""Stepper for Hone's own decoder: nothing is computed twice, and nothing for the dead.
+"""Stepper for Hone's own decoder: shared computation for equal prefixes.
 
 Rows of one prompt that have sampled the same tokens so far are one branch: it is advanced once for all of them, and
 forks where they part. A prompt's keys and values are stored once. At each layer the queries of all branches of a prompt

@@ -1,4 +1,4 @@
-"""What an engine is: prompts in, samples out, weights in between. No engine is implemented here.
+"""Engine protocol: prompts in, samples out, weights in between.
 
 Token in, token out: an engine never tokenises text. It may decode, to find stop strings and to give each sample
 a text that people and rewards can read.
@@ -81,7 +81,7 @@ class Request:
     seed: int
     stream: Stream
     first_sample: int = 0
-    """Index of the first sample; a sample that goes on after a tool's answer is asked for by itself."""
+    """Index of the first sample; a sample that continues after an observation is a request of its own."""
     first_position: int = 0
     """Position of the first token in its sample: how many of the prompt's last tokens are the sample's already."""
 
@@ -103,7 +103,7 @@ class CacheUse:
     room_bytes: int = 0
     """That memory; 0 where it is not known."""
     asked_tokens: int = 0
-    """Of prompts, that were looked for among those computed before (vLLM's prefix cache); 0 where nobody looks."""
+    """Of prompts, that were looked for among those computed before (vLLM's prefix cache); 0 without a cache."""
     found_tokens: int = 0
 
     def metrics(self, name: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What an environment is: one episode that answers the policy's turns. The contract, its checks and its metrics.
+"""Environment interface: one episode that answers the policy's turns; its checks and metrics.
 
     class Calculator:
         def __init__(self, episode: Episode, **args): ...
@@ -39,7 +39,7 @@ class Observation:
     """An environment's answer to one turn. Returning None instead says `Observation(text=None)`."""
 
     text: str | None = None
-    """Appended to the sample, which the policy then goes on with. None: the episode is over."""
+    """Appended to the sample, which the policy then continues. None: the episode is over."""
     reward: float = 0.0
     """Of this turn; the sample's reward has the sum over its turns as a component named `environment`. Credit with a
     return for each token (`gae`, `reinforce_pp`) has it at the turn's last one."""

@@ -1,9 +1,9 @@
-"""Whole episodes as samples: turns from an engine, answers from environments, until one of them ends it.
+"""Multi-turn episodes as samples: turns from an engine, observations from environments.
 
 `EpisodeEngine` is itself an `engine.Engine`, so that the loop and the evaluation know nothing of turns. Token in, token
 out: what was sampled is never tokenised again; only the environment's own text becomes tokens, which carry no loss.
 
-The first turn is one request for all samples of a prompt, which is computed once. After it every sample goes on by
+The first turn is one request for all samples of a prompt, which is computed once. After it every sample continues by
 itself, and computes its prompt and everything since anew: no cache is kept between turns.
 """
 
@@ -98,7 +98,7 @@ class EpisodeEngine:
         return self._environments.open(Episode(request.prompt, sample_index, seed))
 
     async def _play(self, request: Request, drafts: Sequence[Draft], on_sample: OnSample | None) -> None:
-        """Turn by turn, until no sample goes on."""
+        """Turn by turn, until every sample has ended."""
 
         async def answer(draft: Draft, is_last: bool) -> bool:
             goes_on = await draft.answer(is_last=is_last)
@@ -171,7 +171,7 @@ class Draft:
         return True
 
     def next_request(self) -> Request:
-        """The sample's next turn: everything so far is its prompt, randomness goes on where it was."""
+        """The sample's next turn: everything so far is its prompt, randomness continues where it was."""
         request, count = self._request, len(self._token_ids)
         return replace(
             request,
@@ -208,7 +208,7 @@ class Draft:
 class Rounds:
     """Lets groups take their turns together: who waits in `next` is woken when every group in play waits there.
 
-    A group that is done, has failed or is cancelled plays no more, so nobody waits for it.
+    A group that is done, has failed or is cancelled plays no more, so no other group waits for it.
     """
 
     def __init__(self, in_step: bool) -> None:

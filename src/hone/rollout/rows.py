@@ -1,4 +1,4 @@
-"""The live rows of an engine as arrays: what each has sampled so far, how it samples, and when it must end."""
+"""Live rows of an engine as arrays: what each has sampled so far, how it samples, and when it must end."""
 
 from __future__ import annotations
 

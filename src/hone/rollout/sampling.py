@@ -1,4 +1,4 @@
-"""From logits to tokens: counter-based randomness, truncation, one draw per row, and the draw's own logprob.
+"""Token sampling: counter-based randomness, truncation, one draw per row, and its logprob.
 
 Everything works on whole batches of rows and knows nothing of requests, caches or models. Each row's result
 depends on its own logits, controls and key only, so a batch may be composed in any way.

@@ -1,4 +1,4 @@
-"""Continuous batching: which rows exist, one token for each of them per step, finished ones replaced at once.
+"""Continuous batching scheduler: one token per live row and step, finished rows replaced at once.
 
 Synchronous and without threads. Jobs start in the order of their arrival, sample by sample, whenever a row is free;
 what happens is a function of the jobs and of the steps at which they came, never of time.

@@ -1,4 +1,4 @@
-"""What the scheduler needs of a model: rows that share prompts, advanced by one token at a time.
+"""Stepper interface between scheduler and model: rows that share prompts, advanced by one token at a time.
 
 A row is one sequence being sampled; live rows are always numbered 0 .. count - 1. Prompts are computed once and
 shared by their rows. Implementations own all tensors of attention; they know nothing of sampling or requests.

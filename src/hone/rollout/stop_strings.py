@@ -1,4 +1,4 @@
-"""Where a response ends because of what it says."""
+"""Stop strings: where a response ends because of its text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """vLLM as an engine: one replica, in this process, over one device or divided over several (tensor parallel).
 
-A thread steps vLLM's `LLMEngine` and nobody else touches it, as with the embedded engine: weights are loaded between
+One thread steps vLLM's `LLMEngine`, as with the embedded engine: weights are loaded between
 two steps, so it is known of every token which version sampled it. Each sample is a request of its own with a seed of
 its own; the prompt's blocks are shared through vLLM's prefix cache, whose keys carry the number of the load, so that no
 request ever reads keys that older weights made.

@@ -1,4 +1,4 @@
-"""How a run file's engine becomes the arguments that vLLM is started with. Pure: neither torch nor vllm is imported."""
+"""Arguments of vLLM from a run file's engine settings. Pure: neither torch nor vllm is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How full vLLM's cache is, and how much of prompts it finds there.
+"""Usage of vLLM's KV cache and prefix cache hits.
 
 vLLM tells only its own loggers, which cost more than a look at its scheduler. That is in this process, see
 `vllm_args.ENVIRONMENT`.

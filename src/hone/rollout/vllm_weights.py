@@ -1,4 +1,4 @@
-"""New weights on their way into vLLM: checked to be all of the model's, and cut into parts."""
+"""Weight loading into vLLM: checked for completeness, and split into parts."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""One thread at a time does the arithmetic of an engine; this is the only door between it and the event loop.
+"""Worker thread of an engine, and its interface to the event loop.
 
 The event loop puts actions into `_inbox`; the worker takes all of them between two steps of its work, in order, and
 gives its thread back when nothing is left to do. The thread comes from an executor: a synchronous run hands in the one
 that trains, because two threads that each bring a team of OpenMP threads slow each other down by half even when they
 take turns (libgomp stops spinning when there are more threads than cores). What callers await are promises: each is
-kept by the worker, or broken with the reason when the worker ends. Nobody waits without a deadline: a caller gives up
+kept by the worker, or broken with the reason when the worker ends. Every wait has a deadline: a caller gives up
 on a worker without signs of life.
 """
 
@@ -82,7 +82,7 @@ class Worker:
         promise.set_result(value)
 
     def forget(self, promise: Future[Any]) -> None:
-        """Nobody waits for this promise any more."""
+        """The caller has given up."""
         with self._lock:
             self._promises.discard(promise)
 

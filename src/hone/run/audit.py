@@ -1,4 +1,4 @@
-"""The checker: proves from events.jsonl that faults and restarts changed nothing of what a run may train on.
+"""Audit: verifies from events.jsonl that faults and restarts did not change what a run trained on.
 
 It believes only the file, which other code writes, and knows nothing of how permits, routers and resumption work:
 

@@ -1,4 +1,4 @@
-"""What `hone check` looks at beyond the configuration: data, tokenizer, model and rewards, on real rows.
+"""`hone check` beyond the configuration: data, tokenizer, model and rewards, on real rows.
 
 Nothing is trained or sampled. What cannot be looked at here (a hub model without a network) is named as not checked
 instead of being passed over.

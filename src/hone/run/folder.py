@@ -1,4 +1,4 @@
-"""The folder of a run: where everything in it lies, who may write there, and whether it is this run's at all.
+"""Run folder: its layout, its lock, and its identity.
 
     run.yaml         the resolved configuration     .identity.json   the same, for comparing, and where it came from
     metrics.jsonl    events.jsonl           samples/    logs/     tensorboard/     trace.json         report.html
@@ -54,7 +54,7 @@ SAME_NUMBERS = (
     "observe",
     "plan",
 )
-"""Keys and sections that may change between a run and its resumption: they decide how long it goes on, what is
+"""Keys and sections that may change between a run and its resumption: they decide how long it runs, what is
 seen of it, or how much memory it takes, never what an update computes (beyond the rounding of float sums)."""
 
 _IDENTITY, _LOCK = ".identity.json", ".lock"
@@ -71,7 +71,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.resumed = False
-        """Whether this run goes on from an earlier one; its checkpoints may still be none."""
+        """Whether this run continues an earlier one, perhaps without a checkpoint."""
         self.moved_aside: Path | None = None
         """Where `fresh` put the run that was here."""
         self.notes: list[str] = []
@@ -138,7 +138,7 @@ class RunFolder:
         Args:
             run_file: relative paths in `config` start at its folder.
             run_yaml: the same configuration as text for people, written as run.yaml.
-            resume: go on with the run that is there; an absent or empty folder starts a new one, so that a job
+            resume: continue the run that is there; an absent or empty folder starts a new one, so that a job
                 that is restarted by a scheduler can always say it.
             fresh: move the run that is there to `<path>.old-1` (or -2, ...) and start a new one.
 
@@ -160,7 +160,7 @@ class RunFolder:
                 folder._move_aside()
             elif found and not resume:
                 raise RunFolderError(
-                    f"{path} holds a run already. Three ways on: --resume goes on with it, --fresh moves it to "
+                    f"{path} holds a run already. Options: --resume continues it, --fresh moves it to "
                     f"{_free_name(path)} and starts anew, run.dir=... leaves it alone."
                 )
             elif found:
@@ -240,7 +240,7 @@ class RunFolder:
         """For a user who has stopped the run."""
         if not self.checkpoints.is_dir() or all(path.name.startswith(".") for path in self.checkpoints.iterdir()):
             return "stopped before the first checkpoint"
-        return f"stopped with a checkpoint; `hone train --resume {shlex.quote(str(self.path))}` goes on from it"
+        return f"stopped with a checkpoint; `hone train --resume {shlex.quote(str(self.path))}` continues from it"
 
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """The last whole lines of metrics.jsonl, so many at most."""

@@ -1,7 +1,7 @@
-"""How a run is, from its folder alone: where it is, what it does at this moment, who is up, how long it will take.
+"""Status of a run, from its folder alone: step, phase, processes, remaining time.
 
 For `hone status`. Reads what the run writes (metrics.jsonl, events.jsonl, the lock), asks no process, and may be called
-while the run goes on, after it ended, or after it was killed.
+during the run, after it ended, or after it was killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Temporary folders that go with the process that made them: at its end, or, should it be killed, when the next process
+"""Temporary folders removed with the process that made them: at its end, or, if it was killed, when the next process
 makes one of the same kind.
 
-A folder belongs to whoever holds the lock on it, which the kernel takes away from a process that ends in any way.
+A folder belongs to the process that holds its lock, which the kernel takes away from a process that ends in any way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scratch:
 
 
 def _sweep(kind: str) -> None:
-    """Remove this user's folders of that kind that nobody holds."""
+    """Remove this user's folders of that kind without a lock."""
     for folder in Path(tempfile.gettempdir()).glob(f"{kind}*"):
         with contextlib.suppress(OSError):  # another user's, or somebody was faster
             found = folder.lstat()

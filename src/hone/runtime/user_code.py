@@ -1,4 +1,4 @@
-"""Modules of the user's: importing one by name or from a file, and saying in a line what it raised.
+"""Import of user modules by name or from a file, and one-line summaries of what they raise.
 
 Used in the worker processes of rewards (`reward/resolve.py`) and environments (`rollout/env_pool.py`); the run itself
 never imports what a user wrote.

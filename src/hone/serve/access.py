@@ -1,7 +1,7 @@
-"""The access log: a line for what went wrong or was named by its sender, sums for what went well.
+"""Access log: a line for errors and requests with an id, sums for the others.
 
 A trainer asks hundreds of times a second, for days. Of each route the first good answer has a line; those that follow
-within half a minute are told together at its end.
+within half a minute are summed up at its end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Micro-batches: groups of different requests, looked at together by a scorer that gains from it, such as a model.
+"""Micro-batching: groups of different requests in one call of a scorer that gains from it, such as a model.
 
 Whatever waits when the scorer becomes free makes the next batch, up to a number of items; when it is idle, the first
 group waits a few milliseconds for others. A scorer says that it can by having `score_many`.
@@ -30,7 +30,7 @@ def batched(component: Component, max_items: int, max_wait_s: float) -> Componen
 
 
 class MicroBatcher:
-    """See the module. One batch runs at a time; a group that nobody waits for any more leaves before it starts."""
+    """See the module. One batch runs at a time; a group without a waiting request leaves before it starts."""
 
     def __init__(self, scorer: Batched, max_items: int, max_wait_s: float) -> None:
         self._scorer, self._max_items, self._max_wait_s = scorer, max_items, max_wait_s

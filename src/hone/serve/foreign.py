@@ -1,4 +1,4 @@
-"""The shapes in which other systems' trainers ask for rewards and want them answered.
+"""Protocol adapters: rewards for other trainers' requests (OpenRLHF, slime, flat JSON).
 
 `/compute_reward` is a plain single item for curl and scripts, `/get_reward` OpenRLHF's remote reward model, `/slime`
 slime's. Each becomes items of our own and gets our own results; only the outside differs. These callers send what they

@@ -1,4 +1,4 @@
-"""What every server of Hone shares: who may ask, and how much; how it runs is `running.py`.
+"""HTTP layer shared by all servers: authentication and limits; running them is `running.py`.
 
     app = guarded_app("hone-reward", lifecycle, settings)
     ... routes ...
@@ -97,7 +97,7 @@ class Tokens:
         return scheme.lower() == b"bearer" and any(matches)
 
     def _read_file(self) -> None:
-        """A file without tokens, or none at all, accepts nobody: that is how tokens are revoked."""
+        """Without tokens, or without the file, every request is rejected: that is how tokens are revoked."""
         if self._file is None:
             return
         try:
@@ -248,7 +248,7 @@ class Guard:
                 self._log.write(exchange.answered(scope["method"], route))
 
     def _route(self, scope: Scope) -> str:
-        """The path if it is one of the app's, so that nobody can fill metrics with names."""
+        """The path if it is one of the app's, so that clients cannot fill metrics with names."""
         if self._routes is None:
             self._routes = frozenset(scope["app"].openapi()["paths"])
         return scope["path"] if scope["path"] in self._routes else "other"
@@ -353,7 +353,7 @@ class _Exchange:
 
 
 class ClientGone(Exception):
-    """The client hung up; nobody waits for an answer."""
+    """The client disconnected."""
 
 
 async def _chunks(receive: Receive) -> AsyncIterator[bytes]:

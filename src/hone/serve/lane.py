@@ -1,9 +1,9 @@
 """One component's work in a reward service: what waits for its scorer, what runs, how fast it goes, what is remembered.
 
 Scoring is pure, so work is known by its content: the same work asked for twice is done once, whether it still runs
-(the second joins) or was done before (it is remembered). Work that nobody waits for any more, because the client hung
+(the second joins) or was done before (it is remembered). Work without a waiting client, because the client hung
 up or its deadline passed, is dropped from the queue, and cancelled if it runs; but not in a killable process, whose
-restart costs more than the rest of its work, and whoever asks again will want the result. Who waits: whoever holds a
+restart costs more than the rest of its work, and a client that asks again will want the result. Those who hold a
 `Joined`, for its future; who wakes: the task that ran the work. No queue here has a bound; admission is the service's.
 """
 
@@ -147,7 +147,7 @@ class Lane:
     ) -> None:
         """
         Args:
-            abandoned_after_s: how long work may still run once nobody waits for it.
+            abandoned_after_s: how long work may still run without a waiting client.
         """
         self.component, self._abandoned_after_s = component, abandoned_after_s
         self._memory, self._max_in_flight = memory, max_in_flight_groups

@@ -15,7 +15,7 @@ from hone.types import Score
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 _SCORES = (-10, -5, -2, *(round(-1 + 0.1 * step, 1) for step in range(21)), 2, 5, 10)
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-disable_created_metrics()  # a time for every label, which nobody looks at
+disable_created_metrics()  # a creation time for every label, which is not used
 TOTAL = "total"
 """Stands for the component in the score of the whole."""
 

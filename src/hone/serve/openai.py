@@ -1,4 +1,4 @@
-"""OpenAI's requests and replies, as far as `hone serve policy` knows them. No model, no routes.
+"""OpenAI request and response types, as far as `hone serve policy` supports them. No model, no routes.
 
 What a request may ask for and the server cannot do is refused by name, unless it asks for nothing (`n: 1` of a
 penalty of 0). Fields beyond OpenAI's have vLLM's names (`top_k`, `min_p`, `stop_token_ids`, `return_token_ids`,
@@ -239,7 +239,7 @@ class Chunk(Reply):
 class CompletionChunkChoice(Reply):
     index: int
     text: str
-    """What goes on where the choice's last chunk ended."""
+    """What follows the choice's last chunk."""
     finish_reason: Literal["stop", "length"] | None = None
     logprobs: CompletionLogprobs | None = None
     """Of the tokens since that chunk, as are `token_ids` and `weight_versions`; text may lag behind its tokens."""

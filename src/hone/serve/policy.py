@@ -138,7 +138,7 @@ class PolicyService:
 
     @property
     def policy(self) -> Policy:
-        assert self._policy is not None, "the guard lets nobody in before the start"
+        assert self._policy is not None, "requests are rejected before the start"
         return self._policy
 
     @property

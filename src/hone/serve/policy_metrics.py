@@ -1,4 +1,4 @@
-"""What `hone serve policy` tells Prometheus. No prompts in labels."""
+"""Prometheus metrics of `hone serve policy`. No prompts in labels."""
 
 from __future__ import annotations
 

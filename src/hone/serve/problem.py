@@ -2,7 +2,7 @@
 
 Beyond the standard's fields a body says whether the same request may succeed later (`retryable`), and for each thing
 that is wrong with the body where it is (`errors`: JSON pointer and what is wrong). Nothing of what was sent is repeated
-but the pointer, and no internals are told.
+but the pointer, and no internals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`hone serve reward`: the rewards of a file over HTTP, in our own protocol and in those of other systems' trainers.
+"""`hone serve reward`: rewards over HTTP, in Hone's protocol and in those of other trainers.
 
     POST /v1/rewards       batches, pointwise or by group                 docs/rewards-service.md
     POST /compute_reward   one item or several, flat: for curl and scripts

@@ -1,4 +1,4 @@
-"""Routes whose body is one model: JSON read strictly, at a cost that a hostile body does not choose.
+"""Routes with a model as body: strict JSON, at a bounded cost.
 
 Python does one thing at a time: while a body is read, nothing else is answered. So nothing becomes a Python object
 before it is known to fit: pydantic reads JSON text directly, stops at the first element of a list that does not fit

@@ -1,4 +1,4 @@
-"""How a server of Hone runs: it listens, starts what it serves, drains and ends. What it answers is its app's.
+"""Lifecycle of a server: listens, starts, drains and ends. Its app has the routes.
 
 SIGTERM or SIGINT drains: readiness turns 503, new work is refused (by `http.Guard`), what is in flight may finish, then
 the process ends with 0; a second signal cancels it.

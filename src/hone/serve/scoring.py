@@ -1,4 +1,4 @@
-"""What a reward service does with a request: admits it or not, has its items scored, answers for each of them.
+"""Request handling of a reward service: admission, scoring, a result per item.
 
 Items become groups, one each or by `group_id`; a group is scored by every component that is asked for, each in its own
 lane; what is missing at the deadline is an error of its item. Scores are those of the same reward in process. Routes
@@ -80,7 +80,7 @@ class ScoringService:
     def __init__(self, loaded: Loaded, settings: ScoringSettings) -> None:
         """Raises ConfigError for rewards that cannot be had."""
         self._loaded, self._settings = loaded, settings
-        # The bound on unscored samples is the trainer's to keep: a service answers for each item and goes on.
+        # The bound on unscored samples is the trainer's to keep: a service answers for each item and continues.
         section = loaded.config.reward.model_copy(update={"max_unscored_frac": 1.0})
         self._rewards = Rewards.from_config(section, loaded.run_file.parent, window_samples=1)
         self.lanes = {component.name: self._lane(component) for component in self._rewards.components}

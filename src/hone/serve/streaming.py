@@ -1,7 +1,7 @@
-"""Samples while they are drawn: what of each choice can be told by now, and how it travels as server-sent events.
+"""Streaming of samples as server-sent events: what of each choice is final by now.
 
-What was told is never taken back: half a character, and text that may turn out to begin a stop string, wait for the
-tokens after them. Put together, what was told of a choice is the text that it has when it is not streamed.
+What was sent is never taken back: half a character, and text that may turn out to begin a stop string, wait for the
+tokens after them. The chunks of a choice add up to the text that it has without streaming.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Choice:
         self._num_tokens = self._token_characters = 0
 
     def token(self, token: Token, token_text: str) -> News | None:
-        """News of a token; None if it was told before."""
+        """The event of a token; None if it was sent before."""
         if token.position < self._num_tokens:
             return None
         news = News(self._index, self._text.more(token.id), [token], not self._num_tokens, self._token_characters)
@@ -102,7 +102,7 @@ class GrowingText:
 async def as_drawn(
     draw: Callable[[Tell], Coroutine[Any, Any, object]],
 ) -> AsyncGenerator[tuple[int, Token | Sample], None]:
-    """What `draw` tells, in its order. Raises what it raises; ends it when nobody listens any more."""
+    """The events of `draw`, in order. Raises what it raises; ends it when the client disconnects."""
     told: asyncio.Queue[tuple[int, Token | Sample] | None] = asyncio.Queue()
     drawing = asyncio.create_task(draw(lambda number, what: told.put_nowait((number, what))))
     drawing.add_done_callback(lambda _: told.put_nowait(None))

@@ -236,7 +236,7 @@ class Checkpoints:
         return (
             f"{path}: cannot be written: {error.strerror or error}. It needs {needed_mib:,.1f} MiB; "
             f"{free_mib:,.1f} MiB are free there. Make room, or move the run's folder to a larger disk. "
-            + (f"{kept[-1]} is untouched: go on with --resume." if kept else "There is no older checkpoint.")
+            + (f"{kept[-1]} is untouched: continue with --resume." if kept else "There is no older checkpoint.")
         )
 
 

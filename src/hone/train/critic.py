@@ -1,4 +1,4 @@
-"""The critic: predicts from each state of a response the return to come, and learns from what came.
+"""Critic: predicts the return from each state of a response.
 
 A model with a scalar head, trained on the microbatches, weights and optimizer machinery that the policy has. Not
 here: advantages and targets (`algo.returns`), the loss (`algo.value`), and when the policy waits (`policy.py`).

@@ -1,4 +1,4 @@
-"""A model in training: its weights, their optimizer, and what a checkpoint needs of both.
+"""Learner: a model in training with its optimizer and their checkpoint state.
 
 What every kind of trainer shares. Not here: what is learnt (`policy.py` a policy, `critic.py` values, `pairs.py` a
 reward model), what only stands still (`reference.py`), or who else trains it (`ranks.py`).

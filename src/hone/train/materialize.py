@@ -1,4 +1,4 @@
-"""What is to be in a model that was made without memory: each rank reads its own parts, and never has the whole.
+"""Materialisation of meta-device models from a checkpoint, shard by shard.
 
 A model is made on device `meta`, divided over the ranks, and only then given memory, for each rank's share, and filled
 from its `contents`, weight after weight. Where the contents can only be had by making the whole model, as of

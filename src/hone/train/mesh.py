@@ -1,4 +1,4 @@
-"""The processes that train together: which devices they are, in which order, and who works on the same samples.
+"""Device mesh of the training ranks, and which of them work on the same samples.
 
 Ranks are counted with what talks most innermost: replicas of the shards, shards, tensor. Ranks that follow each other
 in the first two divide sequences between them. Not here: what is sharded over a mesh (`sharded.py`,

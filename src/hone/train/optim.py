@@ -190,7 +190,7 @@ class AdamW(ABC):
     """AdamW (arXiv:1711.05101) with clipping by the global gradient norm, whatever holds the weights.
 
     A gradient that is not finite is not applied: the step is counted as skipped, weights and moments stay as they
-    are, and the schedule goes on.
+    are, and the schedule continues.
     """
 
     def __init__(self, settings: OptimizerSection, *, total_steps: int) -> None:

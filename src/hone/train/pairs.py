@@ -1,4 +1,4 @@
-"""Learns a reward model from pairs: both conversations of a pair in one microbatch, what they share computed once.
+"""Trainer of reward models on pairs: both conversations of a pair in one microbatch, what they share computed once.
 
 In one process, or on one rank of many (`ranks.py`), each of which has whole pairs.
 """
@@ -39,7 +39,7 @@ class Measured:
 
 
 class PairLearner(Keepable, Protocol):
-    """What a reward-model stage asks of whoever trains one, wherever that is."""
+    """Trainer interface of a reward-model stage."""
 
     def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """One optimizer step on the mean loss of `pairs`. Returns metrics."""

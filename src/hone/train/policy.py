@@ -1,4 +1,4 @@
-"""What trains a policy, in one process or on one rank of many: updates of optimizer steps of microbatches in turn.
+"""Policy trainer, in one process or on one rank of many: updates of optimizer steps of microbatches.
 
 Not here: the microbatch itself (`trainer.py`), the weights and their optimizer (`optim.py`, `sharded_weights.py`), and
 who else trains it (`ranks.py`).

@@ -1,7 +1,7 @@
-"""Who trains a model together: what differs between one process and many, and nothing else.
+"""Ranks that train a model together: the difference between one process and many.
 
 Learners (`policy.py`, `critic.py`, `pairs.py`) are written once. What they ask here is where weights live, which
-samples are theirs, and how what each rank found becomes what all found. `Alone` is this process and nobody else;
+samples are theirs, and how what each rank found becomes what all found. `Alone` is this process alone;
 `sharded.py` has the ranks of a process group.
 """
 

@@ -163,7 +163,7 @@ class LiveSnapshot:
 
 
 class HostCopies:
-    """One rank's shares in host memory, for a file to be written while training goes on.
+    """One rank's shares in host memory, for a file to be written while training continues.
 
     The memory is kept from one time to the next: filling it anew is several times as fast as asking for it.
     """

@@ -1,4 +1,4 @@
-"""What a trainer is, and the one microbatch routine that every trainer and every kind of training goes through.
+"""Trainer interface, and the microbatch routine of every trainer and stage.
 
 A microbatch is some samples of a batch: laid out with each prompt once, run through the model, expanded back to the
 samples' own tokens. With a gradient it is training, in RL and supervised alike; without, it is measuring logprobs.
@@ -27,7 +27,7 @@ from hone.types import Batch, Totals
 
 
 class Keepable(Protocol):
-    """What a stage saves of whoever it trains, and leaves at its end."""
+    """What a stage saves of its model, and leaves at its end."""
 
     @property
     def hf_config(self) -> PreTrainedConfig:

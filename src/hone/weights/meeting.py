@@ -4,7 +4,7 @@ A key-value store that the sender opens; it holds what is small. The bytes go an
 transports that are built on this differ in: `publish_group` broadcasts them, `publish_ipc` shares a GPU's memory.
 
 Engines meet the sender in groups, one at a time: a group is of those that live, and when one of them fails, it is over
-for all. The others lost nothing: they join the next group, and what they were taking goes on there (`receiving.py`).
+for all. The others lost nothing: they join the next group, and their transfer continues there (`receiving.py`).
 
 What the keys say, of one group, for messages counted from 0 over all versions:
 
@@ -104,7 +104,7 @@ class MeetingOutlet(ABC):
         self.failed: dict[str, str] = {}
         self.bystanders: list[str] = []
         self.gone: Callable[[], Mapping[str, str]] = dict
-        """Engines that others know to have failed, and why: whoever watches their processes."""
+        """Engines that others know to have failed, and why: the watchers of their processes."""
         self.store = self.link.section(meeting.store)
         self._number, self._first = -1, 0  # the last message, and the first whose key is still there
 
@@ -127,7 +127,7 @@ class MeetingOutlet(ABC):
         return lambda: self._wait_until(arrived, deadline, lambda engine: self.last_taken(engine) >= number, what_not)
 
     def finish(self, manifest: Manifest) -> dict[str, str]:
-        """See `publish.Outlet`. Nobody waits for anybody here: each engine answers for itself."""
+        """See `publish.Outlet`. No call waits here: each engine answers for itself."""
         if self.failed:
             return {}
         number = self._say("manifest", manifest.as_json())
@@ -319,14 +319,14 @@ class MeetingInlet(ABC):
 
 
 def begun(work: Callable[[], object]) -> Callable[[], bool]:
-    """Begin what may block for ever, on a thread of its own. The call that is returned tells whether it is done, and
+    """Begin what may block indefinitely, on a thread of its own. The returned call says whether it is done, and
     raises what it raised."""
     done: Future[object] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # the boundary of the thread: whoever asks gets it
+        except BaseException as error:  # the boundary of the thread: raised to the caller
             done.set_exception(error)
 
     def is_done() -> bool:

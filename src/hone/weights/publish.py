@@ -100,7 +100,7 @@ def publish(
             break
         buffers.sent(outlet.send(bucket))
         sent_bytes += len(bucket.data)
-    for _ in coming:  # nobody is left to take them
+    for _ in coming:  # no engine is left to take them
         pass
     buffers.drain()
     manifest = packer.manifest(version)
@@ -207,7 +207,7 @@ async def take(engine: Loads, inlet: Inlet, version: int) -> str:
     """Have an engine load the weights that arrive. Returns, and tells the sender, the fingerprint of what it holds.
 
     Raises:
-        EngineError: it does not hold the version; the sender was told.
+        EngineError: it does not hold the version; the sender knows.
     """
     incoming = Incoming(inlet, version)
     try:

@@ -2,7 +2,7 @@
 
 The group is of the sender and its engines alone, apart from the world in which the trainer's ranks train, so engines
 come and go without disturbing it. The bytes leave the sender once, however many engines there are; what one of them
-interrupts goes on in a group of the others.
+interrupts continues in a group of the others.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _make_group(
     options._timeout = timeout
     with _settings_of_ours():
         group = nccl(store, rank, size, options)
-        # Now, not with the first broadcast: that one blocks until all have called it, and they are told of it later.
+        # Now, not with the first broadcast: that one blocks until all have called it, which they do later.
         group.eager_connect_single_device(device)
     return group
 
@@ -121,7 +121,7 @@ def _let_go(held: list[Any]) -> None:
 def _settings_of_ours() -> Iterator[None]:
     """A group that is made inside has no thread of PyTorch's that would end the whole process, ranks and all, when an
     engine dies: ours looks at each broadcast itself, until a deadline. Nor has it what vLLM, if it is in this process,
-    has set for groups of its own: members with different settings wait for each other for ever."""
+    has set for groups of its own: members with different settings wait for each other indefinitely."""
     vllm, name = sys.modules.get("vllm.utils.nccl"), "TORCH_NCCL_BLOCKING_WAIT"
     with environment_restored(name):
         os.environ[name] = "1"

@@ -128,7 +128,7 @@ class Intake:
 
     def _state(self) -> tuple[_Coming, asyncio.Task[str]]:
         if self._coming is None or self._loading is None:
-            raise EngineError("weights came that nobody had announced.")
+            raise EngineError("weights came that were not announced.")
         return self._coming, self._loading
 
 
@@ -165,7 +165,7 @@ class _Coming:
             yield message
 
     def held(self, fingerprint: str) -> None:
-        """The sender is told by the call of `Intake.manifest`, as it is of a failure."""
+        """The sender learns it from the call of `Intake.manifest`, like a failure."""
 
     def failed(self, reason: str) -> None:
         """See `held`."""

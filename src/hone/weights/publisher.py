@@ -20,7 +20,7 @@ class Routes:
 
     way: Way = "ray"
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Of the trainer, by the names of the engines that get their weights from them; 0 where none is told."""
+    """Of the trainer, by the names of the engines that get their weights from them; 0 for none."""
     members: int = 1
     """Of each engine; see `Target`."""
     machines: Mapping[str, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Publisher:
             found = [part for part in ask(waiting, self._routes.way) if part is not None]
             parts += found
             interrupted = {name for part in found for name in part.bystanders}
-            if interrupted == set(waiting):  # and nobody knows by whom
+            if interrupted == set(waiting):  # and it is unknown by which
                 break
             waiting = {name: target for name, target in waiting.items() if name in interrupted}
         published = _joined(parts)

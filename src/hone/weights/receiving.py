@@ -1,6 +1,6 @@
 """An engine's side of groups that come and go: it joins one after another, and takes versions through them.
 
-Bucket for bucket, a version that began to come through one group goes on in the next: the sender begins it again for
+Bucket for bucket, a version that began in one group continues in the next: the sender begins it again for
 all who are left, and what an engine has already is skipped. Which groups there are, the sender decides (`sending.py`).
 """
 

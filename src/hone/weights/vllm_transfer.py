@@ -5,7 +5,7 @@ vLLM has a protocol of its own for it (`vllm.distributed.weight_transfer`, of ve
 every worker, with a way in that others may register. This one's is a group as any engine's, with each worker as a
 member: the same buckets, the same fingerprint, the same deadlines. vLLM's own NCCL way has none of the last two.
 
-vLLM loads this module into its workers, and nobody else does. A worker that is interrupted does not wait for the next
+Only vLLM loads this module, into its workers. A worker that is interrupted does not wait for the next
 group: it is busy with its update, and vLLM has no way to tell it. The engine ends then, and is started again.
 """
 

@@ -120,7 +120,7 @@ def samples_divide(context: Context) -> Iterator[Finding]:
 
 
 def placement_can_start(context: Context) -> Iterator[Finding]:
-    """Every group of roles asks for devices of its own; a scheduler waits for ever for those that do not exist."""
+    """Every group of roles asks for devices of its own; a scheduler waits indefinitely for those that do not exist."""
     placement = context.read.recipe.placement
     if placement is None:
         return
@@ -137,7 +137,7 @@ def placement_can_start(context: Context) -> Iterator[Finding]:
         words.append(f"{' and '.join(twice)} are in two groups, and each group asks for devices of its own")
     if unsized and not twice:
         words.append(f"{' and '.join(unsized)} are not sized and get {placement.default} each")
-    words.append("the run waits for them for ever")
+    words.append("the run waits for them indefinitely")
     yield Finding(
         "placement_can_start",
         "impossible",

@@ -2,7 +2,7 @@
 
 A vote is one valid list of scores. An answer that holds none is asked for again with another seed, twice; after that
 the vote is invalid, and why is kept. A question, seed and all, is asked once: the same response earns the same score
-wherever it stands, and nobody can ask until the judge is kind.
+wherever it stands, and a judge cannot be asked until it is kind.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Traffic:
     """How fast the judge is, told now and then in the two lines that practice with DeepSeek-GRM knows.
 
     Args:
-        log_every_s: between two times that it is told.
+        log_every_s: between two log lines.
         engine_line: what the judge's engine says of itself, if it does; told after those lines.
     """
 

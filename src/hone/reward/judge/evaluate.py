@@ -1,4 +1,4 @@
-"""Is a judge good enough to be a reward? Figures on pairs whose better one is known, before a run trusts it.
+"""Evaluation of a judge on preference pairs.
 
 A row has a prompt, a better and a worse response, and the answer where the judge is shown one. Each pair is judged as a
 group, in both orders; canaries are judged beside the first prompts.

@@ -1,4 +1,4 @@
-"""Watching for policies that please the judge instead of answering: flags on responses, and canaries.
+"""Detection of reward hacking of a judge: flags on responses, and canaries.
 
 A flag never decides by itself: it is logged, and costs only what the settings say. A canary is a response that
 deserves the least there is; a judge that likes one can be gamed, and the run says so. What isolates responses from

@@ -1,4 +1,4 @@
-"""Tokens of a judge's prompt: counted by its tokenizer, or bounded; and what is done where they are too many.
+"""Length limits of a judge's prompt: counting and truncation.
 
 Without a tokenizer a text counts one token for each of its UTF-8 bytes: no byte-level or byte-fallback vocabulary
 spends more. That is safe, and up to four times too much; give the judge's tokenizer where long answers matter.

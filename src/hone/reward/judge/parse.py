@@ -1,4 +1,4 @@
-"""What a judge wrote, to scores: strictly, or not at all.
+"""Strict parsing of a judge's response to scores.
 
 Only what follows the reasoning counts, and only of an answer that ended by itself. Parsers are tried in the order of
 the settings; the first whose mark is there decides, and if what it marks is no list of scores, nothing else is tried.

@@ -125,7 +125,7 @@ def neutraliser(special_tokens: Sequence[str] = ()) -> Neutralise:
     pattern = re.compile("|".join([_SPECIAL.pattern, *own]))
 
     def neutralise(text: str) -> str:
-        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair can be sent to nobody
+        text = text.encode("utf-8", "replace").decode()  # an unpaired surrogate cannot be sent
         return _MARK.sub("(", pattern.sub(lambda found: found[0] + " ", text))
 
     return neutralise

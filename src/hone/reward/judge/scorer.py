@@ -2,7 +2,7 @@
 
 A score is the mean of the valid votes, as a share of the scale. Where too few are valid, whose fault is that? If the
 judge is well, which it proves by scoring this response's siblings, the response broke it, and earns the least that
-any of them did: nobody gains by being unreadable. If no sibling could be scored either, nobody knows, and nothing is
+any of them did: being unreadable never pays. If no sibling could be scored either, the cause is unknown, and nothing is
 scored.
 """
 
@@ -135,7 +135,7 @@ class JudgeReward:
         return self._client.counts
 
     def begin(self, prompt: Prompt) -> MayScoreSample | None:
-        """See `base.Early`. Whoever cannot be scored alone is left to `score`, which finds the answers remembered."""
+        """Samples that cannot be scored alone are left to `score`, which finds the answers cached."""
 
         async def score_sample(sample: Sample) -> Score | None:
             (score,) = await self.score(Group(prompt, (sample,)))
@@ -303,7 +303,7 @@ class JudgeReward:
             self._value(scores, case) if len(scores) >= need else None
             for scores, case in zip(valid, cases, strict=True)
         ]
-        # Of a group that is not whole, nobody knows the lowest score.
+        # The lowest score of an incomplete group is unknown.
         known = [] if any(lost) or self.settings.mode == "groupwise" else [v for v in values if v is not None]
         lowest = min(known, default=None)
         verdicts: list[Score] = []

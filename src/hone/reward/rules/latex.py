@@ -120,7 +120,7 @@ def _root(found: re.Match[str]) -> str:
 
 
 def _repeating(found: re.Match[str]) -> str:
-    """The fraction that a decimal is whose last digits repeat for ever."""
+    """The fraction that a decimal is whose last digits repeat."""
     whole, first = found[1] or found[5], found[2] or ""
     again = found[3] or found[4] or found[6]
     shift = 10 ** len(first)

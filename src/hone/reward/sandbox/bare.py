@@ -1,4 +1,4 @@
-"""No sandbox: a process of this user with resource limits. It stops accidents, not malice.
+"""Plain processes with resource limits, instead of a sandbox. It stops accidents, not malice.
 
 A program can read and change whatever the user can, use the network, and start processes that survive it. It exists
 for machines where nothing better works and programs are trusted, and only by the run file's explicit leave. Where this

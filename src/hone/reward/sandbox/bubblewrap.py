@@ -1,4 +1,4 @@
-"""The default on Linux: bubblewrap, an empty world with an interpreter in it, read-only, without a network.
+"""Bubblewrap sandbox, the default on Linux: a read-only interpreter and nothing else, without a network.
 
 Namespaces of its own for everything, no capability, a filter of system calls, a few read-only folders, and a scratch
 folder in memory of bounded size. Limits are by user, and root has none, so a run as root drops to a user that owns

@@ -1,4 +1,4 @@
-"""Unit tests of a row, and the comparison of what a program did with what it should have done. Outside the sandbox.
+"""Unit tests of a row, and the comparison of a program's results with the expected ones. Outside the sandbox.
 
 Forms of a row's tests, each an object or the same as a JSON string:
 

@@ -381,7 +381,7 @@ def _exit_code(code):
 
 def _end(code, module):
     """End as a script does: threads are waited for, exit handlers run, files of the program's are flushed. What an
-    interpreter does beyond that costs ten times as much as all the rest of a fork, and nobody would see it."""
+    interpreter does beyond that costs ten times as much as all the rest of a fork, without a visible effect."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""Which Python runs the programs, and which files of this machine it needs to be able to."""
+"""Python interpreter of sandboxed programs, and the files that it needs."""
 
 from __future__ import annotations
 

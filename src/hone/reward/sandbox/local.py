@@ -1,7 +1,7 @@
-"""A sandbox that is a process of this machine: starts it with its warden, speaks to it, and always ends it.
+"""Local sandbox process: starts it with its warden, communicates with it, and always ends it.
 
 What the process is isolated by is not known here; `bubblewrap.py` and `bare.py` give the command. A place is one
-sandbox at a time; `open` waits for a free one in the order of the calls, and whoever leaves hands the place on.
+sandbox at a time; `open` waits for a free one in the order of the calls, and each release passes the place on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The proof, at the start, that a sandbox works and that its walls stand: a program tries what must not be possible.
+"""Self-test of a sandbox at the start: a program tries what must not be possible.
 
 A limit that is set is not a limit that holds: RLIMIT_NPROC says nothing to root, and old kernels count the user's
 other processes. So the limits are tried, on this machine, with this user.

@@ -1,4 +1,4 @@
-"""A sandbox somewhere else: any service that speaks SandboxFusion's `POST /run_code`, one request for each run.
+"""Remote sandbox: any service that speaks SandboxFusion's `POST /run_code`, one request for each run.
 
 Whose fault a failure is, is read from where it happened: no answer, 429 and 5xx are the service's and tried again
 until a deadline; another 4xx is ours and is not; a run that ended badly is the program's. `SandboxError` can be

@@ -1,4 +1,4 @@
-"""A filter of system calls for the sandbox: what no program needs that reads, computes and prints.
+"""Seccomp filter of the sandbox.
 
 Left out on purpose are memory that no limit counts (shared memory segments, memfd), looking into other processes,
 setting their limits, namespaces inside the sandbox, and parts of the kernel with a long record of holes. The rest of a

@@ -158,7 +158,7 @@ def fake_tensors(memory: LiveMemory) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # deepcopy asks whether it is 0
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # its output may be a view; nobody writes to it
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # its output may be a view; it is not written to
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())
         stack.enter_context(memory)
