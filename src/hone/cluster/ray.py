@@ -345,7 +345,7 @@ def own_address() -> str:
 
 
 def take_sigterm_back() -> None:
-    """Give SIGTERM to whoever handled it before Ray began: Ray's own way is to show a stack and abort 3 s later.
+    """Restore the SIGTERM handler from before Ray began: Ray's own way is to show a stack and abort 3 s later.
 
     To be called on the main thread once Ray is there.
     """
@@ -356,7 +356,7 @@ def take_sigterm_back() -> None:
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
     """Ray's processes that start meanwhile listen on the loopback alone; by themselves they do so only where Ray knows
-    no clusters. What this process starts later may join one, and is told nothing of it."""
+    no clusters. What this process starts later may join one, without knowing of it."""
     from ray._private import ray_constants
 
     name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
