@@ -10,6 +10,7 @@ import torch
 
 from hone.algo.shaping import informative
 from hone.config.run import RunConfig
+from hone.loop.buffer import GroupBuffer
 from hone.loop.run import PolicyRun
 from hone.rollout.engine import Sampling
 from hone.train.tensor_files import LiveSnapshot
@@ -166,6 +167,24 @@ class Observer:
 
     def position(self):
         return Position()
+
+
+class EarlyBuffer(GroupBuffer):
+    """A planted bug: returns permits when groups are taken, before the weights trained on them are live."""
+
+    owed = 0
+
+    async def take(self, count, **options):
+        groups = await super().take(count, **options)
+        super().release(count)
+        self.owed = count
+        return groups
+
+    def release(self, count):
+        if self.owed:  # the loop's own call, after publishing
+            self.owed = 0
+        else:
+            super().release(count)
 
 
 def fake_run(

@@ -485,7 +485,8 @@ def test_memory_of_an_ordinary_users_warden_is_out_of_reach(as_ordinary_user):
 
 def test_the_trial_of_the_walls_finds_a_warden_that_can_be_written(as_ordinary_user):
     script = """
-local.WARDEN = local.WARDEN.replace("(PR_SET_DUMPABLE, 0)", "(PR_SET_DUMPABLE, 1)")
+enters = "enter(setup); ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)"
+local.WARDEN = f"__name__ = 'warden'\\n{local.WARDEN}\\nenter = _enter\\ndef _enter(setup): {enters}\\nmain()"
 print(asyncio.run(started()))
 """
     assert as_ordinary_user(script) == "its walls do not stand: the memory of process 1 can be written\n"

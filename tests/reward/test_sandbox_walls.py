@@ -124,6 +124,11 @@ def test_an_interpreter_that_does_not_run_makes_no_sandbox(python):
         Interpreter.find(python)
 
 
+def warden_that(enters):
+    """The warden with a faulty `_enter`, which may call the real one, `enter`. Not __main__, it starts afterwards."""
+    return f"__name__ = 'warden'\n{local.WARDEN}\nenter = _enter\ndef _enter(setup):\n    {enters}\nmain()\n"
+
+
 def test_walls_that_do_not_stand_are_found(monkeypatch):
     """A bubblewrap that shares the network, shows /etc and lets processes multiply is refused, each named."""
     sandbox = Bubblewrap(LIMITS, num_places=1)
@@ -137,9 +142,7 @@ def test_walls_that_do_not_stand_are_found(monkeypatch):
 
     run(Bubblewrap(LIMITS, num_places=1), "pass")  # or missing
     monkeypatch.setattr(Bubblewrap, "_walls", leaky)
-    monkeypatch.setattr(
-        "hone.reward.sandbox.local.WARDEN", local.WARDEN.replace('most = setup["processes"] + 1', "most = 40")
-    )
+    monkeypatch.setattr(local, "WARDEN", warden_that('enter({**setup, "processes": 39})'))
     with pytest.raises(SandboxUnavailable) as refused:
         asyncio.run(sandbox.start())
     for breach in (
@@ -210,10 +213,8 @@ open("mine", "w").close()
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs change their user")
 def test_root_without_an_interpreter_that_others_can_read_is_refused(monkeypatch):
-    monkeypatch.setattr(
-        "hone.reward.sandbox.local.WARDEN",
-        local.WARDEN.replace("sys.path +=", "sys.path = []; sys.path_importer_cache.clear(); sys.path +="),
-    )
+    forgets = 'enter(setup); sys.path[:] = setup["packages"]; sys.path_importer_cache.clear()'
+    monkeypatch.setattr(local, "WARDEN", warden_that(forgets))
     with pytest.raises(SandboxUnavailable, match=r"No module named 'decimal' \(as root, programs run as user \d+, who"):
         asyncio.run(BareProcess(LIMITS, num_places=1).start())
 

@@ -19,8 +19,6 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any
 
-from pydantic import ValidationError
-
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Sample, Score
 
@@ -102,6 +100,8 @@ def _from_args(function: Callable[..., Any], settings: Callable[..., Any]) -> Ca
 
 def _check_args(settings: Callable[..., Any], args: Mapping[str, Any]) -> None:
     """Raises ValueError with every problem of the args."""
+    from pydantic import ValidationError  # here, as the module is imported where nothing is installed, too
+
     try:
         settings(**args)
     except ValueError as error:
