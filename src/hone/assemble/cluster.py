@@ -47,15 +47,14 @@ T = TypeVar("T")
 L = TypeVar("L", bound=RemoteLearner)
 
 LOOK_S, LOST_LOOKS = 2.0, 5
-"""Ray is lost when it does not answer for so many looks in a row: a GCS may be started again by its owner."""
+"""Ray is lost after so many failed checks in a row; a GCS may be restarted by its owner."""
 STOP_S = 35.0
 """How long a run whose Ray is lost may take to stop. Some 15 s later Ray would end this process by itself."""
 
 
 class RayBackend:
-    """The `Backend` with processes of their own, on the devices that the topology says. For each attempt the trainer is
-    made anew; engines, judges and reward models that are well go on to the next one, and so does Ray. The loss of Ray
-    itself ends the run with ClusterLost."""
+    """The `Backend` of Ray actors on the topology's devices. Each attempt makes the trainer anew and reuses healthy
+    engines, judges, reward models, and Ray itself. The loss of Ray ends the run with ClusterLost."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -219,7 +218,7 @@ class RayWorkers:
         return await self._begun(RemotePairTrainer([group], timeout_s=self._settings.call_timeout_s), saved)
 
     async def assemble(self, needs: frozenset[str], saved: Saved | None) -> tuple[RemoteTrainer, Router]:
-        """Start all processes at once that are not there yet, and wait until each has made its part."""
+        """Start all missing processes at once, and wait until each has made its part."""
         started = time.monotonic()
         if self._settings.engines.kind.needs_folder and self._model_folder is None:
             self._model_folder = await asyncio.to_thread(starting_folder, self._job)
@@ -277,7 +276,7 @@ class RayWorkers:
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def _well_engines(self) -> set[str]:
-        """Names of the engines of the attempt before that can be published to; the others are ended."""
+        """Names of the previous attempt's engines that can be published to; the others are ended."""
         engines = list(self._engines.values())
         are_well = await asyncio.gather(*(engine.is_well() for engine in engines))
         ill = [engine for engine, is_well in zip(engines, are_well, strict=True) if not is_well]
@@ -285,7 +284,7 @@ class RayWorkers:
         return {engine.name for engine in engines} - {engine.name for engine in ill}
 
     async def _prepare_scoring(self) -> None:
-        """Start judges and reward models, or have those of the attempt before make room for the trainer."""
+        """Start judges and reward models, or offload those of the previous attempt."""
         if self._scores:
             await self.scoring.sleep()
         else:
@@ -354,7 +353,7 @@ class RayWorkers:
         return RankGroup(" and ".join(roles), ranks, make, takes_turns=self._sharers(devices) > 1)
 
     def _apart(self) -> list[tuple[tuple[Role, ...], tuple[int, ...]]]:
-        """Roles that other ranks have than the policy's, and on which devices."""
+        """Roles outside the policy's ranks, with their devices."""
         topology = self._job.topology
         return [(roles, pool.devices) for pool in topology.pools if (roles := topology.apart.get(pool.name))]
 
@@ -380,7 +379,7 @@ class RayWorkers:
         return partial(engine, self._spec, processes, self._model_folder, takes_turns=takes_turns)
 
     def _spawn(self, name: str, actor: type, devices: Sequence[int], *args: Any) -> Any:
-        """A process on devices that it shares with those who take turns with it."""
+        """An actor on devices that it may share with others that take turns."""
         topology = self._job.topology
         numbers = sorted(device for pool in topology.pools for device in pool.devices)
         process = self.cluster.spawn(

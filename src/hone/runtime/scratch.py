@@ -40,7 +40,7 @@ class Scratch:
 def _sweep(kind: str) -> None:
     """Remove this user's folders of that kind without a lock."""
     for folder in Path(tempfile.gettempdir()).glob(f"{kind}*"):
-        with contextlib.suppress(OSError):  # another user's, or somebody was faster
+        with contextlib.suppress(OSError):  # another user's, or another process removed it first
             found = folder.lstat()
             if found.st_uid == os.getuid() and time.time() - found.st_mtime > _YOUNG_S:
                 _remove_unless_held(folder)

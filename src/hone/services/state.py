@@ -104,7 +104,7 @@ def runtime_folder() -> Path:
     """Where `hone up` keeps a folder for each name: HONE_RUNTIME_DIR, else of this user alone, and gone after a reboot.
 
     Raises:
-        DataError: somebody else made the folder, or others may write to it.
+        DataError: the folder is another user's, or others may write to it.
     """
     if chosen := os.environ.get("HONE_RUNTIME_DIR"):
         folder = Path(chosen)

@@ -193,7 +193,9 @@ class Services:
 
     def summary(self) -> str:
         """Restarts of each service, on one line; empty without services."""
-        return ", ".join(f"{name} {_times(one.restarts.total, 'restart')}" for name, one in self._services.items())
+        return ", ".join(
+            f"{name} {(n := one.restarts.total)} restart{'s' * (n != 1)}" for name, one in self._services.items()
+        )
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -276,7 +278,3 @@ async def begin_here(launch: Launch) -> ServiceProcess:
         environment=launch.environment,
         stop_timeout_s=launch.service.stop_timeout_s,
     )
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
