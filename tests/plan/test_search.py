@@ -1,5 +1,7 @@
 """Presets change memory and speed and never the algorithm; rules name the nearest legal values."""
 
+import textwrap
+
 import pytest
 
 from hone.plan.hardware import find_hardware
@@ -124,3 +126,14 @@ def test_violations_come_with_a_cure(configured, overrides, message):
     found = plan(configured(*RAY, *overrides), find_hardware("8xH100-80G"))
     assert found.verdict.level == "does not fit"
     assert any(message in problem for problem in found.verdict.problems), found.verdict.problems
+
+
+def test_one_process_says_how_many_devices_would_idle_and_which_section_uses_them(configured):
+    alone = plan(configured(), find_hardware("8xH100-80G"))
+    assert [ledger.count for ledger in alone.ledgers] == [1, 1] and alone.verdict.level == "does not fit"
+    (note,) = (note for note in alone.notes if "idle" in note)
+    assert note.startswith("7 of 8 devices would idle")
+    snippet = textwrap.dedent(note.partition("To use all of them:\n")[2])
+    keys = [f"cluster.{line.strip().replace(': ', '=', 1)}" for line in snippet.splitlines()[1:]]
+    together = plan(configured(*keys), find_hardware("8xH100-80G"))
+    assert together.inputs.topology.num_devices == 8 and not any("idle" in note for note in together.notes)

@@ -134,7 +134,7 @@ def plan_command(
         if traced is not None:
             _show_trace(traced, Console())
     if write is not None and chosen is not None:
-        _write(write, loaded, settings, chosen)
+        write_run_file(write, loaded, settings, chosen)
     if html is not None:
         from hone.plan.page import write_page
 
@@ -273,7 +273,7 @@ def _show_proposals(today: Plan, proposals: list[Proposal], console: Console, sa
         say(f"would change the algorithm, so not done: {line}")
 
 
-def _write(path: Path, loaded: Loaded, settings: list[str], chosen: Proposal) -> None:
+def write_run_file(path: Path, loaded: Loaded, settings: list[str], chosen: Proposal) -> None:
     """Write a run file that extends the planned one."""
     lines = [f"# {chosen.preset} settings for {loaded.run_file}, by hone plan on {chosen.plan.inputs.hardware.title}."]
     lines.append(f"extends: [{json.dumps(loaded.run_file.name)}]")

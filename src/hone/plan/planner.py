@@ -21,9 +21,9 @@ from hone.plan.hardware import Hardware
 from hone.plan.inputs import Inputs, implementation_of, microbatch, resolve
 from hone.plan.ledger import Ledger, Moment
 from hone.plan.pools import pools_of
-from hone.plan.rules import violations
+from hone.plan.rules import cluster_violations, violations
 from hone.plan.schedule import step_time
-from hone.plan.settings import plain
+from hone.plan.settings import changed, plain
 from hone.plan.time import StepTime
 from hone.plan.verdict import Verdict, judge
 from hone.plan.workload import workload_of
@@ -179,8 +179,10 @@ def _cluster_snippet(inputs: Inputs) -> str:
     """What to write into the run file of one process so that it uses all devices."""
     if not inputs.is_local:
         return ": they are in no pool"
+    if not (settings := cluster_settings(inputs)):
+        return ": a run without a `cluster` section is one process on one device"
     lines = ["cluster:"]
-    for key, value in cluster_settings(inputs, "vllm").items():
+    for key, value in settings.items():
         *_, section, name = key.split(".")
         if value and value != 1:
             lines.append(
@@ -192,8 +194,17 @@ def _cluster_snippet(inputs: Inputs) -> str:
     )
 
 
-def cluster_settings(inputs: Inputs, use: str) -> dict[str, Any]:
-    """Run-file keys that put a run of one process on all devices; in separate pools if sampling runs ahead."""
+def cluster_settings(inputs: Inputs) -> dict[str, Any]:
+    """Run-file keys that put a run of one process on all devices; empty if the rules do not allow it."""
+    for use in ("vllm", "hone"):
+        settings = _cluster_settings(inputs, use)
+        if not cluster_violations(changed(inputs, settings)):
+            return settings
+    return {}
+
+
+def _cluster_settings(inputs: Inputs, use: str) -> dict[str, Any]:
+    """In separate pools if sampling runs ahead."""
     hardware, config = inputs.hardware, inputs.config
     if config.cluster.pools:
         return {"cluster.backend": "ray"}

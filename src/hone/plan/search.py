@@ -114,8 +114,8 @@ def _on_cluster(start: Inputs, pinned: frozenset[str]) -> Iterator[Inputs]:
     """A run of one process on all devices instead; as far as the rules allow."""
     if not start.is_local or start.hardware.devices == 1 or any(_is_pinned(key, pinned) for key in CLUSTER):
         return
-    with_vllm = changed(start, cluster_settings(start, "vllm"))
-    yield changed(start, cluster_settings(start, "hone")) if cluster_violations(with_vllm) else with_vllm
+    if settings := cluster_settings(start):
+        yield changed(start, settings)
 
 
 # ---- the lattice
@@ -182,7 +182,7 @@ def scoring(inputs: Inputs) -> Iterator[dict[str, Sequence[Any]]]:
 def _legal(inputs: Inputs, key: str, values: Sequence[int]) -> list[int]:
     """Today's value, and those that break no rule of the run file."""
     legal = [value for value in values if not cluster_violations(changed(inputs, {key: value}))]
-    return _with(setting(inputs, key) or 1, legal)
+    return _with(setting(inputs, key), legal)
 
 
 def _with(today: Any, values: Iterable[Any]) -> list[Any]:
@@ -240,8 +240,10 @@ def _points(block: Mapping[str, Sequence[Any]]) -> Iterator[Settings]:
 
 
 def _without_idle_changes(start: Inputs, best: _Found, margin: float) -> _Found:
-    """Undo, one by one, the changes that nothing is gained by."""
+    """Undo, one by one, the changes that gain nothing; the keys of a cluster go together."""
     for key in _differences(start, best.inputs):
+        if key in CLUSTER:
+            continue
         undone = _Found.of(changed(best.inputs, {key: setting(start, key)}), margin)
         if not best.is_better_than(undone):
             best = undone

@@ -16,10 +16,11 @@ Settings = Mapping[str, Any]
 
 
 def setting(inputs: Inputs, key: str) -> Any:
-    """The value of a key; None in a section that the run file does not have."""
+    """The value of a key."""
     here: Any = inputs.config
     for part in key.split("."):
-        here = here[part] if isinstance(here, Mapping) else getattr(here, part, None)
+        here = EngineSection() if here is None else here  # the one section that may be null
+        here = here[part] if isinstance(here, Mapping) else getattr(here, part)
     return here
 
 
@@ -43,7 +44,7 @@ def changed(inputs: Inputs, settings: Settings) -> Inputs:
 def with_value(section: Any, path: Sequence[str], value: Any) -> Any:
     """A section of the configuration with another value at a path below it."""
     first, *rest = path
-    section = EngineSection() if section is None else section  # the one section that may be null
+    section = EngineSection() if section is None else section
     is_open = isinstance(section, Mapping)
     inner = with_value(section[first] if is_open else getattr(section, first), rest, value) if rest else value
     return {**section, first: inner} if is_open else section.model_copy(update={first: inner})
