@@ -78,3 +78,12 @@ def test_the_keys_of_the_migration_table_exist():
             names.append(names[-1].rpartition(".")[0] + name if name.startswith(".") else name)
     keys = [*schema.all_keys(), "cluster.pools", "rollout.environment"]
     assert len(names) > 60 and [name for name in names if "." in name and name not in keys] == []
+
+
+def test_the_files_of_the_architecture_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", page))
+    assert (
+        len(named) > 30
+        and [name for name in named if not any((ROOT / at / name).exists() for at in ("", "src/hone"))] == []
+    )
