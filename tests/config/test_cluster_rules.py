@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.load import load_config
+from hone.config.rules.placement import CLUSTER_RULES
 from hone.errors import ConfigError
 
 SHAPE = {"model_type": "qwen3", "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -204,7 +204,7 @@ BROKEN = [
     ),
     (
         ray(engines={"use": "vllm"}) | {"rollout": {"compile": True}},
-        "rollout.compile: = true compiles Hone's own engine; vLLM compiles its own model",
+        "rollout.compile: = true compiles Hone's own engine; vllm compiles its own model",
     ),
     (
         ray(engines={"gpu_memory_utilization": 0.9}),
@@ -318,7 +318,7 @@ def test_every_rule_has_a_case(problems, monkeypatch):
     """A rule that none of the cases wakes is one that may never speak."""
     spoken = set()
     for rule in CLUSTER_RULES:
-        monkeypatch.setattr("hone.config.rules.RULES", (rule,))
+        monkeypatch.setattr("hone.config.rules.rules.RULES", (rule,))
         if any(problems(sections) for sections, _ in BROKEN):
             spoken.add(rule)
     assert spoken == set(CLUSTER_RULES)

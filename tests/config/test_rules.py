@@ -2,9 +2,9 @@
 
 import pytest
 
-from hone.config.cluster_rules import CLUSTER_RULES
-from hone.config.engine_rules import ENGINE_RULES
-from hone.config.rules import RULES
+from hone.config.rules.engines import ENGINE_RULES
+from hone.config.rules.placement import CLUSTER_RULES
+from hone.config.rules.rules import RULES
 from hone.config.run import RunConfig
 from hone.config.yaml_tree import read_yaml
 

@@ -71,7 +71,7 @@ def _reader_files() -> Iterator[Path]:
     yield SOURCES / "config" / "topology.py"  # so does the placement that it derives
     yield SOURCES / "config" / "transport.py"  # and what its weights go through
     yield SOURCES / "config" / "engine.py"  # and an engine's arguments
-    yield SOURCES / "config" / "engine_rules.py"
+    yield SOURCES / "config" / "rules" / "engines.py"
     yield SOURCES / "config" / "load.py"  # run_dir
 
 

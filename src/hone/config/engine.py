@@ -174,7 +174,7 @@ ENGINES = {
     "vllm": EngineKind(
         "hone.assemble.vllm:start_vllm",
         keys=frozenset(EngineSection.model_fields) - {"use", "args"},
-        rules="hone.config.engine_rules:VLLM_RULES",
+        rules="hone.config.rules.engines:VLLM_RULES",
         takes_share=True,
         needs_folder=True,
     ),

@@ -19,12 +19,12 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from hone.config import schema
-from hone.config.breach import Breach
 from hone.config.derived import run_dir, run_name
 from hone.config.layers import Stack, override
 from hone.config.messages import is_secret_key, is_secret_value, unknown_key, wrong_value
 from hone.config.render import resolved_yaml
-from hone.config.rules import breaches
+from hone.config.rules import Breach
+from hone.config.rules.rules import breaches
 from hone.config.run import RunConfig
 from hone.config.yaml_tree import COMMAND_LINE, Node, Problem, Where
 from hone.errors import ConfigError

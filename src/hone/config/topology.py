@@ -2,7 +2,7 @@
 
 The run's devices are counted from 0 over all machines, machine by machine; those that services have are not among them.
 Pools take them in the order of the run file, replicas in the order of their pool. Nothing here looks at a machine, and
-what does not divide is refused in `cluster_rules.py`, not here.
+what does not divide is refused in `rules/placement.py`, not here.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from hone.config.files import flat
+from hone.config.rules.files import flat
 from hone.config.run import DataSection
 from hone.data.chat import Message, Tokenizer
 from hone.errors import DataError

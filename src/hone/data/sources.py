@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from hone.config.files import FILE_KINDS, files_of, is_saved_dataset
+from hone.config.rules.files import FILE_KINDS, files_of, is_saved_dataset
 from hone.config.run import DataSection
 from hone.errors import DataError
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hone.config.division_rules import trained_layers_divide
+from hone.config.rules.division import trained_layers_divide
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder, DecoderLayer, SplitLinear, parts_of, qkv_sizes

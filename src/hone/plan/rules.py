@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hone.config.cluster_rules import CLUSTER_RULES
-from hone.config.division_rules import heads_divide
-from hone.config.engine_rules import ENGINE_RULES
+from hone.config.rules.division import heads_divide
+from hone.config.rules.engines import ENGINE_RULES
+from hone.config.rules.placement import CLUSTER_RULES
 from hone.plan.cluster import Pool
 from hone.plan.engine import Engine
 from hone.plan.inputs import Inputs

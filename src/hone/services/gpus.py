@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hone.config.cluster_rules import CLUSTER_RULES
+from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import RunConfig
 from hone.config.topology import Topology, devices_asked_for, topology_of
 from hone.errors import PlacementError, ServiceError

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hone.config.engine import SERVICE_SEQUENCES
-from hone.config.files import find_program, served_by
+from hone.config.rules.engines import PORT_WORD
+from hone.config.rules.files import find_program, served_by
 from hone.config.run import RunConfig, ServiceSection
-from hone.config.service_rules import PORT_WORD
 from hone.services.gpus import VARIABLE, Split
 from hone.services.ports import HOST, free_port
 

@@ -1,10 +1,9 @@
 """Cross-field rules: one small function per rule, all violations reported together.
 
-A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm are in `algorithm_rules.py`, of adapters in
-`lora_rules.py`, of services in `service_rules.py`, of placements in `cluster_rules.py`, of engines in
-`engine_rules.py`;
-those that look at the world outside the run file (data files, rewards, model directories) are in `files.py`. Bounds of
-one key are in `run.py`.
+A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm and of adapters are in `algorithm.py`, of
+engines and services in `engines.py`, of the `cluster` section in `placement.py` and `division.py`; those that look at
+the world outside the run file (data files, rewards, model directories) in `files.py`. Bounds of one key are in
+`config/run.py`.
 """
 
 from __future__ import annotations
@@ -13,17 +12,15 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hone.config.algorithm_rules import ALGORITHM_RULES
-from hone.config.breach import Breach
-from hone.config.cluster_rules import CLUSTER_RULES
 from hone.config.derived import has_answers, longest_tokens, run_dir, samples_per_update
-from hone.config.division_rules import heads_divide
-from hone.config.engine_rules import ENGINE_RULES
-from hone.config.files import FILE_RULES, architecture_of, context_limit, template_columns
-from hone.config.lora_rules import LORA_RULES
 from hone.config.rewards import builtin_reward
+from hone.config.rules import Breach
+from hone.config.rules.algorithm import ALGORITHM_RULES
+from hone.config.rules.division import heads_divide
+from hone.config.rules.engines import ENGINE_RULES
+from hone.config.rules.files import FILE_RULES, architecture_of, context_limit, template_columns
+from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import RewardComponent, RunConfig
-from hone.config.service_rules import SERVICE_RULES
 
 Rule = Callable[[RunConfig], Iterator[Breach]]
 
@@ -318,8 +315,6 @@ RULES: tuple[Rule, ...] = (
     evaluation_is_possible,
     best_can_be_told,
     *ALGORITHM_RULES,
-    *LORA_RULES,
-    *SERVICE_RULES,
     *CLUSTER_RULES,
     *ENGINE_RULES,
 )

@@ -1,4 +1,4 @@
-"""Violation of a cross-field rule."""
+"""Rules between keys of the run file, by what they are about; and what a rule yields when it does not hold."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
-from hone.config.breach import Breach
 from hone.config.engine import EngineSection
-from hone.config.engine_rules import engines_of
 from hone.config.messages import nearest
 from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
+from hone.config.rules import Breach
+from hone.config.rules.engines import engines_of
 from hone.config.run import RunConfig
 
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
-from hone.config.breach import Breach
 from hone.config.derived import samples_per_update
+from hone.config.rules import Breach
 from hone.config.run import RunConfig
 from hone.config.topology import (
     DEFAULT_POOL,
