@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 ONCE_PER_PROCESS = {
     "PYTEST_CURRENT_TEST",  # pytest's own
-    "TORCHINDUCTOR_CACHE_DIR",  # PyTorch's own, set when its compiler is first imported
+    "TORCHINDUCTOR_CACHE_DIR",  # these two are PyTorch's own, set when its compiler is first imported
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "GOMP_SPINCOUNT",  # the next three: Hone's defaults for its process, read once when a library loads
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
     "LRU_CACHE_CAPACITY",

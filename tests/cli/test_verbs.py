@@ -127,15 +127,19 @@ def test_a_signal_ends_with_a_checkpoint_and_resume_equals_the_uninterrupted_run
 def test_two_runs_in_one_folder_and_a_second_signal(tmp_path):
     run_file = write_run(tmp_path, steps=100000)
     process = start(run_file)
-    second = subprocess.run(
-        [sys.executable, "-m", "hone.cli.main", "train", run_file, "--resume"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert second.returncode == 2 and f"process {process.pid}" in second.stderr
-    os.kill(process.pid, signal.SIGTERM)
-    time.sleep(0.05)  # two signals that wait together are one
-    os.kill(process.pid, signal.SIGTERM)
-    # The signal's own code: the first one had ended the run already, and Python was on its way out.
-    assert process.wait(timeout=30) in (130, -signal.SIGTERM)
+    try:
+        second = subprocess.run(
+            [sys.executable, "-m", "hone.cli.main", "train", run_file, "--resume"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert second.returncode == 2 and f"process {process.pid}" in second.stderr
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.05)  # two signals that wait together are one
+        os.kill(process.pid, signal.SIGTERM)
+        # The signal's own code: the first one had ended the run already, and Python was on its way out.
+        assert process.wait(timeout=30) in (130, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()

@@ -145,6 +145,7 @@ def test_a_run_joins_a_cluster_of_two_machines_and_leaves_it_as_it_was(tmp_path,
     run_file = write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     assemble.train(load_config(run_file, ["run.dir=local", "observe.console=quiet"]))
+    monkeypatch.setattr("ray._private.node.Node._register_shutdown_hooks", lambda *_: None)  # they replace SIGTERM's
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=1)

@@ -36,8 +36,9 @@ def test_the_real_run_file_names_the_judge_that_its_rewards_ask(tmp_path, monkey
     assert asked["timeout_s"] < served["timeout_s"]
 
 
-def ask(url: str, body: object = None) -> dict:
-    request = urllib.request.Request(url, body and json.dumps(body).encode(), {"Content-Type": "application/json"})
+def ask(url: str, body: object = None, token: str = "") -> dict:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(url, body and json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
@@ -72,7 +73,7 @@ def test_one_command_starts_the_services_trains_and_stops_them(tmp_path):
     try:
         until_healthy(training, f"http://127.0.0.1:{port}")
         body = {"solution_str": json.dumps(GROUND_TRUTH), "ground_truth": GROUND_TRUTH, "extra_info": {}}
-        scored = ask(f"http://127.0.0.1:{port}/compute_reward", body)
+        scored = ask(f"http://127.0.0.1:{port}/compute_reward", body, (tmp_path / "run" / "services.token").read_text())
         training.wait()
     finally:
         training.kill()

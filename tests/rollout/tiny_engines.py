@@ -122,14 +122,16 @@ class Gate:
         self._open.set()
 
 
-def with_engine(model: CausalModel, use: Callable[[LocalEngine], Awaitable[T]], **settings: Any) -> T:
+def with_engine(
+    model: CausalModel, use: Callable[[LocalEngine], Awaitable[T]], *, longest_s: float = 60, **settings: Any
+) -> T:
     """Run an async function on a fresh engine, and close the engine whatever happens."""
 
     async def main() -> T:
         options: dict[str, Any] = {"decode": letters, "eos_ids": (EOS,), "max_concurrent": 64, "timeout_s": 30.0}
         engine = LocalEngine(model, **(options | settings))
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(longest_s):
                 return await use(engine)
         finally:
             await engine.close()
