@@ -21,7 +21,7 @@ from pathlib import Path
 
 import httpx
 
-from hone.reward.judge.prompt import GRM, Template, neutraliser
+from hone.reward.judge.prompt import GRM, JudgeTemplate, neutraliser
 from hone.reward.judge.scorer import JudgeReward
 from hone.types import Group, Prompt, Sample
 
@@ -47,7 +47,7 @@ Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off")).run()
 
 async def bare(url: str, texts: list[str], in_flight: int) -> float:
     """Seconds for all texts."""
-    template, turn = Template(GRM, 1, 10, "grm_boxed", neutraliser()), asyncio.Semaphore(in_flight)
+    template, turn = JudgeTemplate(GRM, 1, 10, "grm_boxed", neutraliser()), asyncio.Semaphore(in_flight)
     bodies = [
         json.dumps({"messages": template.messages(QUESTION, [text], None), "temperature": 1.0, "seed": 1}).encode()
         for text in texts

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hone.reward.openai import Answer, ChatClient, Refused, Unavailable, token_from
+from hone.reward.openai import ChatAnswer, ChatClient, Refused, Unavailable, token_from
 
 PROMPT = (
     "You are doing the image quality assessment task. Here is the question: "
@@ -123,7 +123,7 @@ class VisualQuality:
         return None
 
 
-def parse_rating(answer: Answer) -> float | None:
+def parse_rating(answer: ChatAnswer) -> float | None:
     """The rating in an answer; None unless it ended by itself with one number from 1 to 5 in its tags."""
     if answer.finish_reason != "stop":
         return None

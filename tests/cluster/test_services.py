@@ -10,7 +10,7 @@ from watching import gone, listens, processes_of, toy
 
 from hone.config.run import RunConfig
 from hone.errors import ServiceError
-from hone.reward.transport import Address
+from hone.reward.http import Address
 from hone.runtime import backoff
 from hone.services import service as one
 from hone.services import supervisor as module

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from safetensors.torch import load_file
 
 from hone.assemble.policy_server import PolicySettings, loader
-from hone.serve.http import HttpSettings, Lifecycle, Tokens
+from hone.serve.http import BearerTokens, HttpSettings, Lifecycle
 from hone.serve.policy import PolicyService
 from hone.serve.policy_app import policy_app
 from hone.serve.running import serve
@@ -22,7 +22,7 @@ class NewWeights(BaseModel):
 async def main(folder):
     settings, lifecycle = HttpSettings(port=0), Lifecycle()
     service = PolicyService(loader(folder, 0, "policy", PolicySettings(threads=1)))
-    app = policy_app(service, lifecycle, settings, Tokens(settings))
+    app = policy_app(service, lifecycle, settings, BearerTokens(settings))
 
     @app.post("/update_weights_from_disk")
     async def update(new: NewWeights):

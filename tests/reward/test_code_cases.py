@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.reward.sandbox.base import Call, Ending, Run, Stdin
+from hone.reward.sandbox.base import Call, ProgramEnding, ProgramRun, Stdin
 from hone.reward.sandbox.cases import BadTests, UnitTest, read_tests, same_text, same_value
 from hone.reward.snippet import NoProgram, last_program
 
@@ -174,17 +174,17 @@ def test_values_are_compared_as_python_does(expected, got, same):
 @pytest.mark.parametrize("output", [b"", b"7 8", b"[" * 50_000, b"\xff", b"9" * 5000, b"{", b"NaN"])
 def test_output_that_is_no_value_passes_nothing(output):
     test = UnitTest(Call("f"), 7.5)
-    assert not test.passed_by(Run(Ending.FINISHED, output), 1e-6)
+    assert not test.passed_by(ProgramRun(ProgramEnding.FINISHED, output), 1e-6)
 
 
 def test_a_huge_whole_number_is_not_a_decimal():
-    assert not UnitTest(Call("f"), 7.5).passed_by(Run(Ending.FINISHED, b"1" + b"0" * 400), 1e-6)
+    assert not UnitTest(Call("f"), 7.5).passed_by(ProgramRun(ProgramEnding.FINISHED, b"1" + b"0" * 400), 1e-6)
 
 
-@pytest.mark.parametrize("ending", [ending for ending in Ending if ending is not Ending.FINISHED])
+@pytest.mark.parametrize("ending", [ending for ending in ProgramEnding if ending is not ProgramEnding.FINISHED])
 def test_the_right_output_of_a_run_that_ended_badly_passes_nothing(ending):
-    assert UnitTest(Stdin(""), "7").passed_by(Run(Ending.FINISHED, b"7"), 0)
-    assert not UnitTest(Stdin(""), "7").passed_by(Run(ending, b"7"), 0)
+    assert UnitTest(Stdin(""), "7").passed_by(ProgramRun(ProgramEnding.FINISHED, b"7"), 0)
+    assert not UnitTest(Stdin(""), "7").passed_by(ProgramRun(ending, b"7"), 0)
 
 
 json_values = st.recursive(
@@ -196,7 +196,9 @@ json_values = st.recursive(
 
 @given(json_values)
 def test_every_value_is_the_same_as_itself_after_its_way_out(value):
-    assert UnitTest(Call("f"), value).passed_by(Run(Ending.FINISHED, json.dumps(value).encode() + b"\n"), 0)
+    assert UnitTest(Call("f"), value).passed_by(
+        ProgramRun(ProgramEnding.FINISHED, json.dumps(value).encode() + b"\n"), 0
+    )
 
 
 @given(json_values)

@@ -17,7 +17,7 @@ from hone.reward import code as code_module
 from hone.reward.code import CodeReward
 from hone.reward.resolve import Unusable
 from hone.reward.rewards import Rewards
-from hone.reward.sandbox.base import Call, Ending, Run, SandboxFault, SandboxLost, SandboxUnavailable
+from hone.reward.sandbox.base import Call, ProgramEnding, ProgramRun, SandboxFault, SandboxLost, SandboxUnavailable
 from hone.types import Fault, Score
 
 SUMS = [{"stdin": f"{a} {b}\n", "stdout": f"{a + b}\n"} for a, b in ((3, 4), (0, 0), (1, -1), (10, 5))]
@@ -61,7 +61,7 @@ class FakeSandbox:
 
 def adder(source, given, opened):
     """The right sum for every input."""
-    return Run(Ending.FINISHED, str(sum(map(int, given.text.split()))).encode())
+    return ProgramRun(ProgramEnding.FINISHED, str(sum(map(int, given.text.split()))).encode())
 
 
 def score(make_group, *programs, behave=adder, tests=SUMS, columns=None, **args):
@@ -73,7 +73,7 @@ def score(make_group, *programs, behave=adder, tests=SUMS, columns=None, **args)
 
 def test_all_tests_or_nothing(make_group):
     def wrong_at_10(source, given, opened):
-        return Run(Ending.FINISHED, b"0") if given.text.startswith("10") else adder(source, given, opened)
+        return ProgramRun(ProgramEnding.FINISHED, b"0") if given.text.startswith("10") else adder(source, given, opened)
 
     assert score(make_group, "x")[0] == (Score(1.0),)
     assert score(make_group, "x", behave=wrong_at_10)[0] == (Score(0.0, None, "test 4 of 4: wrong output"),)
@@ -84,7 +84,7 @@ def test_all_tests_or_nothing(make_group):
 
 def test_all_or_nothing_stops_at_the_first_failure(make_group):
     def wrong(source, given, opened):
-        return Run(Ending.FINISHED, b"no")
+        return ProgramRun(ProgramEnding.FINISHED, b"no")
 
     assert score(make_group, "x", behave=wrong)[1].runs == 1
     assert score(make_group, "x", behave=wrong, score="fraction")[1].runs == 4
@@ -93,16 +93,16 @@ def test_all_or_nothing_stops_at_the_first_failure(make_group):
 @pytest.mark.parametrize(
     ("ending", "why"),
     [
-        (Ending.CRASHED, "IndexError: x"),
-        (Ending.TIME, "its time was over"),
-        (Ending.MEMORY, "more memory than allowed"),
-        (Ending.OUTPUT, "more output than allowed"),
+        (ProgramEnding.CRASHED, "IndexError: x"),
+        (ProgramEnding.TIME, "its time was over"),
+        (ProgramEnding.MEMORY, "more memory than allowed"),
+        (ProgramEnding.OUTPUT, "more output than allowed"),
     ],
 )
 @pytest.mark.parametrize("how", ["all", "fraction"])
 def test_a_program_that_breaks_earns_the_minimum_and_a_flag(make_group, ending, why, how):
     def broken(source, given, opened):
-        return Run(ending, b"7\n", "IndexError: x")
+        return ProgramRun(ending, b"7\n", "IndexError: x")
 
     scores, _ = score(make_group, "x", behave=broken, score=how)
     assert scores == (Score(0.0, Fault.MODEL, f"test 1 of 4: {why}"),)
@@ -110,7 +110,7 @@ def test_a_program_that_breaks_earns_the_minimum_and_a_flag(make_group, ending, 
 
 def test_breaking_on_some_inputs_is_failing_those_tests(make_group):
     def slow_at_0(source, given, opened):
-        return Run(Ending.TIME, b"") if given.text.startswith("0") else adder(source, given, opened)
+        return ProgramRun(ProgramEnding.TIME, b"") if given.text.startswith("0") else adder(source, given, opened)
 
     scores, _ = score(make_group, "x", behave=slow_at_0, score="fraction")
     assert scores == (Score(0.75, None, "test 2 of 4: its time was over"),)
@@ -170,7 +170,7 @@ def test_losing_the_sandbox_twice_is_the_programs_doing(make_group):
 
 def test_a_program_killed_from_nowhere_is_run_again(make_group):
     def killed_first(source, given, opened):
-        return Run(Ending.LOST, b"", "killed by SIGKILL") if opened == 1 else adder(source, given, opened)
+        return ProgramRun(ProgramEnding.LOST, b"", "killed by SIGKILL") if opened == 1 else adder(source, given, opened)
 
     assert score(make_group, "x", behave=killed_first)[0] == (Score(1.0),)
 
@@ -188,7 +188,7 @@ def test_tests_not_reached_in_time_count_as_failed(make_group):
 def test_function_calls_and_a_column_of_tests(make_group):
     def add(source, given, opened):
         assert isinstance(given, Call)
-        return Run(Ending.FINISHED, b"%d\n" % sum(given.args))
+        return ProgramRun(ProgramEnding.FINISHED, b"%d\n" % sum(given.args))
 
     assert score(make_group, "x", behave=add, tests=["assert add(3, 4) == 7"])[0] == (Score(1.0),)
     scores, _ = score(make_group, "x", column="tests")

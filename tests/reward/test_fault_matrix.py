@@ -25,7 +25,7 @@ from faulty_server import SILENCE, Answer, FaultyServer, good_reply, score_of
 
 from hone.data.pack import collate
 from hone.errors import RewardError
-from hone.reward import transport
+from hone.reward import http
 from hone.reward.rewards import component_metrics
 from hone.types import Fault, Group
 
@@ -34,7 +34,7 @@ TEXTS = [[f"group {g} sample {s}: " + "word " * (g + s) for s in range(4)] for g
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
 
 
 @pytest.fixture

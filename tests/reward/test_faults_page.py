@@ -8,7 +8,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from hone.config.run import RewardSection
-from hone.reward import transport
+from hone.reward import http
 from hone.reward.client import ServiceReward, ServiceSettings
 
 TESTS = Path(__file__).parents[1]
@@ -44,5 +44,5 @@ def test_every_arg_is_in_the_table():
 
 
 def test_its_numbers_are_the_codes():
-    assert (transport.FIRST_BACKOFF_S, transport.MAX_BACKOFF_S, transport.EJECT_AFTER) == (0.5, 30.0, 3)
-    assert (transport.RETRIES_PER_REQUEST, transport.RETRIES_PER_S) == (0.1, 10.0)
+    assert (http.FIRST_BACKOFF_S, http.MAX_BACKOFF_S, http.EJECT_AFTER) == (0.5, 30.0, 3)
+    assert (http.RETRIES_PER_REQUEST, http.RETRIES_PER_S) == (0.1, 10.0)

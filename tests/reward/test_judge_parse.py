@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.reward.judge.parse import FAILURES, NoScores, Reading
-from hone.reward.openai import Answer
+from hone.reward.openai import ChatAnswer
 
 GRM = Reading(("grm_boxed",), 1, 10)
 JSON = Reading(("json",), 1, 10)
@@ -116,24 +116,24 @@ TABLE = [
 @pytest.mark.parametrize(("reading", "text", "expected"), TABLE, ids=lambda value: str(value)[:40])
 def test_what_a_judge_wrote(reading, text, expected):
     if isinstance(expected, list):
-        assert reading.scores(Answer(text, "stop"), len(expected)) == expected
+        assert reading.scores(ChatAnswer(text, "stop"), len(expected)) == expected
     else:
         with pytest.raises(NoScores) as caught:
-            reading.scores(Answer(text, "stop"), 1)
+            reading.scores(ChatAnswer(text, "stop"), 1)
         assert caught.value.failure == expected
 
 
 @pytest.mark.parametrize(("text", "count"), [("\\boxed{8, 7}", 1), ("\\boxed{8}", 2), ("\\boxed{1,2,3}", 2)])
 def test_there_are_as_many_scores_as_responses(text, count):
     with pytest.raises(NoScores) as caught:
-        GRM.scores(Answer(text, "stop"), count)
+        GRM.scores(ChatAnswer(text, "stop"), count)
     assert caught.value.failure == "count"
 
 
 @pytest.mark.parametrize("finish", ["length", "content_filter", "tool_calls", None])
 def test_an_answer_that_was_cut_holds_none(finish):
     with pytest.raises(NoScores) as caught:
-        GRM.scores(Answer("\\boxed{8}", finish), 1)
+        GRM.scores(ChatAnswer("\\boxed{8}", finish), 1)
     assert caught.value.failure == "cut"
 
 
@@ -150,7 +150,7 @@ FRAGMENTS = st.sampled_from(
 def test_whatever_it_wrote_is_scores_on_the_scale_or_none(parts, reading):
     for count in (1, 2):
         try:
-            scores = reading.scores(Answer("".join(parts), "stop"), count)
+            scores = reading.scores(ChatAnswer("".join(parts), "stop"), count)
         except NoScores as error:
             assert error.failure in FAILURES
         else:
@@ -160,4 +160,4 @@ def test_whatever_it_wrote_is_scores_on_the_scale_or_none(parts, reading):
 
 @given(st.integers(1, 10), st.text(max_size=40).filter(lambda text: "\\boxed" not in text and "think>" not in text))
 def test_a_score_survives_whatever_stands_around_it(score, text):
-    assert GRM.scores(Answer(f"{text}\\boxed{{{score}}}{text}", "stop"), 1) == [float(score)]
+    assert GRM.scores(ChatAnswer(f"{text}\\boxed{{{score}}}{text}", "stop"), 1) == [float(score)]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from chat_endpoint import Reply, Script, endpoint, says
 
-from hone.reward import transport
+from hone.reward import http
 from hone.reward.judge.guard import FLAGS, flags_of
 from hone.reward.judge.length import ByteBound
-from hone.reward.judge.prompt import GRM, Template, fence_code, fill, neutraliser
+from hone.reward.judge.prompt import GRM, JudgeTemplate, fence_code, fill, neutraliser
 from hone.reward.judge.scorer import JudgeReward
 from hone.reward.resolve import Unusable
 from hone.types import Fault, Group, Score
@@ -21,7 +21,7 @@ from hone.types import Fault, Group, Score
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
 
 
 def judge(url: str = "http://127.0.0.1:1", folder: Path = Path("."), **args: object) -> JudgeReward:
@@ -302,7 +302,7 @@ def test_a_group_too_long_for_one_question_is_compared_in_windows_by_what_they_s
         shift = 1 if texts[1] in shown(body) else 0  # a window in which the judge is kinder
         return says("\\boxed{" + ", ".join(str(mark + shift) for mark in found) + "}")
 
-    around = len(Template(GRM, 1, 10, "grm_boxed", neutraliser()).messages("48/2=", [""] * 3, None)[0]["content"])
+    around = len(JudgeTemplate(GRM, 1, 10, "grm_boxed", neutraliser()).messages("48/2=", [""] * 3, None)[0]["content"])
     (scores,), asked = score(
         script, make_group(*texts), mode="groupwise", prompt_length=around + 700, sampling_config={"temperature": 1}
     )
@@ -365,7 +365,7 @@ def test_settings_are_checked(args, why):
 
 def test_what_is_too_long_is_cut_without_its_reasoning_first_or_scored_lowest_or_an_error(make_group):
     long, thoughtful = "a" * 2000, "<think>" + "b" * 3000 + "</think>short"
-    fits = len(Template(GRM, 1, 10, "grm_boxed", neutraliser()).messages("48/2=", [""], None)[0]["content"]) + 100
+    fits = len(JudgeTemplate(GRM, 1, 10, "grm_boxed", neutraliser()).messages("48/2=", [""], None)[0]["content"]) + 100
     group = make_group("fine", long, thoughtful)
 
     (scores,), asked = score(lambda *_: says("\\boxed{10}"), group, prompt_length=fits)
@@ -426,7 +426,7 @@ INJECTIONS = [
 
 @pytest.mark.parametrize(("response", "broken"), INJECTIONS, ids=lambda value: repr(value)[:30])
 def test_what_a_response_says_stays_inside_its_fence(response, broken):
-    template = Template(GRM, 1, 10, "grm_boxed", neutraliser())
+    template = JudgeTemplate(GRM, 1, 10, "grm_boxed", neutraliser())
     (message,) = template.messages("What is 2+2?", [response, "other"], None)
     content = message["content"]
     code = re.search(r"carry the code (\w+) ", content)[1]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_search import examples
 
 from hone.reward.rules.answer import after_reasoning, final_answer, last_boxed
-from hone.reward.rules.mathematics import Unreadable, gold_answer, score_response
+from hone.reward.rules.mathematics import UnreadableMath, gold_answer, score_response
 from hone.types import Fault, Group, Prompt, Sample
 
 NOTHING = "no \\boxed{} and no ####"
@@ -113,7 +113,7 @@ def test_the_table_is_long_enough():
 
 @pytest.mark.parametrize("gold", [None, "", "  ", True, r"\boxed{}", "$$", "x" * 1001])
 def test_rows_without_an_answer(gold):
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableMath):
         gold_answer(gold)
 
 

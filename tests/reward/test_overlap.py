@@ -10,7 +10,7 @@ from faulty_server import Answer, FaultyServer, good_reply
 
 from hone.cli.main import main
 from hone.model.load import init_model
-from hone.reward import transport
+from hone.reward import http
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine
 from hone.types import Group, Prompt
@@ -151,7 +151,7 @@ def train(folder, url, mode="pointwise"):
 
 
 def test_a_run_is_the_same_with_and_without_overlap_and_with_and_without_faults(tmp_path, monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
     kinds = [
         lambda request: Answer(503, headers={"Retry-After": "0"}),
         lambda request: Answer(body=json.dumps(good_reply(request.body)).encode()[:-9]),

@@ -8,8 +8,8 @@ import time
 import pytest
 from chat_endpoint import Reply, Script, completion, endpoint, says
 
-from hone.reward import transport
-from hone.reward.openai import Answer, read_answer
+from hone.reward import http
+from hone.reward.openai import ChatAnswer, parse_chat_answer
 from hone.types import Fault
 from hone_poster import PosterSettings, render_png
 from hone_poster.scoring import score_posters
@@ -19,7 +19,7 @@ from hone_poster.visualquality import NoRating, VisualQuality, parse_rating
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
 
 
 def rate(url: str, pictures: int = 1, **keys: object) -> list[float | NoRating]:
@@ -51,10 +51,12 @@ def rate(url: str, pictures: int = 1, **keys: object) -> list[float | NoRating]:
     ],
 )
 def test_ratings_are_parsed_strictly(text, value):
-    assert parse_rating(read_answer(json.loads(completion(text)))) == value
+    assert parse_rating(parse_chat_answer(json.loads(completion(text)))) == value
 
 
-@pytest.mark.parametrize("answer", [Answer("", "stop"), Answer("<answer>4</answer>", "length"), Answer("4", None)])
+@pytest.mark.parametrize(
+    "answer", [ChatAnswer("", "stop"), ChatAnswer("<answer>4</answer>", "length"), ChatAnswer("4", None)]
+)
 def test_an_answer_that_did_not_end_by_itself_is_no_rating(answer):
     assert parse_rating(answer) is None
 

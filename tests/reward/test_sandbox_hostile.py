@@ -16,7 +16,7 @@ from needs import missing
 
 import hone
 from hone.reward.sandbox import local
-from hone.reward.sandbox.base import Call, Ending, Limits, Run, SandboxLost, SandboxUnavailable, Stdin
+from hone.reward.sandbox.base import Call, Limits, ProgramEnding, ProgramRun, SandboxLost, SandboxUnavailable, Stdin
 from hone.reward.sandbox.bubblewrap import Bubblewrap
 from hone.reward.sandbox.local import FIRST_USER, NUM_USERS
 
@@ -38,8 +38,8 @@ def sandbox():
 def run(sandbox):
     """Run a program on one input after another, in one sandbox."""
 
-    def run_program(source: str, *inputs: Stdin | Call) -> list[Run]:
-        async def go() -> list[Run]:
+    def run_program(source: str, *inputs: Stdin | Call) -> list[ProgramRun]:
+        async def go() -> list[ProgramRun]:
             async with sandbox.open(source) as session:
                 return [await session.run(given) for given in inputs or (Stdin(""),)]
 
@@ -67,7 +67,7 @@ def nothing_is_left():
 
 def test_a_good_program_runs_on_one_input_after_another(run):
     runs = run("print(sum(map(int, input().split())))", Stdin("3 4"), Stdin("x"), Stdin("1 1\n"))
-    assert [r.ending for r in runs] == [Ending.FINISHED, Ending.CRASHED, Ending.FINISHED]
+    assert [r.ending for r in runs] == [ProgramEnding.FINISHED, ProgramEnding.CRASHED, ProgramEnding.FINISHED]
     assert [r.output for r in runs] == [b"7\n", b"", b"2\n"]
     assert runs[1].detail.startswith("ValueError")
 
@@ -78,7 +78,7 @@ def test_functions_methods_and_plain_values(run):
     runs = run(program, *calls)
     assert [r.output for r in runs[:3]] == [b"[2, 3]\n", b'["\\u00e9", null, true]\n', b"[0.5, null, true]\n"]
     assert (runs[3].ending, runs[3].detail) == (
-        Ending.CRASHED,
+        ProgramEnding.CRASHED,
         "AttributeError: 'Solution' object has no attribute 'h'",
     )
 
@@ -104,20 +104,20 @@ def test_large_input_that_nobody_reads_holds_nothing_up(run):
 @pytest.mark.parametrize("source", ["def f(:", "x = '\0'", "(" * 5000, "\ud800 = 1", "import nothing_of_the_kind"])
 def test_a_program_that_cannot_be_loaded_crashes(run, source):
     (ended,) = run(source)
-    assert ended.ending is Ending.CRASHED
+    assert ended.ending is ProgramEnding.CRASHED
     assert "Error" in ended.detail
 
 
 def test_an_infinite_loop_ends_at_its_time(run):
     (ended,) = run("print('on my way', flush=True)\nwhile True: pass")
-    assert (ended.ending, ended.output) == (Ending.TIME, b"on my way\n")
+    assert (ended.ending, ended.output) == (ProgramEnding.TIME, b"on my way\n")
     assert 0.9 < ended.elapsed_s < LIMITS.wall_s + 1
 
 
 def test_ignoring_the_signal_for_time_helps_nothing(run):
     program = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: print('ignored', flush=True))\nwhile True: pass"
     (ended,) = run(program)
-    assert ended.ending is Ending.TIME
+    assert ended.ending is ProgramEnding.TIME
 
 
 def test_a_fork_bomb_is_held_and_killed(run):
@@ -138,7 +138,7 @@ while True:
 while True: pass
 """
     (bombed,) = run(bomb)
-    assert bombed.ending is Ending.TIME
+    assert bombed.ending is ProgramEnding.TIME
     assert b"1 " in bombed.output and b"full" in bombed.output
     assert max(int(n) for n in bombed.output.replace(b"full", b"").split()) <= LIMITS.processes + 2
 
@@ -149,7 +149,7 @@ def test_ten_gigabytes_are_not_to_be_had(run):
         run("x = []\nwhile True: x.append(bytearray(10**6))"),
     )
     assert at_once[0].output == b"asking\n"
-    assert at_once[0].ending is bit_by_bit[0].ending is Ending.MEMORY
+    assert at_once[0].ending is bit_by_bit[0].ending is ProgramEnding.MEMORY
 
 
 def test_memory_of_many_processes_counts_together(run):
@@ -164,7 +164,7 @@ for _ in range(6):
 time.sleep(30)
 """
     (ended,) = run(program)
-    assert ended.ending is Ending.MEMORY
+    assert ended.ending is ProgramEnding.MEMORY
     assert b"64 MiB" in ended.output
 
 
@@ -182,7 +182,7 @@ for _ in range(6):
 time.sleep(30)
 """
     (ended,) = run(program)
-    assert ended.ending is Ending.MEMORY
+    assert ended.ending is ProgramEnding.MEMORY
     assert b"64 MiB" in ended.output
     assert run("import mmap\nshared = mmap.mmap(-1, 64 << 20)\nprint(len(shared))")[0].output == b"67108864\n"
 
@@ -199,18 +199,18 @@ for call in (lambda: c.memfd_create(b"x", 0), lambda: c.shmget(0, 1 << 30, 0o160
 
 def test_a_flood_of_output_is_cut_off(run):
     (flood,) = run("while True: print('y' * 1000)")
-    assert flood.ending is Ending.OUTPUT
+    assert flood.ending is ProgramEnding.OUTPUT
     assert len(flood.output) == LIMITS.output_bytes
     (errors,) = run("import sys\nfor _ in range(10**5): print('y' * 100, file=sys.stderr)\nprint(1)")
-    assert (errors.ending, errors.output) == (Ending.FINISHED, b"1\n")
+    assert (errors.ending, errors.output) == (ProgramEnding.FINISHED, b"1\n")
     (value,) = run("def f(): return 'x' * 10**6", Call("f"))
-    assert value.ending is Ending.OUTPUT
+    assert value.ending is ProgramEnding.OUTPUT
 
 
 def test_exit_code_0_before_the_answer_is_no_answer(run):
     ran, called = run("import os\nos._exit(0)", Stdin(""), Call("f"))
-    assert (ran.ending, ran.output) == (Ending.FINISHED, b"")
-    assert (called.ending, called.detail) == (Ending.CRASHED, "ended before its function returned a value")
+    assert (ran.ending, ran.output) == (ProgramEnding.FINISHED, b"")
+    assert (called.ending, called.detail) == (ProgramEnding.CRASHED, "ended before its function returned a value")
 
 
 def test_there_is_no_network(run):
@@ -218,7 +218,7 @@ def test_there_is_no_network(run):
         server.settimeout(2)
         address = server.getsockname()
         (ended,) = run(f"import socket\nsocket.create_connection({address!r}, timeout=1)")
-        assert ended.ending is Ending.CRASHED and "Error" in ended.detail
+        assert ended.ending is ProgramEnding.CRASHED and "Error" in ended.detail
         with socket.create_connection(address, timeout=1) as ours:  # witness: out here the very same call connects
             theirs, peer = server.accept()
             theirs.close()
@@ -340,7 +340,7 @@ def test_memory_of_the_warden_is_out_of_reach(run):
 
 
 def test_a_killed_program_is_lost_not_wrong(run):
-    assert run("import os\nos.kill(os.getpid(), 9)")[0].ending is Ending.LOST
+    assert run("import os\nos.kill(os.getpid(), 9)")[0].ending is ProgramEnding.LOST
 
 
 def test_a_daemon_does_not_see_the_next_input(run):
@@ -375,7 +375,10 @@ for fd in range(3, 64):
 def f(): return 1
 """
     called, ran = run(program, Call("f"), Stdin(""))
-    assert called.ending in (Ending.FINISHED, Ending.CRASHED) and called.output.strip() not in (b"42", b"1")
+    assert called.ending in (ProgramEnding.FINISHED, ProgramEnding.CRASHED) and called.output.strip() not in (
+        b"42",
+        b"1",
+    )
     assert b'"ending"' in ran.output and b"forged" not in ran.output
 
 

@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from hone.reward import code as code_module
-from hone.reward import transport
+from hone.reward import http
 from hone.reward.code import CodeReward
 from hone.reward.sandbox import remote as remote_module
-from hone.reward.sandbox.base import Call, Ending, Limits, SandboxFault, SandboxLost, SandboxUnavailable, Stdin
+from hone.reward.sandbox.base import Call, Limits, ProgramEnding, SandboxFault, SandboxLost, SandboxUnavailable, Stdin
 from hone.reward.sandbox.remote import Remote
 from hone.types import Fault, Score
 
@@ -57,7 +57,7 @@ def service():
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.001)
 
 
 @pytest.fixture
@@ -95,13 +95,13 @@ def after_start(answer):
 
 def test_scripts_and_calls_run_as_they_do_here(run, service):
     runs = run("print(input()[::-1])", Stdin("abc\n"), Stdin(""))
-    assert (runs[0].ending, runs[0].output) == (Ending.FINISHED, b"cba\n")
-    assert (runs[1].ending, runs[1].detail) == (Ending.CRASHED, "EOFError: EOF when reading a line")
+    assert (runs[0].ending, runs[0].output) == (ProgramEnding.FINISHED, b"cba\n")
+    assert (runs[1].ending, runs[1].detail) == (ProgramEnding.CRASHED, "EOFError: EOF when reading a line")
     source = "print('noise')\nclass Solution:\n    def f(self, x): return (x, {x})"
     runs = run(source, Call("f", (2,)), Call("g", ()))
     assert json.loads(runs[0].output) == [2, [2]]
     assert (runs[1].ending, runs[1].detail) == (
-        Ending.CRASHED,
+        ProgramEnding.CRASHED,
         "AttributeError: 'Solution' object has no attribute 'g'",
     )
 
@@ -126,7 +126,7 @@ def test_the_request_is_sandbox_fusions(run, service):
 )
 def test_a_value_that_was_not_returned_is_none(run, source):
     (ended,) = run(source, Call("f"))
-    assert (ended.ending, ended.output) == (Ending.CRASHED, b"")
+    assert (ended.ending, ended.output) == (ProgramEnding.CRASHED, b"")
 
 
 def test_time_memory_and_output(run, service):
@@ -139,10 +139,10 @@ def test_time_memory_and_output(run, service):
         return None
 
     service.fail = limits
-    assert run("slow", Stdin(""))[0].ending is Ending.TIME
-    assert run("huge", Stdin(""))[0].ending is Ending.OUTPUT
-    assert run("print('y' * 2000)", Stdin(""))[0].ending is Ending.OUTPUT
-    assert run("raise MemoryError", Stdin(""))[0].ending is Ending.MEMORY
+    assert run("slow", Stdin(""))[0].ending is ProgramEnding.TIME
+    assert run("huge", Stdin(""))[0].ending is ProgramEnding.OUTPUT
+    assert run("print('y' * 2000)", Stdin(""))[0].ending is ProgramEnding.OUTPUT
+    assert run("raise MemoryError", Stdin(""))[0].ending is ProgramEnding.MEMORY
 
 
 PASSING = [
@@ -167,7 +167,7 @@ PASSING = [
 def test_a_failure_of_the_service_is_tried_again_and_never_a_verdict(run, service, failure):
     service.fail = after_start(lambda request, number: failure if number <= 2 else None)
     (ended,) = run("print(7)", Stdin(""))
-    assert (ended.ending, ended.output) == (Ending.FINISHED, b"7\n")
+    assert (ended.ending, ended.output) == (ProgramEnding.FINISHED, b"7\n")
     assert len(service.requests) == 3  # witness: two failed
 
 

@@ -14,7 +14,7 @@ from needs import PYTHON_OF_ALL, missing
 from hone.reward.code import CodeSettings
 from hone.reward.sandbox import local
 from hone.reward.sandbox.bare import BareProcess
-from hone.reward.sandbox.base import Ending, Limits, SandboxFault, SandboxUnavailable, Stdin
+from hone.reward.sandbox.base import Limits, ProgramEnding, SandboxFault, SandboxUnavailable, Stdin
 from hone.reward.sandbox.bubblewrap import Bubblewrap
 from hone.reward.sandbox.interpreter import Interpreter
 from hone.reward.sandbox.seccomp import seccomp_filter
@@ -113,7 +113,7 @@ def run(sandbox, source):
 def test_installed_packages_are_there_when_an_interpreter_is_named():
     source = "import psutil, sys\nprint(psutil.__name__, sys.flags.no_user_site)"
     without = run(Bubblewrap(LIMITS, num_places=1), source)
-    assert (without.ending, without.detail) == (Ending.CRASHED, "ModuleNotFoundError: No module named 'psutil'")
+    assert (without.ending, without.detail) == (ProgramEnding.CRASHED, "ModuleNotFoundError: No module named 'psutil'")
     with_packages = run(Bubblewrap(LIMITS, num_places=1, python=sys.executable), source)
     assert with_packages.output == b"psutil 1\n"
 
@@ -208,7 +208,7 @@ open("mine", "w").close()
     finally:
         victim.kill()
         victim.wait()
-    assert (ended.ending, ended.output) == (Ending.FINISHED, b"[]\nrefused\n")
+    assert (ended.ending, ended.output) == (ProgramEnding.FINISHED, b"[]\nrefused\n")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs change their user")

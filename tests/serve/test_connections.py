@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from hone.serve import connection
-from hone.serve.http import HttpSettings, Lifecycle, Tokens, guarded_app
+from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, guarded_app
 from hone.serve.running import serve
 
 HALF = b"POST /asked HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -34,7 +34,7 @@ def beside_server(scenario, capfd, **settings):
 
     async def main():
         http, lifecycle = HttpSettings(port=0, **settings), Lifecycle()
-        app = guarded_app("test", lifecycle, http, Tokens(http))
+        app = guarded_app("test", lifecycle, http, BearerTokens(http))
         app.get("/livez")(lambda: {})
         app.post("/asked")(lambda: {})
         running = asyncio.create_task(serve(app, Nothing(), lifecycle, http, name="test"))

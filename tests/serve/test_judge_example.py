@@ -10,7 +10,7 @@ from hone.config.load import load_config
 from hone.data.chat import load_tokenizer
 from hone.reward.judge.parse import Reading
 from hone.reward.judge.scorer import JudgeReward
-from hone.reward.openai import Answer
+from hone.reward.openai import ChatAnswer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "judge"
 ROWS = [json.loads(line) for line in gzip.decompress((EXAMPLE / "judge.jsonl.gz").read_bytes()).splitlines()]
@@ -41,7 +41,7 @@ def test_prompts_are_those_that_the_run_will_ask_and_marks_are_scores(tmp_path):
                 reference, response = (line.strip() for line in row["prompt"].splitlines())
                 item = {"question": "", "reference": reference, "columns": {}, "response": response}
                 assert tokenizer.render(await judge.functions.prompt(item)) == row["prompt"]
-                assert reading.scores(Answer(row["mark"], "stop"), 1) == [10 if response == reference else 1]
+                assert reading.scores(ChatAnswer(row["mark"], "stop"), 1) == [10 if response == reference else 1]
                 assert tokenizer.decode(tokenizer.encode_response(row["mark"])) == row["mark"]
         finally:
             await judge.close()

@@ -8,7 +8,7 @@ import torch
 from hone.assemble.policy_server import PolicySettings, loader
 from hone.data.chat import character_tokenizer
 from hone.model.load import init_model, save_hf
-from hone.serve.http import HttpSettings, Lifecycle, Tokens
+from hone.serve.http import BearerTokens, HttpSettings, Lifecycle
 from hone.serve.openai import CompletionRequest
 from hone.serve.policy import PolicyService
 from hone.serve.policy_app import policy_app
@@ -31,7 +31,7 @@ def asked_of(folder, scenario, *, may_sleep=True):
     async def main():
         settings, lifecycle = HttpSettings(), Lifecycle()
         service = PolicyService(loader(save_tiny(folder), 0, "tiny", PolicySettings(threads=1)))
-        app = policy_app(service, lifecycle, settings, Tokens(settings), may_sleep=may_sleep)
+        app = policy_app(service, lifecycle, settings, BearerTokens(settings), may_sleep=may_sleep)
         await service.start()
         lifecycle.phase = "ready"
         try:

@@ -20,7 +20,7 @@ from served import serving
 from hone.cli.main import main
 from hone.reward.wire import RewardRequest
 from hone.serve.foreign import OpenRlhfRequest
-from hone.serve.problem import Problem
+from hone.serve.problem import HttpProblem
 from hone.serve.routing import parse
 
 TIMEOUT_S = 1.5
@@ -114,7 +114,7 @@ def test_a_body_that_does_not_fit_becomes_no_objects(kind):
     parse(RewardRequest, b'{"items": []}', {})
     tracemalloc.start()
     try:
-        with pytest.raises(Problem) as raised:
+        with pytest.raises(HttpProblem) as raised:
             parse(RewardRequest, HOSTILE[kind], {"items": 1024})
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:

@@ -21,7 +21,7 @@ from hone.model.load import load_model
 from hone.model.memory import give_back_memory
 from hone.rollout.local import LocalEngine
 from hone.run.folder import RunFolder
-from hone.serve.http import HttpSettings, Lifecycle, Tokens, refuse_open_door
+from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, refuse_open_door
 from hone.serve.policy import Policy, PolicyService
 from hone.serve.policy_app import policy_app
 from hone.serve.running import serve
@@ -59,7 +59,7 @@ def serve_policy(model_or_run: str, http: HttpSettings, settings: PolicySettings
         DataError: no such model, or no port.
         ConfigError: others than this machine could ask, and there is no token.
     """
-    tokens = Tokens(http)
+    tokens = BearerTokens(http)
     refuse_open_door(http, tokens)
     model, version = find_weights(model_or_run)
     path = Path(model_or_run).expanduser()

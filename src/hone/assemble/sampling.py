@@ -19,8 +19,8 @@ from hone.memory.ladder import Ladder
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.reward.environment import FromEnvironment
+from hone.reward.http import Addresses
 from hone.reward.rewards import Component, Rewards, Scorer
-from hone.reward.transport import Addresses
 from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env_pool import EnvironmentPool
 from hone.rollout.episodes import EpisodeEngine

@@ -22,9 +22,9 @@ from hone.cluster.service_host import RayServiceHost, ServiceHostActor
 from hone.config.cluster import Role
 from hone.config.load import Loaded
 from hone.config.topology import PlacedReplica, judge_services, reward_models
+from hone.reward.http import Address
 from hone.reward.reward_model import RewardModel
 from hone.reward.rewards import Scorer, component_name
-from hone.reward.transport import Address
 from hone.services.launch import Launch, ReplicaPlace, plan_replica
 from hone.services.service import Service
 

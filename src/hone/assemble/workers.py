@@ -18,8 +18,8 @@ from hone.loop.run import Offloadable
 from hone.model.base import CausalModel
 from hone.model.lora import merged_copy
 from hone.plan.workload import workload_of
+from hone.reward.http import Addresses
 from hone.reward.rewards import Scorer
-from hone.reward.transport import Addresses
 from hone.rollout.engine import Engine
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.pairs import PairLearner

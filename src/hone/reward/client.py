@@ -7,7 +7,7 @@
 
 What the service cannot score now is asked for again until a deadline, and only that. An answer counts only as a whole:
 one result per item, in order, each number finite, in its range and the sum of its parts; anything else is a fault of
-infrastructure, never a number. How requests travel is `transport.py`'s business, what they say is `wire.py`'s.
+infrastructure, never a number. How requests travel is `http.py`'s business, what they say is `wire.py`'s.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pydantic import ValidationError
 from hone.config.run import Section, key
 from hone.errors import RewardError
 from hone.reward.gathering import Gathering
-from hone.reward.resolve import Unusable, nearest
-from hone.reward.signature import ScoreSample, all_faulty
-from hone.reward.transport import (
+from hone.reward.http import (
     Address,
     Addresses,
-    Call,
     Counts,
     Endpoints,
     Refused,
+    RetryingCall,
     Unavailable,
     token_from,
 )
+from hone.reward.resolve import Unusable, nearest
+from hone.reward.signature import ScoreSample, all_faulty
 from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, score_of
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
@@ -77,7 +77,7 @@ class ServiceSettings(Section):
 
 
 class ServiceReward:
-    """The scorer (`base.Held`, `base.Early`, `base.OverHttp`). Needs no service at its start: requests wait for one."""
+    """The scorer (stateful, streaming, remote: see `rewards.py`). The service may start later: requests wait for it."""
 
     def __init__(self, settings: ServiceSettings, endpoints: Endpoints) -> None:
         self.fingerprint: str | None = None
@@ -122,11 +122,11 @@ class ServiceReward:
 
     @property
     def counts(self) -> Counts:
-        """See `base.OverHttp`."""
+        """See `RemoteScorer`."""
         return self._endpoints.counts
 
     def begin(self, prompt: Prompt) -> ScoreSample | None:
-        """See `base.Early`."""
+        """See `StreamingScorer`."""
 
         async def score_sample(sample: Sample) -> Score:
             group = Group(prompt, (sample,))
@@ -180,7 +180,7 @@ class ServiceReward:
                 items = failed
             await call.again(f"{results[failed[0].id].error}")
 
-    async def _ask(self, call: Call, items: Sequence[Item]) -> list[ItemResult]:
+    async def _ask(self, call: RetryingCall, items: Sequence[Item]) -> list[ItemResult]:
         settings = self._settings
         timeout_ms = max(1, int(1000 * SERVER_SHARE * call.try_s))
         request = RewardRequest(reward=settings.reward, mode=settings.mode, timeout_ms=timeout_ms, items=list(items))

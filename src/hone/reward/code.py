@@ -23,15 +23,23 @@ from typing import Any, Literal, Self
 from pydantic import ValidationError
 
 from hone.config.run import Section, key
+from hone.reward.http import token_from
 from hone.reward.resolve import Unusable
 from hone.reward.sandbox.bare import BareProcess
-from hone.reward.sandbox.base import Ending, Limits, Run, Sandbox, SandboxFault, SandboxLost, SandboxUnavailable
+from hone.reward.sandbox.base import (
+    Limits,
+    ProgramEnding,
+    ProgramRun,
+    Sandbox,
+    SandboxFault,
+    SandboxLost,
+    SandboxUnavailable,
+)
 from hone.reward.sandbox.bubblewrap import Bubblewrap
 from hone.reward.sandbox.cases import BadTests, UnitTest, read_tests
 from hone.reward.sandbox.remote import Remote
 from hone.reward.signature import Range, ScoreSample
 from hone.reward.snippet import NoProgram, last_program
-from hone.reward.transport import token_from
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
 
@@ -41,10 +49,10 @@ TRIES = 2
 """A sandbox that fails or is lost under a program is replaced once; a second time settles whose fault it is."""
 _REMOTE_PLACES = 32
 _WHY = {
-    Ending.TIME: "its time was over",
-    Ending.MEMORY: "more memory than allowed",
-    Ending.OUTPUT: "more output than allowed",
-    Ending.FINISHED: "wrong output",
+    ProgramEnding.TIME: "its time was over",
+    ProgramEnding.MEMORY: "more memory than allowed",
+    ProgramEnding.OUTPUT: "more output than allowed",
+    ProgramEnding.FINISHED: "wrong output",
 }
 
 
@@ -127,7 +135,7 @@ class CodeReward:
             await sandbox.close()
 
     def begin(self, prompt: Prompt) -> ScoreSample:
-        """See `base.Early`. Equal programs of one prompt are run once."""
+        """See `StreamingScorer`. Equal programs of one prompt are run once."""
         column = self._settings.column
         try:
             tests = read_tests(prompt.answer if column is None else prompt.columns.get(column))
@@ -188,16 +196,16 @@ class CodeReward:
                 if failed == TRIES:
                     return Score(None, Fault.INFRA, str(error)[:DETAIL_CHARACTERS])
 
-    async def _run_tests(self, sandbox: Sandbox, source: str, tests: Sequence[UnitTest]) -> Verdict:
-        verdict = Verdict()
+    async def _run_tests(self, sandbox: Sandbox, source: str, tests: Sequence[UnitTest]) -> ProgramVerdict:
+        verdict = ProgramVerdict()
         async with sandbox.open(source) as session:
             deadline = time.monotonic() + self._settings.program_wall_s
             for number, test in enumerate(tests, 1):
                 if time.monotonic() >= deadline:
-                    verdict.fail(number, Run(Ending.TIME, b""))
+                    verdict.fail(number, ProgramRun(ProgramEnding.TIME, b""))
                     return verdict
                 run = await session.run(test.given)
-                if run.ending is Ending.LOST:
+                if run.ending is ProgramEnding.LOST:
                     raise SandboxLost(run.detail)
                 if test.passed_by(run, self._settings.tolerance):
                     verdict.passed += 1
@@ -209,16 +217,16 @@ class CodeReward:
 
 
 @dataclass(slots=True)
-class Verdict:
+class ProgramVerdict:
     """What the tests said of a program so far."""
 
     passed: int = 0
     first_failed: int = 0
     """Number of the first test that failed, from 1; 0: none."""
-    first: Run | None = None
+    first: ProgramRun | None = None
     """How that one ended."""
 
-    def fail(self, number: int, run: Run) -> None:
+    def fail(self, number: int, run: ProgramRun) -> None:
         if self.first is None:
             self.first_failed, self.first = number, run
 
@@ -230,7 +238,7 @@ class Verdict:
             return Score(value)
         why = _WHY.get(self.first.ending, self.first.detail)
         detail = f"test {self.first_failed} of {num_tests}: {why}"[:DETAIL_CHARACTERS]
-        broken = value == 0.0 and self.first.ending is not Ending.FINISHED
+        broken = value == 0.0 and self.first.ending is not ProgramEnding.FINISHED
         return Score(value, Fault.MODEL if broken else None, detail)
 
 

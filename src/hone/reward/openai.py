@@ -3,7 +3,7 @@
     judge = ChatClient(["http://127.0.0.1:8000"], model="deepseek-grm")
     answer = await judge.ask([{"role": "user", "content": "..."}], {"temperature": 1.0, "seed": 7}, deadline_s=60)
 
-What an answer means, and whether to ask again, is the caller's business; how requests travel is `transport.py`'s.
+What an answer means, and whether to ask again, is the caller's business; how requests travel is `http.py`'s.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.reward.transport import Counts, Endpoints, Refused, Unavailable, token_from
+from hone.reward.http import Counts, Endpoints, Refused, Unavailable, token_from
 
-__all__ = ["Answer", "ChatClient", "Refused", "Unavailable", "token_from"]
+__all__ = ["ChatAnswer", "ChatClient", "Refused", "Unavailable", "token_from"]
 
 CHAT_PATH = "/v1/chat/completions"
 MAX_REPLY_BYTES = 8 << 20
@@ -22,7 +22,7 @@ METRICS_PATH, METRICS_TIMEOUT_S = "/metrics", 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatAnswer:
     """One choice of a chat completion."""
 
     text: str
@@ -58,7 +58,7 @@ class ChatClient:
 
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any], *, deadline_s: float
-    ) -> Answer:
+    ) -> ChatAnswer:
         """The answer to a conversation.
 
         Args:
@@ -68,7 +68,7 @@ class ChatClient:
             Refused: the endpoint says that the request is wrong, such as too long.
         """
         body = {**self._named, "messages": list(messages), **sampling}
-        return await self._endpoints.post(CHAT_PATH, body, deadline_s=deadline_s, check=read_answer)
+        return await self._endpoints.post(CHAT_PATH, body, deadline_s=deadline_s, check=parse_chat_answer)
 
     async def metrics(self) -> list[str]:
         """The Prometheus pages of the endpoints that have one."""
@@ -84,7 +84,7 @@ class ChatClient:
         await self._endpoints.close()
 
 
-def read_answer(reply: Any) -> Answer:
+def parse_chat_answer(reply: Any) -> ChatAnswer:
     """The first choice of a chat completion. Raises ValueError for anything else."""
     match reply:
         case {"choices": [{"message": {"content": str() | None as text}, **choice}, *_]}:
@@ -95,4 +95,4 @@ def read_answer(reply: Any) -> Answer:
     usage = usage if isinstance(usage, dict) else {}
     counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
     prompt, completion = (count if isinstance(count, int) and count >= 0 else 0 for count in counts)
-    return Answer(text or "", finish if isinstance(finish, str) else None, prompt, completion)
+    return ChatAnswer(text or "", finish if isinstance(finish, str) else None, prompt, completion)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hone.reward.resolve import Target, Unusable, load
+from hone.reward.resolve import FunctionRef, Unusable, load
 from hone.reward.signature import Range, RewardFunction, all_faulty, check_scores, declared_range, overrun_score
 from hone.reward.wire import decode_json, encode_json
 from hone.runtime.user_code import describe
-from hone.runtime.worker_pool import Session, Worker, WorkerDied, WorkerPool, framed, receive
+from hone.runtime.worker_pool import WorkerDied, WorkerPool, WorkerProcess, WorkerSession, framed, receive
 from hone.types import Fault, Group, Score
 
 BUSY_FRAC = 0.1
@@ -36,7 +36,7 @@ class CallFailed(Exception):
 class UserFunction:
     """A function and its keyword arguments, as the run file gives them."""
 
-    target: Target
+    target: FunctionRef
     args: Mapping[str, Any]
     key: str
     """The run file's key that names it, for messages."""
@@ -89,7 +89,7 @@ class RewardPool:
         `timeout_s` is for the group, or for each response where the function scores them one at a time. After a hang
         the rest of such a group queues again, behind the groups that waited.
         """
-        scoring = _GroupScoring(function, group, self._declared.overrun_scores[function], timeout_s)
+        scoring = _PooledGroup(function, group, self._declared.overrun_scores[function], timeout_s)
         while not scoring.is_done:
             try:
                 async with self.workers.worker() as worker:
@@ -123,7 +123,7 @@ class RewardPool:
         await self.workers.close()
 
 
-class _GroupScoring:
+class _PooledGroup:
     """The scores of a group so far, and what a hang or a death of the worker means for the next ones."""
 
     def __init__(self, function: int, group: Group, overrun_score: float | None, timeout_s: float) -> None:
@@ -138,13 +138,13 @@ class _GroupScoring:
     def is_done(self) -> bool:
         return len(self.scores) >= len(self._group.samples)
 
-    async def run(self, worker: Worker) -> bool:
+    async def run(self, worker: WorkerProcess) -> bool:
         """Take the missing scores from a worker, up to its first hang or death. Returns whether it hung."""
         rest = replace(self._group, samples=self._group.samples[len(self.scores) :])
         self._row_done = False
         used_s = 0.0
         try:
-            with contextlib.closing(Session(worker)) as session:
+            with contextlib.closing(WorkerSession(worker)) as session:
                 session.send((self._function, rest))
                 while not self.is_done:
                     used_s = worker.processor_s()

@@ -25,7 +25,7 @@ from hone.runtime.user_code import describe, import_module
 
 if TYPE_CHECKING:
     from hone.config.run import RewardComponent
-    from hone.reward.transport import Addresses
+    from hone.reward.http import Addresses
 
 _PATH = re.compile(r"(?P<place>.+):(?P<function>[A-Za-z_]\w*)")
 
@@ -35,7 +35,7 @@ class Unusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FunctionRef:
     """Where a reward function is."""
 
     place: str
@@ -43,7 +43,7 @@ class Target:
     function: str
 
 
-def resolve(use: str, folder: Path) -> Target:
+def resolve(use: str, folder: Path) -> FunctionRef:
     """Find what `use` names, without importing it.
 
     Args:
@@ -62,15 +62,15 @@ def resolve(use: str, folder: Path) -> Target:
         raise Unusable(f"no reward {use!r}.{nearest(use, named)} {forms}")
     place, function = match["place"], match["function"]
     if not place.endswith(".py"):
-        return Target(place, function)
+        return FunctionRef(place, function)
     path = (folder / Path(place).expanduser()).resolve()
     if not path.is_file():
         others = [other.name for other in path.parent.glob("*.py")]
         raise Unusable(f"no file {path}.{nearest(path.name, others)}")
-    return Target(str(path), function)
+    return FunctionRef(str(path), function)
 
 
-def load(target: Target, args: Mapping[str, Any]) -> RewardFunction:
+def load(target: FunctionRef, args: Mapping[str, Any]) -> RewardFunction:
     """Import a reward function and check that it takes `args`; its own `hone_check_args`, if it has one, looks closer.
 
     A function written for another trainer comes back in our own form (see `foreign`).
@@ -126,12 +126,12 @@ def picture_of_responses(components: Sequence[RewardComponent]) -> Callable[[str
     return None
 
 
-def import_function(target: Target) -> Any:
+def import_function(target: FunctionRef) -> Any:
     """A function of the user's that is no reward. Raises Unusable when the import fails or there is none."""
     return _function(_import(target.place), target)
 
 
-def _function(module: ModuleType, target: Target) -> Any:
+def _function(module: ModuleType, target: FunctionRef) -> Any:
     found = getattr(module, target.function, None)
     if found is None:
         own = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]

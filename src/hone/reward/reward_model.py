@@ -76,7 +76,7 @@ class Model(Protocol):
 
 
 class RewardModel:
-    """The scorer (`base.Held`): loaded by `start`, given up by `close`."""
+    """The scorer (`rewards.StatefulScorer`): loaded by `start`, freed by `close`."""
 
     def __init__(self, settings: RewardModelSettings, *, folder: Path, timeout_s: float) -> None:
         self.settings, self.hone_range = settings, Range(settings.minimum)
@@ -85,7 +85,7 @@ class RewardModel:
         self._turn = asyncio.Lock()
         self._given_up = Event()
         """Set when the current work is no longer needed."""
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedRewardModel | None = None
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], *, folder: Path, timeout_s: float) -> Self:
@@ -100,7 +100,7 @@ class RewardModel:
     async def start(self) -> list[str]:
         """Load the model; returns what is wrong with it."""
         try:
-            self._loaded = await self._in_thread(Loaded.of, self.settings, self._folder)
+            self._loaded = await self._in_thread(LoadedRewardModel.of, self.settings, self._folder)
         except DataError as error:
             return [f"reward_model: {error}"]
         return []
@@ -147,7 +147,7 @@ class RewardModel:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
 
-class Loaded:
+class LoadedRewardModel:
     """A reward model in memory, with what it needs to read."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rewards of a run: components scored, weighted, summed, with every failure kept as a fault and bounded.
+"""Rewards of a run: weighted sum of the components' scores, with faults and a bound on unscored samples.
 
 A reward is the weighted sum of its components' scores. A sample lacks a reward when any weighted component could not
 score it: a partial sum would be another reward, and a made-up number for a failed scorer teaches the policy that our
@@ -26,7 +26,7 @@ from hone.reward.signature import MayScoreSample, Range, RewardFunction, check_s
 from hone.types import Group, Prompt, Sample, Score
 
 if TYPE_CHECKING:
-    from hone.reward.transport import Addresses, Counts
+    from hone.reward.http import Addresses, Counts
 
 
 class Scorer(Protocol):
@@ -36,37 +36,37 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
-class Held(Scorer, Protocol):
-    """A scorer that holds processes or connections from the start of the run to its end."""
+class StatefulScorer(Scorer, Protocol):
+    """A scorer with processes or connections that live from the start of the run to its end."""
 
     async def start(self) -> list[str]:
-        """Make ready. Returns problems of the run file; what the world lacks becomes faults of the scores instead."""
+        """Start them. Returns problems of the run file; a failure of the world becomes a fault of the scores."""
         ...
 
     async def close(self) -> None:
-        """End everything it holds, within seconds; may be called without a start, and twice."""
+        """End them, within seconds; may be called without a start, and twice."""
         ...
 
 
 @runtime_checkable
-class Early(Scorer, Protocol):
-    """A scorer to which a sample's siblings mostly do not matter, so that each can be scored once it is finished."""
+class StreamingScorer(Scorer, Protocol):
+    """A scorer that can score each sample as soon as it is finished, as most do not depend on their siblings."""
 
     def begin(self, prompt: Prompt) -> MayScoreSample | None:
-        """What scores the samples of this prompt, each as `score` would; None: only `score` can, as args have it.
+        """A function that scores samples of this prompt, each as `score` would; None where args allow only `score`.
 
-        It may give None for a sample whose siblings matter after all: then `score` is asked for the whole group.
+        It may return None for a sample that does depend on its siblings: then `score` gets the whole group.
         """
         ...
 
 
 @runtime_checkable
-class OverHttp(Scorer, Protocol):
-    """A scorer that asks a service of another process, which may fail and may be another than it was."""
+class RemoteScorer(Scorer, Protocol):
+    """A scorer that calls a service over HTTP, which may fail, or be replaced by one with other rules."""
 
     @property
     def counts(self) -> Counts:
-        """What happened on the way since the start."""
+        """HTTP requests and failures since the start."""
         ...
 
     fingerprint: str | None
@@ -74,8 +74,8 @@ class OverHttp(Scorer, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class InProcess:
-    """A built-in function, called right here: it is pure, fast and our own."""
+class InProcessScorer:
+    """A built-in function, called in the run's own process: it is pure and fast."""
 
     function: RewardFunction
     args: Mapping[str, Any]
@@ -89,8 +89,8 @@ class InProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class InPool:
-    """A user's function, called in a process that can be killed."""
+class UserFunctionScorer:
+    """A user's function, called in a worker process that can be killed."""
 
     pool: RewardPool
     function: int
@@ -120,17 +120,17 @@ class Rewards:
         self, components: Sequence[Component], settings: RewardSection, *, window_samples: int, pool: RewardPool
     ) -> None:
         self.components = tuple(components)
-        self.early = {c.name: c.scorer for c in components if isinstance(c.scorer, Early)}
-        self._over_http = {c.name: c.scorer for c in components if isinstance(c.scorer, OverHttp)}
+        self.streaming = {c.name: c.scorer for c in components if isinstance(c.scorer, StreamingScorer)}
+        self._over_http = {c.name: c.scorer for c in components if isinstance(c.scorer, RemoteScorer)}
         self._counted: dict[str, dict[str, int]] = {}
-        """What `http_metrics` has told already."""
+        """Counts that `http_metrics` has reported."""
         self.weights = {component.name: component.weight for component in components}
         self._min_valid_per_group = settings.min_valid_per_group
         self._bound = UnscoredBound(settings.max_unscored_frac, window_samples)
         self._samples = self._unscored = 0
         self._pool = pool
         self._pool_keys = [
-            f"reward.components[{i}].use" for i, c in enumerate(components) if isinstance(c.scorer, InPool)
+            f"reward.components[{i}].use" for i, c in enumerate(components) if isinstance(c.scorer, UserFunctionScorer)
         ]
 
     @classmethod
@@ -151,7 +151,7 @@ class Rewards:
             window_samples: samples of 20 steps, the window of `reward.max_unscored_frac`.
             extra: components that the run file does not list, such as the environment's own.
             services: addresses of the run file's services that are running, by name.
-            elsewhere: what scores in place of some components, by their names: other processes of the run.
+            elsewhere: scorers that replace some components, by their names: other processes of the run.
         Raises:
             ConfigError: every component that names no reward, names used twice, no component with a weight.
         """
@@ -176,7 +176,7 @@ class Rewards:
     async def start(self) -> None:
         """Start what scorers hold. Raises ConfigError for each user function that cannot be imported or called."""
         problems = await self._pool.start()
-        for scorer in self._held():
+        for scorer in self._stateful():
             problems += await scorer.start()
         if problems:
             await self.close()
@@ -190,9 +190,9 @@ class Rewards:
         async with self.begin(group.prompt) as scoring:
             return await scoring.finish(group.samples)
 
-    def begin(self, prompt: Prompt) -> Scoring:
-        """For a prompt whose samples are still being generated: scoring that starts with the first finished one."""
-        return Scoring(self, prompt)
+    def begin(self, prompt: Prompt) -> GroupScoring:
+        """Scoring of a prompt whose samples are still being generated; it starts with the first finished one."""
+        return GroupScoring(self, prompt)
 
     def combine(self, group: Group, results: Sequence[tuple[Score, ...]]) -> Group:
         """The group with every component's scores and their weighted sums; raises what `score` does."""
@@ -206,11 +206,11 @@ class Rewards:
         return scored
 
     def summary(self) -> str:
-        """How many samples came to be scored since the start, and how many of them could not be."""
+        """How many samples could not be scored since the start, of how many."""
         return f"{self._unscored:,} of {self._samples:,} samples could not be scored"
 
     def http_metrics(self) -> dict[str, float]:
-        """`reward/<component>_http_*`: what failed on the way to services since the last call."""
+        """`reward/<component>_http_*`: failed requests to services since the last call."""
         metrics: dict[str, float] = {}
         for name, scorer in self._over_http.items():
             counts = scorer.counts
@@ -220,18 +220,18 @@ class Rewards:
         return metrics
 
     def fingerprints(self) -> dict[str, str]:
-        """By which rules each component's service scores, as far as they are known."""
+        """The fingerprint of each component's service, as far as known."""
         known = {name: scorer.fingerprint for name, scorer in self._over_http.items()}
         return {name: fingerprint for name, fingerprint in known.items() if fingerprint is not None}
 
     def expect(self, fingerprints: Mapping[str, str]) -> None:
-        """Hold the services to the rules that the run began with."""
+        """Require the services to have these fingerprints, those that the run began with."""
         for name, scorer in self._over_http.items():
             scorer.fingerprint = fingerprints.get(name, scorer.fingerprint)
 
     @property
     def worker_restarts(self) -> int:
-        """Processes of user functions that were started again, because they had hung or died."""
+        """Worker processes that were restarted because they had hung or died."""
         return self._pool.workers.restarts
 
     @property
@@ -246,10 +246,10 @@ class Rewards:
 
     async def close(self) -> None:
         """End the processes and connections, within seconds."""
-        await asyncio.gather(self._pool.close(), *(scorer.close() for scorer in self._held()))
+        await asyncio.gather(self._pool.close(), *(scorer.close() for scorer in self._stateful()))
 
-    def _held(self) -> list[Held]:
-        return [component.scorer for component in self.components if isinstance(component.scorer, Held)]
+    def _stateful(self) -> list[StatefulScorer]:
+        return [component.scorer for component in self.components if isinstance(component.scorer, StatefulScorer)]
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -261,7 +261,7 @@ class Rewards:
         await self.close()
 
 
-class Scoring:
+class GroupScoring:
     """The scores of one prompt's samples, begun as each sample finishes where the scorer allows it.
 
         async with rewards.begin(prompt) as scoring:
@@ -273,12 +273,12 @@ class Scoring:
 
     def __init__(self, rewards: Rewards, prompt: Prompt) -> None:
         self._rewards, self._prompt = rewards, prompt
-        begun = {name: scorer.begin(prompt) for name, scorer in rewards.early.items()}
+        begun = {name: scorer.begin(prompt) for name, scorer in rewards.streaming.items()}
         self._early = {name: score_sample for name, score_sample in begun.items() if score_sample is not None}
         self._running: dict[tuple[str, int], asyncio.Future[Score | None]] = {}
         """Component name and sample index -> its score."""
         self.on_sample: Callable[[Sample], None] | None = self._start if self._early else None
-        """To be told of each finished sample; None when no scorer can use it."""
+        """To be called with each finished sample; None when no scorer can use it."""
 
     def _start(self, sample: Sample) -> None:
         for name, score_sample in self._early.items():
@@ -306,14 +306,14 @@ class Scoring:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._early = {}  # an engine's last words may still come after the call was cancelled
+        self._early = {}  # an engine may still report samples after the call was cancelled
         for score in self._running.values():
             score.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
 
 class UnscoredBound:
-    """Ends a run whose samples stay unscored too often: a broken reward must not look like a slow day."""
+    """Ends a run in which too many samples stay unscored: a broken reward must not go unnoticed."""
 
     def __init__(self, max_frac: float, window_samples: int) -> None:
         self._window_samples = window_samples
@@ -347,7 +347,7 @@ class UnscoredBound:
         return (
             f"{self._unscored} of the last {self._samples} samples could not be scored; reward.max_unscored_frac "
             f"allows {self._allowed:g} in a window of {self._window_samples}. Most frequent cause, {count} samples: "
-            f"{most} (last seen with prompt {group.prompt.id}). Nothing was trained on these samples. Mend the reward."
+            f"{most} (last seen with prompt {group.prompt.id}). Nothing was trained on these samples. Fix the reward."
         )
 
 
@@ -358,8 +358,8 @@ def _scorer(component: RewardComponent, folder: Path, pool: RewardPool, key: str
         return load_stateful(component.use, component.args, folder=folder, timeout_s=timeout_s, services=services)
     target = resolve(component.use, folder)
     if runs == "in process":
-        return InProcess(load(target, component.args), component.args)
-    return InPool(pool, pool.add(UserFunction(target, component.args, key)), component.timeout_s)
+        return InProcessScorer(load(target, component.args), component.args)
+    return UserFunctionScorer(pool, pool.add(UserFunction(target, component.args, key)), component.timeout_s)
 
 
 def component_name(component: RewardComponent) -> str:
@@ -379,10 +379,10 @@ def first_fault(group: Group) -> str:
 def component_metrics(groups: Sequence[Group], weights: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
     """`reward/<component>_*` of the scored groups of a step; statistics without a single value are left out.
 
-    `_zero_std_group_frac` is over groups with two scores or more: those in which the component tells nothing apart.
+    `_zero_std_group_frac` is over groups with two scores or more: those in which all of its scores are equal.
     `_variance_share` is cov(weight * score, reward) / var(reward) over the samples with a reward. The shares sum to 1;
     one below 0 is of a component that works against the others. A component without a weight has none.
-    What a component says of its own parts (`Score.metrics`) follows as `reward/<component>_<part>_*`, mean and that.
+    A component's own metrics (`Score.metrics`) follow as `reward/<component>_<part>_*`, mean and that.
     """
     metrics: dict[str, float] = {}
     for name in groups[0].scores if groups else ():

@@ -5,7 +5,7 @@
     +custom_reward_function.reward_kwargs.url=http://127.0.0.1:8899
 
 It is async, so that verl's reward loop has many samples on their way at one time; connections are kept, retried and
-spread over several URLs as in `transport.py`. Needs neither torch nor verl.
+spread over several URLs as in `http.py`. Needs neither torch nor verl.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from hone.errors import RewardError
-from hone.reward.transport import Endpoints, Refused, Unavailable, token_from
+from hone.reward.http import Endpoints, Refused, Unavailable, token_from
 from hone.reward.wire import Item, ItemResult, RewardReply, RewardRequest, plain, sendable
 
 _SERVER_SHARE = 0.9

@@ -2,7 +2,7 @@
 
 Both ends use this file, so a reward scores the same in process and served. Models are strict: no unknown field, no text
 for a number, nothing that is not finite. An item carries what a reward function may look at; of a sample's own columns
-the service never sees the place in the run (`Prompt.index`). Not here: how bytes travel (`transport.py`), limits and
+the service never sees the place in the run (`Prompt.index`). Not here: how bytes travel (`http.py`), limits and
 routes (`hone.serve`).
 """
 
@@ -218,7 +218,7 @@ class ServerInfo(Wire):
     """Hash of everything that a score depends on besides the item."""
 
 
-class Summary(Wire):
+class RewardSummary(Wire):
     n: int
     ok: int
     error: int
@@ -230,7 +230,7 @@ class RewardReply(Wire):
     schema_version: Literal["1"] = SCHEMA_VERSION
     server: ServerInfo
     results: list[ItemResult]
-    summary: Summary
+    summary: RewardSummary
     elapsed_ms: FiniteFloat = Field(ge=0)
 
     def check(self, items: Sequence[Item]) -> None:

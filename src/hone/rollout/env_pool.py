@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hone.errors import ConfigError
 from hone.rollout.env import BadEnvironment, Environment, Episode, Observation, check_observation
 from hone.runtime.user_code import describe, import_module
-from hone.runtime.worker_pool import Session, Worker, WorkerDied, WorkerPool, framed, receive_async
+from hone.runtime.worker_pool import WorkerDied, WorkerPool, WorkerProcess, WorkerSession, framed, receive_async
 
 if TYPE_CHECKING:
     from hone.config.run import EnvironmentSection
@@ -52,7 +52,7 @@ class EnvironmentPool:
         """An episode, made in the process at its first step."""
         return EpisodeHandle(self, episode)
 
-    async def worker(self) -> Worker:
+    async def worker(self) -> WorkerProcess:
         """The process, started anew if it died. Raises EnvironmentFault."""
         try:
             async with self._workers.worker() as worker:  # given back at once: episodes share it
@@ -72,13 +72,13 @@ class EpisodeHandle:
 
     def __init__(self, pool: EnvironmentPool, episode: Episode) -> None:
         self._pool, self._episode = pool, episode
-        self._session: Session | None = None
+        self._session: WorkerSession | None = None
 
     async def step(self, turn: str) -> Observation:
         """The environment's answer to a turn. Raises EnvironmentFault; the episode is over then."""
         episode = None
         if self._session is None:
-            self._session, episode = Session(await self._pool.worker()), self._episode
+            self._session, episode = WorkerSession(await self._pool.worker()), self._episode
         self._session.send((episode, turn))
         try:
             reply = await self._reply(self._session)
@@ -94,7 +94,7 @@ class EpisodeHandle:
             self._session.send(None)
             self._session.close()
 
-    async def _reply(self, session: Session) -> Observation | str:
+    async def _reply(self, session: WorkerSession) -> Observation | str:
         """The next reply. The deadline counts from the last one that the process sent to any episode."""
         worker, patience_s = session.worker, self._pool.timeout_s + GRACE_S
         while True:

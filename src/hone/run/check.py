@@ -26,8 +26,8 @@ from hone.loop.sft import imitation_rows
 from hone.model.device import device_of
 from hone.model.load import describe_model, init_config, read_config
 from hone.model.lora import check_targets
+from hone.reward.http import Address
 from hone.reward.rewards import Rewards
-from hone.reward.transport import Address
 from hone.rollout.env_pool import EnvironmentPool
 from hone.run.check_rewards import check_rewards
 from hone.run.report import CheckReport, Findings

@@ -23,8 +23,8 @@ from hone.config.run import RewardComponent, RunConfig
 from hone.data.chat import Tokenizer, UnknownCharacter
 from hone.data.prompts import PromptStream
 from hone.errors import ConfigError
+from hone.reward.http import Address
 from hone.reward.rewards import Rewards, component_name
-from hone.reward.transport import Address
 from hone.run.report import Findings
 from hone.types import Fault, Group, Prompt, Sample, Score
 

@@ -50,7 +50,7 @@ class WorkerDied(Exception):
         """It was ended by a signal that code of its own causes, such as SIGSEGV."""
 
 
-class Worker:
+class WorkerProcess:
     """The run's side of one worker process, from its start to its end. Use in one event loop."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Worker:
         writer: asyncio.StreamWriter,
     ) -> None:
         self._process, self._channel, self._reader, self._writer = process, channel, reader, writer
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, WorkerSession] = {}
         self._num_sessions = 0
         self._is_open = True
         self._ending: asyncio.Task[WorkerDied] | None = None
@@ -109,7 +109,7 @@ class Worker:
 
     async def ask(self, message: Any) -> Any:
         """Send a message and return the reply. Raises WorkerDied."""
-        with contextlib.closing(Session(self)) as session:
+        with contextlib.closing(WorkerSession(self)) as session:
             session.send(message)
             return await session.receive()
 
@@ -158,10 +158,10 @@ class Worker:
             self._end()
 
 
-class Session:
+class WorkerSession:
     """Messages to a worker and the replies to them, apart from those of its other sessions. `close` when done."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerProcess) -> None:
         self.worker = worker
         self.replies = asyncio.Queue[Any]()
         if worker.died is not None:
@@ -203,7 +203,7 @@ class WorkerPool:
         self.restarts = 0
         """Workers started again because they had hung or died."""
         self._closed = False
-        self._workers: list[Worker | None] = [None] * num_workers
+        self._workers: list[WorkerProcess | None] = [None] * num_workers
         self._free: asyncio.Queue[int] = asyncio.Queue()
         for number in range(num_workers):
             self._free.put_nowait(number)
@@ -222,7 +222,7 @@ class WorkerPool:
         return replies
 
     @contextlib.asynccontextmanager
-    async def worker(self) -> AsyncIterator[Worker]:
+    async def worker(self) -> AsyncIterator[WorkerProcess]:
         """A worker for the caller alone, in the order of the calls; killed when the caller is cancelled.
 
         Raises WorkerDied when it cannot be started. The wait for a free worker has no deadline of its own: those of
@@ -237,7 +237,7 @@ class WorkerPool:
                 if worker is not None:
                     self.restarts += 1
                     await worker.kill()
-                worker = self._workers[number] = await Worker.start(self._module, self._folder, self._setup)
+                worker = self._workers[number] = await WorkerProcess.start(self._module, self._folder, self._setup)
             yield worker
         except asyncio.CancelledError:
             if worker := self._workers[number]:

@@ -1,5 +1,5 @@
-"""HTTP servers of rewards and policies.
+"""HTTP servers of rewards and of a policy.
 
-`http.py`, `problem.py` and `running.py` are what they share. `reward.py` is the routes of rewards, with `scoring.py`,
-`lane.py` and what they need; `policy.py` is the routes of a model.
+Shared: `http.py`, `problem.py`, `running.py`. Rewards: `reward.py` (routes), `scoring.py` (requests), `queue.py`.
+Policy: `policy_app.py` (routes), `policy.py` (requests).
 """

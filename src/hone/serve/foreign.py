@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from hone.reward.wire import MAX_ITEMS, Item, ItemError, ItemResult, Message, decode_json, printable
-from hone.serve.problem import Problem
+from hone.serve.problem import HttpProblem
 from hone.serve.routing import OrNone
 
 _IGNORED = "jsonl_file_path"
@@ -111,7 +111,7 @@ class ComputeRequest(Foreign):
         for name, value in (self.model_extra or {}).items():
             if name.endswith("_weight"):
                 if value is None:
-                    raise Problem(
+                    raise HttpProblem(
                         422, "unprocessable-body", f"{name}: not a number", errors=[(f"/{name}", "not a number")]
                     )
                 weights[name.removesuffix("_weight")] = value
@@ -277,8 +277,8 @@ def scored_or(result: ItemResult, constant: float | None) -> float:
     assert result.error is not None  # there is a score or an error
     detail = f"{result.id} was not scored: {result.error.detail}"
     if result.error.fault == "data":
-        raise Problem(422, "unusable-row", detail)
-    raise Problem(503, "unscored", detail, retryable=True, retry_after_s=1)
+        raise HttpProblem(422, "unusable-row", detail)
+    raise HttpProblem(503, "unscored", detail, retryable=True, retry_after_s=1)
 
 
 def _part_or(result: ItemResult, name: str, constant: float | None) -> float:

@@ -4,7 +4,7 @@
     ... routes ...
     await running.serve(app, service, lifecycle, settings, name="hone-reward")
 
-`Guard` stands in front of an app: no web pages, request id, bearer token, body limit while it streams in (after
+`RequestGuard` stands in front of an app: no web pages, request id, bearer token, body limit while it streams in (after
 inflating too), no new work while starting or draining, a log of what was answered (`access.py`). Routes and what
 they do are their servers' own.
 """
@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import hone
 from hone.errors import ConfigError
 from hone.serve.access import AccessLog, Answered, log
-from hone.serve.problem import Problem, answer_with_problems
+from hone.serve.problem import HttpProblem, answer_with_problems
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class HttpSettings(BaseModel):
     """For requests in flight to finish after SIGTERM, in seconds."""
 
 
-class Tokens:
+class BearerTokens:
     """Bearer tokens that are accepted. With no place for tokens named, everybody may ask."""
 
     def __init__(self, settings: HttpSettings) -> None:
@@ -113,7 +113,7 @@ def _words(text: str) -> list[bytes]:
     return [word.encode() for word in text.replace(",", " ").split()]
 
 
-def refuse_open_door(settings: HttpSettings, tokens: Tokens) -> None:
+def refuse_open_door(settings: HttpSettings, tokens: BearerTokens) -> None:
     """Raises ConfigError when others than this machine could ask without a token."""
     if not tokens.required and not _is_loopback(settings.host):
         raise ConfigError(
@@ -179,7 +179,7 @@ def guarded_app(
     title: str,
     lifecycle: Lifecycle,
     settings: HttpSettings,
-    tokens: Tokens,
+    tokens: BearerTokens,
     *,
     on_done: Callable[[str, int], None] = lambda route, status: None,
 ) -> FastAPI:
@@ -190,11 +190,11 @@ def guarded_app(
     """
     app = FastAPI(title=title, version=hone.__version__, docs_url=None, redoc_url=None)
     answer_with_problems(app)
-    app.add_middleware(Guard, lifecycle=lifecycle, settings=settings, tokens=tokens, on_done=on_done)
+    app.add_middleware(RequestGuard, lifecycle=lifecycle, settings=settings, tokens=tokens, on_done=on_done)
     return app
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware; see the module."""
 
     def __init__(
@@ -203,7 +203,7 @@ class Guard:
         *,
         lifecycle: Lifecycle,
         settings: HttpSettings,
-        tokens: Tokens,
+        tokens: BearerTokens,
         on_done: Callable[[str, int], None],
     ) -> None:
         self._app, self._lifecycle, self._tokens, self._on_done = app, lifecycle, tokens, on_done
@@ -229,17 +229,21 @@ class Guard:
                     await self._app(scope, await self._with_body(scope, receive, exchange), exchange.send)
         except ClientGone:
             exchange.status = 499  # as others log a client that hung up; nothing can be sent
-        except Problem as problem:
+        except HttpProblem as problem:
             await problem.response(exchange.request_id)(scope, receive, exchange.send)
         except asyncio.CancelledError:  # the server ends before the request could
             if not exchange.started:
-                problem = Problem(503, "cancelled", "the server goes down", retryable=True, retry_after_s=5, close=True)
+                problem = HttpProblem(
+                    503, "cancelled", "the server goes down", retryable=True, retry_after_s=5, close=True
+                )
                 await problem.response(exchange.request_id)(scope, receive, exchange.send)
             raise
         except Exception:  # boundary: a mistake in a server must not take the answer's form and the log line with it
             log.exception("request %s failed", exchange.request_id)
             if not exchange.started:
-                problem = Problem(500, "internal-error", "the server made a mistake; its log says more", retryable=True)
+                problem = HttpProblem(
+                    500, "internal-error", "the server made a mistake; its log says more", retryable=True
+                )
                 await problem.response(exchange.request_id)(scope, receive, exchange.send)
         finally:
             route = self._route(scope)
@@ -257,19 +261,19 @@ class Guard:
         path = scope["path"]
         self._refuse_pages(exchange.headers)
         if path not in self._open and not self._tokens.accepts(exchange.headers.get(b"authorization", b"")):
-            raise Problem(401, "unauthorized", "send one of the server's tokens: Authorization: Bearer TOKEN")
+            raise HttpProblem(401, "unauthorized", "send one of the server's tokens: Authorization: Bearer TOKEN")
         if scope["method"] != "POST" or path in _HEALTH:
             return
         if self._lifecycle.phase == "draining":
-            raise Problem(503, "draining", "the server is going down", retryable=True, retry_after_s=5, close=True)
+            raise HttpProblem(503, "draining", "the server is going down", retryable=True, retry_after_s=5, close=True)
         if self._lifecycle.phase == "starting":
-            raise Problem(503, "starting", "the server is not ready yet", retryable=True, retry_after_s=2)
+            raise HttpProblem(503, "starting", "the server is not ready yet", retryable=True, retry_after_s=2)
         kind = exchange.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             shown = kind.decode("latin-1")[:60] or "nothing"
-            raise Problem(415, "not-json", f"send Content-Type: application/json (got {shown})", close=True)
+            raise HttpProblem(415, "not-json", f"send Content-Type: application/json (got {shown})", close=True)
         if exchange.headers.get(b"content-encoding", b"identity").lower() not in (b"identity", b"gzip"):
-            raise Problem(415, "unknown-encoding", "Content-Encoding may be gzip or identity", close=True)
+            raise HttpProblem(415, "unknown-encoding", "Content-Encoding may be gzip or identity", close=True)
         length = exchange.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body_bytes:
             raise self._too_large()
@@ -280,10 +284,10 @@ class Guard:
         host = _host_of(b"//" + headers.get(b"host", b"localhost"))
         if not (self._any_host or host == "localhost" or _is_address(host) or host in self._allowed_hosts):
             detail = "this server is not known by that name; ask it by its address, or start it with --allowed-host"
-            raise Problem(403, "unknown-host", detail, close=True)
+            raise HttpProblem(403, "unknown-host", detail, close=True)
         if b"origin" in headers and _host_of(headers[b"origin"]) not in self._allowed_hosts:
             detail = "web pages may not ask this server; start it with --allowed-host to let those of a host"
-            raise Problem(403, "unknown-origin", detail, close=True)
+            raise HttpProblem(403, "unknown-origin", detail, close=True)
 
     async def _with_body(self, scope: Scope, receive: Receive, exchange: _Exchange) -> Receive:
         """A `receive` that gives the whole body at once, inflated, and then waits for the client to hang up."""
@@ -293,7 +297,9 @@ class Guard:
             async with asyncio.timeout(self._body_timeout_s):
                 body = await self._read(receive, gzipped=exchange.gzipped)
         except TimeoutError:
-            raise Problem(408, "body-too-slow", "the body did not arrive in time", retryable=True, close=True) from None
+            raise HttpProblem(
+                408, "body-too-slow", "the body did not arrive in time", retryable=True, close=True
+            ) from None
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_whole() -> Message:
@@ -310,8 +316,8 @@ class Guard:
                 raise self._too_large()
         return bytes(body)
 
-    def _too_large(self) -> Problem:
-        return Problem(413, "body-too-large", f"a body has at most {self._max_body_bytes} bytes", close=True)
+    def _too_large(self) -> HttpProblem:
+        return HttpProblem(413, "body-too-large", f"a body has at most {self._max_body_bytes} bytes", close=True)
 
 
 class _Exchange:
@@ -376,9 +382,9 @@ async def _inflated(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 await asyncio.sleep(0)  # a small chunk may become a large one
                 chunk = inflate.unconsumed_tail
         if not inflate.eof or inflate.unused_data:
-            raise Problem(400, "bad-gzip", "the body is not one whole gzip stream")
+            raise HttpProblem(400, "bad-gzip", "the body is not one whole gzip stream")
     except zlib.error:
-        raise Problem(400, "bad-gzip", "the body is not gzip") from None
+        raise HttpProblem(400, "bad-gzip", "the body is not gzip") from None
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

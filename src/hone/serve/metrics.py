@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hone.reward.wire import ItemResult
-from hone.serve.lane import Done
+from hone.serve.queue import ScoredGroup
 from hone.types import Score
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
@@ -70,7 +70,9 @@ class RewardMetrics:
     def received(self, num_items: int) -> None:
         self._batch.observe(num_items)
 
-    def scored(self, reward: str, done: Mapping[str, Done], results: Sequence[ItemResult], *, cached: bool) -> None:
+    def scored(
+        self, reward: str, done: Mapping[str, ScoredGroup], results: Sequence[ItemResult], *, cached: bool
+    ) -> None:
         """A group was answered.
 
         Args:

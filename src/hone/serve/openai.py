@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from hone.reward.wire import Message, Wire
-from hone.serve.problem import Problem
+from hone.serve.problem import HttpProblem
 
 MAX_CHOICES = 1024
 """Samples of one request: prompts times `n`."""
 
 
-class OpenAIProblem(Problem):
+class OpenAIProblem(HttpProblem):
     """A problem that OpenAI's clients can read too: they look for an `error` object."""
 
     def __init__(self, status: int, kind: str, detail: str, *, param: str | None = None, **more: Any) -> None:

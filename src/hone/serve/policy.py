@@ -53,7 +53,7 @@ from hone.serve.openai import (
     Usage,
 )
 from hone.serve.policy_metrics import PolicyMetrics
-from hone.serve.streaming import Choice, GrowingText, News, Tell, as_drawn
+from hone.serve.streaming import GrowingText, News, StreamedChoice, Tell, as_drawn
 from hone.types import Prompt, Sample
 
 RETRY_AFTER_S = 1.0
@@ -225,7 +225,8 @@ class PolicyService:
         head |= {"created": int(time.time()), "model": self.policy.name, "seed": seed}
         stop = () if asked.include_stop_str_in_output else asked.stop_texts
         choices = [
-            Choice(index, GrowingText(self.policy.tokenizer.decode, stop)) for index in range(len(prompts) * asked.n)
+            StreamedChoice(index, GrowingText(self.policy.tokenizer.decode, stop))
+            for index in range(len(prompts) * asked.n)
         ]
         num_tokens = 0
 

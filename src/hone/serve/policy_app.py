@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
-from hone.serve.http import HttpSettings, Lifecycle, Tokens, guarded_app, while_connected
+from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, guarded_app, while_connected
 from hone.serve.openai import (
     MAX_CHOICES,
     ChatReply,
@@ -39,7 +39,12 @@ _UNIONS = {
 
 
 def policy_app(
-    service: PolicyService, lifecycle: Lifecycle, settings: HttpSettings, tokens: Tokens, *, may_sleep: bool = False
+    service: PolicyService,
+    lifecycle: Lifecycle,
+    settings: HttpSettings,
+    tokens: BearerTokens,
+    *,
+    may_sleep: bool = False,
 ) -> FastAPI:
     """The routes of a policy server.
 

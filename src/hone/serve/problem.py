@@ -58,7 +58,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 """For the OpenAPI description of a route."""
 
 
-class Problem(HTTPException):
+class HttpProblem(HTTPException):
     """An error to answer with. Raise it anywhere while a request is handled."""
 
     def __init__(
@@ -111,20 +111,20 @@ class Problem(HTTPException):
 
 def answer_with_problems(app: FastAPI) -> None:
     """Make every error of an app a problem: ours, Starlette's (404, 405) and FastAPI's refusal of a body (422)."""
-    app.add_exception_handler(Problem, _ours)
+    app.add_exception_handler(HttpProblem, _ours)
     app.add_exception_handler(StarletteHTTPException, _starlettes)
     app.add_exception_handler(RequestValidationError, _refused_body)
 
 
 def _ours(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Problem)
+    assert isinstance(error, HttpProblem)
     return error.response(request.state.request_id)
 
 
 def _starlettes(request: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
     status = HTTPStatus(error.status_code)
-    problem = Problem(status.value, status.phrase.lower().replace(" ", "-"), f"{status.phrase}: {request.url.path}")
+    problem = HttpProblem(status.value, status.phrase.lower().replace(" ", "-"), f"{status.phrase}: {request.url.path}")
     problem.extra_headers |= dict(error.headers or {})  # 405 says what is allowed
     return problem.response(request.state.request_id)
 
@@ -134,7 +134,7 @@ def _refused_body(request: Request, error: Exception) -> Response:
     errors = [(_pointer(details["loc"]), _what(details)) for details in error.errors()]
     first = f"{errors[0][0].lstrip('/') or 'body'}: {errors[0][1]}" if errors else "the body does not fit"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return Problem(422, "unprocessable-body", first + more, errors=errors).response(request.state.request_id)
+    return HttpProblem(422, "unprocessable-body", first + more, errors=errors).response(request.state.request_id)
 
 
 def _what(details: Mapping[str, Any]) -> str:

@@ -23,7 +23,16 @@ from pydantic import BaseModel, ValidationError
 import hone
 from hone.config.load import Loaded
 from hone.errors import ConfigError
-from hone.reward.wire import Item, ItemResult, RewardReply, RewardRequest, ServerInfo, Summary, decode_json, encode_json
+from hone.reward.wire import (
+    Item,
+    ItemResult,
+    RewardReply,
+    RewardRequest,
+    RewardSummary,
+    ServerInfo,
+    decode_json,
+    encode_json,
+)
 from hone.serve.foreign import (
     ComputeRequest,
     OpenRlhfReply,
@@ -34,8 +43,8 @@ from hone.serve.foreign import (
     scored_or,
     slime_reply,
 )
-from hone.serve.http import HttpSettings, Lifecycle, Tokens, guarded_app, refuse_open_door, while_connected
-from hone.serve.problem import Problem
+from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, guarded_app, refuse_open_door, while_connected
+from hone.serve.problem import HttpProblem
 from hone.serve.routing import strict_router
 from hone.serve.running import serve
 from hone.serve.scoring import ScoringService
@@ -72,7 +81,7 @@ class RewardServer:
     def __init__(self, scoring: ScoringService, settings: ScoringSettings, lifecycle: Lifecycle) -> None:
         self._scoring, self._settings, self._lifecycle = scoring, settings, lifecycle
 
-    def app(self, http: HttpSettings, tokens: Tokens) -> FastAPI:
+    def app(self, http: HttpSettings, tokens: BearerTokens) -> FastAPI:
         metrics = self._scoring.metrics
         metrics.watch(ready=lambda: self._lifecycle.phase == "ready", in_flight=lambda: self._lifecycle.in_flight)
         app = guarded_app(NAME, self._lifecycle, http, tokens, on_done=metrics.responded)
@@ -106,7 +115,7 @@ class RewardServer:
         reply = RewardReply(
             server=self._info(),
             results=results,
-            summary=Summary(n=len(results), ok=num_ok, error=len(results) - num_ok),
+            summary=RewardSummary(n=len(results), ok=num_ok, error=len(results) - num_ok),
             elapsed_ms=(time.monotonic() - began) * 1000,
         )
         return _json(reply.model_dump_json().encode())
@@ -163,15 +172,15 @@ class RewardServer:
     async def readyz(self) -> dict[str, str]:
         """200 while new work is taken, else 503."""
         if self._lifecycle.phase != "ready":
-            raise Problem(503, self._lifecycle.phase, "no new work is taken", retryable=True)
+            raise HttpProblem(503, self._lifecycle.phase, "no new work is taken", retryable=True)
         return {"status": "ready"}
 
     async def health(self) -> Response:
         """How it is; 503 while no new work is taken, so that `curl -f` waits for readiness."""
         phase = self._lifecycle.phase
         components = {
-            name: ComponentHealth(status="degraded" if lane.last_fault else "healthy", last_fault=lane.last_fault)
-            for name, lane in self._scoring.lanes.items()
+            name: ComponentHealth(status="degraded" if queue.last_fault else "healthy", last_fault=queue.last_fault)
+            for name, queue in self._scoring.queues.items()
         }
         is_degraded = any(component.last_fault for component in components.values())
         health = Health(
@@ -216,13 +225,13 @@ def run(loaded: Loaded, http: HttpSettings, settings: ScoringSettings, *, warm_u
         RewardError: the warm-up item could not be scored.
     """
     item = _read_item(warm_up) if warm_up is not None else None
-    tokens = Tokens(http)
+    tokens = BearerTokens(http)
     refuse_open_door(http, tokens)
     asyncio.run(_run(loaded, http, settings, tokens, item))
 
 
 async def _run(
-    loaded: Loaded, http: HttpSettings, settings: ScoringSettings, tokens: Tokens, warm_up: Item | None
+    loaded: Loaded, http: HttpSettings, settings: ScoringSettings, tokens: BearerTokens, warm_up: Item | None
 ) -> None:
     lifecycle = Lifecycle()
     scoring = ScoringService(loaded, settings)

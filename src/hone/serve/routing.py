@@ -19,7 +19,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, ValidationErr
 from pydantic_core import CoreSchema, core_schema
 
 from hone.reward.wire import whole_characters
-from hone.serve.problem import RESPONSES, Problem
+from hone.serve.problem import RESPONSES, HttpProblem
 
 MAX_CONTAINERS = 1 << 20
 """Arrays and objects of a body, the costliest of JSON: half a second. Brackets in its texts count too."""
@@ -75,20 +75,22 @@ def parse(model: type[ModelT], body: bytes, limits: Mapping[str, int]) -> ModelT
     containers = body.count(b"[") + body.count(b"{")
     if containers > MAX_CONTAINERS:
         detail = f"about {containers} arrays and objects; at most {MAX_CONTAINERS} in a body"
-        raise Problem(413, "too-many-values", detail)
+        raise HttpProblem(413, "too-many-values", detail)
     try:
         found = _read(model, body)
     except ValidationError as error:
         (wrong,) = error.errors(include_url=False, include_input=False)
-        raise Problem(400, "bad-json", f"the body is not JSON as RFC 8259 has it: {wrong['msg']}") from None
+        raise HttpProblem(400, "bad-json", f"the body is not JSON as RFC 8259 has it: {wrong['msg']}") from None
     if found is None:
         if containers + body.count(b":") > MAX_EXPLAINED:
             detail = "the body does not fit the schema; in a smaller one, this server says where"
-            raise Problem(422, "unprocessable-body", detail)
+            raise HttpProblem(422, "unprocessable-body", detail)
         found = _explained(model, body)
     for name, most in limits.items():
         if len(listed := vars(found).get(name) or ()) > most:
-            raise Problem(413, "too-many-items", f"{len(listed)} in {name}; at most {most} in a request (--max-items)")
+            raise HttpProblem(
+                413, "too-many-items", f"{len(listed)} in {name}; at most {most} in a request (--max-items)"
+            )
     return found
 
 
@@ -116,5 +118,5 @@ def _explained(model: type[ModelT], body: bytes) -> ModelT:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
     too_long = next((found for found in errors if found["type"] == "too_long" and len(found["loc"]) == 1), None)
     if too_long is not None:
-        raise Problem(413, "too-many-items", f"{too_long['loc'][0]}: {too_long['msg']}")
+        raise HttpProblem(413, "too-many-items", f"{too_long['loc'][0]}: {too_long['msg']}")
     raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in errors])

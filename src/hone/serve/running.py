@@ -30,7 +30,7 @@ _CANCEL_TIMEOUT_S = 2
 """For requests that were cancelled to come to their end."""
 
 
-class Service(Protocol):
+class Servable(Protocol):
     """What a server serves: made ready after the port is open, ended after the last request."""
 
     async def start(self) -> None:
@@ -42,7 +42,7 @@ class Service(Protocol):
         ...
 
 
-async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: HttpSettings, *, name: str) -> None:
+async def serve(app: FastAPI, service: Servable, lifecycle: Lifecycle, settings: HttpSettings, *, name: str) -> None:
     """Listen, start the service, serve until SIGTERM or SIGINT, drain.
 
     Prints `NAME: listening on URL`, then `NAME: ready`. Health is answered from the first moment.
@@ -79,7 +79,7 @@ async def serve(app: FastAPI, service: Service, lifecycle: Lifecycle, settings: 
     _say(f"{name}: drained")
 
 
-async def _start(service: Service, lifecycle: Lifecycle, name: str) -> None:
+async def _start(service: Servable, lifecycle: Lifecycle, name: str) -> None:
     await service.start()
     if lifecycle.phase == "starting":
         lifecycle.phase = "ready"

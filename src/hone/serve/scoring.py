@@ -1,8 +1,8 @@
-"""Request handling of a reward service: admission, scoring, a result per item.
+"""Request handling of the reward service: admission, scoring, one result per item.
 
-Items become groups, one each or by `group_id`; a group is scored by every component that is asked for, each in its own
-lane; what is missing at the deadline is an error of its item. Scores are those of the same reward in process. Routes
-and foreign shapes are in `reward.py`.
+Items become groups, one each or by `group_id`; a group is scored by every requested component, each with its own queue;
+a score that is missing at the deadline is an error of its item. Scores equal those of the same reward in process.
+Routes are in `reward.py`, the request formats of other projects in `foreign.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hone.errors import RewardError
 from hone.reward.aggregate import settled, weighted_sums
 from hone.reward.fingerprint import fingerprint
 from hone.reward.judge.scorer import JudgeReward
-from hone.reward.rewards import Component, InPool, Rewards
+from hone.reward.rewards import Component, Rewards, UserFunctionScorer
 from hone.reward.signature import Range
 from hone.reward.wire import (
     ComponentResult,
@@ -35,23 +35,22 @@ from hone.reward.wire import (
     groups_of,
     printable,
 )
-from hone.serve.batching import batched
-from hone.serve.lane import Done, Joined, Lane, Memory
 from hone.serve.metrics import RewardMetrics
-from hone.serve.problem import Problem
+from hone.serve.problem import HttpProblem
+from hone.serve.queue import ScoreCache, ScoreClaim, ScoredGroup, ScoreQueue, batched
 from hone.serve.settings import ScoringSettings
 from hone.types import Fault, Score
 
 _MAX_RETRY_AFTER_S = 60.0
 _TURN_S = 0.005
-"""For one request's keys at a time, while others wait for the event loop."""
+"""Time to compute keys of one request before other tasks get the event loop."""
 _RESTART_S = 1.0
-"""About what a scorer process costs to start; work in one is killed no sooner than that after its last asker left."""
+"""About what a worker process takes to start; abandoned work in one is killed no sooner."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A reward that can be asked for: one component, or the weighted whole."""
+class RewardSpec:
+    """A reward that a request can name: one component, or the weighted whole."""
 
     name: str
     weights: Mapping[str, float]
@@ -62,28 +61,28 @@ class Asked:
 
 
 @dataclass(slots=True)
-class _Claim:
-    """A group of a request, and its work in the lanes."""
+class _GroupClaims:
+    """A group of a request, and its claims on the work of each component."""
 
     work: Work
-    joined: dict[str, Joined]
+    by_component: dict[str, ScoreClaim]
 
-    def scores(self) -> dict[str, Done]:
-        """By component, what there is by now."""
-        found = {name: joined.result() for name, joined in self.joined.items()}
+    def scores(self) -> dict[str, ScoredGroup]:
+        """By component, those done by now."""
+        found = {name: part.result() for name, part in self.by_component.items()}
         return {name: done for name, done in found.items() if done is not None}
 
 
 class ScoringService:
-    """The rewards of a file, served. Started and closed by `running.serve`."""
+    """Scores the items of requests by the rewards of a run file. Started and closed by `running.serve`."""
 
     def __init__(self, loaded: Loaded, settings: ScoringSettings) -> None:
-        """Raises ConfigError for rewards that cannot be had."""
+        """Raises ConfigError for rewards that cannot be made."""
         self._loaded, self._settings = loaded, settings
-        # The bound on unscored samples is the trainer's to keep: a service answers for each item and continues.
+        # The trainer bounds unscored samples: a service answers for each item.
         section = loaded.config.reward.model_copy(update={"max_unscored_frac": 1.0})
         self._rewards = Rewards.from_config(section, loaded.run_file.parent, window_samples=1)
-        self.lanes = {component.name: self._lane(component) for component in self._rewards.components}
+        self.queues = {component.name: self._queue(component) for component in self._rewards.components}
         self.fingerprint = ""
         self.metrics = RewardMetrics(
             lambda: self.pending_items,
@@ -91,24 +90,24 @@ class ScoringService:
             frozenset(c.name for c in self._rewards.components if isinstance(c.scorer, JudgeReward)),
         )
         self.pending_items = 0
-        """Items of requests that are being answered, in which something is still to be scored."""
+        """Items of open requests in which something is still to be scored."""
         self._of_client = Counter[str]()
-        self._parts: dict[str, dict[str, None]] = {name: {} for name in self.lanes}
-        """Names that each component's measurements were seen to have: every item's reply has all of them."""
+        self._parts: dict[str, dict[str, None]] = {name: {} for name in self.queues}
+        """Metric names seen of each component: every item's result has all of them."""
 
-    def _lane(self, component: Component) -> Lane:
+    def _queue(self, component: Component) -> ScoreQueue:
         settings = self._settings
-        in_pool = isinstance(component.scorer, InPool)
-        return Lane(
+        in_pool = isinstance(component.scorer, UserFunctionScorer)
+        return ScoreQueue(
             batched(component, settings.batch_items, settings.batch_wait_ms / 1000),
-            Memory(settings.cache_items, settings.cache_ttl_s),
-            # No more than there are processes: what waits here can be dropped, in the pool it would count as running.
+            ScoreCache(settings.cache_items, settings.cache_ttl_s),
+            # No more than there are processes: what waits here can be dropped, in the pool it cannot.
             max_in_flight_groups=self._loaded.config.reward.workers if in_pool else settings.max_in_flight_groups,
             abandoned_after_s=_RESTART_S if in_pool else 0.0,
         )
 
     async def start(self) -> None:
-        """Start the scorers. Raises ConfigError for those that cannot be."""
+        """Start the scorers. Raises ConfigError for those that fail to."""
         self.fingerprint = await asyncio.to_thread(fingerprint, self._loaded)
         await self._rewards.start()
 
@@ -121,7 +120,7 @@ class ScoringService:
         if result.error is not None:
             raise RewardError(f"the warm-up item was not scored: {result.error.fault} fault: {result.error.detail}")
 
-    def asked(self, name: str | None, weights: Mapping[str, float] | None = None) -> Asked:
+    def asked(self, name: str | None, weights: Mapping[str, float] | None = None) -> RewardSpec:
         """The reward of that name, or the whole.
 
         Args:
@@ -132,7 +131,7 @@ class ScoringService:
         components = {component.name: component for component in self._rewards.components}
         if name is not None:
             if name not in components:
-                raise Problem(
+                raise HttpProblem(
                     404, "unknown-reward", f"no reward {name[:80]!r} here; there are: {', '.join(components)}"
                 )
             return _asked(name, {name: 1.0}, [components[name]])
@@ -140,12 +139,12 @@ class ScoringService:
             return _asked("whole", {c.name: c.weight for c in components.values()}, list(components.values()))
         unknown = sorted(set(weights) - set(components))
         if unknown:
-            raise Problem(
+            raise HttpProblem(
                 422, "unknown-weight", f"no component {unknown[0][:80]!r}; there are: {', '.join(components)}"
             )
         chosen = {c.name: weights.get(c.name, c.weight) for c in components.values()}
         if not any(chosen.values()):
-            raise Problem(422, "no-weight", "all weights are 0")
+            raise HttpProblem(422, "no-weight", "all weights are 0")
         return _asked("whole", chosen, list(components.values()))
 
     async def score(
@@ -162,7 +161,7 @@ class ScoringService:
         results: dict[int, ItemResult] = {}
         works = await self._works(request, asked, results)
         claims = self._claims(works, asked, client, timeout_s)
-        waiting = [future for claim in claims for joined in claim.joined.values() if (future := joined.future)]
+        waiting = [future for claim in claims for part in claim.by_component.values() if (future := part.future)]
         num_items = sum(len(claim.work.places) for claim in claims) if waiting else 0
         self._of_client[client] += num_items
         self.pending_items += num_items
@@ -172,26 +171,26 @@ class ScoringService:
             num_late = sum(self._answer(claim, request, asked, timeout_s, results) for claim in claims)
         finally:
             for claim in claims:
-                for joined in claim.joined.values():
-                    joined.leave()
+                for part in claim.by_component.values():
+                    part.leave()
             self.pending_items -= num_items
             self._of_client[client] -= num_items
             if not self._of_client[client]:
                 del self._of_client[client]
         if num_late and num_late == len(request.items):
-            raise Problem(504, "deadline", f"nothing was scored within {timeout_s:g} s", retryable=True)
+            raise HttpProblem(504, "deadline", f"nothing was scored within {timeout_s:g} s", retryable=True)
         return self._with_all_parts([results[place] for place in range(len(request.items))], asked)
 
-    # ---- taking work on
+    # ---- admission
 
     async def _works(
-        self, request: RewardRequest, asked: Asked, results: dict[int, ItemResult]
+        self, request: RewardRequest, asked: RewardSpec, results: dict[int, ItemResult]
     ) -> list[tuple[bytes, Work]]:
-        """The groups of a request and what each is known by; what cannot be scored at all is put into `results`."""
+        """The groups of a request with their content keys; what cannot be scored at all is put into `results`."""
         try:
             works = groups_of(request.items, request.mode)
         except Disagreement as error:
-            raise Problem(
+            raise HttpProblem(
                 422, "unprocessable-body", str(error), errors=[(f"/items/{error.place}", str(error))]
             ) from None
         known, began = [], time.monotonic()
@@ -203,21 +202,23 @@ class ScoringService:
                 except ValueError:
                     detail = "a number that is not finite"
                     errors = [(f"/items/{work.places[0]}", detail)]
-                    raise Problem(422, "unprocessable-body", detail, errors=errors) from None
+                    raise HttpProblem(422, "unprocessable-body", detail, errors=errors) from None
             if time.monotonic() - began > _TURN_S:  # the keys of 32 MiB take half a second
                 await asyncio.sleep(0)
                 began = time.monotonic()
         return known
 
-    def _claims(self, works: Sequence[tuple[bytes, Work]], asked: Asked, client: str, timeout_s: float) -> list[_Claim]:
+    def _claims(
+        self, works: Sequence[tuple[bytes, Work]], asked: RewardSpec, client: str, timeout_s: float
+    ) -> list[_GroupClaims]:
         """Claims on the work of a request. Raises Problem when it is too much."""
         claims, new = [], []
         for key, work in works:
-            claim = _Claim(work, {})
+            claim = _GroupClaims(work, {})
             for name in asked.weights:
-                joined = self.lanes[name].find(key)
-                if joined is not None:
-                    claim.joined[name] = joined
+                part = self.queues[name].find(key)
+                if part is not None:
+                    claim.by_component[name] = part
                 else:
                     new.append((claim, name, key))
             claims.append(claim)
@@ -225,22 +226,22 @@ class ScoringService:
             self._admit(
                 sum(len(claim.work.places) for claim in claims), {name for _, name, _ in new}, client, timeout_s
             )
-        except Problem:
+        except HttpProblem:
             for claim in claims:
-                for joined in claim.joined.values():
-                    joined.leave()
+                for part in claim.by_component.values():
+                    part.leave()
             raise
         for claim, name, key in new:
-            lane = self.lanes[name]
-            claim.joined[name] = lane.find(key) or lane.add(key, claim.work.group)  # it may be there twice
+            queue = self.queues[name]
+            claim.by_component[name] = queue.find(key) or queue.add(key, claim.work.group)  # it may be there twice
         return claims
 
-    def _admit(self, num_items: int, lanes: set[str], client: str, timeout_s: float) -> None:
+    def _admit(self, num_items: int, queues: set[str], client: str, timeout_s: float) -> None:
         """Raises Problem when that many items more are too many."""
-        if not lanes:
+        if not queues:
             return
         settings = self._settings
-        wait_s = max(self.lanes[name].wait_s() for name in lanes)
+        wait_s = max(self.queues[name].wait_s() for name in queues)
         if self.pending_items + num_items > settings.queue_items:
             raise _refusal(503, "queue-full", f"{self.pending_items} items are waiting or being scored", wait_s / 2)
         if wait_s > min(timeout_s, settings.max_wait_s):
@@ -250,9 +251,9 @@ class ScoringService:
             raise _refusal(429, "client-limit", f"a client may have {limit} items waiting or being scored", wait_s / 2)
 
     def _without_too_long(
-        self, work: Work, items: Sequence[Item], asked: Asked, results: dict[int, ItemResult]
+        self, work: Work, items: Sequence[Item], asked: RewardSpec, results: dict[int, ItemResult]
     ) -> Work:
-        """A group without the responses beyond the limit, which are answered at once: each earns the least there is."""
+        """A group without the responses beyond the size limit, which get the minimum at once."""
         limit = self._settings.max_solution_kib << 10
         lengths = {place: len(items[place].solution_str.encode()) for place in work.places}
         for place, length in lengths.items():
@@ -265,8 +266,8 @@ class ScoringService:
         samples = tuple(work.group.samples[number] for number in kept)
         return Work(replace(work.group, samples=samples), tuple(work.places[number] for number in kept))
 
-    def _least(self, asked: Asked, detail: str) -> dict[str, Score]:
-        """What every component says of a response that it is not asked about; one that declares no minimum has none."""
+    def _least(self, asked: RewardSpec, detail: str) -> dict[str, Score]:
+        """Every component's minimum as the score of a model fault; a data fault where it declares none."""
         scorers = {component.name: component.scorer for component in self._rewards.components}
         least = {name: getattr(scorers[name], "hone_range", Range()).minimum for name in asked.weights}
         return {
@@ -274,14 +275,19 @@ class ScoringService:
             for name, value in least.items()
         }
 
-    # ---- answering
+    # ---- results
 
     def _answer(
-        self, claim: _Claim, request: RewardRequest, asked: Asked, timeout_s: float, results: dict[int, ItemResult]
+        self,
+        claim: _GroupClaims,
+        request: RewardRequest,
+        asked: RewardSpec,
+        timeout_s: float,
+        results: dict[int, ItemResult],
     ) -> int:
-        """Put the results of a group among the others. Returns how many of its items the deadline left unscored."""
+        """Add the results of a group. Returns how many of its items the deadline left unscored."""
         done = claim.scores()
-        cached = all(joined.done is not None for joined in claim.joined.values())
+        cached = all(part.done is not None for part in claim.by_component.values())
         elapsed_ms = 0.0 if cached else 1000 * max((d.elapsed_s for d in done.values()), default=0.0)
         late = Score(None, Fault.INFRA, f"not scored within {timeout_s:g} s")
         late_components = asked.weights.keys() - done.keys()
@@ -298,9 +304,15 @@ class ScoringService:
         return num_late
 
     def _result(
-        self, item: Item, asked: Asked, scores: Mapping[str, Score], *, cached: bool = False, elapsed_ms: float = 0.0
+        self,
+        item: Item,
+        asked: RewardSpec,
+        scores: Mapping[str, Score],
+        *,
+        cached: bool = False,
+        elapsed_ms: float = 0.0,
     ) -> ItemResult:
-        """The verdict on an item, from what every component that was asked for says of it."""
+        """The result of an item, from the scores of every requested component."""
         components = {name: component_result(score, asked.weights[name]) for name, score in scores.items()}
         error = _first_error(scores, asked)
         flags = ["truncated"] if item.finish_reason == "length" else []
@@ -331,8 +343,8 @@ class ScoringService:
             self._parts[name] |= dict.fromkeys(component.metrics)
         return {f"{name}_{part}": value for name, c in components.items() for part, value in c.metrics.items()}
 
-    def _with_all_parts(self, results: list[ItemResult], asked: Asked) -> list[ItemResult]:
-        """The same names of measurements in every result, null where an item has none of that name."""
+    def _with_all_parts(self, results: list[ItemResult], asked: RewardSpec) -> list[ItemResult]:
+        """The same metric names in every result, null where an item has none of that name."""
         names = [f"{name}_{part}" for name in asked.weights for part in self._parts[name]]
         return [
             result.model_copy(update={"metrics": {name: result.metrics.get(name) for name in names}})
@@ -340,9 +352,9 @@ class ScoringService:
         ]
 
 
-def _asked(name: str, weights: Mapping[str, float], components: Sequence[Component]) -> Asked:
+def _asked(name: str, weights: Mapping[str, float], components: Sequence[Component]) -> RewardSpec:
     terms = [(weights[c.name], getattr(c.scorer, "hone_range", Range())) for c in components if weights[c.name]]
-    return Asked(
+    return RewardSpec(
         name,
         weights,
         minimum=_sum((weight, declared.minimum if weight > 0 else declared.maximum) for weight, declared in terms),
@@ -351,7 +363,7 @@ def _asked(name: str, weights: Mapping[str, float], components: Sequence[Compone
 
 
 def _sum(terms: Iterable[tuple[float, float | None]]) -> float | None:
-    """Of weight times bound; None when a bound is not declared."""
+    """Sum of weight times bound; None when a bound is not declared."""
     total = 0.0
     for weight, bound in terms:
         if bound is None:
@@ -360,7 +372,7 @@ def _sum(terms: Iterable[tuple[float, float | None]]) -> float | None:
     return total if math.isfinite(total) else None
 
 
-def _first_error(scores: Mapping[str, Score], asked: Asked) -> ItemError | None:
+def _first_error(scores: Mapping[str, Score], asked: RewardSpec) -> ItemError | None:
     """Of the components that have a weight."""
     for name, score in scores.items():
         if score.value is None and score.fault is not None and asked.weights[name]:
@@ -369,9 +381,9 @@ def _first_error(scores: Mapping[str, Score], asked: Asked) -> ItemError | None:
     return None
 
 
-def _refusal(status: int, kind: str, detail: str, retry_after_s: float) -> Problem:
+def _refusal(status: int, kind: str, detail: str, retry_after_s: float) -> HttpProblem:
     retry_after_s = min(max(1.0, retry_after_s), _MAX_RETRY_AFTER_S)
-    return Problem(status, kind, detail, retryable=True, retry_after_s=retry_after_s)
+    return HttpProblem(status, kind, detail, retryable=True, retry_after_s=retry_after_s)
 
 
 def _content_key(request: RewardRequest, work: Work) -> bytes:

@@ -36,7 +36,7 @@ class News:
     finish_reason: Literal["stop", "length"] | None = None
 
 
-class Choice:
+class StreamedChoice:
     """One choice of a stream, from its first token to its end."""
 
     def __init__(self, index: int, text: GrowingText) -> None:

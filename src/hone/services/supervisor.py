@@ -26,7 +26,7 @@ import httpx
 from hone.config.load import Loaded, load_rewards
 from hone.errors import ServiceError
 from hone.reward.fingerprint import fingerprint
-from hone.reward.transport import Address
+from hone.reward.http import Address
 from hone.services.gpus import Split
 from hone.services.launch import Launch, plan_launches
 from hone.services.log import Excerpt

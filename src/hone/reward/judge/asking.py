@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from statistics import StatisticsError, correlation, fmean
 from typing import Any
 
+from hone.reward.http import Refused, Unavailable
 from hone.reward.judge.parse import Failure, NoScores
 from hone.reward.judge.prompt import Messages
-from hone.reward.openai import Answer, ChatClient
+from hone.reward.openai import ChatAnswer, ChatClient
 from hone.reward.pool import CallFailed
-from hone.reward.transport import Refused, Unavailable
 from hone.reward.wire import encode_json
 
 ASKS = 3
@@ -30,7 +30,7 @@ ASKS = 3
 _RECENT = 1024
 """Scores that the correlation with length is over."""
 
-Read = Callable[[Answer], Awaitable[list[float]]]
+Read = Callable[[ChatAnswer], Awaitable[list[float]]]
 """An answer to its scores; raises NoScores, or CallFailed."""
 VoteFailure = Failure | str
 REFUSED = "refused"
@@ -98,8 +98,8 @@ class Asker:
         await self._traffic.close()
         await self._client.close()
 
-    async def _answer(self, messages: Messages, sampling: Mapping[str, Any]) -> Answer:
-        async def ask() -> Answer:
+    async def _answer(self, messages: Messages, sampling: Mapping[str, Any]) -> ChatAnswer:
+        async def ask() -> ChatAnswer:
             answer = await self._client.ask(messages, sampling, deadline_s=self._deadline_s)
             self._traffic.answered(answer)
             return answer
@@ -117,9 +117,9 @@ class Remembered:
 
     def __init__(self, items: int) -> None:
         self._items = items
-        self._tasks: OrderedDict[bytes, asyncio.Task[Answer]] = OrderedDict()
+        self._tasks: OrderedDict[bytes, asyncio.Task[ChatAnswer]] = OrderedDict()
 
-    async def get(self, question: bytes, ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def get(self, question: bytes, ask: Callable[[], Awaitable[ChatAnswer]]) -> ChatAnswer:
         """The answer; `ask` only when it is not known. A failure is not remembered."""
         if self._items == 0:
             return await ask()
@@ -133,7 +133,7 @@ class Remembered:
             self._tasks.popitem(last=False)
         return await asyncio.shield(task)  # others may wait for the same answer
 
-    def _forget_failure(self, key: bytes, done: asyncio.Task[Answer]) -> None:
+    def _forget_failure(self, key: bytes, done: asyncio.Task[ChatAnswer]) -> None:
         if (done.cancelled() or done.exception() is not None) and self._tasks.get(key) is done:
             del self._tasks[key]
 
@@ -159,7 +159,7 @@ class Traffic:
         """Score, characters and flags of responses."""
         self._clear()
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: ChatAnswer) -> None:
         self._answers += 1
         self._prompt_tokens += answer.prompt_tokens
         self._completion_tokens += answer.completion_tokens

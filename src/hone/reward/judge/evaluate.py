@@ -24,7 +24,7 @@ CANARY_PROMPTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class JudgedPair:
     """One row."""
 
     prompt: Prompt
@@ -63,11 +63,11 @@ class Figures:
         return found | {f"canary_{name}": max(scores) for name, scores in self.canaries.items()}
 
 
-async def evaluate_judge(judge: JudgeReward, pairs: Sequence[Pair]) -> Figures:
+async def evaluate_judge(judge: JudgeReward, pairs: Sequence[JudgedPair]) -> Figures:
     """Judge every pair in both orders, and the canaries."""
     figures, turn = Figures(len(pairs)), asyncio.Semaphore(PAIRS_AT_ONCE)
 
-    async def one(pair: Pair) -> None:
+    async def one(pair: JudgedPair) -> None:
         async with turn:
             straight, swapped = [await judge.score(pair.group(swapped=swapped)) for swapped in (False, True)]
         verdicts = [_verdict(straight), _verdict(tuple(reversed(swapped)))]
@@ -84,12 +84,12 @@ async def evaluate_judge(judge: JudgeReward, pairs: Sequence[Pair]) -> Figures:
     return figures
 
 
-def read_pairs(path: Path) -> list[Pair]:
+def read_pairs(path: Path) -> list[JudgedPair]:
     """Rows of a JSONL file with `prompt` (text or messages), `chosen`, `rejected` and, if the judge needs it, `answer`.
 
     Raises DataError for a row without them.
     """
-    pairs: list[Pair] = []
+    pairs: list[JudgedPair] = []
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -103,7 +103,7 @@ def read_pairs(path: Path) -> list[Pair]:
             raise DataError(f"{path}:{number}: no prompt; a row has prompt, chosen, rejected and perhaps answer")
         if not all(isinstance(row.get(name), str) for name in ("chosen", "rejected")):
             raise DataError(f"{path}:{number}: chosen and rejected must be texts")
-        pairs.append(Pair(_prompt(row, number), row["chosen"], row["rejected"]))
+        pairs.append(JudgedPair(_prompt(row, number), row["chosen"], row["rejected"]))
     if not pairs:
         raise DataError(f"{path}: no rows")
     return pairs

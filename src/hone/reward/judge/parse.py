@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from hone.reward.openai import Answer
+from hone.reward.openai import ChatAnswer
 
 Method = Literal["grm_boxed", "json", "answer_tag", "choice"]
 Failure = Literal["empty", "cut", "reasoning", "missing", "malformed", "count", "range"]
@@ -46,7 +46,7 @@ class Reading:
     choices: Mapping[str, float] = field(default_factory=dict)
     """Of `choice`: the words that are verdicts, and the score of each."""
 
-    def scores(self, answer: Answer, count: int) -> list[float]:
+    def scores(self, answer: ChatAnswer, count: int) -> list[float]:
         """`count` scores on the judge's scale, in the order that they stand in. Raises NoScores."""
         text = final_part(answer)
         for method in self.parsers:
@@ -65,7 +65,7 @@ class Reading:
         return list(scores)
 
 
-def final_part(answer: Answer) -> str:
+def final_part(answer: ChatAnswer) -> str:
     """What follows the reasoning of an answer that ended by itself. Raises NoScores."""
     if answer.finish_reason != "stop":
         raise NoScores("cut", f"the answer did not end by itself ({answer.finish_reason})")

@@ -66,7 +66,7 @@ _FORMS: dict[str, Callable[[int], str]] = {
 
 
 @dataclass(frozen=True)
-class Template:
+class JudgeTemplate:
     """A judge's prompt, and what it may look like.
 
     Placeholders: {question} {responses} {reference} {code} {count} {low} {high} {form}; every other brace is a brace.

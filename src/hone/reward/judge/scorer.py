@@ -20,19 +20,19 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from hone.reward.client import address_of
+from hone.reward.http import Addresses, Counts
 from hone.reward.judge.asking import REFUSED, Asker, Traffic, Vote
 from hone.reward.judge.figures import EngineFigures
 from hone.reward.judge.guard import FLAGS, Canaries, Flag, flags_of
 from hone.reward.judge.length import ByteBound, Counter, TokenizerCounter, fitted
 from hone.reward.judge.parse import FAILURES, Reading
-from hone.reward.judge.prompt import GRM, Messages, Template, neutraliser
+from hone.reward.judge.prompt import GRM, JudgeTemplate, Messages, neutraliser
 from hone.reward.judge.settings import JudgeSettings, length_problems, template_text
 from hone.reward.judge.user import UserFunctions
-from hone.reward.openai import Answer, ChatClient
+from hone.reward.openai import ChatAnswer, ChatClient
 from hone.reward.pool import CallFailed
 from hone.reward.resolve import Unusable
 from hone.reward.signature import MayScoreSample, Range, all_faulty
-from hone.reward.transport import Addresses, Counts
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
 
@@ -50,7 +50,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class JudgeRow:
     """What all responses of a prompt share."""
 
     question: str
@@ -60,7 +60,7 @@ class Row:
 
 
 class JudgeReward:
-    """The scorer (`base.Held`, `base.Early`, `base.OverHttp`). Needs no judge at its start: questions wait for one."""
+    """The scorer (stateful, streaming, remote: see `rewards.py`). The judge may start later: questions wait for it."""
 
     hone_range = Range(0.0, 1.0)
     fingerprint: str | None = None
@@ -70,7 +70,7 @@ class JudgeReward:
         self,
         settings: JudgeSettings,
         client: ChatClient,
-        template: Template,
+        template: JudgeTemplate,
         counter: Counter,
         functions: UserFunctions | None,
     ) -> None:
@@ -107,7 +107,7 @@ class JudgeReward:
         counter = ByteBound() if settings.tokenizer is None else TokenizerCounter(folder / settings.tokenizer)
         (low, high), method = settings.scale, settings.methods[0]
         text = template_text(settings, folder, GRM)
-        template = Template(text, low, high, method, neutraliser(counter.special_tokens))
+        template = JudgeTemplate(text, low, high, method, neutraliser(counter.special_tokens))
         problems = length_problems(settings, _overhead(settings, template, counter))
         if problems:
             raise Unusable("args of `judge`: " + " ".join(problems))
@@ -131,7 +131,7 @@ class JudgeReward:
 
     @property
     def counts(self) -> Counts:
-        """What happened on the way since the start (`base.OverHttp`)."""
+        """See `RemoteScorer`."""
         return self._client.counts
 
     def begin(self, prompt: Prompt) -> MayScoreSample | None:
@@ -168,19 +168,19 @@ class JudgeReward:
         row = self._row(prompt)
         return await self._judge_canaries(row, self._canaries.of(row.question))
 
-    async def _judge_canaries(self, row: Row, canaries: Mapping[str, str]) -> dict[str, float]:
+    async def _judge_canaries(self, row: JudgeRow, canaries: Mapping[str, str]) -> dict[str, float]:
         votes = await self._votes_apart(row, list(canaries.values()), count=1)
         return {name: self._share(vote.scores[0]) for name, (vote,) in zip(canaries, votes, strict=True) if vote.scores}
 
     # ---- what the judge is shown
 
-    def _row(self, prompt: Prompt) -> Row:
+    def _row(self, prompt: Prompt) -> JudgeRow:
         question = prompt.text if prompt.messages is None else _conversation(prompt.messages)
         reference = None
         if prompt.answer is not None:
             reference = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, default=str)
         item = {"question": question, "reference": prompt.answer, "columns": dict(prompt.columns)}
-        return Row(question, reference if self.settings.reference else None, item)
+        return JudgeRow(question, reference if self.settings.reference else None, item)
 
     def _case(self, sample: Sample, room: int | None) -> Case:
         neutralise = self.template.neutralise
@@ -205,7 +205,7 @@ class JudgeReward:
         """Neutral before it is cut: what keeps special tokens apart costs tokens too."""
         return self.counter.cut_middle(self.template.neutralise(text), room)
 
-    def _room(self, row: Row) -> int | None:
+    def _room(self, row: JudgeRow) -> int | None:
         """Tokens of a response that fit beside this question; of two responses, where they are compared."""
         budget = self.settings.prompt_budget
         if budget is None or self._has_own_prompt:
@@ -214,24 +214,24 @@ class JudgeReward:
         around = self._prompt_tokens(row, [""] * places)
         return max(0, budget - around) // places
 
-    def _prompt_tokens(self, row: Row, texts: Sequence[str]) -> int:
+    def _prompt_tokens(self, row: JudgeRow, texts: Sequence[str]) -> int:
         return self.counter.count(self.template.messages(row.question, texts, row.reference)[0]["content"])
 
-    async def _messages(self, row: Row, texts: Sequence[str]) -> Messages:
+    async def _messages(self, row: JudgeRow, texts: Sequence[str]) -> Messages:
         if self.functions and self._has_own_prompt:
             return await self.functions.prompt({**row.item, "response": texts[0]})
         return self.template.messages(row.question, texts, row.reference)
 
     # ---- votes
 
-    async def _votes(self, row: Row, texts: Sequence[str]) -> list[list[Vote]]:
+    async def _votes(self, row: JudgeRow, texts: Sequence[str]) -> list[list[Vote]]:
         """All votes on each response."""
         if self.settings.mode == "pointwise" or len(texts) < 2:
             return await self._votes_apart(row, texts, self.settings.votes)
         ballots = await asyncio.gather(*(self._ballot(row, texts, number) for number in range(self.settings.votes)))
         return [[_nth(ballot, place) for ballot in ballots] for place in range(len(texts))]
 
-    async def _votes_apart(self, row: Row, texts: Sequence[str], count: int) -> list[list[Vote]]:
+    async def _votes_apart(self, row: JudgeRow, texts: Sequence[str], count: int) -> list[list[Vote]]:
         """`count` votes on each response by itself."""
 
         async def votes_on(text: str) -> list[Vote]:
@@ -240,7 +240,7 @@ class JudgeReward:
             except CallFailed as error:
                 return [Vote(None, lost=f"data_processor_config: its function {error}")] * count
 
-            async def read(answer: Answer) -> list[float]:
+            async def read(answer: ChatAnswer) -> list[float]:
                 if self.functions and self.functions.has("postprocess"):
                     score = await self.functions.score(answer.text, {**row.item, "response": text})
                     return self._reading.checked([score], 1)
@@ -251,7 +251,7 @@ class JudgeReward:
 
         return list(await asyncio.gather(*map(votes_on, texts)))
 
-    async def _ballot(self, row: Row, texts: Sequence[str], number: int) -> Vote:
+    async def _ballot(self, row: JudgeRow, texts: Sequence[str], number: int) -> Vote:
         """One vote that compares all responses, in an order of its own; in several windows if it must be."""
         order = self._asker.order(number, row.question, len(texts))
         windows = self._windows(row, texts, order)
@@ -259,7 +259,7 @@ class JudgeReward:
         async def judge(window: Sequence[int]) -> Vote:
             shown = [texts[place] for place in window]
 
-            async def read(answer: Answer) -> list[float]:
+            async def read(answer: ChatAnswer) -> list[float]:
                 return self._reading.scores(answer, len(shown))
 
             return await self._asker.vote(self.template.messages(row.question, shown, row.reference), read, number)
@@ -276,7 +276,7 @@ class JudgeReward:
             next((vote.lost for vote in votes if vote.lost), ""),
         )
 
-    def _windows(self, row: Row, texts: Sequence[str], order: Sequence[int]) -> list[list[int]]:
+    def _windows(self, row: JudgeRow, texts: Sequence[str], order: Sequence[int]) -> list[list[int]]:
         """The order cut into windows that fit the judge; the shortest response is in each, to compare them by."""
         budget = self.settings.prompt_budget
         if budget is None or self._prompt_tokens(row, texts) <= budget:
@@ -328,7 +328,7 @@ class JudgeReward:
         return (score - low) / (high - low)
 
 
-def _overhead(settings: JudgeSettings, template: Template, counter: Counter) -> int:
+def _overhead(settings: JudgeSettings, template: JudgeTemplate, counter: Counter) -> int:
     """Tokens of a prompt without question and response, or what the settings say of them."""
     if settings.template_tokens is not None:
         return settings.template_tokens

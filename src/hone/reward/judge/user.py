@@ -19,7 +19,7 @@ from hone.reward.judge.parse import NoScores
 from hone.reward.judge.prompt import Messages
 from hone.reward.judge.settings import DataProcessorConfig
 from hone.reward.pool import RewardPool, UserFunction
-from hone.reward.resolve import Target, Unusable, import_function
+from hone.reward.resolve import FunctionRef, Unusable, import_function
 
 Role = Literal["preprocess", "postprocess"]
 _LEADING: dict[Role, tuple[str, ...]] = {"preprocess": ("question", "response"), "postprocess": ("text",)}
@@ -41,7 +41,9 @@ class UserFunctions:
         for role, name in names.items():
             if name is not None:
                 args = {"path": path, "name": name, "role": role}
-                function = UserFunction(Target(__name__, call.__name__), args, f"data_processor_config.{role}_fn_name")
+                function = UserFunction(
+                    FunctionRef(__name__, call.__name__), args, f"data_processor_config.{role}_fn_name"
+                )
                 self._functions[role] = self._pool.add(function)
 
     def has(self, role: Role) -> bool:
@@ -92,7 +94,7 @@ def check(args: Mapping[str, Any]) -> None:
 
 @lru_cache
 def _imported(path: str, name: str) -> Callable[..., Any]:
-    return import_function(Target(path, name))
+    return import_function(FunctionRef(path, name))
 
 
 def _wanted(function: Callable[..., Any], role: Role) -> list[str]:

@@ -62,7 +62,7 @@ _PRECISION = 50
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off; so they should be
 
 
-class Unreadable(ValueError):
+class UnreadableMath(ValueError):
     """No answer that could be compared; says why."""
 
 
@@ -91,7 +91,7 @@ def math(group: Group) -> list[Score] | tuple[Score, ...]:
     """1 for the right result, 0 for a wrong one or none."""
     try:
         gold = gold_answer(group.prompt.answer)
-    except Unreadable as error:
+    except UnreadableMath as error:
         return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
     return [score_response(sample.text, gold) for sample in group.samples]
 
@@ -104,13 +104,13 @@ def score_response(text: str, gold: Answer) -> Score:
     try:
         return Score(float(equal(gold, read(found))))
     except _SYMPY_RAISES as error:
-        return Score(0.0, Fault.MODEL, str(error) if isinstance(error, Unreadable) else describe(error))
+        return Score(0.0, Fault.MODEL, str(error) if isinstance(error, UnreadableMath) else describe(error))
 
 
 def gold_answer(answer: Any) -> Answer:
     """The row's answer. Raises Unreadable when it is none; computes without end when no answer could be compared."""
     if answer is None or isinstance(answer, bool) or not str(answer).strip():
-        raise Unreadable(f"{answer!r} is none")
+        raise UnreadableMath(f"{answer!r} is none")
     return _gold(str(answer))
 
 
@@ -120,17 +120,17 @@ def _gold(text: str) -> Answer:
     try:
         gold = read(boxed if boxed is not None else after_hashes(text) or text)
         equal(gold, read("0"))  # what cannot be compared with this in time cannot be compared with anything
-    except Unreadable:
+    except UnreadableMath:
         raise
     except _SYMPY_RAISES as error:
-        raise Unreadable(describe(error)) from error
+        raise UnreadableMath(describe(error)) from error
     return gold
 
 
 def read(text: str) -> Answer:
     """One answer. Raises Unreadable."""
     if len(text) > MAX_ANSWER_CHARACTERS:
-        raise Unreadable(f"an answer of {len(text)} characters; at most {MAX_ANSWER_CHARACTERS} are read")
+        raise UnreadableMath(f"an answer of {len(text)} characters; at most {MAX_ANSWER_CHARACTERS} are read")
     text = as_latex(text)
     percent, listed = _PERCENT.fullmatch(text), _LISTED.fullmatch(text)
     formula = percent[1] if percent else text
@@ -139,7 +139,7 @@ def read(text: str) -> Answer:
     if percent:
         parsed = [part for part in parsed if not isinstance(part, str)]
     if words is None and all(isinstance(part, str) for part in parsed):
-        raise Unreadable(f"cannot be read as mathematics: {text[:60]!r}")
+        raise UnreadableMath(f"cannot be read as mathematics: {text[:60]!r}")
     return Answer(
         parsed=_map(parsed, _exact),
         words=words,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from hone.reward.rules.answer import after_reasoning, last_boxed
-from hone.reward.rules.mathematics import Answer, Unreadable, gold_answer, score_response
+from hone.reward.rules.mathematics import Answer, UnreadableMath, gold_answer, score_response
 from hone.reward.rules.tags import TagSettings, is_strict
 from hone.reward.signature import all_faulty, reward
 from hone.types import Fault, Group, Score
@@ -23,7 +23,7 @@ def acc(group: Group) -> list[Score] | tuple[Score, ...]:
     r"""1 for the right result in `\boxed{}`, -0.5 for a wrong one, -1 without a box."""
     try:
         gold = gold_answer(group.prompt.answer)
-    except Unreadable as error:
+    except UnreadableMath as error:
         return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
     return [_acc(sample.text, gold) for sample in group.samples]
 
@@ -40,7 +40,7 @@ def base_acc(group: Group) -> list[Score] | tuple[Score, ...]:
     """1 for the right result in a response of strict format; else 0."""
     try:
         gold = gold_answer(group.prompt.answer)
-    except Unreadable as error:
+    except UnreadableMath as error:
         return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
     strict = TagSettings()
     return [score_response(s.text, gold) if is_strict(s.text, strict) else Score(0.0) for s in group.samples]

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 
 from hone.reward.sandbox.base import Limits, SandboxFault, SandboxUnavailable
 from hone.reward.sandbox.interpreter import Interpreter
-from hone.reward.sandbox.local import Command, LocalSession, Places, user_of_place
+from hone.reward.sandbox.local import Command, LocalSession, SandboxSlots, user_of_place
 from hone.reward.sandbox.probe import prove
 
 
@@ -30,7 +30,7 @@ class BareProcess:
         self._limits = limits
         self._python = python
         self._interpreter: Interpreter | None = None
-        self._places = Places(num_places)
+        self._places = SandboxSlots(num_places)
 
     async def start(self) -> None:
         if sys.platform != "linux":

@@ -70,7 +70,7 @@ class Call:
 Input = Stdin | Call
 
 
-class Ending(StrEnum):
+class ProgramEnding(StrEnum):
     """How a run ended."""
 
     FINISHED = "finished"  # exit code 0, and a value if one was asked for; whether it is right is another question
@@ -82,10 +82,10 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProgramRun:
     """What came out of one run."""
 
-    ending: Ending
+    ending: ProgramEnding
     output: bytes
     """Standard output, or the returned value as JSON; at most `Limits.output_bytes`."""
     detail: str = ""
@@ -96,7 +96,7 @@ class Run:
 class Session(Protocol):
     """One program in its sandbox."""
 
-    async def run(self, given: Input) -> Run:
+    async def run(self, given: Input) -> ProgramRun:
         """Run it once. Bounded by the limits and a grace; what a run leaves behind is ended before the next.
 
         Raises:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hone.reward.sandbox.base import Limits, SandboxFault, SandboxUnavailable
 from hone.reward.sandbox.interpreter import Interpreter
-from hone.reward.sandbox.local import Command, LocalSession, Places, environment, user_of_place
+from hone.reward.sandbox.local import Command, LocalSession, SandboxSlots, environment, user_of_place
 from hone.reward.sandbox.probe import prove
 from hone.reward.sandbox.seccomp import seccomp_filter
 
@@ -36,7 +36,7 @@ class Bubblewrap:
     def __init__(self, limits: Limits, *, num_places: int, python: str | None = None) -> None:
         self._limits = limits
         self._python = python
-        self._places = Places(num_places)
+        self._places = SandboxSlots(num_places)
         self._arguments: tuple[str, ...] = ()
         self._packages: tuple[str, ...] = ()
         self._filter = seccomp_filter()

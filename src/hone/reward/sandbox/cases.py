@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.reward.sandbox.base import Call, Ending, Input, Run, Stdin
+from hone.reward.sandbox.base import Call, Input, ProgramEnding, ProgramRun, Stdin
 
 _DECIMAL = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -42,9 +42,9 @@ class UnitTest:
     expected: Any
     """Text for `Stdin`, plain data for `Call`."""
 
-    def passed_by(self, run: Run, tolerance: float) -> bool:
+    def passed_by(self, run: ProgramRun, tolerance: float) -> bool:
         """Whether a run ended well and put out what it should."""
-        if run.ending is not Ending.FINISHED:
+        if run.ending is not ProgramEnding.FINISHED:
             return False
         if isinstance(self.given, Stdin):
             return same_text(self.expected, run.output.decode("utf-8", "replace"), tolerance)

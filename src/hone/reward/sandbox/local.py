@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.reward.sandbox.base import Call, Ending, Input, Limits, Run, SandboxFault, SandboxLost, Stdin
+from hone.reward.sandbox.base import Call, Input, Limits, ProgramEnding, ProgramRun, SandboxFault, SandboxLost, Stdin
 
 WARDEN = (Path(__file__).parent / "inside.py").read_text()
 START_TIMEOUT_S = 30.0
@@ -116,7 +116,7 @@ class LocalSession:
         if ready != {"ready": True}:
             raise SandboxFault(f"a sandbox did not start: it said {ready}")
 
-    async def run(self, given: Input) -> Run:
+    async def run(self, given: Input) -> ProgramRun:
         try:
             async with asyncio.timeout(self._limits.wall_s + GRACE_S):
                 await self._send(_as_message(given))
@@ -124,7 +124,9 @@ class LocalSession:
         except TimeoutError:
             raise SandboxLost(f"the sandbox said nothing {GRACE_S:g} s after the run's time was over") from None
         try:
-            return Run(Ending(header["ending"]), output, str(header["detail"])[:200], float(header["elapsed_s"]))
+            return ProgramRun(
+                ProgramEnding(header["ending"]), output, str(header["detail"])[:200], float(header["elapsed_s"])
+            )
         except (KeyError, TypeError, ValueError):
             raise SandboxLost("the sandbox answered with something else than the end of a run") from None
 
@@ -216,7 +218,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-class Places:
+class SandboxSlots:
     """A bounded number of sandboxes at one time. `number` tells places in use apart."""
 
     def __init__(self, num_places: int) -> None:

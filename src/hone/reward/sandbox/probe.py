@@ -10,7 +10,7 @@ import json
 import socket
 from typing import TYPE_CHECKING
 
-from hone.reward.sandbox.base import Call, Ending, SandboxFault, SandboxLost, SandboxUnavailable, Stdin
+from hone.reward.sandbox.base import Call, ProgramEnding, SandboxFault, SandboxLost, SandboxUnavailable, Stdin
 
 if TYPE_CHECKING:
     from hone.reward.sandbox.base import Sandbox
@@ -67,7 +67,7 @@ async def prove(sandbox: Sandbox, *, isolated: bool, processes: int = 0) -> None
     try:
         async with sandbox.open(_PROGRAM) as session:
             echo = await session.run(Stdin("olleh"))
-            if echo.ending is not Ending.FINISHED or echo.output != b"hello":
+            if echo.ending is not ProgramEnding.FINISHED or echo.output != b"hello":
                 raise SandboxUnavailable(f"a program that turns a line round {echo.ending}: {echo.detail}")
             if not isolated:
                 return
@@ -78,7 +78,9 @@ async def prove(sandbox: Sandbox, *, isolated: bool, processes: int = 0) -> None
     except (SandboxFault, SandboxLost) as error:
         raise SandboxUnavailable(str(error)) from error
     found = (
-        json.loads(tried.output) if tried.ending is Ending.FINISHED else [f"the trial {tried.ending}: {tried.detail}"]
+        json.loads(tried.output)
+        if tried.ending is ProgramEnding.FINISHED
+        else [f"the trial {tried.ending}: {tried.detail}"]
     )
     if found:
         raise SandboxUnavailable(f"its walls do not stand: {'; '.join(found)}")

@@ -17,20 +17,20 @@ from typing import Any
 
 import httpx
 
+from hone.reward.http import Endpoints, Refused, Unavailable
 from hone.reward.sandbox import inside
 from hone.reward.sandbox.base import (
     Call,
-    Ending,
     Input,
     Limits,
-    Run,
+    ProgramEnding,
+    ProgramRun,
     SandboxFault,
     SandboxLost,
     SandboxUnavailable,
     Stdin,
 )
 from hone.reward.sandbox.probe import prove
-from hone.reward.transport import Endpoints, Refused, Unavailable
 
 TRIES = 4
 ANSWER_GRACE_S = 10.0
@@ -121,7 +121,7 @@ class RemoteSession:
         self._source = source
         self._limits = limits
 
-    async def run(self, given: Input) -> Run:
+    async def run(self, given: Input) -> ProgramRun:
         try:
             return await self._asked(given, TRIES)
         except _Broken as error:
@@ -129,7 +129,7 @@ class RemoteSession:
                 raise SandboxLost(f"the service runs other programs, but not this one: {error}") from None
             raise SandboxFault(str(error)) from None
 
-    async def _asked(self, given: Input, max_tries: int) -> Run:
+    async def _asked(self, given: Input, max_tries: int) -> ProgramRun:
         """Raises SandboxFault, and _Broken when this program breaks the service's sandbox each time."""
         mark = secrets.token_hex(16)  # not to be guessed, so that nothing a program prints is taken for a value
         try_s = self._limits.wall_s * 2 + ANSWER_GRACE_S
@@ -165,10 +165,10 @@ class RemoteSession:
             "memory_limit_MB": self._limits.memory_bytes >> 20,
         }
 
-    def _as_run(self, answer: Any, given: Input, mark: str) -> Run | str:
+    def _as_run(self, answer: Any, given: Input, mark: str) -> ProgramRun | str:
         """How it ended; or what the service says when its sandbox broke. Raises ValueError for what is no answer."""
         if answer is _TOO_LONG:
-            return Run(Ending.OUTPUT, b"")
+            return ProgramRun(ProgramEnding.OUTPUT, b"")
         if not isinstance(answer, dict):
             raise ValueError("not an object")
         status, compiled, ran = answer.get("status"), answer.get("compile_result"), answer.get("run_result")
@@ -181,23 +181,23 @@ class RemoteSession:
         elapsed_s = float(elapsed_s) if isinstance(elapsed_s, int | float) else 0.0
         detail = _last_line(result.get("stderr"))
         if result.get("status") == "TimeLimitExceeded":
-            return Run(Ending.TIME, b"", detail, elapsed_s)
+            return ProgramRun(ProgramEnding.TIME, b"", detail, elapsed_s)
         if result.get("status") != "Finished" or not isinstance(code, int) or (code == 0) != (status == "Success"):
             raise ValueError("it contradicts itself: no return code, or one that does not fit the status")
         if code != 0 or ran is None:
-            ending = Ending.MEMORY if detail.startswith("MemoryError") else Ending.CRASHED
-            return Run(ending, b"", detail or f"exit code {code}", elapsed_s)
+            ending = ProgramEnding.MEMORY if detail.startswith("MemoryError") else ProgramEnding.CRASHED
+            return ProgramRun(ending, b"", detail or f"exit code {code}", elapsed_s)
         stdout = result.get("stdout")
         if not isinstance(stdout, str):
             raise ValueError("it has no stdout")
         if isinstance(given, Call):
             _, found, stdout = stdout.rpartition(mark)
             if not found:
-                return Run(Ending.CRASHED, b"", "ended before its function returned a value", elapsed_s)
+                return ProgramRun(ProgramEnding.CRASHED, b"", "ended before its function returned a value", elapsed_s)
         output = stdout.encode("utf-8", "replace")
         if len(output) > self._limits.output_bytes:
-            return Run(Ending.OUTPUT, b"", "", elapsed_s)
-        return Run(Ending.FINISHED, output, "", elapsed_s)
+            return ProgramRun(ProgramEnding.OUTPUT, b"", "", elapsed_s)
+        return ProgramRun(ProgramEnding.FINISHED, output, "", elapsed_s)
 
     async def _is_well(self) -> bool:
         """Whether the service runs a program that breaks nothing, just now."""
@@ -205,7 +205,7 @@ class RemoteSession:
             run = await RemoteSession(self._endpoints, "print('well')", self._limits)._asked(Stdin(""), 1)
         except (_Broken, SandboxFault):
             return False
-        return run.ending is Ending.FINISHED and run.output.strip() == b"well"
+        return run.ending is ProgramEnding.FINISHED and run.output.strip() == b"well"
 
 
 class _Broken(Exception):

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 import httpx
 
-from hone.reward.answer import Refused, TooLong, TryAgain, answer_of, body_of, one_line
+from hone.reward.response import Refused, RetryableFailure, TooLong, body_of, json_of, one_line
 from hone.reward.wire import encode_json
 
 T = TypeVar("T")
@@ -145,9 +145,9 @@ class Endpoints:
         """
         return await self.call(deadline_s=deadline_s, try_s=try_s).post(path, body, check)
 
-    def call(self, *, deadline_s: float, try_s: float | None = None, max_tries: float = math.inf) -> Call:
+    def call(self, *, deadline_s: float, try_s: float | None = None, max_tries: float = math.inf) -> RetryingCall:
         """For what takes several posts under one deadline: `call.post`, `call.again`, `call.post` of the rest."""
-        return Call(self, deadline_s, try_s or deadline_s / 2, max_tries)
+        return RetryingCall(self, deadline_s, try_s or deadline_s / 2, max_tries)
 
     async def texts(self, path: str, *, timeout_s: float) -> list[str]:
         """What the endpoints answer to a GET, of those that do with 200 in time: for figures, which nothing needs."""
@@ -160,7 +160,7 @@ class Endpoints:
                 ):
                     body = await body_of(response, self._max_response_bytes) if response.status_code == 200 else b""
                     return body.decode("utf-8", "replace")
-            except (TimeoutError, httpx.HTTPError, TryAgain):
+            except (TimeoutError, httpx.HTTPError, RetryableFailure):
                 return ""
 
         return list(filter(None, await asyncio.gather(*map(text, self._endpoints))))
@@ -175,7 +175,7 @@ class Endpoints:
     # ---- for Call
 
     @contextlib.asynccontextmanager
-    async def place(self, call: Call) -> AsyncIterator[Endpoint]:
+    async def place(self, call: RetryingCall) -> AsyncIterator[Endpoint]:
         """A place in flight at an endpoint in service. The call's clock starts when it is had, or cannot be had."""
         while True:
             endpoint = self._choose(call.last)
@@ -203,13 +203,13 @@ class Endpoints:
         """One try: the decoded answer. Raises TryAgain and Refused; bounding its time is the caller's."""
         try:
             async with self._client.stream("POST", endpoint.url + path, content=content, headers=_HEADERS) as response:
-                return await answer_of(response, self._max_response_bytes)
+                return await json_of(response, self._max_response_bytes)
         except TooLong:
             if self._too_long is None:
                 raise
             return self._too_long
         except httpx.HTTPError as error:
-            raise TryAgain(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            raise RetryableFailure(f"{type(error).__name__}: {error}".rstrip(": ")) from error
 
     def succeeded(self, endpoint: Endpoint) -> None:
         """It answered: what was against it is forgotten."""
@@ -255,7 +255,7 @@ class Endpoints:
                 endpoint.on_trial = False
                 self._tell_waiting()
 
-    async def _wait_for_service(self, call: Call) -> None:
+    async def _wait_for_service(self, call: RetryingCall) -> None:
         """Return when an endpoint may be in service. Raises Unavailable when none will be before the deadline."""
         now = time.monotonic()
         resting = [endpoint.resting_until for endpoint in self._endpoints if endpoint.is_resting()]
@@ -281,7 +281,7 @@ class Endpoints:
             return False
 
 
-class Call:
+class RetryingCall:
     """One thing to be had from the endpoints before a deadline, over as many tries as it takes."""
 
     def __init__(self, endpoints: Endpoints, deadline_s: float, try_s: float, max_tries: float) -> None:
@@ -305,7 +305,7 @@ class Call:
             async with self._endpoints.place(self) as endpoint:
                 try:
                     return await self._try(endpoint, path, content, check)
-                except TryAgain as failure:
+                except RetryableFailure as failure:
                     if not (failure.is_cut and problem):  # what went wrong before says more
                         problem = f"{endpoint.url}{path}: {failure}"
             await self.again(problem)
@@ -335,12 +335,12 @@ class Call:
                 async with asyncio.timeout(seconds):
                     answer = await self._endpoints.send(endpoint, path, content)
             except TimeoutError:
-                raise TryAgain(f"no answer in {seconds:.3g} s", is_cut=seconds < self.try_s) from None
+                raise RetryableFailure(f"no answer in {seconds:.3g} s", is_cut=seconds < self.try_s) from None
             try:
                 result = check(answer)
             except ValueError as error:
-                raise TryAgain(f"not a valid answer: {one_line(str(error))}", is_invalid=True) from error
-        except TryAgain as failure:
+                raise RetryableFailure(f"not a valid answer: {one_line(str(error))}", is_invalid=True) from error
+        except RetryableFailure as failure:
             counts.invalid += failure.is_invalid
             counts.failed += not failure.is_invalid
             if failure.rest_s is not None:

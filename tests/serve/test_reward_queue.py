@@ -20,8 +20,7 @@ from hone.reward.wire import (
     items_of,
     plain,
 )
-from hone.serve.batching import MicroBatcher, batched
-from hone.serve.lane import Done, Lane, Memory, Pace
+from hone.serve.queue import MicroBatcher, RateEstimate, ScoreCache, ScoredGroup, ScoreQueue, batched
 from hone.types import Fault, Group, Prompt, Sample, Score, Turn
 
 
@@ -120,23 +119,23 @@ def test_a_measurement_that_is_not_finite_is_left_out():
 
 
 def test_memory_forgets_the_oldest_and_never_learns_our_failures():
-    memory = Memory(max_items=3, ttl_s=60)
-    done = Done((Score(1.0),), 0.1)
+    memory = ScoreCache(max_items=3, ttl_s=60)
+    done = ScoredGroup((Score(1.0),), 0.1)
     for key in (b"a", b"b", b"c"):
         memory.put(key, done)
     assert memory.get(b"a") is done  # used again, so b is now the oldest
     memory.put(b"d", done)
     assert [memory.get(key) is done for key in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
-    memory.put(b"e", Done((Score(None, Fault.INFRA, "down"),), 0.1))
-    memory.put(b"f", Done((Score(None, Fault.DATA, "no answer"),), 0.1))
+    memory.put(b"e", ScoredGroup((Score(None, Fault.INFRA, "down"),), 0.1))
+    memory.put(b"f", ScoredGroup((Score(None, Fault.DATA, "no answer"),), 0.1))
     assert memory.get(b"e") is None and memory.get(b"f") is not None
 
 
 def test_memory_ends_with_its_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("hone.serve.lane.time.monotonic", lambda: now[0])
-    memory = Memory(max_items=3, ttl_s=60)
-    memory.put(b"a", Done((Score(1.0),), 0.1))
+    monkeypatch.setattr("hone.serve.queue.time.monotonic", lambda: now[0])
+    memory = ScoreCache(max_items=3, ttl_s=60)
+    memory.put(b"a", ScoredGroup((Score(1.0),), 0.1))
     now[0] += 59
     assert memory.get(b"a") is not None
     now[0] += 2
@@ -145,8 +144,8 @@ def test_memory_ends_with_its_time(monkeypatch):
 
 def test_pace_is_learnt_from_what_finishes_and_from_what_does_not(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("hone.serve.lane.time.monotonic", lambda: now[0])
-    pace = Pace()
+    monkeypatch.setattr("hone.serve.queue.time.monotonic", lambda: now[0])
+    pace = RateEstimate()
     pace.begin()
     assert pace.wait_s(100, 10) == 0.0  # nothing is known yet
     now[0] = 4.0
@@ -167,23 +166,25 @@ def test_a_lane_scores_equal_work_once_and_drops_what_nobody_waits_for():
             return (Score(1.0),) * len(group.samples)
 
     async def main():
-        lane = Lane(Component("slow", 1.0, Slow()), Memory(10, 60), max_in_flight_groups=1, abandoned_after_s=0)
-        first = lane.add(b"1", group_of("first"))
-        left_alone = lane.add(b"2", group_of("left"))
-        again = lane.find(b"1")
+        queue = ScoreQueue(
+            Component("slow", 1.0, Slow()), ScoreCache(10, 60), max_in_flight_groups=1, abandoned_after_s=0
+        )
+        first = queue.add(b"1", group_of("first"))
+        left_alone = queue.add(b"2", group_of("left"))
+        again = queue.find(b"1")
         left_alone.leave()
-        third = lane.add(b"3", group_of("third"))
+        third = queue.add(b"3", group_of("third"))
         await asyncio.wait([first.future, again.future, third.future])
-        assert first.result() == again.result() and lane.find(b"1").done is not None
-        assert lane.find(b"2") is None and (lane.items_waiting, lane.items_running) == (0, 0)
-        begun = lane.add(b"4", group_of("begun"))
+        assert first.result() == again.result() and queue.find(b"1").done is not None
+        assert queue.find(b"2") is None and (queue.items_waiting, queue.items_running) == (0, 0)
+        begun = queue.add(b"4", group_of("begun"))
         await asyncio.sleep(0)
         begun.leave()  # cancelled while it runs
-        at_once = lane.add(b"5", group_of("at once"))
+        at_once = queue.add(b"5", group_of("at once"))
         at_once.leave()
         await asyncio.sleep(0.03)
-        assert (lane.items_waiting, lane.items_running) == (0, 0)
-        assert (await asyncio.wait_for(lane.add(b"6", group_of("last")).future, 5)).scores == (Score(1.0),)
+        assert (queue.items_waiting, queue.items_running) == (0, 0)
+        assert (await asyncio.wait_for(queue.add(b"6", group_of("last")).future, 5)).scores == (Score(1.0),)
 
     asyncio.run(main())
     assert seen == ["first", "third", "begun", "last"]
@@ -199,14 +200,16 @@ def test_where_stopping_costs_more_than_finishing_work_goes_on_and_is_there_for_
                 await release.wait()
                 return (Score(1.0),) * len(group.samples)
 
-        lane = Lane(Component("p", 1.0, InProcesses()), Memory(10, 60), max_in_flight_groups=1, abandoned_after_s=0.2)
-        running, queued = lane.add(b"1", group_of("a")), lane.add(b"2", group_of("b"))
+        queue = ScoreQueue(
+            Component("p", 1.0, InProcesses()), ScoreCache(10, 60), max_in_flight_groups=1, abandoned_after_s=0.2
+        )
+        running, queued = queue.add(b"1", group_of("a")), queue.add(b"2", group_of("b"))
         await asyncio.sleep(0)
         running.leave()
         queued.leave()
-        again = lane.find(b"1")
+        again = queue.find(b"1")
         release.set()
-        assert (await again.future).scores == (Score(1.0),) and lane.find(b"2") is None
+        assert (await again.future).scores == (Score(1.0),) and queue.find(b"2") is None
         assert len(calls) == 1
 
     asyncio.run(main())
@@ -223,15 +226,17 @@ def test_work_that_nobody_came_back_for_is_cancelled_after_a_while():
                 finally:
                     cancelled.set()
 
-        lane = Lane(Component("p", 1.0, Endless()), Memory(10, 60), max_in_flight_groups=1, abandoned_after_s=0.05)
-        lane.add(b"1", group_of("a")).leave()  # before it could begin
-        running = lane.add(b"2", group_of("b"))
+        queue = ScoreQueue(
+            Component("p", 1.0, Endless()), ScoreCache(10, 60), max_in_flight_groups=1, abandoned_after_s=0.05
+        )
+        queue.add(b"1", group_of("a")).leave()  # before it could begin
+        running = queue.add(b"2", group_of("b"))
         await asyncio.sleep(0)
         running.leave()
         assert not cancelled.is_set()
         await asyncio.wait_for(cancelled.wait(), 10)
         await asyncio.sleep(0)
-        assert lane.find(b"2") is None and (lane.items_waiting, lane.items_running) == (0, 0)
+        assert queue.find(b"2") is None and (queue.items_waiting, queue.items_running) == (0, 0)
 
     asyncio.run(main())
 

@@ -13,16 +13,16 @@ import pytest
 from faulty_server import SILENCE, Answer, FaultyServer, good_reply
 from needs import needs
 
-from hone.reward import transport
-from hone.reward.answer import TryAgain
-from hone.reward.transport import Call, Endpoints, Refused, RetryBudget, Unavailable
+from hone.reward import http
+from hone.reward.http import Endpoints, Refused, RetryBudget, RetryingCall, Unavailable
+from hone.reward.response import RetryableFailure
 
 BODY = {"items": [{"id": "a", "solution_str": "x"}]}
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
 
 
 def ask(*servers, times=1, at_once=False, deadline_s=5.0, check=lambda answer: answer, **settings):
@@ -162,9 +162,9 @@ def test_nobody_there():
 
 
 def test_a_last_try_that_the_deadline_cut_hides_no_earlier_failure():
-    failures = [TryAgain("HTTP 500"), TryAgain("no answer in 0.001 s", is_cut=True)]
+    failures = [RetryableFailure("HTTP 500"), RetryableFailure("no answer in 0.001 s", is_cut=True)]
 
-    class Scripted(Call):
+    class Scripted(RetryingCall):
         async def _try(self, *_):
             raise failures.pop(0)
 
@@ -239,7 +239,7 @@ def test_no_more_are_in_flight_than_allowed_and_standing_in_line_costs_no_deadli
 
 
 def test_an_endpoint_that_fails_is_left_alone_until_it_is_ready(monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.1)
     well = []
     broken = FaultyServer(lambda request: None if well else Answer(500), ready=lambda: bool(well))
 
@@ -260,7 +260,7 @@ def test_an_endpoint_that_fails_is_left_alone_until_it_is_ready(monkeypatch):
 
     with broken, FaultyServer() as good:
         failed, endpoints = asyncio.run(go(good))
-    assert failed == transport.EJECT_AFTER  # no request more
+    assert failed == http.EJECT_AFTER  # no request more
     assert broken.ready_asked  # it was asked instead
     assert endpoints.counts.ejections == 1
     assert len(broken.requests) > failed  # and used again once it said so
@@ -296,9 +296,9 @@ def test_retries_beyond_the_budget_wait_for_their_turn():
 
 
 def test_backoff_is_random_up_to_a_bound_that_doubles(monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_BACKOFF_S", 0.5)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.5)
     for failures, bound in ((0, 0.5), (1, 1.0), (4, 8.0), (6, 30.0), (5000, 30.0)):
-        waits = [transport.backoff_s(failures) for _ in range(200)]
+        waits = [http.backoff_s(failures) for _ in range(200)]
         assert 0.8 * bound < max(waits) <= bound
         assert min(waits) < 0.2 * bound
 

@@ -25,7 +25,7 @@ class Refused(Exception):
         self.status, self.detail = status, detail
 
 
-class TryAgain(Exception):
+class RetryableFailure(Exception):
     """One try failed in a way that another may not."""
 
     def __init__(
@@ -40,11 +40,11 @@ class TryAgain(Exception):
         """The deadline left less time than a try has."""
 
 
-class TooLong(TryAgain):
+class TooLong(RetryableFailure):
     """The answer was cut off."""
 
 
-async def answer_of(response: httpx.Response, max_bytes: int) -> Any:
+async def json_of(response: httpx.Response, max_bytes: int) -> Any:
     """The decoded JSON of an answer of at most `max_bytes`. Raises TryAgain, TooLong among them, and Refused."""
     if response.status_code == 200:
         return _decoded(await body_of(response, max_bytes))
@@ -55,7 +55,7 @@ async def body_of(response: httpx.Response, max_bytes: int) -> bytes:
     """The body, as it came. Raises TryAgain when it is compressed, which was not asked for and could be a bomb, and
     TooLong."""
     if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise TryAgain("the answer is compressed, which was not asked for", is_invalid=True)
+        raise RetryableFailure("the answer is compressed, which was not asked for", is_invalid=True)
     body = bytearray()
     async for part in response.aiter_bytes():
         body += part
@@ -73,15 +73,15 @@ def _decoded(body: bytes) -> Any:
     try:
         return decode_json(body)
     except ValueError as error:
-        raise TryAgain(f"the answer is not JSON: {error}", is_invalid=True) from None
+        raise RetryableFailure(f"the answer is not JSON: {error}", is_invalid=True) from None
 
 
-def _failure(response: httpx.Response, reason: str) -> TryAgain | Refused:
+def _failure(response: httpx.Response, reason: str) -> RetryableFailure | Refused:
     """What an HTTP status other than 200 means."""
     status = response.status_code
     if status in _TRIED_AGAIN or (status >= 500 and status != 501):
         rest_s = _retry_after_s(response.headers.get("Retry-After"))
-        return TryAgain(
+        return RetryableFailure(
             f"HTTP {status}: {reason}".rstrip(": "), rest_s=0.0 if rest_s is None and status == 429 else rest_s
         )
     return Refused(status, f"{reason or response.headers.get('Location', '')} ({response.url})")
