@@ -50,7 +50,9 @@ from hone.data.pack import collate  # noqa: E402
 from hone.model.heads import ScalarModel  # noqa: E402
 from hone.model.load import init_model  # noqa: E402
 from hone.train.critic import Critic  # noqa: E402
-from hone.train.local import LocalTrainer  # noqa: E402
+from hone.train.learner import Passes  # noqa: E402
+from hone.train.policy import PolicyTrainer  # noqa: E402
+from hone.train.roles import Reference, Roles  # noqa: E402
 from hone.types import Group, Prompt, Sample  # noqa: E402
 
 FOLDER = ROOT / "runs" / "presets"
@@ -211,24 +213,17 @@ def resident_mib() -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
-def make_update(model: Any, algorithm: Algorithm, groups: list[Group], precision: Any) -> LocalTrainer:
+def make_update(model: Any, algorithm: Algorithm, groups: list[Group], precision: Any) -> Roles:
     """A trainer that has made one update with this row, and everything the row needs."""
-    optimizer, common = OptimizerSection(), {"total_optimizer_steps": 1, "precision": precision}
+    common = {"optimizer": OptimizerSection(), "total_optimizer_steps": 1}
+    passes = Passes(precision, tokens_per_microbatch=256, logprob_chunk_tokens=64, temperature=1.0)
     critic = None
     if "values" in algorithm.needs:
-        body = ScalarModel(copy.deepcopy(model))
-        critic = Critic(body, optimizer=optimizer, tokens_per_microbatch=256, value_clip=0.2, **common)
-    reference = copy.deepcopy(model) if "ref_logprobs" in algorithm.needs else None
-    trainer = LocalTrainer(
-        model,
-        optimizer=optimizer,
-        temperature=1.0,
-        tokens_per_microbatch=256,
-        logprob_chunk_tokens=64,
-        reference=reference,
-        critic=critic,
-        **common,
-    )
+        critic = Critic(ScalarModel(copy.deepcopy(model)), passes, value_clip=0.2, **common)
+    frozen = copy.deepcopy(model) if "ref_logprobs" in algorithm.needs else None
+    policy = PolicyTrainer(model, passes, **common)
+    reference = Reference(frozen, passes) if frozen else None
+    trainer = Roles(policy=policy, critic=critic, reference=reference)
     batch = collate(groups)
     if reference is not None:
         batch = batch.with_column("ref_logprobs_T", trainer.logprobs(batch, reference=True))

@@ -60,7 +60,7 @@ class Joined(RayCluster):
 
 
 def make_trainer(cluster, ranks, timeout_s=30.0):
-    actors = [cluster.spawn(TrainerRank, devices=[number], shared_by=2) for number in range(ranks)]
+    actors = [cluster.spawn(TrainerRank, 60.0, devices=[number], shared_by=2) for number in range(ranks)]
     trainer = RemoteTrainer(RankGroup("trainer", actors, toy_trainer), timeout_s=timeout_s, bucket_size=1024)
     trainer.start(is_one_machine=True, timeout_s=120)
     return trainer

@@ -98,8 +98,7 @@ def test_a_critic_that_dies_is_named_and_started_again(tmp_path, monkeypatch):
         return [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == kind]
 
     life.until(lambda: events("trained"))
-    (critic,) = life.started("ray::CriticRank")
-    os.kill(critic.pid, signal.SIGKILL)
+    os.kill(events("trainer_up")[0]["pids"]["critic rank 0"], signal.SIGKILL)
     assert life.end() == 0, life.text()
     (down,) = events("trainer_down")
     assert "critic rank 0 died" in down["why"]

@@ -15,7 +15,9 @@ from hone.loop.gate import check_first_step
 from hone.model.load import init_model
 from hone.rollout.engine import Request
 from hone.rollout.local import LocalEngine
-from hone.train.local import LocalTrainer
+from hone.train.learner import Passes
+from hone.train.policy import PolicyTrainer
+from hone.train.roles import Reference, Roles
 from hone.types import Group, Prompt, Score
 
 ARCHITECTURE = {
@@ -45,19 +47,13 @@ def a_run(model, *, temperature=1.0, engine_model=None, sampled_at=None):
     run.config = RunConfig.model_validate(
         run.config.model_dump() | {"gate": {"enabled": True}, "rollout": {"temperature": temperature}}
     )
-    run.trainer = LocalTrainer(
-        copy.deepcopy(model),
-        optimizer=OptimizerSection(),
-        total_optimizer_steps=1,
-        temperature=temperature,
-        tokens_per_microbatch=4096,
-        logprob_chunk_tokens=512,
-        precision="float32",
-    )
+    passes = Passes("float32", tokens_per_microbatch=4096, logprob_chunk_tokens=512, temperature=temperature)
+    policy = PolicyTrainer(copy.deepcopy(model), passes, optimizer=OptimizerSection(), total_optimizer_steps=1)
+    run.trainer = Roles(policy=policy)
     run.sampling = replace(run.sampling, max_tokens=8, temperature=temperature)
     run.eos_ids = frozenset({EOS})
     run.engine = LocalEngine(
-        engine_model or run.trainer.model, decode=str, eos_ids=(EOS,), max_concurrent=64, timeout_s=60
+        engine_model or run.trainer.policy.model, decode=str, eos_ids=(EOS,), max_concurrent=64, timeout_s=60
     )
     prompts = [
         Prompt(f"p{i}", i, "", tuple(torch.arange(3 + i % 4).add(i).remainder(10).add(2).tolist())) for i in range(8)
@@ -173,6 +169,7 @@ def test_another_model_is_not_explained_away(model):
 def test_a_reference_from_other_weights_is_named(model):
     run, groups = a_run(model)
     run.algorithm.needs = frozenset({"ref_logprobs"})
-    run.trainer.reference = init_model(ARCHITECTURE, vocab_size=12, seed=1, dtype=torch.float32, device="cpu")
+    other = init_model(ARCHITECTURE, vocab_size=12, seed=1, dtype=torch.float32, device="cpu")
+    run.trainer.reference = Reference(other, run.trainer.policy.passes)
     with pytest.raises(GateError, match="the reference was loaded from other weights"):
         check(run, groups)

@@ -21,7 +21,7 @@ from hone.rollout.engine import Request
 from hone.rollout.env import Observation
 from hone.rollout.episodes import EpisodeEngine
 from hone.rollout.local import LocalEngine
-from hone.train.policy import PolicyTrainer
+from hone.train.roles import Roles
 from hone.types import Group, Prompt, Score
 
 ENVIRONMENT = '''
@@ -117,8 +117,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(finished, tm
 def test_a_critic_learns_from_each_turn_where_it_was_rewarded(tmp_path, monkeypatch):
     """The first token's return is the sample's reward; a later turn's lacks what was given before it."""
     learnt = []
-    update = PolicyTrainer.update
-    monkeypatch.setattr(PolicyTrainer, "update", lambda *args: (learnt.append(args[1]), update(*args))[1])
+    update = Roles.update
+    monkeypatch.setattr(Roles, "update", lambda *args: (learnt.append(args[1]), update(*args))[1])
     settings = ["algorithm.credit=gae", "algorithm.gae_lambda=1", "algorithm.kl_loss_coef=0", "run.steps=1"]
     assert main(["train", str(write_run(tmp_path)), *settings]) == 0
     return_T, start, partly = learnt[0].columns["return_T"], 0, 0
@@ -200,7 +200,7 @@ def two_turn_run(model):
     prompts = [Prompt(f"p{i}", i, "", (3 + i, 2, 7)) for i in range(8)]
 
     async def sample():
-        run.engine = LocalEngine(run.trainer.model, decode=str, eos_ids=(EOS,), max_concurrent=64, timeout_s=60)
+        run.engine = LocalEngine(run.trainer.policy.model, decode=str, eos_ids=(EOS,), max_concurrent=64, timeout_s=60)
         await run.engine.load(None, 0)
         episodes = EpisodeEngine(run.engine, TwoTurns(), encode=lambda _: [9, 10, 9], max_turns=2, in_step=True)
         try:

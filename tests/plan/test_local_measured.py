@@ -18,7 +18,9 @@ from hone.plan import activations, local, presets
 from hone.plan.activations import Pass
 from hone.plan.architecture import architecture_from
 from hone.rollout import decoding
-from hone.train.local import LocalTrainer
+from hone.train.learner import Passes
+from hone.train.policy import PolicyTrainer
+from hone.train.roles import Roles
 from hone.types import Batch
 
 ARCHITECTURES = {
@@ -68,15 +70,8 @@ def random_batch(vocab):
 def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision):
     model, arch = built(name)
     model.checkpointing = checkpointing
-    trainer = LocalTrainer(
-        model,
-        optimizer=OptimizerSection(),
-        total_optimizer_steps=10,
-        temperature=1.0,
-        tokens_per_microbatch=4096,
-        logprob_chunk_tokens=128,
-        precision=precision,
-    )
+    passes = Passes(precision, tokens_per_microbatch=4096, logprob_chunk_tokens=128, temperature=1.0)
+    trainer = Roles(policy=PolicyTrainer(model, passes, optimizer=OptimizerSection(), total_optimizer_steps=10))
     batch, algorithm = random_batch(arch.vocab), Algorithm(AlgorithmSection(), correction="none")
     trainer.update(batch, algorithm)
     update = allocated(lambda: trainer.update(batch, algorithm))

@@ -21,7 +21,9 @@ from hone.model.lora import AdapterOff, add_adapter
 from hone.plan.hardware import find_hardware
 from hone.plan.planner import plan
 from hone.train.critic import Critic
-from hone.train.local import LocalTrainer
+from hone.train.learner import Passes
+from hone.train.policy import PolicyTrainer
+from hone.train.roles import Reference, Roles
 from hone.train.tracing.compare import full_microbatch, over_depth
 from hone.train.tracing.local import trace_local
 from hone.train.tracing.memory import LiveMemory, fake_tensors
@@ -79,36 +81,25 @@ def real_trainer(config, architecture):
         implementation=config.model.implementation,
     )
     train = config.train
-    common = {"total_optimizer_steps": 9, "precision": config.run.precision}
+    passes = Passes(config.run.precision, train.tokens_per_microbatch, train.logprob_chunk_tokens, temperature=1.0)
     critic = None
     if needs_critic(config):
         body = init_model(architecture, vocab_size=None, seed=1, dtype=torch.float32, device="cpu")
         critic = Critic(
-            ScalarModel(body),
-            optimizer=config.critic.optimizer,
-            tokens_per_microbatch=train.tokens_per_microbatch,
-            value_clip=None,
-            **common,
+            ScalarModel(body), passes, optimizer=config.critic.optimizer, total_optimizer_steps=9, value_clip=None
         )
     if trains_adapter(config, "rl"):
         add_adapter(model, config.lora, seed=0, dtype=getattr(torch, config.run.precision))
     model.checkpointing = train.activation_checkpointing
-    return LocalTrainer(
-        model,
-        optimizer=train.optimizer,
-        temperature=1.0,
-        tokens_per_microbatch=train.tokens_per_microbatch,
-        logprob_chunk_tokens=train.logprob_chunk_tokens,
-        critic=critic,
-        reference=AdapterOff(model) if needs_reference(config) else None,
-        **common,
-    )
+    policy = PolicyTrainer(model, passes, optimizer=train.optimizer, total_optimizer_steps=9)
+    reference = Reference(AdapterOff(model), passes) if needs_reference(config) else None
+    return Roles(policy=policy, critic=critic, reference=reference)
 
 
 def resident(trainer):
     """Bytes of every tensor that lives between updates."""
     gc.collect()
-    learners = [trainer, *([trainer.critic] if trainer.critic else [])]
+    learners = [trainer.policy, *([trainer.critic] if trainer.critic else [])]
     tensors = []
     for one in learners:
         flat = one.held

@@ -13,8 +13,9 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import AlgorithmSection, OptimizerSection
 from hone.data.pack import collate
 from hone.model.load import init_model
-from hone.train.learner import Learner
-from hone.train.local import LocalTrainer
+from hone.train.learner import Learner, Passes
+from hone.train.policy import PolicyTrainer
+from hone.train.roles import Reference, Roles
 from hone.types import Batch, Group, Prompt, Sample
 
 VOCAB, MAX_TOKENS = 13, 6
@@ -57,16 +58,21 @@ def make_model(
     return model
 
 
-def make_trainer(model=None, *, precision="float64", steps=10, optimizer=None, reference=None, **changes):
+def make_passes(precision="float64", **changes) -> Passes:
     options = {"temperature": 1.0, "tokens_per_microbatch": 10_000, "logprob_chunk_tokens": 64} | changes
-    return LocalTrainer(
+    return Passes(precision=precision, **options)
+
+
+def make_trainer(model=None, *, precision="float64", steps=10, optimizer=None, reference=None, **changes):
+    of_passes = {name: changes.pop(name) for name in list(changes) if name in Passes.__dataclass_fields__}
+    passes = make_passes(precision, **of_passes)
+    policy = PolicyTrainer(
         model or make_model(dtype=getattr(torch, precision)),
+        passes,
         optimizer=optimizer or OptimizerSection(lr=1e-2, weight_decay=0.1),
         total_optimizer_steps=steps,
-        precision=precision,
-        reference=reference,
-        **options,
     )
+    return Roles(policy=policy, reference=Reference(reference, passes) if reference else None, **changes)
 
 
 def make_groups(seed: int = 0, *, num_groups: int = 5, group_size: int = 4) -> list[Group]:
@@ -126,12 +132,12 @@ def caught_gradient(learner: Learner, update: Callable[[], dict[str, float]]) ->
     return metrics, caught[0]
 
 
-def gradient(trainer: LocalTrainer, batch: Batch, algorithm: Algorithm) -> torch.Tensor:
+def gradient(trainer: Roles, batch: Batch, algorithm: Algorithm) -> torch.Tensor:
     """The gradient of one policy update."""
-    return caught_gradient(trainer, lambda: trainer.update(batch, algorithm))[1]
+    return caught_gradient(trainer.policy, lambda: trainer.update(batch, algorithm))[1]
 
 
-def assert_same_state(first: LocalTrainer, second: LocalTrainer) -> None:
+def assert_same_state(first: Roles, second: Roles) -> None:
     """Every tensor that a checkpoint would hold, and every number beside them."""
     (ours, rest), (theirs, other) = first.state(), second.state()
     assert rest == other

@@ -19,9 +19,11 @@ from hone.model.heads import ScalarModel
 from hone.model.load import init_model, load_model
 from hone.model.lora import AdapterOff, add_adapter
 from hone.train.critic import Critic
+from hone.train.learner import Passes
 from hone.train.mesh import make_mesh
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import ALONE, Ranks
+from hone.train.roles import Reference, Roles
 from hone.train.sharded import Sharded
 from hone.train.tensor_files import Share
 
@@ -54,21 +56,17 @@ def model_of(case: Case, device: str) -> CausalModel:
     )
 
 
-def trainer_of(case: Case, device: str, *, alone: bool = False) -> PolicyTrainer:
+def trainer_of(case: Case, device: str, *, alone: bool = False) -> Roles:
     ranks: Ranks = ALONE if alone else Sharded(make_mesh(torch.device("cpu"), **case.mesh), offload=case.offload)
     model = model_of(case, device)
-    common = {
-        "total_optimizer_steps": 1,
-        "tokens_per_microbatch": 99,
-        "precision": case.precision,
-        "ranks": ranks,
-        "optimizer": OptimizerSection(),
-    }
-    critic = Critic(ScalarModel(copy.deepcopy(model)), value_clip=None, **common) if case.critic else None
+    passes = Passes(case.precision, 99, logprob_chunk_tokens=64, temperature=1.0, ranks=ranks)
+    common = {"optimizer": OptimizerSection(), "total_optimizer_steps": 1}
+    critic = Critic(ScalarModel(copy.deepcopy(model)), passes, value_clip=None, **common) if case.critic else None
     if case.lora:
         add_adapter(model, LoraSection(rank=2), seed=1, dtype=getattr(torch, case.precision))
     reference = AdapterOff(model) if case.lora else copy.deepcopy(model)
-    return PolicyTrainer(model, temperature=1.0, logprob_chunk_tokens=64, reference=reference, critic=critic, **common)
+    policy = PolicyTrainer(model, passes, **common)
+    return Roles(policy=policy, critic=critic, reference=Reference(reference, passes))
 
 
 def differences(case: Case) -> list[str]:
@@ -76,16 +74,17 @@ def differences(case: Case) -> list[str]:
     filled, whole = trainer_of(case, "meta"), trainer_of(case, "cpu")
     ours, theirs = contents_of(filled), contents_of(whole)
     assert set(ours) == set(theirs)
-    assert filled.model.contents is None
+    assert filled.policy.model.contents is None
     found = [name for name, share in ours.items() if not same(share, theirs[name])]
-    found += ["base"] if case.lora and filled.model.adapter.base != whole.model.adapter.base else []
+    found += ["base"] if case.lora and filled.policy.model.adapter.base != whole.policy.model.adapter.base else []
     return found
 
 
-def contents_of(trainer: PolicyTrainer) -> dict[str, Share]:
-    of_policy = {**trainer.state()[0], **{f"policy/{n}": t for n, t in trainer.ranks.tensors(trainer.model).items()}}
-    beside = {} if trainer.model.adapter else trainer.ranks.tensors(trainer.reference)
-    of_buffers = {f"buffer/{name}": buffer for name, buffer in trainer.model.named_buffers()}
+def contents_of(trainer: Roles) -> dict[str, Share]:
+    model, ranks = trainer.policy.model, trainer.policy.passes.ranks
+    of_policy = {**trainer.state()[0], **{f"policy/{n}": t for n, t in ranks.tensors(model).items()}}
+    beside = {} if model.adapter else ranks.tensors(trainer.reference.model)
+    of_buffers = {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
     every = {**of_policy, **{f"reference/{name}": tensor for name, tensor in beside.items()}, **of_buffers}
     return {name: Share.of(tensor) for name, tensor in every.items()}
 

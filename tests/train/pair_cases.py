@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from cases import make_model
+from cases import make_model, make_passes
 from sharded_cases import watch
 from torch import Tensor
 
@@ -57,11 +57,9 @@ def make_trainer(tokens_per_microbatch=1000, *, implementation="hone", ranks=ALO
         model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel()).reshape(1, -1))
     return PairTrainer(
         model,
+        make_passes(tokens_per_microbatch=tokens_per_microbatch, ranks=ranks),
         optimizer=OptimizerSection(lr=1e-2, grad_clip=0, **options),
         total_optimizer_steps=4,
-        tokens_per_microbatch=tokens_per_microbatch,
-        precision="float64",
-        ranks=ranks,
     )
 
 

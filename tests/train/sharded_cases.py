@@ -16,11 +16,11 @@ from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff, add_adapter
 from hone.model.recompute import Checkpointing
 from hone.train.critic import Critic
-from hone.train.learner import Learner
-from hone.train.local import LocalTrainer
+from hone.train.learner import Learner, Passes
 from hone.train.mesh import make_mesh
 from hone.train.policy import PolicyTrainer
-from hone.train.sharded import Sharded, ShardedTrainer
+from hone.train.roles import Reference, Roles
+from hone.train.sharded import Sharded
 from hone.train.sharded_weights import ShardedWeights
 
 CONSTANT = "constant"
@@ -80,7 +80,7 @@ def trained(case: Case, *, alone: bool = False) -> Found:
     if trainer.critic is not None:
         found.values_T = trainer.values(batch)
         batch = batch.with_column("value_T", found.values_T)
-    watch(trainer, found.gradients)
+    watch(trainer.policy, found.gradients)
     if trainer.critic is not None:
         watch(trainer.critic, found.critic_gradients)
     for number in range(case.updates):
@@ -96,28 +96,24 @@ def trained(case: Case, *, alone: bool = False) -> Found:
     return found
 
 
-def alone_or_sharded(case: Case, needs: frozenset[str], *, alone: bool) -> PolicyTrainer:
+def alone_or_sharded(case: Case, needs: frozenset[str], *, alone: bool) -> Roles:
     """The trainer of a case."""
     dtype = torch.promote_types(getattr(torch, case.precision), torch.float32)
     model = make_model(dtype=dtype, implementation=case.implementation, vocab_size=case.vocab_size)
     model.checkpointing = "none" if alone else case.checkpointing
     if case.implementation == "transformers":  # weights that are no parameters, as some classes' routers have them
         model.hf.register_buffer(CONSTANT, torch.ones(3, dtype=dtype))
-    common: dict[str, Any] = {
-        "total_optimizer_steps": 10,
-        "precision": case.precision,
-        "tokens_per_microbatch": case.tokens_per_microbatch,
-    }
+    passes = Passes(case.precision, case.tokens_per_microbatch, logprob_chunk_tokens=64, temperature=0.8)
     if not alone:
         mesh = make_mesh(torch.device("cpu"), **case.mesh)
-        common["ranks"] = Sharded(mesh, offload=case.offload, compile=case.compile)
+        passes.ranks = Sharded(mesh, offload=case.offload, compile=case.compile)
     critic = None
     if "values" in needs:
         body = copy.deepcopy(model)
         head = ScalarModel(body)
         with torch.no_grad():
             head.score.weight.copy_(torch.linspace(-1, 1, head.score.weight.numel()).view_as(head.score.weight))
-        critic = Critic(head, optimizer=OptimizerSection(lr=3e-3), value_clip=0.2, **common)
+        critic = Critic(head, passes, optimizer=OptimizerSection(lr=3e-3), total_optimizer_steps=10, value_clip=0.2)
     if case.lora:
         add_adapter(model, LoraSection(rank=2), seed=1, dtype=getattr(torch, case.precision))
         with torch.no_grad():
@@ -126,17 +122,14 @@ def alone_or_sharded(case: Case, needs: frozenset[str], *, alone: bool) -> Polic
     reference = None
     if "reference" in needs or "ref_logprobs" in needs:
         reference = AdapterOff(model) if case.lora else copy.deepcopy(model)
-    kind = LocalTrainer if alone else ShardedTrainer
-    return kind(
-        model,
-        optimizer=OptimizerSection(**{"lr": 1e-2, "weight_decay": 0.1, **case.optimizer}),
-        temperature=0.8,
-        logprob_chunk_tokens=64,
-        samples_per_optimizer_step=case.samples_per_optimizer_step,
-        reference=reference,
+    optimizer = OptimizerSection(**{"lr": 1e-2, "weight_decay": 0.1, **case.optimizer})
+    policy = PolicyTrainer(model, passes, optimizer=optimizer, total_optimizer_steps=10)
+    return Roles(
+        policy=policy,
         critic=critic,
+        reference=Reference(reference, passes) if reference else None,
+        samples_per_optimizer_step=case.samples_per_optimizer_step,
         **case.options,
-        **common,
     )
 
 

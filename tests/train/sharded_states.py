@@ -13,10 +13,10 @@ from gang import Gang
 from sharded_cases import Case, alone_or_sharded
 from torch import Tensor
 
-from hone.train.policy import PolicyTrainer
+from hone.train.roles import Roles
 from hone.train.tensor_files import FileFacts, HostCopies, LiveSnapshot, SavedTensors, Snapshot
 
-_trainer: PolicyTrainer | None = None
+_trainer: Roles | None = None
 _case = Case()
 _copies = HostCopies()
 
@@ -29,7 +29,7 @@ def make(case: Case, alone: bool = False) -> bool:
     return True
 
 
-def trainer() -> PolicyTrainer:
+def trainer() -> Roles:
     assert _trainer is not None
     return _trainer
 

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from cases import assert_same_state, make_groups, make_model
+from cases import assert_same_state, make_groups, make_model, make_passes
 from cases import make_trainer as make_policy_trainer
 from test_critic import STEERED, make_critic, ppo_trainer, update_of
 
 from hone.algo.algorithm import Algorithm
 from hone.data.pack import collate
-from hone.train.apart import Apart
-from hone.train.reference import Reference
+from hone.train.roles import Reference, Roles
 
 STEPS = {"passes_per_batch": 2, "samples_per_optimizer_step": 10}
 REFRESHED = {"reference_refresh_every": 2, "critic_warmup_updates": 1}
@@ -23,15 +22,9 @@ class InTwoPlaces:
         self.policy = make_policy_trainer(
             make_model(seed=seed, dtype=float32), precision="float32", critic_warmup_updates=1, **STEPS
         )
-        reference = Reference(
-            make_model(dtype=float32),
-            temperature=1.0,
-            tokens_per_microbatch=10_000,
-            logprob_chunk_tokens=64,
-            precision="float32",
-        )
+        reference = Reference(make_model(dtype=float32), make_passes("float32"))
         critic = make_critic(precision="float32", seed=3 + seed)
-        self.apart = Apart(critic=critic, reference=reference, keeps_reference=True, **STEPS)
+        self.apart = Roles(critic=critic, reference=reference, reference_refresh_every=2, **STEPS)
         self.updates = 0
 
     def logprobs(self, batch, *, reference=False):
@@ -84,9 +77,6 @@ def test_a_run_goes_on_in_the_other_layout(kinds):
 
 
 def test_a_reference_that_stays_is_in_no_checkpoint():
-    reference = Reference(
-        make_model(), temperature=1.0, tokens_per_microbatch=100, logprob_chunk_tokens=64, precision="float64"
-    )
-    apart = Apart(critic=None, reference=reference)
+    apart = Roles(reference=Reference(make_model(), make_passes()))
     assert apart.state() == ({}, {})
     apart.restore({}, {"updates": 7})

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from cases import VOCAB, assert_same_state, caught_gradient, make_groups, make_model, make_trainer
+from cases import VOCAB, assert_same_state, caught_gradient, make_groups, make_model, make_passes, make_trainer
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import AlgorithmSection, OptimizerSection
@@ -23,10 +23,9 @@ def make_critic(*, precision="float64", seed=3, tokens_per_microbatch=10_000, va
         model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel()).reshape(1, -1))
     return Critic(
         model,
+        make_passes(precision, tokens_per_microbatch=tokens_per_microbatch),
         optimizer=OptimizerSection(lr=lr, weight_decay=0.1),
         total_optimizer_steps=10,
-        precision=precision,
-        tokens_per_microbatch=tokens_per_microbatch,
         value_clip=value_clip,
     )
 
@@ -183,15 +182,15 @@ STEERED = AlgorithmSection(
 
 def test_while_the_critic_warms_up_the_policy_waits():
     trainer, algorithm = ppo_trainer(critic_warmup_updates=2), Algorithm(STEERED)
-    policy, critic = trainer.held.master.clone(), trainer.critic.held.master.clone()
+    policy, critic = trainer.policy.held.master.clone(), trainer.critic.held.master.clone()
     for _ in range(2):
         metrics = update_of(trainer, make_groups(), algorithm)
         assert "train/loss" not in metrics
-    assert torch.equal(trainer.held.master, policy)
+    assert torch.equal(trainer.policy.held.master, policy)
     assert not torch.equal(trainer.critic.held.master, critic)
-    assert trainer.optimizer.step_count == 0, "the policy's schedule has not begun"
+    assert trainer.policy.optimizer.step_count == 0, "the policy's schedule has not begun"
     assert "train/loss" in update_of(trainer, make_groups(), algorithm)
-    assert not torch.equal(trainer.held.master, policy)
+    assert not torch.equal(trainer.policy.held.master, policy)
 
 
 def test_the_policy_becomes_its_own_reference_when_it_is_due():

@@ -38,9 +38,10 @@ class Failing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def guarded(learner, *, critic=None, settings=None):
-    """The learner under a ladder that may change its settings, as `assemble.memory` binds them."""
-    settings = settings or {TOKENS: learner.tokens_per_microbatch, CHUNK: 64, RECOMPUTE: "none"}
+def guarded(trainer, *, critic=None, settings=None):
+    """The trainer under a ladder that may change its settings, as `assemble.memory` binds them."""
+    learner = getattr(trainer, "policy", trainer)
+    settings = settings or {TOKENS: learner.passes.tokens_per_microbatch, CHUNK: 64, RECOMPUTE: "none"}
     ladder = Ladder(Meter(FakeGauge()), settings=settings)
     ladder.begin(Progress())
     body = getattr(learner.model, "body", learner.model)
@@ -48,15 +49,15 @@ def guarded(learner, *, critic=None, settings=None):
 
     def tokens(value):
         for one in (learner, *others):
-            one.tokens_per_microbatch = value
+            one.passes.tokens_per_microbatch = value
 
     ladder.bind(
         Knob(TOKENS, tokens, lowest=LOWEST_TOKENS),
-        Knob(CHUNK, lambda value: setattr(learner, "logprob_chunk_tokens", value), lowest=4),
+        Knob(CHUNK, lambda value: setattr(learner.passes, "logprob_chunk_tokens", value), lowest=4),
         Knob(RECOMPUTE, lambda value: setattr(body, "checkpointing", value)),
     )
     for one in (learner, *others):
-        one.guard = ladder
+        one.passes.guard = ladder
     return ladder
 
 
@@ -135,53 +136,53 @@ def test_a_failure_at_any_allocation_leaves_the_same_weights(kind, points):
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_an_optimizer_step_is_never_applied_twice(fails_at):
     """Every allocation of the optimizer's own, which are few: applying it makes none."""
-    expected, learner = make_trainer(), make_trainer()
+    expected, trainer = make_trainer(), make_trainer()
     algorithm = algorithm_of("grpo")
     batch = make_batch(make_groups(), algorithm)
     expected.update(batch, algorithm)
-    ladder = guarded(learner)
-    step, begun = learner.optimizer.step, []
+    ladder = guarded(trainer)
+    step, begun = trainer.policy.optimizer.step, []
 
     def failing_step():
-        begun.append(learner.held.grad.clone())
+        begun.append(trainer.policy.held.grad.clone())
         if len(begun) <= fails_at:
             with Failing(ladder, 1):
                 return step()
         return step()
 
-    learner.optimizer.step = failing_step
-    learner.update(batch, algorithm)
+    trainer.policy.optimizer.step = failing_step
+    trainer.update(batch, algorithm)
     assert len(begun) == fails_at + 1
     assert torch.allclose(begun[0], begun[-1], rtol=1e-9)
-    assert learner.optimizer.step_count == 1
-    torch.testing.assert_close(learner.held.master, expected.held.master, rtol=1e-9, atol=1e-12)
+    assert trainer.policy.optimizer.step_count == 1
+    torch.testing.assert_close(trainer.policy.held.master, expected.policy.held.master, rtol=1e-9, atol=1e-12)
     with Failing(ladder) as counting, ladder.phase("optimizer", final=True):
-        learner.optimizer._adam.step()
+        trainer.policy.optimizer._adam.step()
     assert counting.count == 0
 
 
 def test_a_step_that_failed_inside_adam_counts_once():
     """Its own count of steps may be one ahead when it fails; the bias correction would be wrong ever after."""
-    expected, learner = make_trainer(), make_trainer()
+    expected, trainer = make_trainer(), make_trainer()
     algorithm = algorithm_of("grpo")
     batch = make_batch(make_groups(), algorithm)
-    guarded(learner)
-    adam_step, failures = learner.optimizer._adam.step, []
+    guarded(trainer)
+    adam_step, failures = trainer.policy.optimizer._adam.step, []
 
     def ahead_then_fails():
         if failures:
             return adam_step()
         failures.append(1)
-        for state in learner.optimizer._adam.state.values():
+        for state in trainer.policy.optimizer._adam.state.values():
             state["step"] += 1
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    learner.optimizer._adam.step = ahead_then_fails
-    for trainer in (expected, learner):
-        trainer.update(batch, algorithm)
-        trainer.update(batch, algorithm)
+    trainer.policy.optimizer._adam.step = ahead_then_fails
+    for one in (expected, trainer):
+        one.update(batch, algorithm)
+        one.update(batch, algorithm)
     assert failures
-    torch.testing.assert_close(learner.held.master, expected.held.master, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(trainer.policy.held.master, expected.policy.held.master, rtol=1e-9, atol=1e-12)
 
 
 def test_gradients_do_not_depend_on_any_rung():
@@ -198,18 +199,18 @@ def test_gradients_do_not_depend_on_any_rung():
         trainer = make_trainer()
         guarded(trainer, settings=settings)
         trainer.update(batch, algorithm)
-        torch.testing.assert_close(trainer.held.master, expected.held.master, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(trainer.policy.held.master, expected.policy.held.master, rtol=1e-6, atol=1e-9)
 
 
 def test_memory_that_never_suffices_ends_and_harms_no_weights():
     trainer = make_trainer()
     ladder = guarded(trainer)
-    before = trainer.held.master.clone()
+    before = trainer.policy.held.master.clone()
     algorithm = algorithm_of("grpo")
     batch = make_batch(make_groups(), algorithm)
-    trainer.accumulate = lambda *arguments: (_ for _ in ()).throw(MemoryError("always"))
+    trainer.policy.accumulate = lambda *arguments: (_ for _ in ()).throw(MemoryError("always"))
     with pytest.raises(MemoryExhausted, match="out of memory in update"):
         trainer.update(batch, algorithm)
-    assert torch.equal(trainer.held.master, before)
-    assert trainer.optimizer.step_count == 0
+    assert torch.equal(trainer.policy.held.master, before)
+    assert trainer.policy.optimizer.step_count == 0
     assert ladder.settings == {TOKENS: LOWEST_TOKENS, CHUNK: 4, RECOMPUTE: "full"}

@@ -34,7 +34,7 @@ def test_only_the_adapter_has_master_weights_gradients_and_moments():
     tensors, rest = trainer.state()
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         assert sum(tensor.numel() for name, tensor in tensors.items() if name.startswith(f"{kind}/")) == TRAINED
-    assert trainer.held.grad.numel() == TRAINED
+    assert trainer.policy.held.grad.numel() == TRAINED
     assert sum(weight.numel() for weight in beneath.values()) > 2 * TRAINED, "though the model is tiny"
     assert {name.rpartition(".lora_")[2] for name, _ in rest["weights"]} == {"A.weight", "B.weight"}
     trainer.update(*batch_of("grpo", trainer))
@@ -51,7 +51,7 @@ def test_the_reference_is_the_policy_with_its_adapter_off(implementation):
     plain.load_weights(model.own_weights())
     with_copy = make_trainer(copy.deepcopy(model), reference=plain)
     shared = make_trainer(model, reference=AdapterOff(model))
-    assert not list(shared.reference.parameters())
+    assert not list(shared.reference.model.parameters())
     batch, algorithm = batch_of("kl_and_entropy", shared)
     for _ in range(3):
         for trainer in (shared, with_copy):

@@ -289,7 +289,7 @@ def plain_model(kind: type, holder: Learner, flat: Tensor | None = None):
 
 
 def policy(flat: Tensor | None = None, model=None) -> Qwen3ForCausalLM:
-    return plain_model(Qwen3ForCausalLM, make_trainer(model), flat)
+    return plain_model(Qwen3ForCausalLM, make_trainer(model).policy, flat)
 
 
 def critic(flat: Tensor | None = None) -> Qwen3ForSequenceClassification:
@@ -365,7 +365,7 @@ def train(row: AlgorithmSection) -> tuple[list[Step], list[Step], dict[str, floa
         passes_per_batch=1 if row.ratio == "none" else 2,
         optimizer=OptimizerSection(lr=1e-1),
     )
-    steps, critic_steps = steps_of(trainer), steps_of(trainer.critic) if with_critic else []
+    steps, critic_steps = steps_of(trainer.policy), steps_of(trainer.critic) if with_critic else []
     _, metrics = learn(SimpleNamespace(trainer=trainer, algorithm=algorithm), collate(groups()))
     assert len(steps) == (1 if row.ratio == "none" else 2)
     return steps, critic_steps, metrics
@@ -400,7 +400,7 @@ def test_the_gradient_of_a_preset_is_its_papers_formula(name):
     for weights, gradient in steps:
         hf = policy(weights)
         PAPERS[name](sequences(now=logprobs(hf), **before())).backward()
-        assert_gradient(gradient, hf, make_trainer())
+        assert_gradient(gradient, hf, make_trainer().policy)
     assert all(metrics[f"train/clip_{side}_frac"] > 0 for side in CLIPS.get(name, ()))
     assert name != "ppo" or metrics["train/clip_dual_frac"] > 0
     assert name != "clip_cov" or metrics["train/clip_cov_frac"] > 0
@@ -412,7 +412,7 @@ def test_the_kl_of_reinforce_pp_baseline_is_as_published_though_its_coefficient_
     for weights, gradient in steps:
         hf = policy(weights)
         reinforce_pp_baseline(sequences(now=logprobs(hf), **before()), coef).backward()
-        assert_gradient(gradient, hf, make_trainer())
+        assert_gradient(gradient, hf, make_trainer().policy)
 
 
 def test_the_critic_of_ppo_learns_its_papers_targets():

@@ -163,10 +163,10 @@ def test_checkpoints_of_format_1_are_still_read(tmp_path, precision):
     """Their tensors were the flat buffers, whole and without names for what is in them."""
     old, new = make_trainer(precision=precision), make_trainer(precision=precision)
     tensors, rest = old.state()
-    for buffer in (old.held.master, *old.optimizer.moments.values()):
+    for buffer in (old.policy.held.master, *old.policy.optimizer.moments.values()):
         buffer.uniform_()
-    flat = {"master": old.held.master, **old.optimizer.moments}
-    rest = {key: value for key, value in rest.items() if key != "weights"} | {"segments": old.held.segments}
+    flat = {"master": old.policy.held.master, **old.policy.optimizer.moments}
+    rest = {key: value for key, value in rest.items() if key != "weights"} | {"segments": old.policy.held.segments}
     path = Checkpoints(tmp_path, 2).save(Progress(step=1), LiveSnapshot(flat, rest))
     loaded = Checkpoints(tmp_path, 2).load(path)
     new.restore(loaded.tensors, loaded.rest)

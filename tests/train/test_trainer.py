@@ -118,12 +118,12 @@ def test_gradient_equals_the_plain_formula_on_transformers_own_model(name):
     algorithm, temperature = algorithm_of(name), 0.7
     batch = make_batch(make_groups(), algorithm)
     trainer = make_trainer(temperature=temperature)
-    hf = Qwen3ForCausalLM(trainer.model.hf_config).double().eval()
-    hf.load_state_dict({**dict(trainer.weights()), "lm_head.weight": trainer.model.output_weight.detach()})
+    hf = Qwen3ForCausalLM(trainer.policy.model.hf_config).double().eval()
+    hf.load_state_dict({**dict(trainer.weights()), "lm_head.weight": trainer.policy.model.output_weight.detach()})
     expected = plain_gradient(batch, ROWS[name], temperature, hf)
 
     holder = make_trainer()  # the gradient, put where weights are, comes out under Hugging Face names
-    holder.held.master.copy_(gradient(trainer, batch, algorithm))
+    holder.policy.held.master.copy_(gradient(trainer, batch, algorithm))
     ours = dict(holder.weights())
     assert set(ours) == set(expected)
     for weight_name, grad in expected.items():
@@ -138,8 +138,8 @@ def test_transformers_own_class_trains_to_the_same_weights():
     optimizer = OptimizerSection(lr=1e-2, eps=1e-4)  # Adam's first step would make rounding of a gradient of 0 a step
     ours = make_trainer(optimizer=optimizer)
     theirs = make_trainer(make_model(implementation="transformers"), optimizer=optimizer)
-    theirs.model.load_weights(ours.weights())
-    theirs.held.master.copy_(theirs.held.compute)
+    theirs.policy.model.load_weights(ours.weights())
+    theirs.policy.held.master.copy_(theirs.policy.held.compute)
     for trainer in (ours, theirs):
         trainer.update(batch, algorithm)
     updated = dict(theirs.weights())
@@ -153,7 +153,7 @@ def test_recomputing_activations_changes_nothing(implementation, kind):
     algorithm = algorithm_of("grpo")
     batch = make_batch(make_groups(), algorithm)
     plain, recomputing = (make_trainer(make_model(implementation=implementation)) for _ in range(2))
-    recomputing.model.checkpointing = kind
+    recomputing.policy.model.checkpointing = kind
     assert_close(gradient(recomputing, batch, algorithm), gradient(plain, batch, algorithm))
 
 
@@ -209,7 +209,7 @@ def test_in_several_optimizer_steps_old_is_from_before_the_first():
     explicit = make_trainer(passes_per_batch=3, samples_per_optimizer_step=10)
     metrics = several.update(batch, algorithm)
     explicit.update(batch.with_column("old_logprobs_T", make_trainer().logprobs(batch)), algorithm)
-    assert torch.equal(several.held.master, explicit.held.master)
+    assert torch.equal(several.policy.held.master, explicit.policy.held.master)
     assert metrics["train/optimizer_steps"] == 6
     assert metrics["train/ratio_max"] > 1.001
 
@@ -312,11 +312,11 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_reported():
     batch = make_batch(make_groups(), algorithm)
     broken = batch.with_column("advantages_T", torch.full_like(batch.loss_mask_T, float("inf")))
     trainer = make_trainer()
-    before = trainer.held.master.clone()
+    before = trainer.policy.held.master.clone()
     assert trainer.update(broken, algorithm)["train/skipped_steps"] == 1
-    assert torch.equal(trainer.held.master, before)
+    assert torch.equal(trainer.policy.held.master, before)
     assert trainer.update(batch, algorithm)["train/skipped_steps"] == 0
-    assert not torch.equal(trainer.held.master, before)
+    assert not torch.equal(trainer.policy.held.master, before)
 
 
 # ---- interrupted or not -------------------------------------------------------------------------------------------
@@ -350,4 +350,4 @@ def test_two_trainers_of_one_seed_make_the_same_weights():
     first, second = make_trainer(precision="float32"), make_trainer(precision="float32")
     first.update(batch, algorithm)
     second.update(batch, algorithm)
-    assert torch.equal(first.held.master, second.held.master)
+    assert torch.equal(first.policy.held.master, second.policy.held.master)

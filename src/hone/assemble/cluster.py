@@ -17,12 +17,11 @@ from typing import Any, Self, TypeVar
 import torch
 
 from hone.assemble.job import Job, first_cause
-from hone.assemble.models import apart, imitation_trainer, pair_trainer, policy_trainer, restore, starting_folder
+from hone.assemble.models import imitation_trainer, needed_roles, pair_trainer, restore, rl_roles, starting_folder
 from hone.assemble.processes import ActorSpec, MakeHeld, engine, rank
 from hone.assemble.scoring import Scoring
 from hone.assemble.workers import Workers
 from hone.cluster.actors import EngineActor, MakeEngine, TrainerRank
-from hone.cluster.apart import CriticRank, ReferenceRank
 from hone.cluster.calls import kill
 from hone.cluster.engine import RemoteEngine
 from hone.cluster.ranks import RankGroup
@@ -229,7 +228,7 @@ class RayWorkers:
         async with asyncio.TaskGroup() as tasks:
             if not self.scoring.shares_devices:
                 tasks.create_task(self._prepare_scoring())
-            tasks.create_task(asyncio.to_thread(self._start_trainer, trainer, saved))
+            starting = tasks.create_task(asyncio.to_thread(self._start_trainer, trainer, saved))
             for name in self._replicas.keys() - kept:
                 tasks.create_task(self.start_engine(name))
         observer, topology, settings = self._job.observer, self._job.topology, self._settings
@@ -238,7 +237,7 @@ class RayWorkers:
         others = "".join(f", of {' and '.join(roles)}: {len(devices)}" for roles, devices in self._apart())
         engines = f"{len(self._engines)}{f', {len(kept)} of them as they were' if kept else ''}"
         observer.say(f"trainer ranks: {num_ranks}{others}, engines: {engines}; ready after {seconds:.1f} s")
-        observer.event("trainer_up", ranks=num_ranks)
+        observer.event("trainer_up", ranks=num_ranks, pids=starting.result())
         router = Router(
             self._engines,
             observer,
@@ -294,10 +293,10 @@ class RayWorkers:
     async def _begun(self, trainer: L, saved: Saved | None) -> L:
         """A started trainer of a stage without engines."""
         self._trainer, started = trainer, time.monotonic()
-        await asyncio.to_thread(self._start_trainer, trainer, saved)
+        pids = await asyncio.to_thread(self._start_trainer, trainer, saved)
         seconds, num_ranks = time.monotonic() - started, len(self._job.topology.trainer.devices)
         self._job.observer.say(f"trainer ranks: {num_ranks}; ready after {seconds:.1f} s")
-        self._job.observer.event("trainer_up", ranks=num_ranks)
+        self._job.observer.event("trainer_up", ranks=num_ranks, pids=pids)
         return trainer
 
     def _trainer_group(self, make: MakeHeld) -> RankGroup:
@@ -307,19 +306,17 @@ class RayWorkers:
         return self._policy_group(make, processes=machines.count(machines[0]), takes_turns=False)
 
     def _policy_group(self, make: MakeHeld, *, processes: int, takes_turns: bool) -> RankGroup:
-        devices = self._job.topology.trainer.devices
-        ranks = [self._spawn(f"rank-{n}", TrainerRank, (device,)) for n, device in enumerate(devices)]
+        ranks = self._spawn_ranks("rank", self._job.topology.trainer.devices)
         return RankGroup("trainer", ranks, partial(rank, self._spec, processes, make), takes_turns=takes_turns)
 
     def _new_trainer(self, needs: frozenset[str]) -> RemoteTrainer:
         devices, timeout_s = self._job.topology.trainer.devices, self._settings.call_timeout_s
-        elsewhere: list[Role] = [role for roles, _ in self._apart() for role in roles]
         groups: dict[Role, RankGroup] = {}
         for roles, others in self._apart():
             groups |= dict.fromkeys(roles, self._new_role_group(roles, others))
         return RemoteTrainer(
             self._policy_group(
-                partial(policy_trainer, needs=needs, elsewhere=elsewhere),
+                partial(rl_roles, held=needed_roles(needs) - groups.keys()),
                 processes=self._processes("policy", devices),
                 takes_turns=self._sharers(devices) > 1,
             ),
@@ -346,20 +343,23 @@ class RayWorkers:
         return Routes(way, ranks, members, machines, sender_machine=trainer.nodes[0])
 
     def _new_role_group(self, roles: Sequence[Role], devices: Sequence[int]) -> RankGroup:
-        make = partial(rank, self._spec, self._processes(roles[0], devices), partial(apart, roles=roles))
-        actor = CriticRank if "critic" in roles else ReferenceRank
-        timeout_s = self._settings.call_timeout_s
-        ranks = [self._spawn(f"{roles[0]}-{n}", actor, (device,), timeout_s) for n, device in enumerate(devices)]
+        make = partial(rank, self._spec, self._processes(roles[0], devices), partial(rl_roles, held=roles))
+        ranks = self._spawn_ranks(roles[0], devices)
         return RankGroup(" and ".join(roles), ranks, make, takes_turns=self._sharers(devices) > 1)
+
+    def _spawn_ranks(self, name: str, devices: Sequence[int]) -> list[Any]:
+        timeout_s = self._settings.call_timeout_s
+        return [self._spawn(f"{name}-{n}", TrainerRank, (device,), timeout_s) for n, device in enumerate(devices)]
 
     def _apart(self) -> list[tuple[tuple[Role, ...], tuple[int, ...]]]:
         """Roles outside the policy's ranks, with their devices."""
         topology = self._job.topology
         return [(roles, pool.devices) for pool in topology.pools if (roles := topology.apart.get(pool.name))]
 
-    def _start_trainer(self, trainer: RemoteLearner, saved: Saved | None) -> None:
-        trainer.start(is_one_machine=self.cluster.is_own, timeout_s=self._settings.start_timeout_s)
+    def _start_trainer(self, trainer: RemoteLearner, saved: Saved | None) -> dict[str, int]:
+        pids = trainer.start(is_one_machine=self.cluster.is_own, timeout_s=self._settings.start_timeout_s)
         restore(trainer, saved)
+        return pids
 
     async def start_engine(self, name: str) -> RemoteEngine:
         """Start an engine, or start it again after its process has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from hone.plan.svg import timeline
 from hone.plan.workload import workload_of
 from hone.rollout.local import LocalEngine
 from hone.run.folder import RunFolder
+from hone.train.learner import Passes
 from hone.train.pairs import PairTrainer
-from hone.train.policy import PolicyTrainer
+from hone.train.roles import Roles
 
 KEYS = (TOKENS, CHUNK, RECOMPUTE, ROWS, PREFILL)
 LEAST_CHUNK = 64
@@ -180,42 +182,39 @@ def without_context(ledger: Ledger) -> Ledger:
 # ---- what may be changed
 
 
-def trainer_knobs(trainer: PolicyTrainer, config: RunConfig, *, most_tokens: int | None = None) -> list[Knob]:
+def trainer_knobs(trainer: Roles, config: RunConfig, *, most_tokens: int | None = None) -> list[Knob]:
     """Of a policy's trainer and its critic. `most_tokens`: a larger budget would change nothing."""
-    critic = trainer.critic
-
-    def tokens(value: int) -> None:
-        trainer.tokens_per_microbatch = value
-        if critic is not None:
-            critic.tokens_per_microbatch = value
+    passes = trainer.policy.passes
 
     def chunk(value: int) -> None:
-        trainer.logprob_chunk_tokens = value
+        passes.logprob_chunk_tokens = value
 
     def recompute(value: Checkpointing) -> None:
-        trainer.model.checkpointing = value
-        if critic is not None:
-            critic.model.body.checkpointing = value
+        trainer.policy.model.checkpointing = value
+        if trainer.critic is not None:
+            trainer.critic.model.body.checkpointing = value
 
     def in_use() -> int:
-        return trainer.largest_microbatch
+        return passes.largest_microbatch
 
     return [
-        Knob(TOKENS, tokens, lowest=longest_tokens(config), highest=most_tokens, in_use=in_use),
+        Knob(TOKENS, partial(set_tokens, passes), lowest=longest_tokens(config), highest=most_tokens, in_use=in_use),
         Knob(CHUNK, chunk, lowest=LEAST_CHUNK, in_use=in_use),
         Knob(RECOMPUTE, recompute),
     ]
 
 
+def set_tokens(passes: Passes, value: int) -> None:
+    passes.tokens_per_microbatch = value
+
+
 def pair_knobs(trainer: PairTrainer, config: RunConfig) -> list[Knob]:
     """Of a reward model's trainer, whose microbatches hold whole pairs."""
-
-    def tokens(value: int) -> None:
-        trainer.tokens_per_microbatch = value
 
     def recompute(value: Checkpointing) -> None:
         trainer.model.body.checkpointing = value
 
+    tokens = partial(set_tokens, trainer.passes)
     return [Knob(TOKENS, tokens, lowest=2 * longest_tokens(config)), Knob(RECOMPUTE, recompute)]
 
 

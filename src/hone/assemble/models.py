@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from hone.assemble.job import Job
 from hone.config.cluster import Role
 from hone.config.derived import critic_steps_total, needs_critic, optimizer_steps_total, trains_adapter
 from hone.config.load import Loaded
-from hone.config.run import OptimizerSection, RunConfig, Stage
+from hone.config.run import OptimizerSection, RunConfig
 from hone.data.chat import Tokenizer, resolve_model
 from hone.errors import DataError
 from hone.memory.guard import Guard
@@ -22,13 +22,13 @@ from hone.model.heads import ScalarModel, load_scalar_model, reward_config
 from hone.model.load import init_model, load_model, model_folder, read_config, save_hf
 from hone.model.lora import AdapterOff, add_adapter
 from hone.run.folder import RunFolder
-from hone.train.apart import Apart
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.critic import Critic
+from hone.train.learner import Passes
 from hone.train.pairs import PairTrainer
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import ALONE, Ranks
-from hone.train.reference import Reference
+from hone.train.roles import Reference, Roles
 from hone.train.trainer import Keepable
 
 
@@ -133,117 +133,81 @@ def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> 
     return model
 
 
-def policy_trainer(
-    source: Source, ranks: Ranks = ALONE, *, needs: frozenset[str], elsewhere: Sequence[Role] = ()
-) -> PolicyTrainer:
-    """The trainer of an RL stage, at its beginning.
-
-    Args:
-        ranks: who trains it together.
-        needs: of the algorithm; see `Algorithm.needs`.
-        elsewhere: what it has not beside the policy, though it is needed; see `apart`.
-    """
-    config = source.loaded.config
-    model = starting_model(source, "rl")
-    critic = make_critic(source, model, ranks) if "values" in needs and "critic" not in elsewhere else None
-    model = with_adapter(config, model, "rl")
-    reference = make_reference(model) if "ref_logprobs" in needs and "reference" not in elsewhere else None
-    steps = optimizer_steps_total(config)
-    return make_trainer(source, "rl", model, config.train.optimizer, steps, reference, critic, ranks)
+def needed_roles(needs: Collection[str]) -> set[Role]:
+    """Roles of training that an algorithm with these needs has; see `Algorithm.needs`."""
+    needs_of: dict[Role, bool] = {"policy": True, "critic": "values" in needs, "reference": "ref_logprobs" in needs}
+    return {role for role, is_needed in needs_of.items() if is_needed}
 
 
-def imitation_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> PolicyTrainer:
+def rl_roles(source: Source, ranks: Ranks = ALONE, *, held: Collection[Role]) -> Roles:
+    """The trainer of an RL stage, at its beginning, or the part of it that `ranks` hold."""
+    config, train = source.loaded.config, source.loaded.config.train
+    passes, model = make_passes(source, ranks), starting_model(source, "rl")
+    is_shared = "policy" in held or "reference" in held
+    critic = make_critic(source, passes, model, takes_policy_over=not is_shared) if "critic" in held else None
+    policy, frozen = None, model
+    if "policy" in held:
+        model = with_adapter(config, model, "rl")
+        frozen = make_reference(model) if "reference" in held else model
+        policy = make_policy(source, passes, model, train.optimizer, optimizer_steps_total(config))
+    return Roles(
+        policy=policy,
+        critic=critic,
+        reference=Reference(frozen, passes) if "reference" in held else None,
+        samples_per_optimizer_step=train.samples_per_optimizer_step,
+        passes_per_batch=train.passes_per_batch,
+        seed=config.seed,
+        critic_warmup_updates=config.critic.warmup_updates if needs_critic(config) else 0,
+        reference_refresh_every=config.algorithm.reference_refresh_every,
+    )
+
+
+def imitation_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> Roles:
     """The trainer of a supervised stage of so many optimizer steps, at its beginning."""
     config = source.loaded.config
     model = with_adapter(config, starting_model(source, "sft"), "sft")
-    return make_trainer(source, "sft", model, config.sft.optimizer, steps, ranks=ranks)
+    return Roles(
+        policy=make_policy(source, make_passes(source, ranks), model, config.sft.optimizer, steps), seed=config.seed
+    )
 
 
 def pair_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> PairTrainer:
     """The trainer of a reward-model stage of so many optimizer steps, at its beginning."""
     config = source.loaded.config
-    return PairTrainer(
-        scalar_model(config, source.tokenizer, starting_model(source, "reward_model")),
-        optimizer=config.train.optimizer,
-        total_optimizer_steps=steps,
+    model = scalar_model(config, source.tokenizer, starting_model(source, "reward_model"))
+    passes = make_passes(source, ranks)
+    return PairTrainer(model, passes, optimizer=config.train.optimizer, total_optimizer_steps=steps)
+
+
+def make_passes(source: Source, ranks: Ranks) -> Passes:
+    """How the models of a stage compute in this process."""
+    config = source.loaded.config
+    return Passes(
+        precision=config.run.precision,
         tokens_per_microbatch=config.train.tokens_per_microbatch,
-        precision=config.run.precision,
-        guard=source.guard,
-        ranks=ranks,
-    )
-
-
-def apart(source: Source, ranks: Ranks = ALONE, *, roles: Sequence[Role]) -> Apart:
-    """What ranks hold that have critic, reference or both, and not the policy."""
-    config, train = source.loaded.config, source.loaded.config.train
-    critic, reference = None, None
-    if "critic" in roles:
-        critic = make_critic(source, starting_model(source, "rl"), ranks, takes_policy_over=True)
-    if "reference" in roles:
-        reference = Reference(
-            starting_model(source, "rl"),
-            temperature=config.rollout.temperature,
-            tokens_per_microbatch=train.tokens_per_microbatch,
-            logprob_chunk_tokens=train.logprob_chunk_tokens,
-            precision=config.run.precision,
-            guard=source.guard,
-            ranks=ranks,
-        )
-    return Apart(
-        critic=critic,
-        reference=reference,
-        samples_per_optimizer_step=train.samples_per_optimizer_step,
-        passes_per_batch=train.passes_per_batch,
-        seed=config.seed,
-        keeps_reference=config.algorithm.reference_refresh_every > 0,
-    )
-
-
-def make_trainer(
-    source: Source,
-    stage: Stage,
-    model: CausalModel,
-    optimizer: OptimizerSection,
-    steps: int,
-    reference: CausalModel | None = None,
-    critic: Critic | None = None,
-    ranks: Ranks = ALONE,
-) -> PolicyTrainer:
-    """The trainer of one stage. How an update is divided and repeated is only of RL; a step of imitation is one."""
-    config, train = source.loaded.config, source.loaded.config.train
-    divided = stage == "rl"
-    model.checkpointing = train.activation_checkpointing
-    return PolicyTrainer(
-        model,
-        optimizer=optimizer,
-        total_optimizer_steps=steps,
+        logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         temperature=config.rollout.temperature,
-        tokens_per_microbatch=train.tokens_per_microbatch,
-        logprob_chunk_tokens=train.logprob_chunk_tokens,
-        precision=config.run.precision,
-        reference=reference,
-        samples_per_optimizer_step=train.samples_per_optimizer_step if divided else None,
-        passes_per_batch=train.passes_per_batch if divided else 1,
-        seed=config.seed,
-        critic=critic,
-        critic_warmup_updates=config.critic.warmup_updates if divided and needs_critic(config) else 0,
-        reference_refresh_every=config.algorithm.reference_refresh_every if reference else 0,
         guard=source.guard,
         ranks=ranks,
     )
 
 
-def tell_of_adapter(job: Job, trainer: PolicyTrainer) -> None:
-    """Say how little is trained, where it is an adapter."""
-    if trainer.model.adapter is not None:
+def make_policy(
+    source: Source, passes: Passes, model: CausalModel, optimizer: OptimizerSection, steps: int
+) -> PolicyTrainer:
+    model.checkpointing = source.loaded.config.train.activation_checkpointing
+    return PolicyTrainer(model, passes, optimizer=optimizer, total_optimizer_steps=steps)
+
+
+def report_adapter(job: Job, policy: PolicyTrainer) -> None:
+    """Print how many parameters are trained, where it is an adapter."""
+    if policy.model.adapter is not None:
         job.observer.say(
-            f"training an adapter of {trainer.held.num_trained:,} parameters; the weights beneath it stay as they are"
+            f"training an adapter of {policy.held.num_trained:,} parameters; the weights beneath it stay as they are"
         )
 
 
-def make_critic(
-    source: Source, policy: CausalModel, ranks: Ranks = ALONE, *, takes_policy_over: bool = False
-) -> Critic:
+def make_critic(source: Source, passes: Passes, policy: CausalModel, *, takes_policy_over: bool = False) -> Critic:
     """A critic that starts from `critic.path`, or from a copy of the policy.
 
     Args:
@@ -264,13 +228,10 @@ def make_critic(
     model.body.checkpointing = config.train.activation_checkpointing
     return Critic(
         model,
+        passes,
         optimizer=config.critic.optimizer,
         total_optimizer_steps=critic_steps_total(config),
-        precision=config.run.precision,
-        tokens_per_microbatch=config.train.tokens_per_microbatch,
         value_clip=config.critic.value_clip,
-        guard=source.guard,
-        ranks=ranks,
     )
 
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 
@@ -27,10 +26,10 @@ from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
 from hone.rollout.engine import Engine
 from hone.run.folder import RunFolder
-from hone.train.apart import Apart
-from hone.train.learner import Learner
 from hone.train.mesh import make_mesh, process_group
+from hone.train.pairs import PairTrainer
 from hone.train.ranks import ALONE, Ranks
+from hone.train.roles import Roles
 from hone.train.sharded import Sharded
 
 
@@ -73,12 +72,12 @@ class ActorContext:
         return cls(loaded, RunFolder(spec.run_dir), tokenizer, device)
 
 
-MakeHeld = Callable[[ActorContext, Ranks], Learner[Any] | Apart]
-"""Makes what a rank holds: `models.policy_trainer`, `apart` and their like."""
+MakeHeld = Callable[[ActorContext, Ranks], Roles | PairTrainer]
+"""Makes what a rank holds: `models.rl_roles` and the like."""
 
 
 @contextmanager
-def rank(spec: ActorSpec, processes: int, make: MakeHeld, seat: Seat) -> Iterator[Learner[Any] | Apart]:
+def rank(spec: ActorSpec, processes: int, make: MakeHeld, seat: Seat) -> Iterator[Roles | PairTrainer]:
     """One rank with what `make` makes, among the others if there are any."""
     with rank_among_others(spec, processes, seat) as (context, ranks):
         yield make(context, ranks)

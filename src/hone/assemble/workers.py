@@ -12,7 +12,7 @@ import torch
 
 from hone.assemble.job import Job
 from hone.assemble.memory import pair_knobs, trainer_knobs
-from hone.assemble.models import imitation_trainer, pair_trainer, policy_trainer, restore, tell_of_adapter
+from hone.assemble.models import imitation_trainer, needed_roles, pair_trainer, report_adapter, restore, rl_roles
 from hone.assemble.sampling import embedded_engine
 from hone.loop.run import Offloadable
 from hone.model.base import CausalModel
@@ -23,7 +23,7 @@ from hone.reward.rewards import Scorer
 from hone.rollout.engine import Engine
 from hone.train.checkpoint import Loaded as Saved
 from hone.train.pairs import PairLearner
-from hone.train.policy import PolicyTrainer
+from hone.train.roles import Roles
 from hone.train.trainer import Keepable, Trainer
 
 L = TypeVar("L", bound=Keepable)
@@ -80,7 +80,7 @@ class LocalBackend:
     async def imitator(self, steps: int, saved: Saved | None) -> AsyncIterator[Trainer]:
         """See `Backend.imitator`."""
         trainer = await self._begun(partial(imitation_trainer, self._job, steps=steps), saved)
-        tell_of_adapter(self._job, trainer)
+        report_adapter(self._job, trainer.policy)
         self._job.memory.ladder.bind(*trainer_knobs(trainer, self._job.config))
         yield trainer
 
@@ -106,15 +106,16 @@ async def local_workers(job: Job, needs: frozenset[str], saved: Saved | None) ->
     config, ladder = job.config, job.memory.ladder
     shared = config.rollout.max_staleness == 0
 
-    def assemble() -> tuple[PolicyTrainer, CausalModel]:
-        trainer = policy_trainer(job, needs=needs)
+    def assemble() -> tuple[Roles, CausalModel]:
+        trainer = rl_roles(job, held=needed_roles(needs))
         restore(trainer, saved)
         if not shared and job.device.type == "cpu":  # sampling and training at the same time: half the cores each
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-        return trainer, trainer.model if shared else merged_copy(trainer.model)
+        model = trainer.policy.model
+        return trainer, model if shared else merged_copy(model)
 
     trainer, sampled = await job.computed(assemble, phase="start")
-    tell_of_adapter(job, trainer)
+    report_adapter(job, trainer.policy)
     ladder.bind(*trainer_knobs(trainer, config, most_tokens=workload_of(config).step_tokens()))
     engine = embedded_engine(config, job.tokenizer, sampled, job.compute if shared else None, ladder)
     try:

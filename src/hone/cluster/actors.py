@@ -30,12 +30,12 @@ from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
 from hone.errors import CheckpointError, EngineError, HoneError
 from hone.model.memory import give_back_memory
 from hone.rollout.engine import CacheUse, Caching, Engine, Request
-from hone.train.apart import Apart
-from hone.train.learner import Learner
+from hone.train.pairs import PairTrainer
+from hone.train.roles import Roles
 from hone.train.tensor_files import FileFacts, HostCopies
 from hone.types import Sample
 from hone.weights.meeting import Link
-from hone.weights.publish import Published, publish
+from hone.weights.publish import Incoming, Published, publish
 from hone.weights.publish_ray import Intake
 from hone.weights.receiving import GroupIntake
 from hone.weights.sending import Sender, Target, Way, by_engine, make_sender
@@ -79,27 +79,31 @@ class Seat:
     address: str
     """Rendezvous of the process group; see `train.mesh.process_group`."""
     group: str = "trainer"
-    """Name of the group: `trainer`, or its roles."""
+    """Their name: `trainer`, or their roles where the policy is in another pool."""
     takes_turns: bool = False
     """Others work on its device while it does not, and want the memory."""
 
 
-MakeTrainer = Callable[[Seat], AbstractContextManager[Learner[Any] | Apart]]
+MakeTrainer = Callable[[Seat], AbstractContextManager[Roles | PairTrainer]]
 MakeEngine = Callable[[], Awaitable[Engine]]
 
 
 class TrainerRank:
-    """One rank of a trainer, or of what it has apart. Every rank is asked for the same, and only rank 0 answers with
-    what came of it."""
+    """One rank of a trainer, with some of its roles. Every rank gets the same calls, and only rank 0 returns results.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_s: longest wait for weights of which some have arrived, where it has the reference.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
         end_with_ray()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._open = ExitStack()
-        self._trainer: Learner[Any] | Apart | None = None
+        self._trainer: Roles | PairTrainer | None = None
         self._copies = HostCopies()
         self._seat: Seat | None = None
         self._senders: dict[Way, Sender] = {}
+        self._intake = Intake(_Refreshed(self), timeout_s=timeout_s)
 
     @property
     def _number(self) -> int:
@@ -120,47 +124,48 @@ class TrainerRank:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    async def build(self, make: MakeTrainer, seat: Seat) -> None:
-        """Make this rank's learner."""
+    async def build(self, make: MakeTrainer, seat: Seat) -> int:
+        """Make what this rank holds. Returns the process id."""
 
         def build() -> None:
             self._trainer = self._open.enter_context(make(seat))
 
         self._seat = seat
-        await self._computed(build)
+        await self.computed(build)
+        return os.getpid()
 
     async def hf_config(self) -> Any:
-        """The model's configuration."""
-        return self.learner.hf_config
+        """What describes the model."""
+        return self.held.hf_config
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         """Call a method of the learner; its result on rank 0."""
 
         def call() -> Any:
-            result = getattr(self._held, method)(*args, **named)
+            result = getattr(self.held, method)(*args, **named)
             if self._seat is not None and self._seat.takes_turns:
                 give_back_memory()
             return result if self._is_first else None
 
-        return await self._computed(call)
+        return await self.computed(call)
 
     async def weights(self, *, master: bool) -> list[tuple[str, Tensor]] | None:
         """All weights at once, as they compute or at full precision."""
 
         def gather() -> list[tuple[str, Tensor]] | None:
-            weights = self.learner.master_weights() if master else self.learner.weights()
+            weights = self.held.master_weights() if master else self.held.weights()
             return list(weights) if self._is_first else _drained(weights)
 
-        return await self._computed(gather)
+        return await self.computed(gather)
 
     async def copy_state(self) -> tuple[int, dict[str, Any]]:
         """Copy this rank's part of a checkpoint for `write_copy`. Returns its size, and the state that ranks share."""
 
         def copy() -> tuple[int, dict[str, Any]]:
-            tensors, rest = self._held.state()
+            tensors, rest = self.held.state()
             return self._copies.take(tensors), rest
 
-        return await self._computed(copy)
+        return await self.computed(copy)
 
     async def write_copy(self, folder: Path) -> dict[str, FileFacts]:
         """Write and sync the copy into a folder while the rank computes. Raises CheckpointError."""
@@ -181,7 +186,7 @@ class TrainerRank:
         """Send the weights to the engines that this rank serves."""
 
         def send() -> Published | None:
-            weights = self.learner.weights()
+            weights = self.held.weights()
             ours = {name: target for name, target in engines.items() if target.rank == self._number}
             if not ours:
                 return _drained(weights)
@@ -190,19 +195,24 @@ class TrainerRank:
             outlet = self._senders[way].outlet(ours, version)
             return by_engine(publish(weights, outlet, version=version, bucket_size=bucket_size), ours)
 
-        return await self._computed(send)
+        return await self.computed(send)
 
     async def close(self) -> None:
         """Leave the others."""
-        await self._computed(self._open.close)
+        await self.computed(self._open.close)
+
+    async def begin_weights(self, version: int) -> None:
+        """New weights for the reference; see `publish_ray`, which calls this and the next two."""
+        await self._intake.begin(version)
+
+    async def take_bucket(self, header: str, data: NDArray[np.uint8]) -> None:
+        await self._intake.bucket(header, data)
+
+    async def finish_weights(self, manifest: str) -> str:
+        return await self._intake.manifest(manifest)
 
     @property
-    def learner(self) -> Learner[Any]:
-        assert not isinstance(self._held, Apart), "what is published and described is elsewhere"
-        return self._held
-
-    @property
-    def _held(self) -> Learner[Any] | Apart:
+    def held(self) -> Roles | PairTrainer:
         assert self._trainer is not None, "build comes first"
         return self._trainer
 
@@ -211,8 +221,26 @@ class TrainerRank:
         is_one_machine = self._seat is None or self._seat.address.startswith("file:")
         return "127.0.0.1" if is_one_machine else own_address()
 
-    async def _computed(self, work: Callable[[], Any]) -> Any:
+    async def computed(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+
+class _Refreshed:
+    """The reference of a rank as a receiver of weights; see `publish.take`."""
+
+    def __init__(self, rank: TrainerRank) -> None:
+        self._rank = rank
+        self._fingerprint = ""
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        roles = self._rank.held
+        assert isinstance(roles, Roles) and isinstance(weights, Incoming)
+        await self._rank.computed(lambda: roles.refresh(weights))
+        self._fingerprint = weights.fingerprint or ""
+
+    def fingerprint(self) -> str:
+        """Of the weights received, verified on arrival: no rank holds more than a shard of a sharded reference."""
+        return self._fingerprint
 
 
 def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:

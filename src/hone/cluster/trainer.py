@@ -41,11 +41,16 @@ class RemoteLearner:
         self._groups, self._timeout_s = groups, timeout_s
         self._config: PreTrainedConfig | None = None
 
-    def start(self, *, is_one_machine: bool, timeout_s: float) -> None:
-        """Have all ranks make their learners; raises what `gather` does."""
+    def start(self, *, is_one_machine: bool, timeout_s: float) -> dict[str, int]:
+        """Have all ranks make what they hold. Returns their process ids by name; raises what `gather` does."""
         begun = [group.begin(is_one_machine=is_one_machine, timeout_s=timeout_s) for group in self._groups]
-        gather(begun, "starting the trainer", timeout_s, START_KEY)
+        built = gather(begun, "starting the trainer", timeout_s, START_KEY)
         self._config = self._answer(self._groups[0].ask("hf_config"), "starting the trainer", self._timeout_s)
+        return {
+            name: pid
+            for group, pids in zip(self._groups, built, strict=True)
+            for name, pid in zip(group.ranks, pids, strict=True)
+        }
 
     @property
     def device(self) -> torch.device:
@@ -110,7 +115,7 @@ class RemoteTrainer(RemoteLearner):
     Args:
         policy: who trains the policy, and has beside it what is not apart.
         critic, reference: who has these instead, on devices of their own; may be the same group.
-        reference_refresh_every: see `PolicyTrainer`; only of a reference apart.
+        reference_refresh_every: see `Roles`; only of a reference in a pool of its own.
         routes: how weights get to the engines.
         timeout_s: a rank without an answer for so long is stuck.
         bucket_size: bytes of weights that are sent at once.

@@ -51,7 +51,7 @@ KINDS: dict[str, str] = {
     "replica_down": "An engine died or hung (replica, why).",
     "replica_restarting": "An engine is restarting (replica, attempt).",
     "replica_state": "An engine or reward model changed its state (replica, state).",
-    "trainer_up": "The trainer is running (ranks).",
+    "trainer_up": "The trainer is running (ranks, pids by name).",
     "trainer_down": "A rank of the trainer died or hung (why).",
     "stopped": "The process ended: the run finished, was stopped, or failed (outcome).",
     "gap": "Records are missing; of events, those between the previous line and this one (what, why).",

@@ -1,14 +1,12 @@
-"""Critic: predicts the return from each state of a response.
+"""Critic (value model) training: a scalar head on a language model predicts the return from each state of a response.
 
-A model with a scalar head, trained on the microbatches, weights and optimizer machinery that the policy has. Not
-here: advantages and targets (`algo.returns`), the loss (`algo.value`), and when the policy waits (`policy.py`).
+Not here: advantages and targets (`algo.returns`), the loss (`algo.value`), and the critic's warm-up (`roles.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,11 +16,9 @@ from hone.algo.algorithm import Algorithm
 from hone.algo.value import Values, value_loss
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, count_totals
-from hone.memory.guard import UNGUARDED, Guard
 from hone.model.heads import ScalarModel
-from hone.train.learner import Learner
+from hone.train.learner import Learner, Passes
 from hone.train.optim import StepResult
-from hone.train.ranks import ALONE, Ranks
 from hone.train.trainer import PreparedBatch, expanded, lay_out, samples_of_tokens
 from hone.types import Batch, Totals
 
@@ -31,46 +27,34 @@ class Critic(Learner[ScalarModel]):
     """Trains a scalar model in place; arguments as `Learner`.
 
     Args:
-        tokens_per_microbatch: memory, never the result.
         value_clip: see `algo.value.value_loss`; in reward units.
     """
 
     def __init__(
         self,
         model: ScalarModel,
+        passes: Passes,
         *,
         optimizer: OptimizerSection,
         total_optimizer_steps: int,
-        precision: Literal["float32", "bfloat16", "float64"],
-        tokens_per_microbatch: int,
         value_clip: float | None,
-        guard: Guard = UNGUARDED,
-        ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer=optimizer,
-            total_optimizer_steps=total_optimizer_steps,
-            precision=precision,
-            guard=guard,
-            ranks=ranks,
-        )
-        self.tokens_per_microbatch = tokens_per_microbatch
+        super().__init__(model, passes, optimizer=optimizer, total_optimizer_steps=total_optimizer_steps)
         self.value_clip = value_clip
 
     def values(self, batch: Batch) -> Tensor:
         """(T,) float32: the value of the state before each of the batch's tokens, in reward units."""
-        return self.without_gradient(self.model, lambda: self._values(batch))
+        return self.passes.without_gradient(self.model, lambda: self._values(batch))
 
     def _values(self, batch: Batch) -> Tensor:
         prepared = PreparedBatch.of(batch, (), self.held.dtype, self.device)
         every = np.arange(len(batch.length_S))
         value_T = torch.zeros(len(batch.token_ids_T), dtype=self.held.dtype, device=self.device)
-        for samples in self.ranks.microbatches(prepared.shape, every, self.tokens_per_microbatch):
+        for samples in self.passes.microbatches(prepared.shape, every):
             values, index = self._forward(prepared, samples)
             value_T[index] = values
-            self.guard.check()
-        return self.ranks.column(value_T).to(batch.loss_mask_T.device)
+            self.passes.guard.check()
+        return self.passes.ranks.column(value_T).to(batch.loss_mask_T.device)
 
     def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
         """Learn from a batch that has `value_T` and `return_T`, in the optimizer steps that the policy makes of it."""
@@ -85,7 +69,7 @@ class Critic(Learner[ScalarModel]):
             parts, result = self.optimizer_step(partial(self._accumulate, prepared, trained, algorithm, totals))
             measured += parts
             results.append(result)
-        rows = self.ranks.rows(measured)
+        rows = self.passes.ranks.rows(measured)
         loss, clipped, value, tokens = torch.tensor(rows, dtype=self.held.dtype).sum(0).tolist() if rows else (0.0,) * 4
         return {
             "critic/loss": loss / len(steps),
@@ -98,11 +82,10 @@ class Critic(Learner[ScalarModel]):
 
     def _accumulate(self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, totals: Totals) -> list[Tensor]:
         """Add the gradient of one optimizer step; returns what each microbatch of this rank measured."""
-        plan = self.ranks.microbatches(batch.shape, samples, self.tokens_per_microbatch)
         measured: list[Tensor] = []
-        for part in self.held.passes(plan):
+        for part in self.held.passes(self.passes.microbatches(batch.shape, samples)):
             measured.append(self._learn(batch, part, algorithm, totals))
-            self.guard.check()
+            self.passes.guard.check()
         return measured
 
     def _learn(self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, totals: Totals) -> Tensor:

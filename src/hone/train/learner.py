@@ -1,20 +1,22 @@
-"""Learner: a model in training with its optimizer and their checkpoint state.
+"""Learner: a model in training with its optimizer and its state; Passes: how the models of a process compute batches.
 
-What every kind of trainer shares. Not here: what is learnt (`policy.py` a policy, `critic.py` values, `pairs.py` a
-reward model), what only stands still (`reference.py`), or who else trains it (`ranks.py`).
+Not here: what is learnt (`policy.py` a policy, `critic.py` values, `pairs.py` a reward model), or what differs between
+one process and many (`ranks.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.config.run import OptimizerSection
-from hone.data.pack import Indices
+from hone.data.pack import Indices, Shape, computed_tokens
 from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
 from hone.model.fingerprint import weights_fingerprint
@@ -30,7 +32,7 @@ T = TypeVar("T")
 
 
 class WeightsOf:
-    """A model's weights as they are whenever somebody goes through them: loading them may have to begin again."""
+    """A re-iterable view of a model's current weights: loading them may have to begin again."""
 
     def __init__(self, held: Weights) -> None:
         self._held = held
@@ -39,20 +41,36 @@ class WeightsOf:
         return self._held.named()
 
 
+@dataclass
 class Passes:
-    """Passes of models without gradients, on some ranks and watched over.
+    """How the models of a process compute batches. Policy, critic and reference in one process share one."""
 
-    Args:
-        guard: watches over memory; not where there are other ranks, which would not know of a second attempt.
-        ranks: who computes together.
-    """
+    precision: Literal["float32", "bfloat16", "float64"]
+    """Arithmetic of forward and backward; the rest is float32 at least."""
+    tokens_per_microbatch: int
+    """Of one rank; affects memory, never the result. So does `logprob_chunk_tokens`."""
+    logprob_chunk_tokens: int
+    temperature: float
+    """Of the sampler; logprobs are of the same distribution."""
+    guard: Guard = UNGUARDED
+    """Handles running out of memory; only in one process: other ranks would not know of a second attempt."""
+    ranks: Ranks = ALONE
+    """Who computes together."""
+    largest_microbatch: int = field(default=0, init=False)
+    """Tokens of the largest microbatch of the last pass, with or without gradient."""
 
-    def __init__(self, guard: Guard, ranks: Ranks) -> None:
-        self.guard = guard
-        self.ranks = ranks
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self.precision)
+
+    def microbatches(self, shape: Shape, samples: Indices, *, whole_groups: bool = False) -> list[Indices]:
+        """This rank's share of `samples`; see `Ranks.microbatches`."""
+        plan = self.ranks.microbatches(shape, samples, self.tokens_per_microbatch, whole_groups=whole_groups)
+        self.largest_microbatch = max((computed_tokens(shape, part) for part in plan), default=0)
+        return plan
 
     def without_gradient(self, model: CausalModel | ScalarModel, work: Callable[[], T]) -> T:
-        """What passes of `model` without gradients compute; done again if they run out of memory."""
+        """What passes of `model` without gradients compute; repeated if they run out of memory."""
 
         def guarded() -> T:
             with self.guard.phase("logprobs"), torch.no_grad(), self.ranks.computing(model):
@@ -60,30 +78,21 @@ class Passes:
 
         return self.guard.attempt(guarded)
 
-    def logprobs_of(
-        self,
-        model: CausalModel,
-        batch: Batch,
-        plan: Callable[[PreparedBatch], Iterable[Indices]],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        temperature: float,
-        chunk_tokens: int,
-    ) -> Tensor:
-        """(T,) float32 logprobs of the batch's tokens under `model`; see `Trainer.logprobs`.
-
-        Args:
-            plan: this rank's microbatches.
-            device, dtype: of the columns that are computed.
-        """
+    def logprobs(self, model: CausalModel, batch: Batch, temperature: float | None = None) -> Tensor:
+        """(T,) float32 logprobs of the batch's tokens under `model`; see `Trainer.logprobs`."""
+        device, dtype = self.ranks.device(model), torch.promote_types(self.compute_dtype, torch.float32)
+        every = np.arange(len(batch.length_S))
 
         def measure() -> Tensor:
             prepared = PreparedBatch.of(batch, (), dtype, device)
             logprobs_T = torch.zeros(len(batch.token_ids_T), dtype=dtype, device=device)
-            for samples in plan(prepared):
+            for samples in self.microbatches(prepared.shape, every):
                 values, _, index = forward_samples(
-                    model, prepared, samples, temperature=temperature, chunk_tokens=chunk_tokens
+                    model,
+                    prepared,
+                    samples,
+                    temperature=temperature or self.temperature,
+                    chunk_tokens=self.logprob_chunk_tokens,
                 )
                 logprobs_T[index] = values
                 self.guard.check()
@@ -92,46 +101,35 @@ class Passes:
         return self.without_gradient(model, measure)
 
 
-class Learner(Passes, Generic[M]):
+class Learner(Generic[M]):
     """Owns `model` and trains it in place.
 
     Args:
-        model: its parameters are taken over, by `ranks`.
+        model: its parameters are taken over, by `passes.ranks`.
         optimizer: learning rate, schedule, clipping.
         total_optimizer_steps: of the whole stage; where the schedule ends.
-        precision: arithmetic of forward and backward; the rest is float32.
-        guard, ranks: see `Passes`.
     """
 
-    def __init__(
-        self,
-        model: M,
-        *,
-        optimizer: OptimizerSection,
-        total_optimizer_steps: int,
-        precision: Literal["float32", "bfloat16", "float64"],
-        guard: Guard = UNGUARDED,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        super().__init__(guard, ranks)
-        self.model = model
-        self.optimizer = ranks.optimizer(
-            model, getattr(torch, precision), settings=optimizer, total_steps=total_optimizer_steps
+    def __init__(self, model: M, passes: Passes, *, optimizer: OptimizerSection, total_optimizer_steps: int) -> None:
+        self.model, self.passes = model, passes
+        self.optimizer = passes.ranks.optimizer(
+            model, passes.compute_dtype, settings=optimizer, total_steps=total_optimizer_steps
         )
 
     def optimizer_step(self, accumulate: Callable[[], T]) -> tuple[T, StepResult]:
         """One optimizer step: `accumulate` adds up its gradient, which is then applied, once.
 
-        Whatever runs out of memory, it is done again from a gradient of zero. Returns what `accumulate` did.
+        Whatever runs out of memory, it is repeated from a gradient of zero. Returns what `accumulate` did.
         """
+        guard = self.passes.guard
 
         def work() -> tuple[T, StepResult]:
-            with self.guard.phase("update"):
+            with guard.phase("update"):
                 measured = accumulate()
-            with self.guard.phase("optimizer", final=True):
+            with guard.phase("optimizer", final=True):
                 return measured, self.optimizer.step()
 
-        return self.guard.attempt(work, self.optimizer.begin_again)
+        return guard.attempt(work, self.optimizer.begin_again)
 
     @property
     def held(self) -> Weights:

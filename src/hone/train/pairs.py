@@ -1,4 +1,4 @@
-"""Trainer of reward models on pairs: both conversations of a pair in one microbatch, what they share computed once.
+"""Reward-model training on pairs: both conversations of a pair in one microbatch, their common prefix computed once.
 
 In one process, or on one rank of many (`ranks.py`), each of which has whole pairs.
 """
@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hone.algo.pairwise import pairwise_loss
-from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, Shape
 from hone.data.pairs import PreferencePair
 from hone.errors import DataError
-from hone.memory.guard import UNGUARDED, Guard
 from hone.model.heads import ScalarModel, Sequences, last_token_scores
 from hone.train.learner import Learner
-from hone.train.ranks import ALONE, Ranks
 from hone.train.trainer import Keepable
 
 
@@ -51,37 +48,12 @@ class PairLearner(Keepable, Protocol):
 
 
 class PairTrainer(Learner[ScalarModel]):
-    """Trains a reward model in place; arguments as `Learner`.
-
-    Args:
-        tokens_per_microbatch: of one rank; memory, never the result; must hold any one pair.
-    """
-
-    def __init__(
-        self,
-        model: ScalarModel,
-        *,
-        optimizer: OptimizerSection,
-        total_optimizer_steps: int,
-        tokens_per_microbatch: int,
-        precision: Literal["float32", "bfloat16", "float64"],
-        guard: Guard = UNGUARDED,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        super().__init__(
-            model,
-            optimizer=optimizer,
-            total_optimizer_steps=total_optimizer_steps,
-            precision=precision,
-            guard=guard,
-            ranks=ranks,
-        )
-        self.tokens_per_microbatch = tokens_per_microbatch
+    """Trains a reward model in place; arguments as `Learner`. A microbatch must hold any one pair."""
 
     def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """See `PairLearner.update`."""
         measured, result = self.optimizer_step(lambda: self._accumulate(pairs))
-        loss, correct = map(sum, zip(*self.ranks.rows(measured), strict=True))
+        loss, correct = map(sum, zip(*self.passes.ranks.rows(measured), strict=True))
         return {
             "rm/loss": loss / len(pairs),
             "rm/accuracy": correct / len(pairs),
@@ -102,12 +74,12 @@ class PairTrainer(Learner[ScalarModel]):
             (loss_P.sum() / len(pairs)).backward()
             right = _correct(chosen_P.detach(), rejected_P.detach())
             measured.append(torch.stack([loss_P.detach().double().sum(), right]))
-            self.guard.check()
+            self.passes.guard.check()
         return measured
 
     def measure(self, pairs: Sequence[PreferencePair]) -> Measured:
         """See `PairLearner.measure`."""
-        score_S = self.without_gradient(self.model, lambda: self._scores(pairs))
+        score_S = self.passes.without_gradient(self.model, lambda: self._scores(pairs))
         chosen_P, rejected_P = score_S.unflatten(0, (-1, 2)).unbind(1)
         loss_P = pairwise_loss(chosen_P, rejected_P, self._margins(pairs).cpu().double())
         return Measured(
@@ -124,8 +96,8 @@ class PairTrainer(Learner[ScalarModel]):
         for samples in plan:
             found = last_token_scores(self.model, sequences, samples, self.device)
             score_S[torch.from_numpy(samples).to(self.device)] = found.double()
-            self.guard.check()
-        return self.ranks.column(score_S).cpu()
+            self.passes.guard.check()
+        return self.passes.ranks.column(score_S).cpu()
 
     def _plan(self, pairs: Sequence[PreferencePair]) -> tuple[Sequences, list[Indices]]:
         """The conversations of all pairs, sample 2i the better and 2i + 1 the worse of pair i, and this rank's
@@ -142,15 +114,15 @@ class PairTrainer(Learner[ScalarModel]):
             prompt_tokens_N=np.bincount(pair_of_prompt, weights=prompt_tokens).astype(np.int64),
         )
         each = np.maximum(shape.length_S - 1, 0).reshape(-1, 2).sum(1) + shape.prompt_tokens_N
-        if each.max() > self.tokens_per_microbatch:
+        if each.max() > self.passes.tokens_per_microbatch:
             longest = max(len(pair.chosen) + len(pair.rejected) for pair in pairs)
             raise DataError(
-                f"a pair does not fit into train.tokens_per_microbatch = {self.tokens_per_microbatch}: both its "
+                f"a pair does not fit into train.tokens_per_microbatch = {self.passes.tokens_per_microbatch}: both its "
                 f"conversations must, together. Raise it to at least {longest}, or lower data.max_prompt_tokens or "
                 "rollout.max_response_tokens, which bound a conversation."
             )
         samples = np.arange(2 * len(pairs))
-        return sequences, self.ranks.microbatches(shape, samples, self.tokens_per_microbatch, whole_groups=True)
+        return sequences, self.passes.microbatches(shape, samples, whole_groups=True)
 
     def _margins(self, pairs: Sequence[PreferencePair]) -> Tensor:
         return torch.tensor([pair.margin for pair in pairs], dtype=self.held.dtype, device=self.device)

@@ -24,14 +24,9 @@ from hone.model.lora import AdapterOff
 from hone.train.materialize import fill
 from hone.train.mesh import DATA, Mesh
 from hone.train.places import Place, Places, shares_of
-from hone.train.policy import PolicyTrainer
 from hone.train.ranks import Ranks
 from hone.train.sharded_weights import ShardedAdamW, ShardedWeights, compile_layers, divide, shard
 from hone.train.tensor_files import Share, box_of
-
-
-class ShardedTrainer(PolicyTrainer):
-    """A `PolicyTrainer` on one of the ranks `Sharded`. All ranks are made and called alike, with the same arguments."""
 
 
 class Sharded(Ranks):

@@ -88,24 +88,16 @@ class Trainer(Keepable, Protocol):
         ...
 
 
-class Measures(Protocol):
-    """What of a trainer passes over a batch without learning from it."""
-
-    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor: ...
-
-    def values(self, batch: Batch) -> Tensor: ...
-
-
-def measured(models: Measures, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
+def measured(trainer: Trainer, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
     """Columns under the names that a batch has for them, for what is in `needs` (see `Algorithm.needs`) of
     `ref_logprobs`, `policy_logprobs` and `values`."""
     found: dict[str, Tensor] = {}
     if "ref_logprobs" in needs:
-        found["ref_logprobs_T"] = models.logprobs(batch, reference=True)
+        found["ref_logprobs_T"] = trainer.logprobs(batch, reference=True)
     if "policy_logprobs" in needs:
-        found["old_logprobs_T"] = models.logprobs(batch)
+        found["old_logprobs_T"] = trainer.logprobs(batch)
     if "values" in needs:
-        found["value_T"] = models.values(batch)
+        found["value_T"] = trainer.values(batch)
     return found
 
 

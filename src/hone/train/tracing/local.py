@@ -1,4 +1,4 @@
-"""One update of `LocalTrainer` as it is, on fake tensors: model class, flat buffers, loss, critic, adapter, optimizer.
+"""Memory trace of one update in one process, on fake tensors: model class, flat buffers, loss, critic, adapter, AdamW.
 
 Not here: the engine beside it, and what a process takes besides tensors.
 """
@@ -20,7 +20,9 @@ from hone.memory.guard import Unguarded
 from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff, add_adapter
 from hone.train.critic import Critic
-from hone.train.local import LocalTrainer
+from hone.train.learner import Passes
+from hone.train.policy import PolicyTrainer
+from hone.train.roles import Reference, Roles
 from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors
 from hone.train.tracing.models import empty_model
 from hone.train.tracing.moments import marked
@@ -42,9 +44,9 @@ def trace_local(
         algorithm = Algorithm(
             config.algorithm, correction=correction(config), max_response_tokens=config.rollout.max_response_tokens
         )
-        with marked(memory, trainer.model, last="embedding backward"):
+        with marked(memory, trainer.policy.model, last="embedding backward"):
             if trainer.reference is not None:
-                with marked(memory, trainer.reference, last=""):
+                with marked(memory, trainer.reference.model, last=""):
                     trainer.logprobs(batch, reference=True)
             if "old_logprobs_T" in batch.columns:
                 trainer.logprobs(batch)
@@ -54,41 +56,36 @@ def trace_local(
 
 def _trainer(
     config: RunConfig, policy: Mapping[str, Any], critic: Mapping[str, Any] | None, memory: LiveMemory
-) -> LocalTrainer:
+) -> Roles:
     """As `assemble.models` makes it, without weights."""
     train, implementation = config.train, config.model.implementation
+    passes = Passes(
+        precision=config.run.precision,
+        tokens_per_microbatch=train.tokens_per_microbatch,
+        logprob_chunk_tokens=train.logprob_chunk_tokens,
+        temperature=config.rollout.temperature,
+        guard=_Phases(memory),
+    )
     model = empty_model(policy, implementation)
     learner = None
     if needs_critic(config):
         learner = _TracedCritic(
             ScalarModel(empty_model(critic or policy, implementation)),
+            passes,
             optimizer=config.critic.optimizer,
             total_optimizer_steps=1,
-            precision=config.run.precision,
-            tokens_per_microbatch=train.tokens_per_microbatch,
             value_clip=config.critic.value_clip,
-            guard=_Phases(memory),
         )
         learner.memory = memory
         learner.model.body.checkpointing = train.activation_checkpointing
     if trains_adapter(config, "rl"):
         add_adapter(model, config.lora, seed=0, dtype=getattr(torch, config.run.precision))
-    reference = None
+    frozen = None
     if needs_reference(config):
-        reference = AdapterOff(model) if model.adapter else copy.deepcopy(model)
+        frozen = AdapterOff(model) if model.adapter else copy.deepcopy(model)
     model.checkpointing = train.activation_checkpointing
-    return LocalTrainer(
-        model,
-        optimizer=train.optimizer,
-        total_optimizer_steps=1,
-        temperature=config.rollout.temperature,
-        tokens_per_microbatch=train.tokens_per_microbatch,
-        logprob_chunk_tokens=train.logprob_chunk_tokens,
-        precision=config.run.precision,
-        reference=reference,
-        critic=learner,
-        guard=_Phases(memory),
-    )
+    trained = PolicyTrainer(model, passes, optimizer=train.optimizer, total_optimizer_steps=1)
+    return Roles(policy=trained, critic=learner, reference=Reference(frozen, passes) if frozen else None)
 
 
 class _TracedCritic(Critic):
