@@ -122,7 +122,7 @@ class Node:
         return node
 
 
-class _Refused(Exception):
+class _RefusedNode(Exception):
     """The text stops making sense at a line; nothing after it can be trusted."""
 
     def __init__(self, line: int, message: str) -> None:
@@ -142,7 +142,7 @@ def read_yaml(text: str, source: str, first_line: int | None = 1) -> tuple[Node 
     builder = _Builder(source, first_line)
     try:
         return builder.document(YAML(typ="safe", pure=True).parse(text)), builder.problems
-    except _Refused as refused:
+    except _RefusedNode as refused:
         line, message = refused.line, refused.message
     except MarkedYAMLError as error:
         line, message = _yaml_error(error, text)
@@ -189,7 +189,7 @@ class _Builder:
             if isinstance(event, DocumentStartEvent):
                 num_documents += 1
                 if num_documents > 1:
-                    raise _Refused(_line(event), "holds a second document (`---`); a run file is one")
+                    raise _RefusedNode(_line(event), "holds a second document (`---`); a run file is one")
             elif isinstance(event, ScalarEvent | AliasEvent | MappingStartEvent | SequenceStartEvent):
                 root = self._node(event, events, depth=0)
         return root
@@ -199,7 +199,7 @@ class _Builder:
         if isinstance(event, AliasEvent):
             return self._alias(event, line)
         if depth > MAX_DEPTH:
-            raise _Refused(line, f"is nested more than {MAX_DEPTH} deep")
+            raise _RefusedNode(line, f"is nested more than {MAX_DEPTH} deep")
         size_before = self._num_nodes
         self._count(1, line)
         if isinstance(event, ScalarEvent):
@@ -235,13 +235,13 @@ class _Builder:
 
     def _scalar(self, event: ScalarEvent, line: int) -> Node:
         if _SURROGATE.search(event.value):
-            raise _Refused(line, "holds half a character (a lone surrogate such as \\ud800)")
+            raise _RefusedNode(line, "holds half a character (a lone surrogate such as \\ud800)")
         plain = event.implicit[0]
         return Node(scalar(event.value) if plain else event.value, self.where(line))
 
     def _alias(self, event: AliasEvent, line: int) -> Node:
         if event.anchor not in self._anchors:
-            raise _Refused(line, f"*{event.anchor} names an anchor that is not defined above it")
+            raise _RefusedNode(line, f"*{event.anchor} names an anchor that is not defined above it")
         node, size = self._anchors[event.anchor]
         self._count(size, line)
         return node
@@ -249,7 +249,7 @@ class _Builder:
     def _count(self, num_nodes: int, line: int) -> None:
         self._num_nodes += num_nodes
         if self._num_nodes > MAX_NODES:
-            raise _Refused(line, f"holds more than {MAX_NODES} values")
+            raise _RefusedNode(line, f"holds more than {MAX_NODES} values")
 
     def _refuse_tag(self, event: Any, line: int) -> None:
         if event.tag is not None and str(event.tag):

@@ -43,7 +43,7 @@ def load_pairs(
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
     source, split, rows = source_of(data, part, lacking="there are no held-out pairs to measure the reward model on")
-    reading = _Reading(data, rm, tokenizer)
+    reading = _PairReading(data, rm, tokenizer)
     tally = Tally(data, source, max_tokens=max_tokens)
     pairs: list[PreferencePair] = []
     for row in tally.rows(read_rows(source, folder, split=split, rows=rows)):
@@ -60,7 +60,7 @@ def load_pairs(
     return pairs, tally.report()
 
 
-class _Reading:
+class _PairReading:
     """What a row becomes."""
 
     def __init__(self, data: DataSection, rm: PreferenceSection, tokenizer: Tokenizer) -> None:

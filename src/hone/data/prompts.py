@@ -123,7 +123,7 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class _PromptDraft:
     """A row that is well-formed and rendered, not yet tokenised."""
 
     where: str
@@ -172,7 +172,7 @@ class _Loading(Tally):
         self.kept = len(prompts)
         return prompts
 
-    def draft(self, row: SourceRow) -> _Draft | None:
+    def draft(self, row: SourceRow) -> _PromptDraft | None:
         data, values = self.data, row.values
         try:
             rendered = self.renderer.render(values)
@@ -186,7 +186,7 @@ class _Loading(Tally):
         except Malformed as error:
             return self.reject(f"{row.where} {error.field}: {error}")
         others = {k: v for k, v in values.items() if k != data.prompt_column}
-        return _Draft(row.where, row_id, text, answer, others, rendered.messages)
+        return _PromptDraft(row.where, row_id, text, answer, others, rendered.messages)
 
     def spelled(self, text: str, field: str, *, rendered: bool = False) -> str:
         """`text`, after checking that the tokenizer can encode it."""

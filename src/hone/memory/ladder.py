@@ -144,7 +144,7 @@ class Change:
         return f"out of memory in {where} at step {self.step}, {figures}: {changed}. It is done again; nothing is lost"
 
 
-class Where(Protocol):
+class FailurePoint(Protocol):
     """How far the stage is; `types.Progress` is one."""
 
     stage: str
@@ -192,7 +192,7 @@ class Ladder:
         self._autotune, self._say, self._changed, self._busy = autotune, say, changed, busy
         self._lock = threading.RLock()
         self._knobs: dict[str, Knob] = {}
-        self._progress: Where | None = None
+        self._progress: FailurePoint | None = None
         self._predict: Predict | None = None
         self._next_check_s = 0.0
         self._ceilings: dict[str, int] = {}
@@ -206,7 +206,7 @@ class Ladder:
 
     # ---- a stage begins
 
-    def begin(self, progress: Where, predict: Predict | None = None) -> None:
+    def begin(self, progress: FailurePoint, predict: Predict | None = None) -> None:
         """Another stage: its knobs are bound anew."""
         with self._lock:
             self._progress, self._predict, self._knobs = progress, predict, {}

@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
     if _is_traced():
         return (x * _inverse_rms_of(x, eps)).to(x.dtype) * weight
-    return _RMSNorm.apply(x, weight, eps)
+    return _FusedRMSNorm.apply(x, weight, eps)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def _split_and_rotated(
     return rotated[:, :heads], rotated[:, heads:], v
 
 
-class _RMSNorm(torch.autograd.Function):
+class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         inverse = _inverse_rms(x, eps)

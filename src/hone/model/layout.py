@@ -221,7 +221,7 @@ def _merge_identical(prompt_S: Ints, length_S: Ints, token_ids_T: Ints) -> _Uniq
 
 
 @dataclass(frozen=True)
-class _Places:
+class _TokenPlaces:
     """Positions in X: each prompt, then the inputs (all tokens but the last) of its responses."""
 
     size: int
@@ -235,7 +235,7 @@ class _Places:
     """(X,) index into R, or -1 for a prompt token."""
 
 
-def _place(prompt_length_N: Ints, prompt_R: Ints, length_R: Ints) -> _Places:
+def _place(prompt_length_N: Ints, prompt_R: Ints, length_R: Ints) -> _TokenPlaces:
     inputs_R = np.maximum(length_R - 1, 0)
     inputs_N = np.bincount(prompt_R, weights=inputs_R, minlength=len(prompt_length_N)).astype(np.int64)
     group_size_N = prompt_length_N + inputs_N
@@ -250,11 +250,11 @@ def _place(prompt_length_N: Ints, prompt_R: Ints, length_R: Ints) -> _Places:
     position_X[inputs_at] = _ranges(prompt_length_N[prompt_R], inputs_R)
     response_X[inputs_at] = np.repeat(np.arange(len(inputs_R)), inputs_R)
     prompt_end_R = (prompt_start_N + prompt_length_N)[prompt_R]
-    return _Places(size, prompt_start_N, group_size_N, start_R, inputs_R, prompt_end_R, position_X, response_X)
+    return _TokenPlaces(size, prompt_start_N, group_size_N, start_R, inputs_R, prompt_end_R, position_X, response_X)
 
 
 def _blocks(
-    places: _Places, prompt_length_N: Ints, prompt_R: Ints
+    places: _TokenPlaces, prompt_length_N: Ints, prompt_R: Ints
 ) -> tuple[list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]], Ints]:
     """Tiles (query range; shared key range, own key range) of all tokens, gathered into blocks of similar shape."""
     tiles = _tiles(places, prompt_length_N, prompt_R)
@@ -274,7 +274,7 @@ def _blocks(
     return blocks, query_slot_3X
 
 
-def _tiles(places: _Places, prompt_length_N: Ints, prompt_R: Ints) -> Ints:
+def _tiles(places: _TokenPlaces, prompt_length_N: Ints, prompt_R: Ints) -> Ints:
     """(tiles, 6): start and length of the queries, of the shared keys, and of the own keys, in X."""
     whole_N = places.group_size_N <= WHOLE_GROUP_TOKENS
     start, size = places.prompt_start_N[whole_N], places.group_size_N[whole_N]

@@ -31,7 +31,7 @@ PRODUCTS = {
 """Operators whose results are stored. Batched products are not among them: naive attention's scores are such."""
 
 
-class _Pass(threading.local):
+class _RecomputePass(threading.local):
     """What this thread is doing for a layer that is computed twice."""
 
     kept: list[tuple[Tensor, ...]] | None = None
@@ -40,7 +40,7 @@ class _Pass(threading.local):
     is_made_again = False
 
 
-_pass = _Pass()
+_pass = _RecomputePass()
 
 
 def again(function: Callable[..., T], *args: Any, selective: bool) -> T:

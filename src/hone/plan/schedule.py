@@ -12,7 +12,7 @@ from hone.plan.cluster import Pool, Trained
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import Engine
 from hone.plan.inputs import Inputs, bytes_each
-from hone.plan.time import CPU, GPU, GPU_EAGER, Efficiency, Learner, Sampler, StepTime
+from hone.plan.time import CPU, GPU, GPU_EAGER, Efficiency, LearnerTime, Sampler, StepTime
 from hone.plan.workload import Lengths
 
 
@@ -121,12 +121,12 @@ def _learning(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[
 
 
 def _measuring(
-    inputs: Inputs, pools: Sequence[Pool], policy: Learner, critic: Learner | None, rates: Efficiency
+    inputs: Inputs, pools: Sequence[Pool], policy: LearnerTime, critic: LearnerTime | None, rates: Efficiency
 ) -> dict[str, float]:
     """Passes without gradients of policy, reference and critic: pools at the same time, those of one after another."""
     workload, lengths = inputs.workload, inputs.workload.lengths
     home = next((pool.name for pool in pools if pool.policy), "")
-    passes: list[tuple[str, Learner, float]] = []
+    passes: list[tuple[str, LearnerTime, float]] = []
     logit_tokens = workload.samples * lengths.mean_response
     if workload.has_old_logprobs_pass:
         passes.append((home, policy, logit_tokens))
@@ -148,9 +148,9 @@ def _tokens(inputs: Inputs) -> float:
     return workload.samples / workload.samples_per_optimizer_step * workload.mean_step_tokens()
 
 
-def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[Pool]) -> Learner:
+def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[Pool]) -> LearnerTime:
     devices = next((pool.devices for pool in pools if pool.policy), 1)
-    return Learner(
+    return LearnerTime(
         architecture=inputs.architecture,
         devices=devices,
         microbatches=_microbatches(inputs, devices),
@@ -172,9 +172,9 @@ def _microbatches(inputs: Inputs, devices: int) -> int:
     return steps * max(1, math.ceil(workload.mean_step_tokens() / ranks / budget))
 
 
-def _critic(inputs: Inputs, policy: Learner, pools: Sequence[Pool]) -> Learner:
+def _critic(inputs: Inputs, policy: LearnerTime, pools: Sequence[Pool]) -> LearnerTime:
     assert inputs.critic is not None, "asked for only where there is one"
-    return Learner(
+    return LearnerTime(
         architecture=inputs.critic,
         devices=next((pool.devices for pool in pools if pool.critic), 1),
         microbatches=policy.microbatches,

@@ -174,7 +174,7 @@ def prefill_s(sampler: Sampler, hardware: Hardware, rates: Efficiency, lengths: 
 
 
 @dataclass(frozen=True, slots=True)
-class Learner:
+class LearnerTime:
     """The devices that train one model."""
 
     architecture: Architecture
@@ -194,13 +194,13 @@ RECOMPUTED: Mapping[Checkpointing, float] = {"none": 0.0, "selective": 0.3, "ful
 """Forward passes of the layers that the backward pass makes again."""
 
 
-def pass_flops(learner: Learner, tokens: float, lengths: Lengths, logit_tokens: float) -> float:
+def pass_flops(learner: LearnerTime, tokens: float, lengths: Lengths, logit_tokens: float) -> float:
     """Operations of one forward pass over a step's tokens."""
     return forward_flops(learner.architecture, tokens, lengths.mean / 2, logit_tokens=logit_tokens)
 
 
 def forward_s(
-    learner: Learner, hardware: Hardware, rates: Efficiency, tokens: float, lengths: Lengths, logit_tokens: float
+    learner: LearnerTime, hardware: Hardware, rates: Efficiency, tokens: float, lengths: Lengths, logit_tokens: float
 ) -> float:
     """Seconds of a pass without gradients."""
     flops = pass_flops(learner, tokens, lengths, logit_tokens)
@@ -208,7 +208,7 @@ def forward_s(
 
 
 def update_s(
-    learner: Learner, hardware: Hardware, rates: Efficiency, tokens: float, lengths: Lengths, logit_tokens: float
+    learner: LearnerTime, hardware: Hardware, rates: Efficiency, tokens: float, lengths: Lengths, logit_tokens: float
 ) -> float:
     """Seconds of forward and backward passes over a step's tokens.
 
@@ -225,7 +225,7 @@ def update_s(
     return moved + _reducing_s(learner, hardware, rates, tokens) + learner.microbatches * rates.microbatch_overhead_s
 
 
-def gathering_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> float:
+def gathering_s(learner: LearnerTime, hardware: Hardware, rates: Efficiency) -> float:
     """Seconds in which one microbatch's weights are gathered twice (2 B each) and gradients reduced (4 B)."""
     if learner.devices == 1:
         return 0.0
@@ -236,7 +236,7 @@ def gathering_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> floa
     return seconds
 
 
-def _reducing_s(learner: Learner, hardware: Hardware, rates: Efficiency, tokens: float) -> float:
+def _reducing_s(learner: LearnerTime, hardware: Hardware, rates: Efficiency, tokens: float) -> float:
     """Seconds of tensor parallelism's all-reduces: two per layer forward, two backward, of the residual stream."""
     ways, arch = learner.tensor_parallel, learner.architecture
     if ways == 1:
@@ -246,7 +246,7 @@ def _reducing_s(learner: Learner, hardware: Hardware, rates: Efficiency, tokens:
     return moved / (hardware.link * rates.link)
 
 
-def optimizer_s(learner: Learner, hardware: Hardware, rates: Efficiency) -> float:
+def optimizer_s(learner: LearnerTime, hardware: Hardware, rates: Efficiency) -> float:
     """Seconds of one optimizer step: 16 bytes per parameter read and written, over the host link if they live there."""
     moved = 32 * learner.trained_parameters / learner.devices
     bandwidth = hardware.host_link * rates.link if learner.offloaded else hardware.bandwidth * rates.decode_bandwidth

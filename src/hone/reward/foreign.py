@@ -41,7 +41,7 @@ class Unfit(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ForeignCall:
     """One call of a user's function."""
 
     offered: Mapping[str, Any]
@@ -56,8 +56,8 @@ class _Form:
 
     offered: frozenset[str]
     """Parameters that are given by name, besides columns of the row and `args`."""
-    calls: Callable[[Group, Mapping[str, Any]], Sequence[_Call]]
-    read: Callable[[Group, Sequence[_Call], Sequence[Any]], Any]
+    calls: Callable[[Group, Mapping[str, Any]], Sequence[_ForeignCall]]
+    read: Callable[[Group, Sequence[_ForeignCall], Sequence[Any]], Any]
     """Scores of a group, from what each call returned; a call that failed returned a Score that says so."""
     takes_columns: bool = False
 
@@ -121,7 +121,7 @@ def _attempt(function: Callable[..., Any], parameters: Mapping[str, Parameter], 
         return Score(None, Fault.INFRA, f"raised {describe(error)}")
 
 
-async def _when_settled(form: _Form, group: Group, calls: Sequence[_Call], returned: Sequence[Any]) -> Any:
+async def _when_settled(form: _Form, group: Group, calls: Sequence[_ForeignCall], returned: Sequence[Any]) -> Any:
     return form.read(group, calls, await asyncio.gather(*map(_settled, returned)))
 
 
@@ -132,7 +132,7 @@ async def _settled(returned: Any) -> Any:
         return Score(None, Fault.INFRA, f"raised {describe(error)}")
 
 
-def _trl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_Call]:
+def _trl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_ForeignCall]:
     """One call for the group. Of a chat, prompts are lists of messages and so are completions."""
     prompt, samples, logged = group.prompt, group.samples, {}
     gold = {} if prompt.answer is None else {"answer": prompt.answer}
@@ -145,7 +145,7 @@ def _trl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_Call]:
     }
     if all(_has_tokens(sample) for sample in samples):
         offered["completion_ids"] = [list(sample.token_ids) for sample in samples]
-    return [_Call({**columns, **offered, **args}, logged)]
+    return [_ForeignCall({**columns, **offered, **args}, logged)]
 
 
 def _has_tokens(sample: Sample) -> bool:
@@ -157,7 +157,7 @@ def _said(sample: Sample) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": sample.text}]
 
 
-def _read_trl(group: Group, calls: Sequence[_Call], returned: Sequence[Any]) -> Any:
+def _read_trl(group: Group, calls: Sequence[_ForeignCall], returned: Sequence[Any]) -> Any:
     """A number for each sample, or None: it does not apply (`sums.py`)."""
     if isinstance(returned[0], Score):
         return [returned[0]] * len(group.samples)
@@ -167,14 +167,16 @@ def _read_trl(group: Group, calls: Sequence[_Call], returned: Sequence[Any]) -> 
     return _with_metrics([NOT_APPLIED if value is None else value for value in values], calls[0].logged)
 
 
-def _openrlhf_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_Call]:
+def _openrlhf_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_ForeignCall]:
     prompt, samples = group.prompt, group.samples
     queries = [prompt.text + sample.text for sample in samples]
     each = len(samples)
-    return [_Call({"queries": queries, "prompts": [prompt.text] * each, "labels": [prompt.answer] * each, **args})]
+    return [
+        _ForeignCall({"queries": queries, "prompts": [prompt.text] * each, "labels": [prompt.answer] * each, **args})
+    ]
 
 
-def _read_openrlhf(group: Group, calls: Sequence[_Call], returned: Sequence[Any]) -> Any:
+def _read_openrlhf(group: Group, calls: Sequence[_ForeignCall], returned: Sequence[Any]) -> Any:
     """Numbers, or a dictionary with them as `rewards`; its `scores` and `extra_logs` become metrics."""
     if isinstance(returned[0], Score):
         return [returned[0]] * len(group.samples)
@@ -187,17 +189,20 @@ def _read_openrlhf(group: Group, calls: Sequence[_Call], returned: Sequence[Any]
     return _with_metrics(values, logged) if isinstance(values, list) else values
 
 
-def _verl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_Call]:
+def _verl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_ForeignCall]:
     """One call for each sample. A row without `extra_info` gives all its columns as that."""
     columns, truth = group.prompt.columns, group.prompt.answer
     if truth is None and isinstance(columns.get("reward_model"), Mapping):
         truth = columns["reward_model"].get("ground_truth")
     extra = columns["extra_info"] if isinstance(columns.get("extra_info"), Mapping) else columns
     row = {"data_source": columns.get("data_source", ""), "ground_truth": truth}
-    return [_Call({**row, "solution_str": sample.text, "extra_info": dict(extra), **args}) for sample in group.samples]
+    return [
+        _ForeignCall({**row, "solution_str": sample.text, "extra_info": dict(extra), **args})
+        for sample in group.samples
+    ]
 
 
-def _read_verl(group: Group, calls: Sequence[_Call], returned: Sequence[Any]) -> Any:
+def _read_verl(group: Group, calls: Sequence[_ForeignCall], returned: Sequence[Any]) -> Any:
     """A number each, or a dictionary with it as `score`, whose other numbers become metrics."""
     return [_read_verl_score(value) for value in returned]
 

@@ -34,7 +34,7 @@ class Gathering:
         max_items: Callable[[], int],
     ) -> None:
         self._ask, self._max_requests, self._max_items = ask, max_requests, max_items
-        self._line: deque[tuple[Item, asyncio.Future[_Request]]] = deque()
+        self._line: deque[tuple[Item, asyncio.Future[_GatheredRequest]]] = deque()
         """Items, each with the future that tells which request it went with."""
         self._num_requests = 0
         self._is_gathering = False
@@ -42,7 +42,7 @@ class Gathering:
     async def score(self, item: Item) -> Score:
         """The item's score; raises what `ask` does."""
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[_Request] = loop.create_future()
+        turn: asyncio.Future[_GatheredRequest] = loop.create_future()
         self._line.append((item, turn))
         if not self._is_gathering:
             self._is_gathering = True
@@ -60,13 +60,13 @@ class Gathering:
 
     def _send(self) -> None:
         while self._num_requests < self._max_requests and (batch := self._next_batch()):
-            request = _Request(asyncio.ensure_future(self._ask([item for item, _ in batch])), len(batch))
+            request = _GatheredRequest(asyncio.ensure_future(self._ask([item for item, _ in batch])), len(batch))
             self._num_requests += 1
             request.scores.add_done_callback(self._ended)
             for _, turn in batch:
                 turn.set_result(request)
 
-    def _next_batch(self) -> list[tuple[Item, asyncio.Future[_Request]]]:
+    def _next_batch(self) -> list[tuple[Item, asyncio.Future[_GatheredRequest]]]:
         """The first in line, as many as fit and differ in their ids."""
         max_items, batch, ids = self._max_items(), [], set()
         while self._line and len(batch) < max_items and self._line[0][0].id not in ids:
@@ -81,7 +81,7 @@ class Gathering:
         self._send()
 
 
-class _Request:
+class _GatheredRequest:
     """One request, and how many wait for it."""
 
     def __init__(self, scores: asyncio.Future[Mapping[str, Score]], num_waiting: int) -> None:

@@ -21,11 +21,11 @@ from hone.model.hf import TransformersModel
 from hone.model.load import weights_fingerprint
 from hone.rollout.decoding import PREFILL_TOKENS, DecoderStepper
 from hone.rollout.engine import CacheUse, OnSample, OnToken, Request
-from hone.rollout.rows import Job
+from hone.rollout.rows import RowJob
 from hone.rollout.scheduler import Decode, Scheduler
 from hone.rollout.stepper import Stepper
 from hone.rollout.transformers_decoding import TransformersStepper
-from hone.rollout.worker import Action, Worker
+from hone.rollout.worker import Action, EngineWorker
 from hone.types import Sample
 
 
@@ -63,8 +63,8 @@ class LocalEngine:
         self._max_concurrent, self._prefill_tokens = max_concurrent, prefill_tokens
         self._is_busy = False  # the worker's; the phase "rollout" is open while it is
         self._scheduler = Scheduler(make_stepper(model, max_concurrent, prefill_tokens), decode, max_concurrent)
-        self._promises: dict[Job, Future[tuple[Sample, ...]]] = {}  # the worker's; a job is in it while it runs
-        self._worker = Worker(
+        self._promises: dict[RowJob, Future[tuple[Sample, ...]]] = {}  # the worker's; a job is in it while it runs
+        self._worker = EngineWorker(
             lambda: not self._scheduler.idle, self._step, executor=executor, name="hone-engine", timeout_s=timeout_s
         )
         self._unsent: list[Action] = []
@@ -148,7 +148,7 @@ class LocalEngine:
         """See `Engine.fingerprint`."""
         return weights_fingerprint(self._model.named_weights())
 
-    def _job(self, request: Request) -> Job:
+    def _job(self, request: Request) -> RowJob:
         prompt, sampling = request.prompt, request.sampling
         room = self._model.max_positions - len(prompt.token_ids)
         if room < 1:
@@ -156,7 +156,7 @@ class LocalEngine:
                 f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, which leaves no room for a response in the "
                 f"model's {self._model.max_positions} positions. Lower data.max_prompt_tokens."
             )
-        return Job(request, min(sampling.max_tokens, room), (*self._eos_ids, *sampling.stop_token_ids))
+        return RowJob(request, min(sampling.max_tokens, room), (*self._eos_ids, *sampling.stop_token_ids))
 
     def _send_when_quiet(self, seen: int) -> None:
         """Send new requests all at once, after a pass of the event loop that brought no more of them."""
@@ -182,7 +182,7 @@ class LocalEngine:
             self._is_busy = False
             self._guard.close("rollout")
 
-    def _guarded_step(self) -> list[Job]:
+    def _guarded_step(self) -> list[RowJob]:
         with self._guard.phase("rollout", moment=lambda: self._scheduler.doing, measured=False):
             self._guard.check()  # first: what a step completes must not be lost
             complete = self._scheduler.step(self.version)
@@ -190,11 +190,11 @@ class LocalEngine:
             self._fullest = use
         return complete
 
-    def _start(self, job: Job, promise: Future[tuple[Sample, ...]]) -> None:
+    def _start(self, job: RowJob, promise: Future[tuple[Sample, ...]]) -> None:
         self._promises[job] = promise
         self._scheduler.add(job)
 
-    def _cancel(self, job: Job) -> None:
+    def _cancel(self, job: RowJob) -> None:
         if self._promises.pop(job, None) is not None:
             self._scheduler.cancel(job)
 

@@ -14,7 +14,7 @@ from hone.types import Sample
 
 
 @dataclass(eq=False)
-class Job:
+class RowJob:
     """One request on its way through the engine."""
 
     request: Request
@@ -47,7 +47,7 @@ class Rows:
 
     def __init__(self, max_rows: int) -> None:
         self.count = 0
-        self.jobs: list[Job] = []
+        self.jobs: list[RowJob] = []
         self.sample_index = np.zeros(max_rows, np.int64)
         self.length = np.zeros(max_rows, np.int64)
         self._limit = np.zeros(max_rows, np.int64)
@@ -64,7 +64,7 @@ class Rows:
         self.logprobs = np.zeros((max_rows, 0), np.float32)
         self.versions = np.zeros((max_rows, 0), np.int32)
 
-    def add(self, job: Job, count: int) -> None:
+    def add(self, job: RowJob, count: int) -> None:
         """Give the job's next `count` samples a row each."""
         new = slice(self.count, self.count + count)
         sampling, request = job.request.sampling, job.request

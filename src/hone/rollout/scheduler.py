@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.rollout.engine import CacheUse
-from hone.rollout.rows import Job, Rows
+from hone.rollout.rows import RowJob, Rows
 from hone.rollout.sampling import sample
 from hone.rollout.stepper import Stepper, closing_moves
 from hone.rollout.stop_strings import Decode, text_up_to_stop
@@ -28,9 +28,9 @@ class Scheduler:
         self._decode = decode
         self._max_rows = max_rows
         self._rows = Rows(max_rows)
-        self._jobs: dict[Job, None] = {}  # all that are not complete, in the order of their arrival
-        self._waiting: deque[Job] = deque()
-        self._complete: list[Job] = []  # a step that fails must not lose them
+        self._jobs: dict[RowJob, None] = {}  # all that are not complete, in the order of their arrival
+        self._waiting: deque[RowJob] = deque()
+        self._complete: list[RowJob] = []  # a step that fails must not lose them
         self._logits_BV: Tensor | None = None  # of the live rows' next token
         self.num_tokens = 0
         """Tokens sampled since the start."""
@@ -50,11 +50,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not self._waiting and self._rows.count == 0
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RowJob) -> None:
         self._jobs[job] = None
         self._waiting.append(job)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: RowJob) -> None:
         """Drop the job and free its rows. A job that is unknown or finished is none of our business."""
         self._jobs.pop(job, None)
         if job in self._waiting:
@@ -68,7 +68,7 @@ class Scheduler:
             remaining = self._remove(dead_B)
             self._logits_BV = logits_BV[remaining.to(logits_BV.device)] if len(remaining) else None
 
-    def step(self, version: int) -> list[Job]:
+    def step(self, version: int) -> list[RowJob]:
         """Admit what fits, sample one token per live row; returns the jobs whose last sample this finished."""
         self.doing = "prompts computed"
         self._admit()
@@ -125,7 +125,7 @@ class Scheduler:
         free = self._max_rows - self._rows.count
         if not self._waiting or free == 0 or not self._stepper.can_add_rows(self._rows.count):
             return
-        starting: list[tuple[Job, int]] = []
+        starting: list[tuple[RowJob, int]] = []
         for job in self._waiting:
             if free == 0:
                 break
@@ -168,7 +168,7 @@ class Scheduler:
                 hits[row] = text
         return hits
 
-    def _take_complete(self) -> list[Job]:
+    def _take_complete(self) -> list[RowJob]:
         complete, self._complete = self._complete, []
         return complete
 

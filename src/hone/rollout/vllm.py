@@ -34,14 +34,14 @@ from hone.rollout.stop_strings import Decode, stop_window, text_up_to_stop
 from hone.rollout.vllm_args import CPU_ENVIRONMENT, ENVIRONMENT, VllmPlace, check_version, engine_arguments
 from hone.rollout.vllm_cache import VllmCache
 from hone.rollout.vllm_weights import complete, in_parts, published_shapes
-from hone.rollout.worker import Worker
+from hone.rollout.worker import EngineWorker
 from hone.types import Sample
 
 SHUTDOWN_S = 30.0
 
 
 @dataclass(eq=False)
-class _Group:
+class _VllmGroup:
     """One request of ours on its way."""
 
     request: Request
@@ -59,10 +59,10 @@ class _Group:
 
 
 @dataclass(eq=False)
-class _Row:
+class _VllmRow:
     """One sample that is being drawn: a request of vLLM's."""
 
-    group: _Group
+    group: _VllmGroup
     index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -94,11 +94,11 @@ class VllmEngine:
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._shapes = published_shapes(place.folder, is_tied=llm.model_config.hf_text_config.tie_word_embeddings)
         self._fingerprint: str | None = None  # of the folder's weights: computed when it is asked for
-        self._rows: dict[str, _Row] = {}  # the worker's, as the two below
+        self._rows: dict[str, _VllmRow] = {}  # the worker's, as the two below
         self._numbers = itertools.count()
         self._loads = 0
         self._awake, self._weights_awake, self._weights_lost = True, True, False
-        self._worker = Worker(
+        self._worker = EngineWorker(
             lambda: bool(self._rows), self._step, executor=executor, name="hone-vllm", timeout_s=timeout_s
         )
 
@@ -171,7 +171,7 @@ class VllmEngine:
                 "tokenizer and model belong together?"
             )
         loop = asyncio.get_running_loop()
-        group = _Group(
+        group = _VllmGroup(
             request,
             limit_tokens=min(request.sampling.max_tokens, room),
             stop_ids=[*self._eos_ids, *request.sampling.stop_token_ids],
@@ -251,7 +251,7 @@ class VllmEngine:
 
     # ---- on the worker
 
-    def _begin(self, group: _Group) -> None:
+    def _begin(self, group: _VllmGroup) -> None:
         from vllm.inputs.engine import tokens_input
 
         request = group.request
@@ -259,9 +259,9 @@ class VllmEngine:
             name = str(next(self._numbers))
             prompt = tokens_input(list(request.prompt.token_ids), cache_salt=f"load {self._loads}")
             self._llm.add_request(name, prompt, _vllm_sampling(group, index))
-            self._rows[name] = _Row(group, index)
+            self._rows[name] = _VllmRow(group, index)
 
-    def _drop(self, group: _Group) -> None:
+    def _drop(self, group: _VllmGroup) -> None:
         names = [name for name, row in self._rows.items() if row.group is group]
         for name in names:
             del self._rows[name]
@@ -276,7 +276,7 @@ class VllmEngine:
             if row is not None:
                 self._take(output.request_id, row, output.outputs[0], version)
 
-    def _take(self, name: str, row: _Row, news: Any, version: int) -> None:
+    def _take(self, name: str, row: _VllmRow, news: Any, version: int) -> None:
         """The next tokens of a sample, or all of them, and its end."""
         row.token_ids += news.token_ids
         row.logprobs += news.logprobs.logprobs
@@ -300,7 +300,7 @@ class VllmEngine:
         del self._rows[name]
         self._finish(row, cut, stopped=cut is not None or news.finish_reason == "stop")
 
-    def _finish(self, row: _Row, cut: str | None, *, stopped: bool) -> None:
+    def _finish(self, row: _VllmRow, cut: str | None, *, stopped: bool) -> None:
         group = row.group
         sample = Sample(
             prompt_id=group.request.prompt.id,
@@ -382,7 +382,7 @@ def check_sampling(sampling: Sampling) -> None:
         )
 
 
-def _vllm_sampling(group: _Group, index: int) -> Any:
+def _vllm_sampling(group: _VllmGroup, index: int) -> Any:
     """vLLM's own settings for one sample."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -27,7 +27,7 @@ Action = Callable[[], Any]
 _CLOSE_S = 30.0
 
 
-class Worker:
+class EngineWorker:
     """Runs actions, and `work()` again and again while `busy()`.
 
     Args:

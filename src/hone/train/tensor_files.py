@@ -200,7 +200,7 @@ def file_name(rank: int, world_size: int, stem: str = "tensors") -> str:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _FilePart:
     """A box of a tensor in a file."""
 
     file: Path
@@ -217,14 +217,14 @@ class SavedTensors(Mapping[str, Tensor]):
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._handles: dict[Path, Any] = {}
-        self._parts: dict[str, list[_Part]] = {}
+        self._parts: dict[str, list[_FilePart]] = {}
         for file in map(Path.absolute, files):  # another process may have another working directory
             handle = self._opened(file)
             info = json.loads((handle.metadata() or {}).get(_INFO, "{}"))
             for name in handle.keys():  # noqa: SIM118 - it is no mapping
                 shape = tuple(handle.get_slice(name).get_shape())
                 offset = tuple(info[name][_OFFSETS]) if name in info else (0,) * len(shape)
-                self._parts.setdefault(name, []).append(_Part(file, name, offset, shape))
+                self._parts.setdefault(name, []).append(_FilePart(file, name, offset, shape))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.box(name, (0,) * len(self.shape(name)), self.shape(name))
@@ -283,7 +283,7 @@ class SavedTensors(Mapping[str, Tensor]):
     def __getstate__(self) -> dict[str, Any]:
         return {"_parts": self._parts, "_handles": {}}
 
-    def _read(self, part: _Part, where: tuple[slice, ...]) -> Tensor:
+    def _read(self, part: _FilePart, where: tuple[slice, ...]) -> Tensor:
         handle = self._opened(part.file)
         if all(one.stop - one.start == size for one, size in zip(where, part.shape, strict=True)):
             return handle.get_tensor(part.name)
@@ -296,7 +296,7 @@ class SavedTensors(Mapping[str, Tensor]):
 
 
 def _overlap(
-    offset: Sequence[int], shape: Sequence[int], part: _Part
+    offset: Sequence[int], shape: Sequence[int], part: _FilePart
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Where a box and a part of the same tensor overlap: within the box, and within the part."""
     first = [max(a, b) for a, b in zip(offset, part.offset, strict=True)]

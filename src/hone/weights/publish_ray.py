@@ -100,14 +100,14 @@ class Intake:
 
     def __init__(self, engine: Loads, *, timeout_s: float) -> None:
         self._engine, self._timeout_s = engine, timeout_s
-        self._coming: _Coming | None = None
+        self._coming: _PendingWeights | None = None
         self._loading: asyncio.Task[str] | None = None
 
     async def begin(self, version: int) -> None:
         """Weights of a version will come. Raises EngineError when another version is still coming."""
         if self._loading is not None and not self._loading.done():
             raise EngineError(f"version {version} of the weights came while the one before was being taken.")
-        self._coming = _Coming(self._timeout_s)
+        self._coming = _PendingWeights(self._timeout_s)
         self._loading = asyncio.create_task(take(self._engine, self._coming, version))
 
     async def bucket(self, header: str, data: NDArray[np.uint8]) -> None:
@@ -126,13 +126,13 @@ class Intake:
         await coming.put(Manifest.of(manifest))
         return await loading
 
-    def _state(self) -> tuple[_Coming, asyncio.Task[str]]:
+    def _state(self) -> tuple[_PendingWeights, asyncio.Task[str]]:
         if self._coming is None or self._loading is None:
             raise EngineError("weights came that were not announced.")
         return self._coming, self._loading
 
 
-class _Coming:
+class _PendingWeights:
     """A `publish.Inlet`. The actor's event loop puts messages in, the engine's thread takes them out; who puts one in
     waits until the one before was taken."""
 

@@ -14,7 +14,7 @@ from hone.plan.audit.settings import CHECKS
 
 
 @dataclass(frozen=True)
-class Audit:
+class PlanAudit:
     """What was found."""
 
     read: Read
@@ -41,7 +41,7 @@ class Audit:
         ]
 
 
-def audit(path: Path) -> Audit:
+def audit(path: Path) -> PlanAudit:
     """Check a recipe.
 
     Raises:
@@ -51,7 +51,7 @@ def audit(path: Path) -> Audit:
     context = Context.of(read)
     found = [finding for check in CHECKS for finding in check(context)]
     found += check_claims(context)
-    return Audit(read, tuple(sorted(found, key=lambda finding: _line(read, finding))))
+    return PlanAudit(read, tuple(sorted(found, key=lambda finding: _line(read, finding))))
 
 
 def _line(read: Read, finding: Finding) -> int:

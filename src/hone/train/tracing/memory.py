@@ -132,7 +132,7 @@ class LiveMemory(TorchDispatchMode):
         return inferred
 
 
-class _Values(TorchFunctionMode):
+class _TracedValues(TorchFunctionMode):
     """Real tensors keep their values: indices are made of them. Fake ones have none: a list of them is of ones, and
     their bytes, which only a fingerprint reads, are zeros."""
 
@@ -160,7 +160,7 @@ def fake_tensors(memory: LiveMemory) -> Iterator[None]:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # deepcopy asks whether it is 0
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # its output may be a view; it is not written to
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Values())
+        stack.enter_context(_TracedValues())
         stack.enter_context(memory)
         yield
 

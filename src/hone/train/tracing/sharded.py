@@ -47,7 +47,7 @@ def trace_sharded(trained: Trained, architecture: Mapping[str, Any], batch: Batc
     """
     memory = LiveMemory()
     with _group_of(trained) as mesh:
-        model = _Policy(trained, architecture)
+        model = _TracedPolicy(trained, architecture)
         _divide(model, mesh)
         microbatch = _laid_out(batch) if trained.work.implementation == "hone" else _packed(trained.work)
         with fake_tensors(memory):
@@ -80,7 +80,7 @@ def _group_of(trained: Trained) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _divide(model: _Policy, mesh: DeviceMesh) -> None:
+def _divide(model: _TracedPolicy, mesh: DeviceMesh) -> None:
     """As `train/sharded_weights.py` does it."""
     if mesh[TENSOR].size() > 1:
         (divide_layers if model.is_ours else divide_class)(model.body, mesh[TENSOR])
@@ -102,7 +102,7 @@ def _with_states(model: nn.Module) -> torch.optim.AdamW:
     return optimizer
 
 
-class _Policy(nn.Module):
+class _TracedPolicy(nn.Module):
     """A model with its loss inside, for only there are sharded weights whole. Made on the meta device."""
 
     def __init__(self, trained: Trained, architecture: Mapping[str, Any]) -> None:
