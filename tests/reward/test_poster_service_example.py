@@ -73,7 +73,9 @@ def test_one_command_starts_the_services_trains_and_stops_them(tmp_path):
     try:
         until_healthy(training, f"http://127.0.0.1:{port}")
         body = {"solution_str": json.dumps(GROUND_TRUTH), "ground_truth": GROUND_TRUTH, "extra_info": {}}
-        scored = ask(f"http://127.0.0.1:{port}/compute_reward", body, (tmp_path / "run" / "services.token").read_text())
+        scored = ask(
+            f"http://127.0.0.1:{port}/compute_reward", body, (tmp_path / "run" / "services.token").read_text().strip()
+        )
         training.wait()
     finally:
         training.kill()
