@@ -65,7 +65,7 @@ def test_a_run_outlives_its_pipe_and_a_hangup_and_is_stopped_from_another_shell(
     assert "rl " in (tmp_path / "run" / "logs" / "training.log").read_text()
 
 
-@pytest.mark.slow  # three processes of several seconds each, with the two below
+@pytest.mark.slow("three processes of several seconds each, with the two below")
 def test_a_hangup_ends_with_a_checkpoint_however_often_it_comes(tmp_path):
     process = subprocess.Popen(
         [*HONE, "train", str(prepared(tmp_path, steps=100_000))], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
@@ -78,7 +78,7 @@ def test_a_hangup_ends_with_a_checkpoint_however_often_it_comes(tmp_path):
     assert f"`hone train --resume {tmp_path / 'run'}`" in said.decode()
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.slow("three processes of several seconds each")
 def test_a_closed_terminal_ends_with_a_checkpoint(tmp_path):
     """As when ssh is closed: the live view's terminal is gone, and the kernel sends SIGHUP."""
     ours, theirs = pty.openpty()
@@ -94,7 +94,7 @@ def test_a_closed_terminal_ends_with_a_checkpoint(tmp_path):
     assert checkpoints(tmp_path) and last_event(tmp_path)["outcome"] == "stopped by the user"
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.slow("three processes of several seconds each")
 @pytest.mark.parametrize("console", ["auto", "quiet", "live"])
 def test_a_full_disk_under_the_output_ends_nothing(tmp_path, console):
     run_file = str(prepared(tmp_path, steps=3))

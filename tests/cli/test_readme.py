@@ -136,7 +136,7 @@ def test_all_that_the_readme_shows_is_run_here():
     assert dict(targets)["quickstart"] == "$(VENV)/bin/hone train examples/gsm8k-arithmetic/run.yaml --fresh"
 
 
-@pytest.mark.slow  # some twenty processes, each of which loads torch
+@pytest.mark.slow("some twenty processes, each of which loads torch")
 @pytest.mark.timeout(900)
 def test_every_command_works_in_order(shell, folder):
     before = []
@@ -160,12 +160,12 @@ def test_every_command_works_in_order(shell, folder):
     assert before.index("up") < before.index("stop") and (folder / "my-model" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.slow("many processes, each of which loads torch")
 def test_the_python_example_runs(shell, folder):
     assert "\nruns/python/hf runs/python/report.html 4\n" in shell("python train.py"), "4 lines of metrics"
 
 
-@pytest.mark.slow  # the quickstart at a small size
+@pytest.mark.slow("the quickstart at a small size")
 def test_quickstart_does_what_it_calls(shell, folder):
     small = ["run.steps=1", "sft.rows=0:256", "sft.epochs=1", "eval.every=0", "data.eval_rows=0:32"]
     place = [f"run.dir={folder}/quickstart", "train.prompts_per_step=4"]

@@ -109,7 +109,7 @@ def start(run_file, *arguments):
     return process
 
 
-@pytest.mark.slow
+@pytest.mark.slow("several whole runs as processes")
 def test_a_signal_ends_with_a_checkpoint_and_resume_equals_the_uninterrupted_run(tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert main(["train", str(write_run(whole, steps=60, save_every=0))]) == 0
@@ -123,7 +123,7 @@ def test_a_signal_ends_with_a_checkpoint_and_resume_equals_the_uninterrupted_run
     assert metrics_of(stopped) == metrics_of(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("several whole runs as processes")
 def test_two_runs_in_one_folder_and_a_second_signal(tmp_path):
     run_file = write_run(tmp_path, steps=100000)
     process = start(run_file)

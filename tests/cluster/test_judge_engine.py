@@ -97,7 +97,7 @@ def test_a_judges_keys_become_a_vllm_server_that_is_asked(tmp_path, vllm, capfd)
     assert shown in watched.said
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a service that loads a model")
 def test_without_vllm_hones_own_server_runs_and_says_what_it_does_not_heed(tmp_path):
     tokenizer = character_tokenizer("0123456789=+")
     config = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

@@ -13,7 +13,7 @@ from hone.config.load import load_config
 from hone.observe.events import read_events
 from hone.run.audit import audit_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow("starts Ray, and whole runs in it"), pytest.mark.timeout(600)]
 
 PPO = [
     "algorithm.credit=gae",

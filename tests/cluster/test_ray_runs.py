@@ -69,7 +69,7 @@ def test_two_ranks_and_two_engines_learn_what_one_process_learns(tmp_path, monke
     assert found.violations == ()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts Ray, and whole runs in it")
 @pytest.mark.parametrize("layout", [ONE_AND_ONE, APART], ids=["one rank", "apart"])
 def test_synchronous_layouts_learn_what_one_process_learns(tmp_path, monkeypatch, layout):
     run_file = write_run(tmp_path)
@@ -79,7 +79,7 @@ def test_synchronous_layouts_learn_what_one_process_learns(tmp_path, monkeypatch
     assert_same_learning(tmp_path / "run", tmp_path / "local")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts Ray, and whole runs in it")
 def test_generating_and_training_overlap_within_the_bound(tmp_path):
     run_file = write_run(tmp_path)
     life = Life(run_file, *ASYNC, "run.steps=12")
@@ -91,7 +91,7 @@ def test_generating_and_training_overlap_within_the_bound(tmp_path):
     assert audit_file(tmp_path / "run" / "events.jsonl").violations == ()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts Ray, and whole runs in it")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_leaves_nothing_and_goes_on(tmp_path, number):
     run_file = write_run(tmp_path)
@@ -107,7 +107,7 @@ def test_a_stopped_run_leaves_nothing_and_goes_on(tmp_path, number):
     assert metrics_of(tmp_path / "run")[-1]["step"] == steps
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts Ray, and whole runs in it")
 def test_nothing_is_left_of_a_run_that_is_killed(tmp_path):
     run_file = write_run(tmp_path)
     life = Life(run_file, *COLOCATED, "run.steps=100000")
@@ -119,7 +119,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path):
     assert life.nothing_is_left(within_s=120)  # agents of Ray's own try for a minute to tell somebody
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts Ray, and whole runs in it")
 def test_a_rank_that_dies_is_named_and_ends_the_run(tmp_path):
     run_file = write_run(tmp_path)
     life = Life(run_file, *COLOCATED, "run.steps=100000", "cluster.restarts=0")
@@ -137,7 +137,7 @@ def test_a_run_that_cannot_be_placed_says_so_before_anything_starts(tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts Ray, and whole runs in it")
 def test_a_run_joins_a_cluster_of_two_machines_and_leaves_it_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
@@ -165,7 +165,7 @@ def test_a_run_joins_a_cluster_of_two_machines_and_leaves_it_as_it_was(tmp_path,
         cluster.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts Ray, and whole runs in it")
 def test_a_ray_that_wants_the_machines_token_is_joined(tmp_path, monkeypatch):
     """`ray start` asks for the token that an earlier run with a Ray of its own has left in the home directory."""
     run_file, port = write_run(tmp_path), free_port()

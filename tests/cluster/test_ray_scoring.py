@@ -13,7 +13,7 @@ from scored_runs import write_scored_run
 from hone.cli.main import main
 from hone.services.state import read_state
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow("starts Ray, and whole runs in it"), pytest.mark.timeout(600)]
 
 APART = [
     "cluster.backend=ray",

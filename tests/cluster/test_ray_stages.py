@@ -14,7 +14,7 @@ from hone import assemble
 from hone.config.load import load_config
 from hone.observe.events import read_events
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow("starts Ray, and whole runs in it"), pytest.mark.timeout(600)]
 
 IMITATION = ["stages=[sft,rl]", "run.steps=1", "sft.rows_per_step=20", "sft.optimizer.lr=3e-3"]
 PREFERENCES = [

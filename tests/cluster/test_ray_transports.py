@@ -20,7 +20,7 @@ def events_of(folder, *kinds):
     return [event for event in read_events(folder / "run" / "events.jsonl") if event["kind"] in kinds]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts Ray, and whole runs in it")
 def test_a_run_by_broadcast_learns_what_one_through_the_object_store_does(tmp_path):
     told = {}
     for folder, transport in [("store", []), ("group", GROUP)]:
@@ -34,7 +34,7 @@ def test_a_run_by_broadcast_learns_what_one_through_the_object_store_does(tmp_pa
         assert 1 <= metrics_of(tmp_path / folder / "run")[-1]["engine/published_over_least"] < 1.05
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts Ray, and whole runs in it")
 def test_a_killed_engine_joins_the_group_again_and_the_other_is_never_without_weights(tmp_path):
     life = Life(write_run(tmp_path), *ASYNC, *GROUP, "run.steps=100000")
     life.until(lambda: len(events_of(tmp_path, "trained")) >= 2)

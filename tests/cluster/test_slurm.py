@@ -32,7 +32,7 @@ wait
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts two raylets, and a run on them")
 @pytest.mark.timeout(400)
 def test_two_raylets_train_and_nothing_is_left(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")

@@ -94,7 +94,7 @@ def test_the_logs_lie_beside_each_other(faultless):
     assert not psutil.pid_exists(read_state(faultless / "run").services[0].pid)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("many launchers with services, each an interpreter of its own")
 def test_beyond_its_restarts_the_run_ends_with_a_checkpoint_and_goes_on_from_it(faultless, tmp_path, capsys):
     run_file, seen = write_run(tmp_path, service="reward: rewards.yaml, restarts: 0"), {}
     killing = kill_service_in_the_middle(tmp_path, seen)
@@ -154,7 +154,7 @@ def ended(tmp_path, number, lives, *, service=None):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("many launchers with services, each an interpreter of its own")
 def test_killed_launchers_leave_nothing_behind(tmp_path):
     found = ended(tmp_path, "SIGKILL", 5)
     assert [life["left"] for life in found] == [[]] * 5
@@ -162,7 +162,7 @@ def test_killed_launchers_leave_nothing_behind(tmp_path):
     assert "ready" in {life["doing"] for life in found}, "some of them had a service"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("many launchers with services, each an interpreter of its own")
 @pytest.mark.timeout(1200)
 def test_a_hundred_killed_launchers_leave_nothing_behind(tmp_path):
     found = ended(tmp_path, "SIGKILL", 100)
@@ -172,7 +172,7 @@ def test_a_hundred_killed_launchers_leave_nothing_behind(tmp_path):
     assert doing.count("ready") > 20 and (None in doing or "starting" in doing), "moments of all kinds"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("many launchers with services, each an interpreter of its own")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
 def test_stopped_launchers_end_their_services_and_leave_a_checkpoint(tmp_path, number):
@@ -185,7 +185,7 @@ def test_stopped_launchers_end_their_services_and_leave_a_checkpoint(tmp_path, n
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("many launchers with services, each an interpreter of its own")
 @pytest.mark.timeout(300)
 def test_killed_launchers_of_a_real_reward_service_leave_nothing_behind(tmp_path):
     found = ended(tmp_path, "SIGKILL", 10, service="reward: rewards.yaml")

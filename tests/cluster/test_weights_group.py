@@ -105,7 +105,7 @@ def test_a_stuck_engine_is_named_at_the_deadline():
         assert engines["engine-0"].process.is_alive(), "it hangs"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("waits for the time-out of a group of processes")
 def test_one_that_never_finishes_loading_is_told_from_the_one_beside_it():
     with members({"engine-0": "late", "engine-1": "good"}) as engines:
         outlet = group(Meeting(), engines)
@@ -115,7 +115,7 @@ def test_one_that_never_finishes_loading_is_told_from_the_one_beside_it():
         assert found.held_by == ("engine-1",)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("waits for the time-out of a group of processes")
 def test_an_engine_that_never_joins_is_named_and_nothing_is_sent():
     with members({"engine-0": "good"}) as engines:
         outlet = GroupOutlet(Meeting(), ["engine-0", "engine-1"], backend="gloo", device=CPU, timeout_s=2.0)
@@ -125,7 +125,7 @@ def test_an_engine_that_never_joins_is_named_and_nothing_is_sent():
         assert send(outlet, {}, 1).sent_bytes == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("waits for the time-out of a group of processes")
 def test_an_engine_whose_sender_sends_nothing_says_so():
     with members({"engine-0": "good"}, timeout_s=1.0) as engines:
         outlet = group(Meeting(), engines)

@@ -42,27 +42,27 @@ def test_kl_control_steers_its_coefficient(tmp_path):
     assert coefficients[0] == pytest.approx(0.01, rel=0.01) and len(set(coefficients)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole run of an example")
 def test_several_optimizer_steps_move_the_ratio(tmp_path):
     steps = steps_of(tmp_path, "optimizer-steps.yaml", "train.samples_per_optimizer_step=8")
     assert [step["train/optimizer_steps"] for step in steps] == [8, 8, 8]
     assert steps[0]["train/ratio_max"] > 1
 
 
-@pytest.mark.slow  # samples many groups that it drops
+@pytest.mark.slow("samples many groups that it drops")
 def test_shaping_replaces_groups_that_say_nothing(tmp_path):
     steps = steps_of(tmp_path, "shaping.yaml", "algorithm.max_dropped_per_kept=1000", "run.steps=1")
     assert steps[0]["rollout/groups_dropped"] > 0
     assert steps[0]["rollout/zero_std_group_frac"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole run of an example")
 def test_off_policy_trains_on_older_samples(tmp_path):
     steps = steps_of(tmp_path, "off-policy.yaml", "run.steps=6")
     assert max(step["rollout/staleness_max"] for step in steps) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole run of an example")
 def test_evaluation_keeps_the_best(tmp_path):
     best = "eval/pass@1"
     steps_of(tmp_path, "evaluation.yaml", "eval.every=1", "eval.samples=4")

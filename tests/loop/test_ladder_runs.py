@@ -231,7 +231,7 @@ def peaks(folder, stage="rl"):
     return {row.phase: row.measured_bytes for row in comparison(folder)[1] if row.stage == stage}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a run with a model large enough to exceed a memory budget")
 def test_a_budget_is_kept_by_climbing_down(tmp_path):
     """No failure is made up: the update takes more than the budget, microbatches shrink until it does not."""
     run_file = write_run(tmp_path)

@@ -30,7 +30,7 @@ def disk(tmp_path):
     subprocess.run(["umount", folder], capture_output=True)
 
 
-@pytest.mark.slow  # eleven lives of a run
+@pytest.mark.slow("eleven lives of a run")
 @pytest.mark.timeout(400)
 def test_ten_power_cuts_change_nothing(tmp_path, disk):
     image, folder = disk

@@ -33,7 +33,7 @@ def test_the_same_file_gives_the_same_weights(uninterrupted, tmp_path):
     assert metrics_of(tmp_path) == metrics_of(uninterrupted)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("twenty-one starts of a run")
 @pytest.mark.timeout(300)
 def test_twenty_kills_change_nothing(tmp_path):
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"

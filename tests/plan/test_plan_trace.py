@@ -110,7 +110,10 @@ def resident(trainer):
 
 
 def slow_unless(quick, cases):
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    return [
+        case if case in quick else pytest.param(case, marks=pytest.mark.slow("traces several deep models"))
+        for case in cases
+    ]
 
 
 @pytest.mark.parametrize("name", slow_unless(QUICK, REAL))
@@ -156,7 +159,9 @@ def test_a_microbatch_is_full(tokens):
     assert int(batch.length_S.max()) <= 65
 
 
-@pytest.mark.parametrize("words", [[HALF], pytest.param([HALF, AGAIN, SMALL_CHUNK], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "words", [[HALF], pytest.param([HALF, AGAIN, SMALL_CHUNK], marks=pytest.mark.slow("traces several deep models"))]
+)
 def test_a_deep_model_lies_on_the_line_through_shallow_ones(words, configured):
     config, batch = configured(*words), full_microbatch(900, max_prompt=64, max_response=65, group=4)
 
@@ -209,7 +214,7 @@ def test_the_closed_form_meets_the_trace(name):
 # ---- hone plan --trace
 
 
-@pytest.mark.slow  # two deep traces of three models
+@pytest.mark.slow("two deep traces of three models")
 def test_phases_of_one_process_with_all_its_models(configured):
     config = configured(
         "model.path=Qwen/Qwen3-0.6B",
@@ -233,7 +238,7 @@ def test_what_cannot_be_traced_is_said(configured):
         trace_plan(found, Path(), print)
 
 
-@pytest.mark.slow  # two traces
+@pytest.mark.slow("two traces")
 def test_the_command_prints_json(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     keys = json.dumps({**TINY, "max_position_embeddings": 4096})

@@ -188,7 +188,7 @@ def workers(rewards) -> set[int]:
     return {worker._process.pid for worker in rewards._pool.workers._workers if worker is not None and worker.alive}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("waits for the time-out of every worker")
 def test_a_stalling_answer_on_every_worker_at_once_and_the_next_good_one_is_scored(make_rewards):
     limit_s = 1.5
 

@@ -53,7 +53,7 @@ def until_healthy(process: subprocess.Popen, url: str) -> dict:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.slow  # a training run with two services, each an interpreter of its own
+@pytest.mark.slow("a training run with two services, each an interpreter of its own")
 def test_one_command_starts_the_services_trains_and_stops_them(tmp_path):
     for name in ("poster", "poster-service"):
         shutil.copytree(EXAMPLES / name, tmp_path / name)

@@ -16,7 +16,7 @@ from hone.errors import DataError
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles a model")
 @pytest.mark.timeout(600)
 @needs("a C++ compiler", any(map(shutil.which, ("c++", "g++", "clang++"))))
 def test_compiled_equals_eager():

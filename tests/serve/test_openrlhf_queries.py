@@ -90,7 +90,7 @@ def words(special: str, *, bos: str, eos: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.slow  # starts a service of its own; runs where OpenRLHF is installed
+@pytest.mark.slow("starts a service of its own; runs where OpenRLHF is installed")
 def test_openrlhf_s_own_client_gets_1_for_the_right_answer_and_0_for_another(tmp_path, monkeypatch):
     found = importlib.util.find_spec("openrlhf")
     if found is None or importlib.util.find_spec("aiohttp") is None:

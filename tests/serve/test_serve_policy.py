@@ -435,7 +435,7 @@ def test_text_that_is_told_stays():
     assert text.rest("aésta") == "" and text.rest("aéstasto") == "sto"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a service that loads a model, and scores with it")
 def test_a_served_model_judges_end_to_end(judge_folder, tmp_path):
     """Its questions are the built-in ones, through its chat template; its answers are parsed as any judge's."""
     prompt = Prompt("p", 0, "2+2=", (5,), answer="4")

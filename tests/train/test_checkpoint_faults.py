@@ -86,7 +86,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     kill_while_saving(tmp_path, rounds=2, seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("many runs of a process that is killed")
 def test_many_kills_at_random_moments(tmp_path):
     assert kill_while_saving(tmp_path, rounds=20, seed=2) >= 5
 

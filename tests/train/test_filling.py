@@ -54,7 +54,7 @@ def test_files_that_do_not_fit_are_refused_by_every_rank(pair, folder, tmp_path,
         assert "DataError" in said and "1 " in said and "model.norm.weight" in said and "missing" in said
 
 
-@pytest.mark.slow
+@pytest.mark.slow("four ranks with a model of 156 MiB")
 @pytest.mark.parametrize(
     "case",
     [
@@ -69,7 +69,7 @@ def test_four_ranks(four, case):
     assert four(differences, case) == [[]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.slow("four ranks with a model of 156 MiB")
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_no_rank_has_the_whole_model(four, tmp_path, on_disk):
     """Of a policy of 156 MiB, of its moments and its reference each of four ranks has a quarter, at any time."""

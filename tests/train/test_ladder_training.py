@@ -107,7 +107,9 @@ def state_of(learner):
     return {name: tensor.clone() for name, tensor in tensors.items()}, rest
 
 
-@pytest.mark.parametrize("points", [12, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "points", [12, pytest.param(40, marks=pytest.mark.slow("an update for each failing allocation"))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failure_at_any_allocation_leaves_the_same_weights(kind, points):
     """`points` allocations, spread evenly over all of them, fail one at a time."""

@@ -162,7 +162,7 @@ def test_classes_that_mix_tokens_in_other_ways_are_refused(pair, model_type, key
         assert said.startswith("DataError") and why in said
 
 
-@pytest.mark.slow
+@pytest.mark.slow("four ranks, each a process with torch")
 def test_layers_and_tokens_together():
     """Four ranks: each has a quarter of the heads."""
     gang = Gang(4)

@@ -78,7 +78,7 @@ def test_other_ranks_hold_every_number_of_it(pair, tmp_path, case):
         assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=bound)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("groups of two, one and four ranks")
 @pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"shard": 2, "tensor_parallel": 2}, {"sequence_parallel": 2}])
 def test_two_ranks_then_one_then_four(pair, tmp_path, mesh):
     four = Gang(4)

@@ -8,7 +8,7 @@ from gang import Gang
 from sharded_cases import Case, trained
 from test_sharded_pair import assert_same
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("four ranks, each a process with torch")
 
 HYBRID = {"shard": 2}
 

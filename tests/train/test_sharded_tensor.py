@@ -7,7 +7,7 @@ import pytest
 from sharded_cases import Case, trained
 from test_sharded_pair import assert_same
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("four ranks, each a process with torch")
 
 TENSOR, SEQUENCE = {"tensor_parallel": 2}, {"sequence_parallel": 2}
 
