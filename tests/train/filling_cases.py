@@ -19,12 +19,12 @@ from hone.model.heads import ScalarModel
 from hone.model.load import init_model, load_model
 from hone.model.lora import AdapterOff, add_adapter
 from hone.train.critic import Critic
+from hone.train.fsdp import FsdpRanks
 from hone.train.learner import Passes
 from hone.train.mesh import make_mesh
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import ALONE, Ranks
 from hone.train.roles import Reference, Roles
-from hone.train.sharded import Sharded
 from hone.train.tensor_files import Share
 
 
@@ -57,7 +57,7 @@ def model_of(case: Case, device: str) -> CausalModel:
 
 
 def trainer_of(case: Case, device: str, *, alone: bool = False) -> Roles:
-    ranks: Ranks = ALONE if alone else Sharded(make_mesh(torch.device("cpu"), **case.mesh), offload=case.offload)
+    ranks: Ranks = ALONE if alone else FsdpRanks(make_mesh(torch.device("cpu"), **case.mesh), offload=case.offload)
     model = model_of(case, device)
     passes = Passes(case.precision, 99, logprob_chunk_tokens=64, temperature=1.0, ranks=ranks)
     common = {"optimizer": OptimizerSection(), "total_optimizer_steps": 1}

@@ -14,10 +14,10 @@ from torch import Tensor
 from hone.config.run import OptimizerSection
 from hone.data.pairs import PreferencePair
 from hone.model.heads import ScalarModel
+from hone.train.fsdp import FsdpRanks
 from hone.train.mesh import make_mesh
 from hone.train.pairs import Measured, PairTrainer
 from hone.train.ranks import ALONE
-from hone.train.sharded import Sharded
 
 PAIRS = (
     PreferencePair((5, 6, 7, 8), (5, 6, 9), 0.0),
@@ -65,7 +65,7 @@ def make_trainer(tokens_per_microbatch=1000, *, implementation="hone", ranks=ALO
 
 def learnt(case: Case, *, alone: bool = False) -> Found:
     """Builds the trainer, updates, and measures; on this rank or, where `alone`, in this process only."""
-    ranks = ALONE if alone else Sharded(make_mesh(torch.device("cpu"), **case.mesh), offload=case.offload)
+    ranks = ALONE if alone else FsdpRanks(make_mesh(torch.device("cpu"), **case.mesh), offload=case.offload)
     trainer = make_trainer(case.tokens_per_microbatch, implementation=case.implementation, ranks=ranks)
     gradients: list[dict[str, Tensor]] = []
     watch(trainer, gradients)

@@ -16,12 +16,11 @@ from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff, add_adapter
 from hone.model.recompute import Checkpointing
 from hone.train.critic import Critic
+from hone.train.fsdp import FsdpRanks, ShardedWeights
 from hone.train.learner import Learner, Passes
 from hone.train.mesh import make_mesh
 from hone.train.policy import PolicyTrainer
 from hone.train.roles import Reference, Roles
-from hone.train.sharded import Sharded
-from hone.train.sharded_weights import ShardedWeights
 
 CONSTANT = "constant"
 
@@ -106,7 +105,7 @@ def alone_or_sharded(case: Case, needs: frozenset[str], *, alone: bool) -> Roles
     passes = Passes(case.precision, case.tokens_per_microbatch, logprob_chunk_tokens=64, temperature=0.8)
     if not alone:
         mesh = make_mesh(torch.device("cpu"), **case.mesh)
-        passes.ranks = Sharded(mesh, offload=case.offload, compile=case.compile)
+        passes.ranks = FsdpRanks(mesh, offload=case.offload, compile=case.compile)
     critic = None
     if "values" in needs:
         body = copy.deepcopy(model)

@@ -26,11 +26,11 @@ from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
 from hone.rollout.engine import Engine
 from hone.run.folder import RunFolder
+from hone.train.fsdp import FsdpRanks
 from hone.train.mesh import make_mesh, process_group
 from hone.train.pairs import PairTrainer
 from hone.train.ranks import ALONE, Ranks
 from hone.train.roles import Roles
-from hone.train.sharded import Sharded
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def rank_among_others(spec: ActorSpec, processes: int, seat: Seat) -> Iterator[t
             tensor_parallel=layout.tensor_parallel,
             sequence_parallel=layout.sequence_parallel,
         )
-        ranks = Sharded(mesh, offload=layout.offload, compile=layout.compile)
+        ranks = FsdpRanks(mesh, offload=layout.offload, compile=layout.compile)
         # No rank ever has a whole model: it is made without memory, and filled when each rank's shares are known.
         yield replace(context, device=torch.device("meta")), ranks
 

@@ -8,7 +8,7 @@ in the output layer (`logprobs.py` adds up what a softmax needs), where the rank
 on every rank, as norms are. Weights become DTensors, which FSDP2 shards further and checkpoints know the place of.
 
 Hone's own decoder, and Transformers' classes by the plan that they bring. Not here: who the ranks are
-(`train/mesh.py`), and what else is divided between them (`train/sharded_weights.py`).
+(`train/mesh.py`), and what else is divided between them (`train/fsdp.py`).
 """
 
 from __future__ import annotations

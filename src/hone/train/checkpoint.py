@@ -13,7 +13,7 @@ A folder under that name is whole by construction: it is written as `.tmp-<name>
 reached the disk. Hashes are for what the disk or a person does to it later. Nothing here is pickled, so reading a
 checkpoint runs no code of it.
 
-On how many ranks it was written is no matter: see `shards.py` for the files of tensors.
+On how many ranks it was written is no matter: see `tensor_files.py` for the files of tensors.
 
 Not for weights that other programs read (`model.load.save_hf` writes those), and not a lock: one process saves
 at a time, the one that holds the run folder's lock. Reading needs no lock.

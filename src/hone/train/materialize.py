@@ -23,12 +23,12 @@ from hone.model.heads import ScalarModel
 from hone.model.hf import TransformersModel
 from hone.model.weights import checked
 from hone.train.mesh import Mesh
-from hone.train.places import Place, shares_of
 from hone.train.tensor_files import box_of
+from hone.train.weight_map import WeightPart, shares_of
 
 
 @torch.no_grad()
-def fill(model: CausalModel | ScalarModel, places: Mapping[str, Place], mesh: Mesh, *, on_host: bool) -> None:
+def fill(model: CausalModel | ScalarModel, places: Mapping[str, WeightPart], mesh: Mesh, *, on_host: bool) -> None:
     """Give a sharded model memory and what is to be in it; nothing, where it has both. Every rank calls it.
 
     Args:

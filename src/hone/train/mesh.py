@@ -1,7 +1,7 @@
 """Device mesh of the training ranks, and which of them work on the same samples.
 
 Ranks are counted with what talks most innermost: replicas of the shards, shards, tensor. Ranks that follow each other
-in the first two divide sequences between them. Not here: what is sharded over a mesh (`sharded.py`,
+in the first two divide sequences between them. Not here: what is sharded over a mesh (`fsdp.py`,
 `model/parallel.py`), or where in a cluster the processes run (`config.topology`, `cluster/`).
 """
 

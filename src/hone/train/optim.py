@@ -3,7 +3,7 @@
 `FlatWeights` owns every trainable number of a model as three flat buffers: float32 master weights, gradients in
 float32, and, where arithmetic is bfloat16, the compute copy that the model's parameters are views of. So an optimizer
 step is a handful of operations whatever the number of parameters. Weights that are divided over many processes are in
-`sharded_weights.py`; in a checkpoint both are the same, under the names of `trained_weights`.
+`fsdp.py`; in a checkpoint both are the same, under the names of `trained_weights`.
 """
 
 from __future__ import annotations

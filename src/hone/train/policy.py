@@ -1,6 +1,6 @@
 """Policy training: an update of one or several optimizer steps, each of microbatches.
 
-Not here: the microbatch itself (`trainer.py`), the weights and their optimizer (`optim.py`, `sharded_weights.py`), and
+Not here: the microbatch itself (`trainer.py`), the weights and their optimizer (`optim.py`, `fsdp.py`), and
 the critic and reference beside the policy (`roles.py`).
 """
 

@@ -1,6 +1,6 @@
 """Where each weight of a model is when its parameters are divided: a weight may be some rows of a fused parameter.
 
-Not here: dividing them (`sharded_weights.py`), or what the parts are written to and read from (`shards.py`).
+Not here: dividing them (`fsdp.py`), or what the parts are written to and read from (`tensor_files.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hone.train.tensor_files import Share
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightPart:
     """Where a matrix or vector is: which part of which parameter."""
 
     parameter: str
@@ -34,7 +34,7 @@ class Place:
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
-class Places:
+class WeightMap:
     """Where everything of a model is; to be asked while each rank still has whole parameters, or parts of layers."""
 
     def __init__(self, model: CausalModel | ScalarModel) -> None:
@@ -45,15 +45,15 @@ class Places:
         self.buffers = {name: weight for name, weight in own.items() if _storage(weight) not in self._owners}
         """What Transformers' classes call weights and no rank divides, such as the bias of a router."""
 
-    def of(self, view: Tensor) -> Place:
+    def of(self, view: Tensor) -> WeightPart:
         """The place of a view of a parameter."""
         name, parameter = self._owners[_storage(view)]
         offset = int(_local(view).storage_offset() - parameter.storage_offset())
-        return Place(name, view.shape, view.stride(), offset)
+        return WeightPart(name, view.shape, view.stride(), offset)
 
 
 @torch.no_grad()
-def share_of(place: Place, parameter: DTensor, mesh: Mesh, local: Tensor) -> Share:
+def share_of(place: WeightPart, parameter: DTensor, mesh: Mesh, local: Tensor) -> Share:
     """What this rank has of a matrix or vector.
 
     Args:
@@ -72,7 +72,9 @@ def share_of(place: Place, parameter: DTensor, mesh: Mesh, local: Tensor) -> Sha
     return Share(rows, (begin - first, *offset[1:]), is_written=is_first and rows.numel() > 0)
 
 
-def shares_of(model: CausalModel | ScalarModel, places: Mapping[str, Place], mesh: Mesh) -> Iterator[tuple[str, Share]]:
+def shares_of(
+    model: CausalModel | ScalarModel, places: Mapping[str, WeightPart], mesh: Mesh
+) -> Iterator[tuple[str, Share]]:
     """What this rank has of a sharded model's weights."""
     parameters = dict(sharded_parameters(model))
     for name, place in places.items():
