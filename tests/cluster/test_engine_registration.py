@@ -79,7 +79,7 @@ def test_check_accepts_it_and_knows_its_settings(run_file):
         assert said in str(error.value)
 
 
-@pytest.mark.slow  # Ray, and a server
+@pytest.mark.slow("starts a server, and a whole run against it")
 @pytest.mark.timeout(400)
 def test_a_run_trains_with_it_and_its_logprobs_are_the_trainers_at_every_version(run_file, server, tmp_path):
     train(load_config(run_file, [f"cluster.engines.args={{url: {server}}}"]))
