@@ -39,7 +39,7 @@ class ScoredGroup:
 
 
 @dataclass(eq=False, slots=True)
-class _Entry:
+class _QueueEntry:
     """A group to be scored, and how many claims wait for it."""
 
     key: bytes
@@ -59,7 +59,7 @@ class ScoreClaim:
 
     queue: ScoreQueue
     done: ScoredGroup | None = None
-    _entry: _Entry | None = None
+    _entry: _QueueEntry | None = None
 
     @property
     def future(self) -> asyncio.Future[ScoredGroup] | None:
@@ -154,9 +154,9 @@ class ScoreQueue:
         """
         self.component, self._abandoned_after_s = component, abandoned_after_s
         self._cache, self._max_in_flight = cache, max_in_flight_groups
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, _QueueEntry] = {}
         """Waiting and running."""
-        self._queue: deque[_Entry] = deque()
+        self._queue: deque[_QueueEntry] = deque()
         """Waiting; those left since are skipped."""
         self._running = 0
         self.items_waiting = self.items_running = 0
@@ -173,7 +173,7 @@ class ScoreQueue:
 
     def add(self, key: bytes, group: Group) -> ScoreClaim:
         """A claim on new work."""
-        entry = _Entry(key, group, asyncio.get_running_loop().create_future())
+        entry = _QueueEntry(key, group, asyncio.get_running_loop().create_future())
         if not self._entries:
             self._rate.begin()
         self._entries[key] = entry
@@ -187,18 +187,18 @@ class ScoreQueue:
         """Estimate of how long new work would wait before it is scored."""
         return self._rate.wait_s(self.items_waiting + self.items_running, self.items_running)
 
-    def _join(self, entry: _Entry) -> ScoreClaim:
+    def _join(self, entry: _QueueEntry) -> ScoreClaim:
         entry.waiters += 1
         return ScoreClaim(self, None, entry)
 
-    def _leave(self, entry: _Entry) -> None:
+    def _leave(self, entry: _QueueEntry) -> None:
         entry.waiters -= 1
         if entry.task is not None and self._abandoned_after_s:
             asyncio.get_running_loop().call_later(self._abandoned_after_s, self._drop_if_abandoned, entry)
         else:
             self._drop_if_abandoned(entry)
 
-    def _drop_if_abandoned(self, entry: _Entry) -> None:
+    def _drop_if_abandoned(self, entry: _QueueEntry) -> None:
         if entry.waiters or entry.future.done():
             return
         del self._entries[entry.key]
@@ -221,7 +221,7 @@ class ScoreQueue:
                 partial(self._ended, entry)
             )  # a task cancelled at once never runs its `finally`
 
-    async def _run(self, entry: _Entry) -> None:
+    async def _run(self, entry: _QueueEntry) -> None:
         began = time.monotonic()
         done = ScoredGroup(await self._score(entry.group), time.monotonic() - began)
         self._rate.finished(entry.num_items)
@@ -230,7 +230,7 @@ class ScoreQueue:
             del self._entries[entry.key]
             entry.future.set_result(done)
 
-    def _ended(self, entry: _Entry, _task: asyncio.Task[None]) -> None:
+    def _ended(self, entry: _QueueEntry, _task: asyncio.Task[None]) -> None:
         self._running -= 1
         self.items_running -= entry.num_items
         self._start_next()
