@@ -5,13 +5,6 @@ from collections import defaultdict
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src"
-STILL_SHARED = {
-    *("Answer", "Call", "Claim", "Loaded", "Places", "Run", "Session", "Verdict"),  # reward, serve, train
-    *("Choice", "Guard", "Problem", "Restarts", "Service"),  # serve
-    *("Change", "Engine", "Pool"),  # plan
-    *("Scoring", "Target"),  # assemble, weights
-}
-"""Names yet to be made single; no other may join them."""
 
 
 def test_a_class_name_means_one_thing():
@@ -21,4 +14,4 @@ def test_a_class_name_means_one_thing():
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{path.relative_to(SOURCES)}:{node.lineno}")
     assert len(places) > 500
-    assert {name: found for name, found in places.items() if len(found) > 1 and name not in STILL_SHARED} == {}
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -6,9 +6,9 @@ import pytest
 
 from hone.config.derived import longest_tokens
 from hone.config.load import load_config
-from hone.plan.cluster import Pool, host_moments
+from hone.plan.cluster import PoolPlan, host_moments
 from hone.plan.embedded import Embedded, Reader
-from hone.plan.engine import Engine
+from hone.plan.engine import EnginePlan
 from hone.plan.hardware import find_hardware, in_cluster
 from hone.plan.ledger import GIB
 from hone.plan.planner import Plan, plan
@@ -203,7 +203,7 @@ def test_host_memory_is_that_of_the_fullest_machine(planned):
     states = 16 * found.inputs.architecture.total_parameters
     peak = next(moment for moment in found.ledgers[-1].moments if moment.name == "training")
     assert peak.bytes == pytest.approx(states + 8 * 3 * GIB)
-    both = host_moments([Pool("a", 4), Pool("b", 4)], per_node=2)
+    both = host_moments([PoolPlan("a", 4), PoolPlan("b", 4)], per_node=2)
     assert both[0].bytes == 2 * 3 * GIB
 
 
@@ -270,4 +270,4 @@ def test_practice_as_judge_cannot_load_as_its_guide_has_it():
     assert "services.grm.engine.gpu_memory_utilization = 0.3 of 79.1 GiB is 23.7 GiB: weights (29.3 GiB)" in problem
     assert "At least 0.41 is needed, or a larger services.grm.engine.tensor_parallel_size" in problem
     judges = pools_of(found.inputs)[0].judge
-    assert isinstance(judges, Engine) and judges.settings.max_samples == 128
+    assert isinstance(judges, EnginePlan) and judges.settings.max_samples == 128

@@ -13,19 +13,19 @@ from sharded_states import Here, copy_state, make, masters, restore, snapshot, u
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from hone.errors import CheckpointError
-from hone.train.checkpoint import Checkpoints, Loaded
+from hone.train.checkpoint import Checkpoints, SavedCheckpoint
 from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 
 
-def save(ranks, folder: Path, step: int = 1) -> Loaded:
+def save(ranks, folder: Path, step: int = 1) -> SavedCheckpoint:
     Checkpoints(folder, 2).save(Progress(step=step), snapshot(ranks))
     loaded = Checkpoints(folder, 2).newest()
     assert loaded is not None and loaded.progress.step == step
     return loaded
 
 
-def assert_same_tensors(ours: Loaded, theirs: Loaded) -> None:
+def assert_same_tensors(ours: SavedCheckpoint, theirs: SavedCheckpoint) -> None:
     assert ours.rest == theirs.rest
     assert set(ours.tensors) == set(theirs.tensors) and len(ours.tensors) > 10
     for name, tensor in ours.tensors.items():

@@ -35,7 +35,7 @@ from hone.errors import ClusterLost, PlacementError, Stopped
 from hone.loop.run import Offloadable
 from hone.rollout.engine import Engine
 from hone.rollout.router import Router
-from hone.train.checkpoint import Loaded as Saved
+from hone.train.checkpoint import SavedCheckpoint
 from hone.train.pairs import PairLearner
 from hone.train.trainer import Trainer
 from hone.weights.buckets import bucket_bytes
@@ -75,7 +75,7 @@ class RayBackend:
             raise ClusterLost(self._farewell()) from error
 
     @asynccontextmanager
-    async def workers(self, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
+    async def workers(self, needs: frozenset[str], saved: SavedCheckpoint | None) -> AsyncIterator[Workers]:
         """See `Backend.workers`.
 
         Raises:
@@ -98,13 +98,13 @@ class RayBackend:
                 await engine.close()
 
     @asynccontextmanager
-    async def imitator(self, steps: int, saved: Saved | None) -> AsyncIterator[Trainer]:
+    async def imitator(self, steps: int, saved: SavedCheckpoint | None) -> AsyncIterator[Trainer]:
         """See `Backend.imitator`; raises what `workers` does."""
         async with self._running(lambda workers: workers.imitator(steps, saved)) as (_, trainer):
             yield trainer
 
     @asynccontextmanager
-    async def pair_learner(self, steps: int, saved: Saved | None) -> AsyncIterator[PairLearner]:
+    async def pair_learner(self, steps: int, saved: SavedCheckpoint | None) -> AsyncIterator[PairLearner]:
         """See `Backend.pair_learner`; raises what `workers` does."""
         async with self._running(lambda workers: workers.pair_learner(steps, saved)) as (_, trainer):
             yield trainer
@@ -205,18 +205,18 @@ class RayWorkers:
             job, spec.loaded, spawn=self._spawn, processes=self._processes, is_one_machine=cluster.is_own
         )
 
-    async def imitator(self, steps: int, saved: Saved | None) -> RemoteTrainer:
+    async def imitator(self, steps: int, saved: SavedCheckpoint | None) -> RemoteTrainer:
         """Start the ranks of a supervised stage's trainer, and nothing else."""
         group = self._trainer_group(partial(imitation_trainer, steps=steps))
         timeout_s, bucket = self._settings.call_timeout_s, bucket_bytes(self._settings.bucket_mib)
         return await self._begun(RemoteTrainer(group, timeout_s=timeout_s, bucket_size=bucket), saved)
 
-    async def pair_learner(self, steps: int, saved: Saved | None) -> RemotePairTrainer:
+    async def pair_learner(self, steps: int, saved: SavedCheckpoint | None) -> RemotePairTrainer:
         """As `imitator`, for a reward model."""
         group = self._trainer_group(partial(pair_trainer, steps=steps))
         return await self._begun(RemotePairTrainer([group], timeout_s=self._settings.call_timeout_s), saved)
 
-    async def assemble(self, needs: frozenset[str], saved: Saved | None) -> tuple[RemoteTrainer, Router]:
+    async def assemble(self, needs: frozenset[str], saved: SavedCheckpoint | None) -> tuple[RemoteTrainer, Router]:
         """Start all missing processes at once, and wait until each has made its part."""
         started = time.monotonic()
         if self._settings.engines.kind.needs_folder and self._model_folder is None:
@@ -290,7 +290,7 @@ class RayWorkers:
             await self.scoring.start()
             self._scores = True
 
-    async def _begun(self, trainer: L, saved: Saved | None) -> L:
+    async def _begun(self, trainer: L, saved: SavedCheckpoint | None) -> L:
         """A started trainer of a stage without engines."""
         self._trainer, started = trainer, time.monotonic()
         pids = await asyncio.to_thread(self._start_trainer, trainer, saved)
@@ -356,7 +356,7 @@ class RayWorkers:
         topology = self._job.topology
         return [(roles, pool.devices) for pool in topology.pools if (roles := topology.apart.get(pool.name))]
 
-    def _start_trainer(self, trainer: RemoteLearner, saved: Saved | None) -> dict[str, int]:
+    def _start_trainer(self, trainer: RemoteLearner, saved: SavedCheckpoint | None) -> dict[str, int]:
         pids = trainer.start(is_one_machine=self.cluster.is_own, timeout_s=self._settings.start_timeout_s)
         restore(trainer, saved)
         return pids

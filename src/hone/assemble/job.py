@@ -27,8 +27,7 @@ from hone.observe.observer import Observer
 from hone.run.folder import RunFolder
 from hone.runtime.processes import stop_signals_handled
 from hone.services.supervisor import Services
-from hone.train.checkpoint import Checkpoints
-from hone.train.checkpoint import Loaded as Saved
+from hone.train.checkpoint import Checkpoints, SavedCheckpoint
 
 T = TypeVar("T")
 
@@ -140,7 +139,7 @@ def asks_to_stop(stop: asyncio.Event, observer: Observer, interrupted: threading
             waiting.cancel()
 
 
-def tell_where_it_starts(job: Job, saved: Saved | None) -> None:
+def tell_where_it_starts(job: Job, saved: SavedCheckpoint | None) -> None:
     """Start messages: moved folders, skipped checkpoints, where the run resumes."""
     if job.folder.moved_aside is not None:
         job.observer.say(f"the run that was here is now in {job.folder.moved_aside}")

@@ -22,7 +22,7 @@ from hone.model.heads import ScalarModel, load_scalar_model, reward_config
 from hone.model.load import init_model, load_model, model_folder, read_config, save_hf
 from hone.model.lora import AdapterOff, add_adapter
 from hone.run.folder import RunFolder
-from hone.train.checkpoint import Loaded as Saved
+from hone.train.checkpoint import SavedCheckpoint
 from hone.train.critic import Critic
 from hone.train.learner import Passes
 from hone.train.pairs import PairTrainer
@@ -251,7 +251,7 @@ def critic_from(place: str, config: RunConfig, device: torch.device) -> ScalarMo
     return ScalarModel(body)
 
 
-def restore(trainer: Keepable, saved: Saved | None) -> None:
+def restore(trainer: Keepable, saved: SavedCheckpoint | None) -> None:
     """Put a checkpoint into the trainer, if there is one."""
     if saved is not None:
         trainer.restore(saved.tensors, saved.rest)

@@ -54,8 +54,7 @@ from hone.rollout.router import Router
 from hone.run.folder import RunFolder, identity_of
 from hone.runtime.backoff import Restarts
 from hone.services.supervisor import Services
-from hone.train.checkpoint import Checkpoints
-from hone.train.checkpoint import Loaded as Saved
+from hone.train.checkpoint import Checkpoints, SavedCheckpoint
 from hone.types import Progress
 
 R = TypeVar("R", SftRun, RewardModelRun)
@@ -154,7 +153,7 @@ def train(
         return folder.path
 
 
-async def run_stages(job: Job, saved: Saved | None, interrupted: threading.Event | None) -> None:
+async def run_stages(job: Job, saved: SavedCheckpoint | None, interrupted: threading.Event | None) -> None:
     """The stages in order, beginning with the one that `saved` was in. Services run from before to after them, and so
     do a cluster's processes."""
     tell_where_it_starts(job, saved)
@@ -163,7 +162,7 @@ async def run_stages(job: Job, saved: Saved | None, interrupted: threading.Event
             await run_stages_on(job, backend, saved)
 
 
-async def run_stages_on(job: Job, backend: Backend, saved: Saved | None) -> None:
+async def run_stages_on(job: Job, backend: Backend, saved: SavedCheckpoint | None) -> None:
     stages = job.config.stages
     first = stages.index(saved.progress.stage) if saved else 0  # type: ignore[arg-type]
     for number, stage in enumerate(stages[first:], first):
@@ -175,11 +174,11 @@ async def run_stages_on(job: Job, backend: Backend, saved: Saved | None) -> None
             job.observer.say(f"final weights: {job.folder.hf}")
 
 
-async def run_stage(job: Job, backend: Backend, stage: Stage, saved: Saved | None) -> None:
+async def run_stage(job: Job, backend: Backend, stage: Stage, saved: SavedCheckpoint | None) -> None:
     """One stage, from its beginning or from a checkpoint of it; again from the newest when its trainer is lost."""
     once = {"sft": imitate_once, "reward_model": learn_preferences_once, "rl": optimise_once}[stage]
 
-    def newest() -> Saved | None:
+    def newest() -> SavedCheckpoint | None:
         found = job.checkpoints.newest()
         return found if found and found.progress.stage == stage else None
 
@@ -193,7 +192,7 @@ async def run_stage(job: Job, backend: Backend, stage: Stage, saved: Saved | Non
     )
 
 
-async def imitate_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
+async def imitate_once(job: Job, backend: Backend, saved: SavedCheckpoint | None, ready: Callable[[], None]) -> None:
     """Supervised fine-tuning from the run file's model; leaves its weights in `stage_weights`. Calls `ready` when the
     trainer is there."""
     rows, report = imitation_rows(job.config, job.tokenizer, job.base_dir)
@@ -207,7 +206,9 @@ async def imitate_once(job: Job, backend: Backend, saved: Saved | None, ready: C
         await run_to_end(job, run, train_sft)
 
 
-async def learn_preferences_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
+async def learn_preferences_once(
+    job: Job, backend: Backend, saved: SavedCheckpoint | None, ready: Callable[[], None]
+) -> None:
     """Learning from preferences, from the run file's model or from what the SFT stage left. `ready`: as before."""
     config, tokenizer = job.config, job.tokenizer
     longest = longest_tokens(config)
@@ -223,7 +224,7 @@ async def learn_preferences_once(job: Job, backend: Backend, saved: Saved | None
         await run_to_end(job, run, train_reward_model)
 
 
-async def optimise_once(job: Job, backend: Backend, saved: Saved | None, ready: Callable[[], None]) -> None:
+async def optimise_once(job: Job, backend: Backend, saved: SavedCheckpoint | None, ready: Callable[[], None]) -> None:
     """The policy loop, from the run file's model or from what the SFT stage left. Calls `ready` when trainer and engine
     are there."""
     config = job.config
@@ -302,7 +303,7 @@ async def optimise_policy(
         job.observer.say(f"rewards: {rewards.summary()}{f'; services: {services}' if services else ''}")
 
 
-def begin_stage(job: Job, stage: Stage, saved: Saved | None, predict: Predict | None = None) -> Progress:
+def begin_stage(job: Job, stage: Stage, saved: SavedCheckpoint | None, predict: Predict | None = None) -> Progress:
     """Where a stage starts: at its first step, or where `saved` was taken. From here its memory is watched over."""
     progress = saved.progress if saved else Progress(stage=stage)
     job.memory.ladder.begin(progress, predict)

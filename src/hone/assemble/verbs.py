@@ -26,8 +26,7 @@ from hone.run import check as preflight
 from hone.run.folder import RunFolder
 from hone.run.report import CheckReport
 from hone.services.supervisor import Services
-from hone.train.checkpoint import Checkpoints
-from hone.train.checkpoint import Loaded as Saved
+from hone.train.checkpoint import Checkpoints, SavedCheckpoint
 from hone.train.optim import MASTER, FlatWeights
 from hone.train.policy import refuse_other_base
 
@@ -118,7 +117,7 @@ def export_run(loaded: Loaded, *, to: Path, step: int | None = None, best: bool 
     return to
 
 
-def wanted_checkpoint(config: RunConfig, folder: RunFolder, step: int | None, *, best: bool) -> Saved:
+def wanted_checkpoint(config: RunConfig, folder: RunFolder, step: int | None, *, best: bool) -> SavedCheckpoint:
     """The checkpoint that was asked for; the newest whole one if none was."""
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
     if step is not None and best:
@@ -138,7 +137,9 @@ def wanted_checkpoint(config: RunConfig, folder: RunFolder, step: int | None, *,
     return checkpoints.at("rl", saved.progress.best_step)
 
 
-def model_of(saved: Saved, loaded: Loaded, folder: RunFolder, tokenizer: Tokenizer) -> CausalModel | ScalarModel:
+def model_of(
+    saved: SavedCheckpoint, loaded: Loaded, folder: RunFolder, tokenizer: Tokenizer
+) -> CausalModel | ScalarModel:
     """The model that a checkpoint was taken of, on the CPU, at the precision of its master weights."""
     config, stage, device = loaded.config, saved.progress.stage, torch.device("cpu")
     if trains_adapter(config, stage):

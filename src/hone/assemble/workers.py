@@ -21,7 +21,7 @@ from hone.plan.workload import workload_of
 from hone.reward.http import Addresses
 from hone.reward.rewards import Scorer
 from hone.rollout.engine import Engine
-from hone.train.checkpoint import Loaded as Saved
+from hone.train.checkpoint import SavedCheckpoint
 from hone.train.pairs import PairLearner
 from hone.train.roles import Roles
 from hone.train.trainer import Keepable, Trainer
@@ -48,7 +48,7 @@ class Workers:
 class Backend(Protocol):
     """Makes them, for each attempt at a stage. What it began ends with it."""
 
-    def workers(self, needs: frozenset[str], saved: Saved | None) -> AbstractAsyncContextManager[Workers]:
+    def workers(self, needs: frozenset[str], saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[Workers]:
         """For RL.
 
         Args:
@@ -57,11 +57,11 @@ class Backend(Protocol):
         """
         ...
 
-    def imitator(self, steps: int, saved: Saved | None) -> AbstractAsyncContextManager[Trainer]:
+    def imitator(self, steps: int, saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[Trainer]:
         """For a supervised stage of so many optimizer steps."""
         ...
 
-    def pair_learner(self, steps: int, saved: Saved | None) -> AbstractAsyncContextManager[PairLearner]:
+    def pair_learner(self, steps: int, saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[PairLearner]:
         """For a reward-model stage of so many optimizer steps."""
         ...
 
@@ -72,12 +72,12 @@ class LocalBackend:
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def workers(self, needs: frozenset[str], saved: Saved | None) -> AbstractAsyncContextManager[Workers]:
+    def workers(self, needs: frozenset[str], saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[Workers]:
         """See `Backend.workers`."""
         return local_workers(self._job, needs, saved)
 
     @asynccontextmanager
-    async def imitator(self, steps: int, saved: Saved | None) -> AsyncIterator[Trainer]:
+    async def imitator(self, steps: int, saved: SavedCheckpoint | None) -> AsyncIterator[Trainer]:
         """See `Backend.imitator`."""
         trainer = await self._begun(partial(imitation_trainer, self._job, steps=steps), saved)
         report_adapter(self._job, trainer.policy)
@@ -85,13 +85,13 @@ class LocalBackend:
         yield trainer
 
     @asynccontextmanager
-    async def pair_learner(self, steps: int, saved: Saved | None) -> AsyncIterator[PairLearner]:
+    async def pair_learner(self, steps: int, saved: SavedCheckpoint | None) -> AsyncIterator[PairLearner]:
         """See `Backend.pair_learner`."""
         trainer = await self._begun(partial(pair_trainer, self._job, steps=steps), saved)
         self._job.memory.ladder.bind(*pair_knobs(trainer, self._job.config))
         yield trainer
 
-    async def _begun(self, make: Callable[[], L], saved: Saved | None) -> L:
+    async def _begun(self, make: Callable[[], L], saved: SavedCheckpoint | None) -> L:
         def begun() -> L:
             trainer = make()
             restore(trainer, saved)
@@ -101,7 +101,7 @@ class LocalBackend:
 
 
 @asynccontextmanager
-async def local_workers(job: Job, needs: frozenset[str], saved: Saved | None) -> AsyncIterator[Workers]:
+async def local_workers(job: Job, needs: frozenset[str], saved: SavedCheckpoint | None) -> AsyncIterator[Workers]:
     """Trainer and engine in this process. In a synchronous run they share the weights and the thread that computes."""
     config, ladder = job.config, job.memory.ladder
     shared = config.rollout.max_staleness == 0

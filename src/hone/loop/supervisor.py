@@ -12,18 +12,18 @@ from collections.abc import Awaitable, Callable
 from hone.errors import ClusterError, PlacementError
 from hone.observe.observer import Observer
 from hone.runtime.backoff import Restarts
-from hone.train.checkpoint import Loaded as Saved
+from hone.train.checkpoint import SavedCheckpoint
 
-Attempt = Callable[[Saved | None, Callable[[], None]], Awaitable[None]]
+Attempt = Callable[[SavedCheckpoint | None, Callable[[], None]], Awaitable[None]]
 """Runs the stage from a checkpoint, or from its beginning, to its end; calls its second argument when all processes
 are ready. When it fails it leaves nothing behind that it could not use again."""
 
 
 async def run_with_restarts(
     attempt: Attempt,
-    saved: Saved | None,
+    saved: SavedCheckpoint | None,
     *,
-    newest: Callable[[], Saved | None],
+    newest: Callable[[], SavedCheckpoint | None],
     observer: Observer,
     restarts: Restarts,
     stop: asyncio.Event,

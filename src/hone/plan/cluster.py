@@ -25,7 +25,7 @@ from hone.plan.activations import (
 )
 from hone.plan.architecture import GIB, Architecture
 from hone.plan.embedded import Embedded, Reader
-from hone.plan.engine import Engine
+from hone.plan.engine import EnginePlan
 from hone.plan.ledger import Moment, Term, moment, term
 from hone.plan.lora import adapter_parameters
 from hone.plan.workload import Workload
@@ -202,7 +202,7 @@ def adapter_of(architecture: Architecture, workload: Workload) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolPlan:
     """Devices that do the same things, and what they do."""
 
     name: str
@@ -212,8 +212,8 @@ class Pool:
     reference: Trained | None = None
     """The frozen copy of the policy; None where there is none, or an adapter switched off is one."""
     reference_on_host: bool = False
-    engine: Engine | Embedded | None = None
-    judge: Engine | Reader | None = None
+    engine: EnginePlan | Embedded | None = None
+    judge: EnginePlan | Reader | None = None
     engine_sleeps: int = 2
     judge_sleeps: bool = True
     is_gpu: bool = True
@@ -221,7 +221,7 @@ class Pool:
     """Weights in transfer from trainer to engine, at each end."""
 
 
-def pool_moments(pool: Pool, workload: Workload) -> list[Moment]:
+def pool_moments(pool: PoolPlan, workload: Workload) -> list[Moment]:
     """Every moment of one device of a pool."""
     idle = [*_idle(pool)]
     base = [*_base(pool)]
@@ -252,7 +252,7 @@ def pool_moments(pool: Pool, workload: Workload) -> list[Moment]:
     return found
 
 
-def _base(pool: Pool) -> Iterator[Term]:
+def _base(pool: PoolPlan) -> Iterator[Term]:
     if not pool.is_gpu:
         yield term("process", local.PROCESS_BYTES, "Python, torch, Transformers and Hone, measured")
         return
@@ -266,7 +266,7 @@ def _states_of(model: Trained | None) -> list[Term]:
     return [*model.states()] if model else []
 
 
-def _reference(pool: Pool) -> list[Term]:
+def _reference(pool: PoolPlan) -> list[Term]:
     """The frozen reference's share of a device."""
     model = pool.reference
     if model is None or pool.reference_on_host:
@@ -276,12 +276,12 @@ def _reference(pool: Pool) -> list[Term]:
     return [term("reference", p * count / model.shard, formula, "cluster.trainer.offload")]
 
 
-def _idle(pool: Pool) -> list[Term]:
+def _idle(pool: PoolPlan) -> list[Term]:
     """What the trainer holds while it does nothing."""
     return [*_states_of(pool.policy), *_reference(pool), *_states_of(pool.critic)]
 
 
-def host_moments(pools: list[Pool], *, per_node: int) -> list[Moment]:
+def host_moments(pools: list[PoolPlan], *, per_node: int) -> list[Moment]:
     """What the memory of the fullest machine holds; pools take devices in their order, machine by machine."""
     ends = [*accumulate(pool.devices for pool in pools)]
     machines = range(-(-ends[-1] // per_node))
@@ -295,7 +295,7 @@ def host_moments(pools: list[Pool], *, per_node: int) -> list[Moment]:
     return max(found, key=lambda moments: max(one.bytes for one in moments))
 
 
-def _machine(pools: list[tuple[Pool, int]]) -> Iterator[Moment]:
+def _machine(pools: list[tuple[PoolPlan, int]]) -> Iterator[Moment]:
     """What a machine's memory holds, that has so many devices of each pool."""
     local = sum(devices for _, devices in pools)
     processes = term("processes", local * PROCESS_BYTES, f"{local} x 3 GiB (estimate)")

@@ -51,7 +51,7 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EnginePlan:
     """What becomes of an engine's share of one device."""
 
     settings: EngineSettings

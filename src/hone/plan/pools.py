@@ -7,22 +7,22 @@ from dataclasses import replace
 from hone.config import topology
 from hone.config.engine import POLICY_GPU_FRAC, SERVICE_GPU_FRAC, SERVICE_SEQUENCES, SERVICE_STEP_TOKENS, EngineSection
 from hone.config.topology import TRAINED, TrainerGroup, is_sharded, judge_services
-from hone.plan.cluster import Pool, Trained, adapter_of
+from hone.plan.cluster import PoolPlan, Trained, adapter_of
 from hone.plan.embedded import Embedded, Reader, share_of
-from hone.plan.engine import Engine, EngineSettings
+from hone.plan.engine import EnginePlan, EngineSettings
 from hone.plan.inputs import Inputs, bytes_each, microbatch
 from hone.plan.local import LocalSettings
 
 DTYPE_BYTES, FP8_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}, 1
 
 
-def pools_of(inputs: Inputs) -> list[Pool]:
+def pools_of(inputs: Inputs) -> list[PoolPlan]:
     """The run's pools, and services of judges with GPUs of their own."""
     pools = [] if inputs.is_local else [_pool(inputs, pool) for pool in inputs.topology.pools]
     return [*pools, *_judge_services(inputs)]
 
 
-def _pool(inputs: Inputs, pool: topology.Pool) -> Pool:
+def _pool(inputs: Inputs, pool: topology.Pool) -> PoolPlan:
     config, roles = inputs.config, pool.roles
     offload = config.cluster.trainer.offload
     policy = _trained(inputs, inputs.topology.trainer)
@@ -30,13 +30,13 @@ def _pool(inputs: Inputs, pool: topology.Pool) -> Pool:
     reference = inputs.topology.reference if inputs.workload.has_reference and not is_adapter_off else None
     critic = inputs.topology.critic if inputs.critic else None
     learns = any(role in TRAINED for role in roles)
-    scorer: Engine | Reader | None = None
+    scorer: EnginePlan | Reader | None = None
     if "judge" in roles:
         (service,) = judge_services(config)
         scorer = _judge(inputs, service)
     elif "reward_model" in roles:
         scorer = _reader(inputs)
-    return Pool(
+    return PoolPlan(
         name=pool.name,
         devices=len(pool.devices),
         policy=policy if "policy" in roles else None,
@@ -52,10 +52,10 @@ def _pool(inputs: Inputs, pool: topology.Pool) -> Pool:
     )
 
 
-def _judge_services(inputs: Inputs) -> list[Pool]:
+def _judge_services(inputs: Inputs) -> list[PoolPlan]:
     services = inputs.config.services
     return [
-        Pool(f"service {name}", len(services[name].devices), judge=_judge(inputs, name), judge_sleeps=False)
+        PoolPlan(f"service {name}", len(services[name].devices), judge=_judge(inputs, name), judge_sleeps=False)
         for name in inputs.judges
         if services[name].devices
     ]
@@ -90,7 +90,7 @@ def _critic(inputs: Inputs, group: TrainerGroup) -> Trained:
     return replace(policy, name="critic", work=work, adapter=0)
 
 
-def _engine(inputs: Inputs, devices: int) -> Engine | Embedded:
+def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded:
     args, rollout, lengths = inputs.config.cluster.engines, inputs.config.rollout, inputs.workload.lengths
     if not args.kind.takes_share:
         return Embedded(_local_settings(inputs), share_of(inputs.workload, devices))
@@ -98,7 +98,7 @@ def _engine(inputs: Inputs, devices: int) -> Engine | Embedded:
     longest = args.max_model_len or lengths.longest
     least = max(sequences, longest) if args.enable_chunked_prefill is False else sequences
     weight_bytes = DTYPE_BYTES[inputs.config.run.precision if args.dtype == "auto" else args.dtype]
-    return Engine(
+    return EnginePlan(
         EngineSettings(
             architecture=inputs.architecture,
             tensor_parallel=args.tensor_parallel_size,
@@ -152,9 +152,9 @@ def _judge_lengths(inputs: Inputs, service: str) -> tuple[int, int]:
     return prompt, answer
 
 
-def _judge(inputs: Inputs, service: str) -> Engine:
+def _judge(inputs: Inputs, service: str) -> EnginePlan:
     engine, lengths = inputs.config.services[service].engine or EngineSection(), _judge_lengths(inputs, service)
-    return Engine(
+    return EnginePlan(
         EngineSettings(
             architecture=inputs.judges[service],
             tensor_parallel=engine.tensor_parallel_size,

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from hone.config.rules.division import heads_divide
 from hone.config.rules.engines import ENGINE_RULES
 from hone.config.rules.placement import CLUSTER_RULES
-from hone.plan.cluster import Pool
-from hone.plan.engine import Engine
+from hone.plan.cluster import PoolPlan
+from hone.plan.engine import EnginePlan
 from hone.plan.inputs import Inputs
 
 
-def violations(inputs: Inputs, pools: Sequence[Pool]) -> list[str]:
+def violations(inputs: Inputs, pools: Sequence[PoolPlan]) -> list[str]:
     """Every rule that is broken, as lines that name key, value and cure."""
     found = [*_sequence_fits_the_model(inputs)]
     if not inputs.is_local:
         found += cluster_violations(inputs)
-    engines = (engine for pool in pools for engine in (pool.engine, pool.judge) if isinstance(engine, Engine))
+    engines = (engine for pool in pools for engine in (pool.engine, pool.judge) if isinstance(engine, EnginePlan))
     return found + [problem for problem in (engine.problem() for engine in engines) if problem]
 
 

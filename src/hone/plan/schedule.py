@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hone.plan import time
-from hone.plan.cluster import Pool, Trained
+from hone.plan.cluster import PoolPlan, Trained
 from hone.plan.embedded import Embedded, Reader
-from hone.plan.engine import Engine
+from hone.plan.engine import EnginePlan
 from hone.plan.inputs import Inputs, bytes_each
 from hone.plan.time import CPU, GPU, GPU_EAGER, Efficiency, LearnerTime, Sampler, StepTime
 from hone.plan.workload import Lengths
 
 
-def step_time(inputs: Inputs, pools: Sequence[Pool]) -> StepTime:
+def step_time(inputs: Inputs, pools: Sequence[PoolPlan]) -> StepTime:
     """Seconds of one policy update, by phase.
 
     Args:
@@ -51,7 +51,7 @@ def rates_of(inputs: Inputs) -> Efficiency:
     return GPU if has_graphs else GPU_EAGER
 
 
-def _sampler(inputs: Inputs, pools: Sequence[Pool]) -> Sampler:
+def _sampler(inputs: Inputs, pools: Sequence[PoolPlan]) -> Sampler:
     pool = next((pool for pool in pools if pool.engine), None)
     if pool is None or pool.engine is None:
         concurrent = inputs.config.rollout.max_concurrent_samples
@@ -59,8 +59,8 @@ def _sampler(inputs: Inputs, pools: Sequence[Pool]) -> Sampler:
     return _of_engine(pool.engine, pool.devices)
 
 
-def _of_engine(engine: Engine | Embedded | Reader, devices: int) -> Sampler:
-    if not isinstance(engine, Engine):
+def _of_engine(engine: EnginePlan | Embedded | Reader, devices: int) -> Sampler:
+    if not isinstance(engine, EnginePlan):
         concurrent = engine.settings.max_concurrent
         return Sampler(engine.architecture, devices, 1, concurrent, math.inf, engine.settings.work.bytes_each)
     settings, each = engine.settings, engine.settings.tensor_parallel
@@ -73,14 +73,14 @@ def _rollout(inputs: Inputs, sampler: Sampler, rates: Efficiency) -> dict[str, f
     return {"rollout": decoding + time.prefill_s(sampler, hardware, rates, workload.lengths, workload.prompts)}
 
 
-def _judging(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[str, float]:
+def _judging(inputs: Inputs, pools: Sequence[PoolPlan], rates: Efficiency) -> dict[str, float]:
     """A judge reads each response and writes its answer; a reward model only reads. Several work at the same time."""
     seconds = [_scoring_s(inputs, pool.judge, pool.devices, rates) for pool in pools if pool.judge]
     return {"reward": max(seconds)} if seconds else {}
 
 
-def _scoring_s(inputs: Inputs, scorer: Engine | Reader, devices: int, rates: Efficiency) -> float:
-    read, written = scorer.settings.lengths if isinstance(scorer, Engine) else (inputs.workload.lengths.longest, 0)
+def _scoring_s(inputs: Inputs, scorer: EnginePlan | Reader, devices: int, rates: Efficiency) -> float:
+    read, written = scorer.settings.lengths if isinstance(scorer, EnginePlan) else (inputs.workload.lengths.longest, 0)
     lengths = Lengths(
         max_prompt=read,
         max_response=max(written, 1),
@@ -104,7 +104,7 @@ def _publishing(inputs: Inputs, rates: Efficiency) -> dict[str, float]:
     return {"publish": copied / (inputs.hardware.bandwidth * rates.decode_bandwidth)}
 
 
-def _learning(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[str, float]:
+def _learning(inputs: Inputs, pools: Sequence[PoolPlan], rates: Efficiency) -> dict[str, float]:
     workload, hardware, lengths = inputs.workload, inputs.hardware, inputs.workload.lengths
     tokens, logit_tokens = _tokens(inputs), workload.samples * lengths.mean_response
     policy = _learner(inputs, next((pool.policy for pool in pools if pool.policy), None), pools)
@@ -121,7 +121,7 @@ def _learning(inputs: Inputs, pools: Sequence[Pool], rates: Efficiency) -> dict[
 
 
 def _measuring(
-    inputs: Inputs, pools: Sequence[Pool], policy: LearnerTime, critic: LearnerTime | None, rates: Efficiency
+    inputs: Inputs, pools: Sequence[PoolPlan], policy: LearnerTime, critic: LearnerTime | None, rates: Efficiency
 ) -> dict[str, float]:
     """Passes without gradients of policy, reference and critic: pools at the same time, those of one after another."""
     workload, lengths = inputs.workload, inputs.workload.lengths
@@ -148,7 +148,7 @@ def _tokens(inputs: Inputs) -> float:
     return workload.samples / workload.samples_per_optimizer_step * workload.mean_step_tokens()
 
 
-def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[Pool]) -> LearnerTime:
+def _learner(inputs: Inputs, trained: Trained | None, pools: Sequence[PoolPlan]) -> LearnerTime:
     devices = next((pool.devices for pool in pools if pool.policy), 1)
     return LearnerTime(
         architecture=inputs.architecture,
@@ -172,7 +172,7 @@ def _microbatches(inputs: Inputs, devices: int) -> int:
     return steps * max(1, math.ceil(workload.mean_step_tokens() / ranks / budget))
 
 
-def _critic(inputs: Inputs, policy: LearnerTime, pools: Sequence[Pool]) -> LearnerTime:
+def _critic(inputs: Inputs, policy: LearnerTime, pools: Sequence[PoolPlan]) -> LearnerTime:
     assert inputs.critic is not None, "asked for only where there is one"
     return LearnerTime(
         architecture=inputs.critic,

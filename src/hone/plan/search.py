@@ -44,7 +44,7 @@ FRACS = tuple(round(0.2 + 0.1 * n, 1) for n in range(8))
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlanChange:
     """One setting that a preset changes."""
 
     key: str
@@ -59,7 +59,7 @@ class Proposal:
 
     preset: Preset
     plan: Plan
-    changes: tuple[Change, ...]
+    changes: tuple[PlanChange, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -86,7 +86,7 @@ def propose(today: Plan, preset: Preset, *, pinned: frozenset[str] = frozenset()
         best = other if other.is_better_than(best) else best
     best = _without_idle_changes(start, best, margin)
     changes = [
-        Change(key, plain(setting(start, key)), plain(after), _why(start, best, key, margin))
+        PlanChange(key, plain(setting(start, key)), plain(after), _why(start, best, key, margin))
         for key, after in _differences(start, best.inputs).items()
     ]
     return Proposal(preset, best.plan, tuple(changes))

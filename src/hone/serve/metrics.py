@@ -57,7 +57,7 @@ class RewardMetrics:
         depth = Gauge("reward_queue_depth", "Items waiting or being scored.", registry=registry)
         depth.set_function(pending_items)
         self._in_flight = Gauge("reward_inflight", "Requests being answered.", registry=registry)
-        registry.register(_Restarts(worker_restarts))
+        registry.register(_RestartCounter(worker_restarts))
 
     def watch(self, *, ready: Callable[[], bool], in_flight: Callable[[], int]) -> None:
         """Where to read what the server knows."""
@@ -111,7 +111,7 @@ def _named(score: Score, prefix: str) -> Iterable[tuple[str, float]]:
     return ((name.removeprefix(prefix), value) for name, value in score.metrics.items() if name.startswith(prefix))
 
 
-class _Restarts(Collector):
+class _RestartCounter(Collector):
     """A count that is kept elsewhere."""
 
     def __init__(self, read: Callable[[], int]) -> None:

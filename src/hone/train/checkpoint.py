@@ -53,7 +53,7 @@ _VERIFIED_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Loaded:
+class SavedCheckpoint:
     """One checkpoint, read back and verified."""
 
     progress: Progress
@@ -113,7 +113,7 @@ class Checkpoints:
         self._remove_older_than(final, spare=best)
         return final
 
-    def newest(self) -> Loaded | None:
+    def newest(self) -> SavedCheckpoint | None:
         """The newest checkpoint that is whole, or None when there is none at all.
 
         Raises CheckpointError when there are checkpoints but every one of them is torn: to start from nothing
@@ -137,7 +137,7 @@ class Checkpoints:
             )
         return None
 
-    def at(self, stage: str, step: int) -> Loaded:
+    def at(self, stage: str, step: int) -> SavedCheckpoint:
         """The checkpoint of one step. Raises CheckpointError when it was never written, removed, or is torn."""
         path = self.folder / _name(Progress(stage=stage, step=step))
         if not path.exists():
@@ -164,7 +164,7 @@ class Checkpoints:
         progress.best_step = progress.best_value = None
         return told
 
-    def load(self, path: Path) -> Loaded:
+    def load(self, path: Path) -> SavedCheckpoint:
         """Read one checkpoint. Raises CheckpointError naming the file that is missing, truncated or altered."""
         try:
             manifest = _unsealed((path / MANIFEST).read_bytes())
@@ -175,7 +175,7 @@ class Checkpoints:
             if _NAME.fullmatch(name) and name != _name(progress):
                 raise _Torn(f"it holds {_name(progress)}")
             tensors = SavedTensors([path / name for name in sorted(manifest["files"]) if name != STATE])
-            return Loaded(progress, tensors, state["rest"], path, state.get("run", {}))
+            return SavedCheckpoint(progress, tensors, state["rest"], path, state.get("run", {}))
         except (_Torn, OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{path} is not whole: {_reason(error)}") from error
 

@@ -13,7 +13,7 @@ from hone.plan.audit.findings import Finding, Kind
 from hone.plan.audit.nanochat import Nanochat
 from hone.plan.audit.recipe import Claim, TrainingRecipe, ends
 from hone.plan.cluster import Trained, update_moments
-from hone.plan.engine import Engine
+from hone.plan.engine import EnginePlan
 from hone.plan.hardware import find_hardware
 from hone.plan.ledger import gib, percent
 
@@ -34,7 +34,7 @@ def check_claims(context: Context) -> Iterator[Finding]:
 # ---- what claims speak of
 
 
-def _engine(context: Context, claim: Claim, path: str) -> Engine:
+def _engine(context: Context, claim: Claim, path: str) -> EnginePlan:
     engine = context.engines.get(claim.of or "")
     if engine is None:
         known = ", ".join(context.engines) or "none"
@@ -92,7 +92,7 @@ def fits(context: Context, claim: Claim, path: str) -> Iterator[Finding]:
     capacity = find_hardware(claim.hardware or context.hardware.name).memory_bytes
     ways = claim.tensor_parallel or engine.settings.tensor_parallel
     settings = replace(engine.settings, tensor_parallel=ways, memory_frac=0.9, max_batched_tokens=8192)
-    other = Engine(settings, capacity)
+    other = EnginePlan(settings, capacity)
     problem = other.problem()
     text = problem or (
         f"{gib(other.weights_bytes)} of weights on {gib(capacity)} leave room for {other.longest_sequences:.1f} "

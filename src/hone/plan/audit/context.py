@@ -10,7 +10,7 @@ from hone.errors import DataError
 from hone.plan.architecture import Architecture, architecture_from
 from hone.plan.audit.nanochat import Nanochat
 from hone.plan.audit.recipe import EngineRecipe, Read
-from hone.plan.engine import Engine, EngineSettings
+from hone.plan.engine import EnginePlan, EngineSettings
 from hone.plan.hardware import Hardware, find_hardware
 from hone.plan.presets import named_architecture
 
@@ -21,7 +21,7 @@ class Context:
 
     read: Read
     hardware: Hardware
-    engines: Mapping[str, Engine]
+    engines: Mapping[str, EnginePlan]
     model: Architecture | Nanochat | None
     """What is trained."""
 
@@ -53,7 +53,7 @@ class Context:
         return self.model if isinstance(self.model, Nanochat) else None
 
 
-def _engine(name: str, recipe: EngineRecipe, folder: Path, hardware: Hardware) -> Engine:
+def _engine(name: str, recipe: EngineRecipe, folder: Path, hardware: Hardware) -> EnginePlan:
     architecture = named_architecture(recipe.model, folder, key=f"engines.{name}.model")
     settings = EngineSettings(
         architecture=architecture,
@@ -68,4 +68,4 @@ def _engine(name: str, recipe: EngineRecipe, folder: Path, hardware: Hardware) -
         split_key="tensor_parallel",
         tokens_key="max_batched_tokens",
     )
-    return Engine(settings, hardware.memory_bytes)
+    return EnginePlan(settings, hardware.memory_bytes)

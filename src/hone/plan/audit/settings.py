@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hone.plan.audit.context import Context
 from hone.plan.audit.findings import Finding
-from hone.plan.engine import Engine
+from hone.plan.engine import EnginePlan
 from hone.plan.ledger import gib
 
 Check = Callable[[Context], Iterator[Finding]]
@@ -37,11 +37,11 @@ def engine_has_room(context: Context) -> Iterator[Finding]:
         yield Finding("engine_has_room", "impossible", path, problem + ways, values)
 
 
-def _other(engine: Engine, **settings: float) -> Engine:
+def _other(engine: EnginePlan, **settings: float) -> EnginePlan:
     return replace(engine, settings=replace(engine.settings, **settings))
 
 
-def _holds(engine: Engine, frac: float) -> float:
+def _holds(engine: EnginePlan, frac: float) -> float:
     return max(0.0, _other(engine, memory_frac=frac).longest_sequences)
 
 
