@@ -207,7 +207,7 @@ def test_a_heartbeat_is_answered_during_a_computation_and_not_by_a_process_that_
     cluster,
 ):
     trainer = make_trainer(cluster, ranks=2, timeout_s=120.0)
-    computing, holding = trainer._gangs[0].ranks.values()
+    computing, holding = trainer._groups[0].ranks.values()
     pids = [ray.get(rank.ping.remote()).pid for rank in (computing, holding)]
     with ThreadPoolExecutor(1) as thread:
         update = thread.submit(trainer.update, {0: "hang", 1: "hold"}, None)
