@@ -161,7 +161,7 @@ def test_exit_code_4_and_no_loop_when_nothing_helps(tmp_path, monkeypatch):
 
 
 def test_out_of_memory_before_anything_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(hone.assemble.models, "make_trainer", lambda *a, **k: (_ for _ in ()).throw(OUT_OF_MEMORY))
+    monkeypatch.setattr(hone.assemble.models, "make_passes", lambda *a, **k: (_ for _ in ()).throw(OUT_OF_MEMORY))
     with pytest.raises(MemoryExhausted, match="out of memory in start"):
         run(tmp_path, "stages=[rl]")
     with pytest.raises(MemoryExhausted, match="out of memory in start"):

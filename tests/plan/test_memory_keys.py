@@ -101,7 +101,7 @@ def full_batch(config, vocab):
     )
 
 
-def taken(loaded, make=models.policy_trainer):
+def taken(loaded, make=models.rl_roles):
     """Bytes at the fullest moment of each phase of one step, and those of the engine's cache."""
     config, folder = loaded.config, loaded.run_file.parent
     tokenizer = load_tokenizer(config.model, folder)
@@ -112,7 +112,7 @@ def taken(loaded, make=models.policy_trainer):
     algorithm = Algorithm(config.algorithm, correction=correction(config), max_response_tokens=length)
     batch = full_batch(config, tokenizer.vocab_size)
     made = []
-    start = allocated(lambda: made.append(make(source, needs=algorithm.needs)))
+    start = allocated(lambda: made.append(make(source, held=models.needed_roles(algorithm.needs))))
     (trainer,) = made
     forward = allocated(lambda: trainer.logprobs(batch, reference=trainer.reference is not None))
     measured = replace(batch, columns=dict(batch.columns) | trainer.measure(batch, algorithm.needs))
@@ -120,7 +120,7 @@ def taken(loaded, make=models.policy_trainer):
     update = allocated(lambda: trainer.update(ready, algorithm))
 
     async def sample():
-        engine = embedded_engine(config, tokenizer, trainer.model)
+        engine = embedded_engine(config, tokenizer, trainer.policy.model)
         requests = [
             Request(Prompt(str(n), n, "", ids), config.rollout.group_size, sampling_of(config), config.seed, "train")
             for n, ids in enumerate(batch.prompts)
@@ -161,7 +161,7 @@ def first(run_file):
     return frozenset(keys), before
 
 
-def walked(run_file, first, section, make=models.policy_trainer):
+def walked(run_file, first, section, make=models.rl_roles):
     """(keys of a section that change what is allocated, those among them that leave the plan as it is)."""
     keys, before = first
     loaded = load_config(run_file)
@@ -200,9 +200,9 @@ def test_a_key_that_the_plan_does_not_know_is_caught(run_file, first):
     """`model.trust_remote_code` stands for a new key, with which a trainer keeps a gathered copy of the weights."""
 
     def make(source, **more):
-        trainer = models.policy_trainer(source, **more)
+        trainer = models.rl_roles(source, **more)
         if source.loaded.config.model.trust_remote_code:
-            trainer.gathered = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+            trainer.gathered = [parameter.detach().clone() for parameter in trainer.policy.model.parameters()]
         return trainer
 
     keys, before = first
