@@ -48,7 +48,7 @@ def test_hone_relies_on_what_no_user_sets(place):
     assert found["logprobs_mode"] == "processed_logprobs"
     assert found["async_scheduling"] is False
     assert found["generation_config"] == "vllm"
-    assert "sleep_level" not in found and "distributed_executor_backend" not in found
+    assert not found.keys() & {"use", "args", "sleep_level", "distributed_executor_backend"}
     turns = VllmPlace(place.folder, "float32", 100, 10, 64, takes_turns=True)
     found = arguments(turns, tensor_parallel_size=2, gpu_memory_utilization=0.3)
     assert (found["enable_sleep_mode"], found["tensor_parallel_size"]) == (True, 2)

@@ -82,7 +82,7 @@ def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool)
     in_pieces = on_gpu if settings.enable_chunked_prefill is None else settings.enable_chunked_prefill
     least_budget = sequences if in_pieces else max(sequences, max_len)
     arguments = settings.model_dump(
-        exclude={"use", "sleep_level", "distributed_executor_backend"}, exclude_none=True
+        exclude={"use", "args", "sleep_level", "distributed_executor_backend"}, exclude_none=True
     ) | {
         "model": str(place.folder),
         "dtype": place.precision if settings.dtype == "auto" else settings.dtype,
