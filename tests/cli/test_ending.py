@@ -48,6 +48,7 @@ def last_event(folder):
     return json.loads((folder / "run" / "events.jsonl").read_text().splitlines()[-1])
 
 
+@pytest.mark.slow("three processes of several seconds each")
 def test_a_run_outlives_its_pipe_and_a_hangup_and_is_stopped_from_another_shell(tmp_path):
     """Started with nohup, into a pipe whose reader leaves after the first line."""
     command = [sys.executable, "-c", NOHUP, *HONE, "train", str(prepared(tmp_path, steps=100_000))]

@@ -58,6 +58,7 @@ def assert_same_learning(run, other):
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow("starts Ray, and whole runs in it")
 def test_two_ranks_and_two_engines_learn_what_one_process_learns(tmp_path, monkeypatch):
     run_file = write_run(tmp_path)
     monkeypatch.chdir(tmp_path)

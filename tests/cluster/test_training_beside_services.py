@@ -69,6 +69,7 @@ def faultless(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow("runs beside services")
 def test_a_service_killed_in_mid_batch_changes_nothing(faultless, tmp_path):
     run_file, seen = write_run(tmp_path, service="reward: rewards.yaml"), {}
     killing = kill_service_in_the_middle(tmp_path, seen)

@@ -101,6 +101,7 @@ def test_a_run_takes_the_same_service_that_is_up_and_leaves_it(runtime, tmp_path
     assert asyncio.run(run(command=toy("--deaf"), stop_timeout_s=0.1))[0] != url, "another service"
 
 
+@pytest.mark.slow("services and runs, each an interpreter of its own")
 def test_a_run_uses_a_reward_service_that_is_up_only_while_its_rewards_are_the_same(runtime, tmp_path, capsys):
     run_file = str(write_run(tmp_path, service="reward: rewards.yaml", steps=1))
     url = shown(capsys, "up", run_file)["services"][0]["url"]

@@ -19,6 +19,8 @@ from hone.weights.buckets import Manifest
 from hone.weights.publish import publish
 from hone.weights.publish_ray import Intake, RayOutlet
 
+pytestmark = pytest.mark.slow("starts Ray and several processes in it")
+
 
 @ray.remote(num_cpus=0)
 class EngineActor:

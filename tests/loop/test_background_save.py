@@ -136,6 +136,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow("kills a run while it saves")
 def test_a_kill_while_one_is_written_leaves_the_one_before(tmp_path):
     program = KILLED_WHILE_WRITING.format(tests=str(Path(__file__).parent))
     killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100)

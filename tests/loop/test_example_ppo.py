@@ -21,6 +21,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow("trains an example")
 def test_the_example_trains_its_critic_then_its_policy(tmp_path):
     assert main(["train", str(RUN_FILE), f"run.dir={tmp_path}/run", *SMALL]) == 0
     steps = [line for line in metrics_of(tmp_path) if "rollout/reward_mean" in line]

@@ -147,6 +147,7 @@ def test_the_record_is_complete_and_a_resumed_run_keeps_the_rungs(tmp_path, monk
     }
 
 
+@pytest.mark.slow("whole runs, close to another test")
 def test_exit_code_4_and_no_loop_when_nothing_helps(tmp_path, monkeypatch):
     monkeypatch.setattr(DecoderStepper, "advance", lambda self, tokens: (_ for _ in ()).throw(OUT_OF_MEMORY))
     with pytest.raises(MemoryExhausted) as error:
@@ -168,6 +169,7 @@ def test_out_of_memory_before_anything_started(tmp_path, monkeypatch):
         run(tmp_path, "stages=[sft]", f"run.dir={tmp_path}/other", run_file=tmp_path / "tiny.yaml")
 
 
+@pytest.mark.slow("whole runs, close to another test")
 @pytest.mark.parametrize("site", ["_forward", "update"])
 def test_a_critic_is_not_trained_twice(tmp_path, monkeypatch, site):
     ppo = ("stages=[rl]", "algorithm.credit=gae", "algorithm.kl_loss_coef=0", "run.steps=2")
@@ -189,6 +191,7 @@ def test_weights_are_published_again(tmp_path, monkeypatch):
     assert [change.phase for change in Record.read(folder).changes] == ["publish"]
 
 
+@pytest.mark.slow("whole runs, close to another test")
 def test_a_reward_model_fails_in_both_of_its_passes(tmp_path, monkeypatch):
     run_file = write_run(tmp_path / "data")
     rows = [{"prompt": f"{a}+{a}=", "chosen": str(2 * a), "rejected": str(2 * a + 1)} for a in range(40)]
@@ -262,6 +265,7 @@ def test_a_budget_that_nothing_could_keep(tmp_path):
         run(tmp_path, "stages=[rl]", "plan.memory_budget_gib=0.1")
 
 
+@pytest.mark.slow("whole runs, close to another test")
 def test_autotune_raises_rows_and_tokens_and_learns_the_same(tmp_path):
     slow = ("rollout.max_concurrent_samples=4", "train.tokens_per_microbatch=32", "run.steps=8", "eval.every=0")
     fixed = run(tmp_path / "a", *slow)

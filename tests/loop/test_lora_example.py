@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from hone.cli.main import main
@@ -10,6 +11,7 @@ RUN_FILE = str(Path(__file__).parents[2] / "examples" / "lora" / "run.yaml")
 SHORT = ("run.steps=2", "sft.rows=0:256", "sft.epochs=1", "data.eval_rows=0:20", "eval.every=1", "run.threads=1")
 
 
+@pytest.mark.slow("trains an example")
 def test_it_trains_its_adapter_and_exports(tmp_path):
     arguments = [RUN_FILE, *SHORT, f"run.dir={tmp_path}/run", "observe.console=quiet"]
     assert main(["train", *arguments]) == 0

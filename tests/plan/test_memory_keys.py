@@ -189,6 +189,7 @@ NOT_YET = ("algorithm", "rollout", "train")
 """Sections that are not walked yet: dozens of values, columns of a batch that the loop makes, and compilation."""
 
 
+@pytest.mark.slow("builds and trains a model for each value of each key")
 @pytest.mark.parametrize("section", [name for name in RunConfig.model_fields if name not in NOT_YET])
 def test_every_key_that_changes_memory_changes_the_plan(run_file, first, section):
     moves, missed = walked(run_file, first, section)

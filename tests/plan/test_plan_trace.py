@@ -66,7 +66,7 @@ REAL = {
     "transformers": (TINY, ["run.precision=float32", OTHERS]),
     "transformers checkpointed": (LLAMA, [HALF, OTHERS, AGAIN, SMALL_CHUNK]),
 }
-QUICK = ("qwen3", "qwen3 in bfloat16", "llama checkpointed", "critic", "adapter")
+QUICK = ("qwen3", "critic")
 LEAST = {"qwen2 in bfloat16": -0.02}
 """What loses: the CPU's bfloat16 products copy the output weight, inside a kernel."""
 

@@ -226,6 +226,7 @@ def test_work_whose_client_is_gone_is_not_scored(served, witnessed):
     assert " 499 " in served.log.read_text()
 
 
+@pytest.mark.slow("a server of its own that ends")
 def test_a_process_at_work_for_nobody_is_killed_and_replaced(tmp_path):
     """Both workers are at work for a minute: one's client hangs up, the other's deadline passes."""
     with obeying(tmp_path, timeout_s=60) as served:
@@ -424,6 +425,7 @@ def test_a_server_is_asked_by_address_localhost_or_an_allowed_name(strict, host)
 # ---- the end
 
 
+@pytest.mark.slow("a server of its own that ends")
 def test_sigterm_drains_and_a_second_signal_cancels(tmp_path):
     """That a drained service ends with 0 is seen by `serving`, at the end of every service of these tests."""
     with obeying(tmp_path, timeout_s=60) as served, ThreadPoolExecutor(2) as threads:
@@ -446,6 +448,7 @@ def test_sigterm_drains_and_a_second_signal_cancels(tmp_path):
         assert len(gone) == 2 and not alive
 
 
+@pytest.mark.slow("a server of its own that ends")
 def test_a_full_disk_costs_the_log_and_no_score(tmp_path):
     """From some moment on no file of the service may grow: what a full disk does to its log. It still ends with 0."""
     with obeying(tmp_path, timeout_s=60) as served:

@@ -22,6 +22,7 @@ def assert_same(found: list[Found], expected: Found) -> None:
                 torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-10, msg=name)
 
 
+@pytest.mark.slow("two ranks, close to test_sharded_pair")
 @pytest.mark.parametrize(
     "case",
     [
