@@ -11,6 +11,7 @@ from hone.config import schema
 from hone.config.derived import DERIVED
 from hone.config.messages import OTHER_NAMES
 from hone.config.placed import PLACED
+from hone.config.run import SftSection, TrainSection
 
 SOURCES = Path(hone.__file__).parent
 NOT_READERS = {"config", "cli"}
@@ -150,3 +151,8 @@ def test_the_reading_test_can_fail(tmp_path):
     assert ("OptimizerSection", "lr") in _reads(file)
     assert ("RunConfig", "seed") not in _reads(file)
     assert ("RolloutSection", "top_p") not in _reads(file)
+
+
+def test_a_section_inside_another_has_the_defaults_that_it_has_there():
+    assert schema.find_key("sft.optimizer.lr").default == SftSection().optimizer.lr == 1e-5
+    assert schema.find_key("train.optimizer.lr").default == TrainSection(prompts_per_step=1).optimizer.lr == 1e-6

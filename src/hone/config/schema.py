@@ -124,17 +124,18 @@ def _sections(section: type[Section], path: str) -> Iterator[tuple[str, type[Sec
             yield from _sections(inner, _join(path, f"{name}.*" if is_many else name))
 
 
-def _walk(section: type[Section], path: str) -> Iterator[Key]:
+def _walk(section: type[Section], path: str, defaults: Section | None = None) -> Iterator[Key]:
+    """Keys below a path. `defaults`: the section that stands there by default, where it is not the class's own."""
     for name, field in section.model_fields.items():
-        here = _join(path, name)
+        here, default = _join(path, name), field.default if defaults is None else getattr(defaults, name)
         inner, is_many = _inner_section(field.annotation)
         if inner:
-            yield from _walk(inner, f"{here}.*" if is_many else here)
+            yield from _walk(inner, f"{here}.*" if is_many else here, default if isinstance(default, inner) else None)
         else:
-            yield _key(here, field)
+            yield _key(here, field, default)
 
 
-def _key(path: str, field: FieldInfo) -> Key:
+def _key(path: str, field: FieldInfo, default: Any) -> Key:
     bounds, lowest, highest = _bounds(field.metadata)
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     return Key(
@@ -145,7 +146,7 @@ def _key(path: str, field: FieldInfo) -> Key:
         highest=highest,
         choices=_choices(field.annotation),
         unit=str(extra.get("unit", "")),
-        default=None if field.default is PydanticUndefined else field.default,
+        default=None if default is PydanticUndefined else default,
         required=field.is_required(),
         meaning=field.description or "",
         is_path=bool(extra.get("is_path")),
