@@ -198,7 +198,10 @@ class RayCluster:
     def _connect(self) -> None:
         address, cores = self._settings.address, len(os.sched_getaffinity(0))
         import ray
+        from ray._private import auto_init_hook
 
+        # By default a call without a connection, such as one after the end of this Ray, starts a Ray of its own.
+        auto_init_hook.enable_auto_connect = False
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": self._name}
         if address is not None:
             try:
@@ -371,11 +374,9 @@ def _on_loopback() -> Iterator[None]:
 @contextlib.contextmanager
 def environment_for_ray() -> Iterator[None]:
     """What Ray and this module set in the environment meanwhile is for Ray's processes; afterwards it is as before, so
-    that processes that this one starts later do not inherit it. To import Ray sets variables too, and reads whether a
-    call without a connection starts a Ray of its own: a call that comes after the end of ours would."""
+    that processes that this one starts later do not inherit it. Importing Ray sets variables too."""
     with environment_restored():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
         yield
 
 
