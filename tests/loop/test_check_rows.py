@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 
 import pytest
@@ -120,7 +121,7 @@ def test_a_reward_that_hangs_on_each_response_too(check):
     )
     report = check(ROWS, "reward.components.0.timeout_s=0.1", "rollout.group_size=64", reward=source)
     (problem,) = report.problems
-    assert "stopped after 0 of 8 rows" in problem
+    assert re.search("stopped after [0-2] of 8 rows", problem)  # 0 unless the machine is too busy to give it 0.1 s
 
 
 def test_without_answers_rewards_are_still_tried(check):
@@ -128,6 +129,11 @@ def test_without_answers_rewards_are_still_tried(check):
     (problem,) = report.problems
     assert "8 of 8 responses could not be scored, the first is '0+0=' under sums.jsonl:1: infra: raised Zero" in problem
     assert any("tried on prompts instead of gold answers" in what for what in report.not_checked)
+
+
+def test_a_large_group_that_cannot_be_scored_is_a_problem_as_a_small_one(check):
+    (problem,) = check(ROWS, "rollout.group_size=64", reward="def score(group):\n    return [1 / 0]\n").problems
+    assert "raised Zero" in problem
 
 
 CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"

@@ -80,9 +80,11 @@ async def check_rewards(
     settings = config.reward.model_copy(
         update={"components": components, "max_unscored_frac": 1.0, "min_valid_per_group": 1}
     )
+    group_size = config.rollout.group_size
+    samples = len(trials) * group_size
     try:
-        async with Rewards.from_config(settings, folder, window_samples=len(trials), services=services) as rewards:
-            judge = partial(judged, rewards, group_size=config.rollout.group_size, tokens=tokens)
+        async with Rewards.from_config(settings, folder, window_samples=samples, services=services) as rewards:
+            judge = partial(judged, rewards, group_size=group_size, tokens=tokens)
             results: list[Judged] = []
             for trial in trials:
                 result = await judge(trial)
