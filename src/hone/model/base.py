@@ -38,7 +38,7 @@ class Adapter(ABC):
     def __init__(self, settings: LoraSection, base: str, names: Sequence[str]) -> None:
         self.settings = settings
         self.base = base
-        """Fingerprint of the weights beneath, before they were turned into another dtype; "" before there are any."""
+        """Fingerprint of the base weights, before they were turned into another dtype; "" before there are any."""
         self.names = tuple(names)
         """Hugging Face names of the layers with an adapter, such as model.layers.0.mlp.up_proj."""
         self.scale = settings.alpha / settings.rank

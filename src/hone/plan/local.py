@@ -1,6 +1,6 @@
 """Ledger of a run in one process on one device, as Hone trains today: flat buffers, and an engine beside them.
 
-Follows `train/optim.py` (master, gradient, moments, compute copy), `train/local.py` and `assemble/stages.py`
+Follows `train/optim.py` (master, gradient, moments, compute copy), `train/policy.py` and `assemble/stages.py`
 (reference, critic, what exists together at the start), `rollout/cache.py` and `decoding.py` (a cache that keeps the
 largest size it ever had), `train/checkpoint.py` and `model/load.py` (what saving copies).
 """

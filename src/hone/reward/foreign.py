@@ -158,7 +158,7 @@ def _said(sample: Sample) -> list[dict[str, str]]:
 
 
 def _read_trl(group: Group, calls: Sequence[_ForeignCall], returned: Sequence[Any]) -> Any:
-    """A number for each sample, or None: it does not apply (`sums.py`)."""
+    """A number for each sample, or None: it does not apply (`aggregate.py`)."""
     if isinstance(returned[0], Score):
         return [returned[0]] * len(group.samples)
     values = plain_values(returned[0])

@@ -360,7 +360,7 @@ class FsdpRanks(Ranks):
 
     def freeze(self, model: CausalModel, dtype: torch.dtype) -> None:
         if not list(model.requires_grad_(False).parameters()):
-            return  # the policy beneath its adapter, which is sharded already
+            return  # the base model of the policy, which is sharded already
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         if self._compile:

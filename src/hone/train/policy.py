@@ -26,7 +26,7 @@ from hone.types import Batch
 class PolicyTrainer(Learner[CausalModel]):
     """Trains a policy in place; arguments as `Learner`.
 
-    With an adapter in the model only its parameters are trained: the weights beneath have no master weights and no
+    With an adapter in the model only its parameters are trained: the base weights have no master weights and no
     optimizer state, and are in no checkpoint.
     """
 
