@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from model_zoo import architecture as keys_of
 from transformers import AutoModelForCausalLM
 
 from hone.errors import DataError
 from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
 from hone.model.load import init_model, load_model, save_hf
-from hone.model.logprobs import token_logprobs
+from hone.model.logprobs import PLAIN, token_logprobs
 
 SIZES = {
     "vocab_size": 61,
@@ -38,7 +39,13 @@ def make(architecture) -> TransformersModel:
     return model
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a["model_type"])
+WITH_STATES = ["qwen3_5_text", "lfm2", "mamba2", "qwen3_next", "mamba", "olmo_hybrid", "falcon_h1", "bamba", "jamba"]
+WITH_STATES += ["granitemoehybrid"]
+STATEFUL = [keys_of(model_type) for model_type in WITH_STATES]
+SOME = STATEFUL[:2] + [pytest.param(keys, marks=pytest.mark.slow("builds many architectures")) for keys in STATEFUL[2:]]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES + SOME, ids=lambda a: a["model_type"])
 def test_samples_equal_runs_on_their_own(architecture):
     model = make(architecture)
     layout = Layout.build(PROMPTS, PROMPT_S, RESPONSES)
@@ -87,21 +94,63 @@ def test_weights_come_and_go_by_name():
         assert torch.equal(a + 1, b)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "reason"),
-    [
-        ({"model_type": "gemma2", **SIZES}, "final_logit_softcapping"),
-        ({"model_type": "granite", **SIZES, "logits_scaling": 8.0}, "logits_scaling"),
-        ({"model_type": "phi", **SIZES}, "a bias of the output layer"),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
-)
-def test_other_logits_are_refused(architecture, reason):
-    with pytest.raises(DataError, match=reason):
-        make(architecture)
+MAPPED_LOGITS = [
+    {"model_type": "gemma2", **SIZES, "final_logit_softcapping": 0.3, "query_pre_attn_scalar": 8},
+    {"model_type": "cohere", **SIZES, "logit_scale": 0.25},
+    {"model_type": "granite", **SIZES, "logits_scaling": 0.125},
+    {
+        "model_type": "recurrent_gemma",
+        **SIZES,
+        "num_hidden_layers": 3,
+        "lru_width": 24,
+        "logits_soft_cap": 0.5,
+        "attention_window_size": 32,
+    },
+]
+
+
+@pytest.mark.parametrize("architecture", MAPPED_LOGITS, ids=lambda a: a["model_type"])
+@pytest.mark.parametrize("chunk_tokens", [8, 1000])
+def test_capped_and_scaled_logits_equal_those_of_the_class(architecture, chunk_tokens):
+    """Logprobs, entropies and gradients, in float32; the engine's logits too."""
+    model = make(architecture)
+    layout = Layout.build(PROMPTS[1:2], [0, 0], [RESPONSES[1], RESPONSES[2]])
+    hidden = model.hidden(layout)
+    found = token_logprobs(
+        hidden,
+        model.output_weight,
+        layout.target_U,
+        temperature=0.7,
+        chunk_tokens=chunk_tokens,
+        entropy_grad=True,
+        logit_map=model.logit_map,
+    )
+    wanted = []
+    for response in RESPONSES[1:3]:
+        logits = model.hf(torch.tensor([PROMPTS[1] + response])).logits[0, len(PROMPTS[1]) - 1 : -1]
+        logprobs = (logits / 0.7).log_softmax(-1)
+        wanted.append((logprobs.gather(1, torch.tensor(response)[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)))
+    expected = [torch.cat(values) for values in zip(*wanted, strict=True)]
+    torch.testing.assert_close(found, tuple(expected), atol=1e-5, rtol=0)
+    assert model.logit_map != PLAIN
+    names = dict(model.hf.named_parameters())
+    ours, theirs = (
+        torch.autograd.grad((logprob + entropy).mean(), list(names.values()), retain_graph=True)
+        for logprob, entropy in (found, expected)
+    )
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    last = model.hf(torch.tensor([PROMPTS[1]]), use_cache=False).logits[:, -1]
+    states = model.hf.base_model(input_ids=torch.tensor([PROMPTS[1]]), use_cache=False).last_hidden_state[:, -1]
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(states), last, atol=1e-5, rtol=0)
+
+
+def test_a_bias_of_the_output_layer_is_refused():
+    with pytest.raises(DataError, match="a bias of the output layer"):
+        make({"model_type": "phi", **SIZES})
 
 
 def test_logits_changed_in_a_way_that_no_key_tells_are_refused(monkeypatch):
-    monkeypatch.setattr("hone.model.hf.LOGIT_CHANGES", ())
+    monkeypatch.setattr("hone.model.hf.LogitMap.of", lambda config: PLAIN)
     with pytest.raises(DataError, match="a change of its logits"):
         make({"model_type": "granite", **SIZES, "logits_scaling": 8.0})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.model.logprobs import token_logprobs
+from hone.model.logprobs import LogitMap, token_logprobs
 
 
 def inputs(tokens: int = 13, hidden: int = 6, vocab: int = 17, dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,6 +59,25 @@ def test_gradcheck(chunk_tokens):
 
     def function(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(hidden, weight, target, temperature=0.8, chunk_tokens=chunk_tokens, entropy_grad=True)
+
+    assert torch.autograd.gradcheck(function, (hidden, weight))
+
+
+@pytest.mark.parametrize("logit_map", [LogitMap(0.5), LogitMap(cap=1.5), LogitMap(2.0, 3.0)], ids=str)
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
+def test_gradcheck_of_mapped_logits(logit_map, chunk_tokens):
+    hidden, weight, target = inputs()
+
+    def function(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            hidden,
+            weight,
+            target,
+            temperature=0.8,
+            chunk_tokens=chunk_tokens,
+            entropy_grad=True,
+            logit_map=logit_map,
+        )
 
     assert torch.autograd.gradcheck(function, (hidden, weight))
 

@@ -1,7 +1,8 @@
 """Interface of a policy model: token ids in, final hidden states and named weights out; and of an adapter in it.
 
 There are two implementations: `Decoder` (decoder.py), ours, for the Llama family, and `TransformersModel` (hf.py)
-for everything else. Logits are not here: `logprobs.py` makes them from `hidden` and `output_weight`, a chunk at a time.
+for everything else. Logits of training are not here: `logprobs.py` makes them from `hidden` and `output_weight`, a
+chunk at a time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.config.run import LoraSection
 from hone.model.contents import Contents
+from hone.model.logprobs import PLAIN, LogitMap
 from hone.model.recompute import Checkpointing
 from hone.model.sequence import UNDIVIDED, SequenceGroup
 from hone.model.weights import copy_by_name
@@ -96,6 +99,8 @@ class CausalModel(nn.Module, ABC):
     """Longest prompt + response, in tokens."""
     checkpointing: Checkpointing = "none"
     """Activation checkpointing: which activations are recomputed."""
+    logit_map: LogitMap = PLAIN
+    """What is done to hidden @ output_weight.T to make logits."""
     sequences: SequenceGroup = UNDIVIDED
     """Sequence parallel ranks, which compute other tokens of the same microbatches."""
     contents: Contents | None = None
@@ -111,6 +116,10 @@ class CausalModel(nn.Module, ABC):
     @abstractmethod
     def hidden(self, layout: Layout) -> Tensor:
         """(U, h): the final, normed hidden states that predict `sequences.share(layout.target_U)`, in that order."""
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """(B, V) logits of the next token, for sampling."""
+        return self.logit_map(F.linear(hidden_BH, self.output_weight))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once, detached, under its Hugging Face name and shape; views, not copies.

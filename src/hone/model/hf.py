@@ -17,10 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
+from hone.model.logprobs import LogitMap
 from hone.model.recompute import Checkpointing, contexts
-
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config keys of architectures whose logits are more than hidden @ weight.T."""
 
 
 class TransformersModel(CausalModel):
@@ -30,6 +28,7 @@ class TransformersModel(CausalModel):
         super().__init__()
         self.hf = hf.eval()
         self.hf_config = hf_config
+        self.logit_map = LogitMap.of(hf_config.get_text_config(decoder=True))
         self.vocab_size = self.output_weight.shape[0]
         self.hidden_size = self.output_weight.shape[1]
         self.max_positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
@@ -82,14 +81,13 @@ class TransformersModel(CausalModel):
     @torch.no_grad()
     def _check_logits(self) -> None:
         """Refuses architectures that do something to their logits that `logprobs.py` would not do."""
-        changed = [key for key in LOGIT_CHANGES if getattr(self.hf_config, key, None) not in (None, 1.0)]
         bias = getattr(self.hf.get_output_embeddings(), "bias", None) is not None
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.output_weight.device)
         hidden = self.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
         logits = self.hf(input_ids=ids, use_cache=False).logits.float()
-        differs = (logits - (hidden @ self.output_weight.T).float()).norm() > 0.02 * logits.norm()
-        if changed or bias or differs:
-            what = ", ".join(changed) or ("a bias of the output layer" if bias else "a change of its logits")
+        differs = (logits - self.logits(hidden).float()).norm() > 0.02 * logits.norm()
+        if bias or differs:
+            what = "a bias of the output layer" if bias else "a change of its logits"
             raise DataError(
                 f"model: {self.hf_config.model_type} has {what}, which Hone cannot train yet. Take another."
             )

@@ -4,6 +4,8 @@ A vocabulary of 150,000 makes one token's logits 600 kB. Here they exist for `ch
 backward pass makes each chunk's logits again (one more matrix product of three) rather than keep them. Arithmetic on
 logits is float32 also when hidden states and weights are bfloat16, and the weight's gradient is summed in float32.
 
+Architectures that scale their logits or cap them softly do so elementwise (`LogitMap`), in the same chunks.
+
 Where the vocabulary is divided over ranks (`parallel.py`), each makes the logits of its own rows, and what a softmax
 needs of all of them is reduced: per chunk the largest logit and three sums of each token, and on the way back, once,
 the gradient of the hidden states.
@@ -23,11 +25,45 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from transformers import PreTrainedConfig
 
 LN_2 = math.log(2.0)
 
 UPCAST_ROWS = 8192
 """Rows of a bfloat16 output weight, or of its gradient, that are converted to float32 together."""
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """What an architecture does to each number of hidden @ weight.T to make it a logit."""
+
+    scale: float = 1.0
+    """Multiplies it first (Cohere, Granite, Falcon-H1)."""
+    cap: float | None = None
+    """Then bounds it softly: cap * tanh(x / cap) (Gemma 2)."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> LogitMap:
+        """Of a config.json, as Transformers' class of its model_type reads it."""
+        keys = config.to_dict()
+        scaling = keys.get("logits_scaling") or 1.0
+        scale = scaling if config.model_type == "hyperclovax" else 1.0 / scaling
+        scale *= (keys.get("logit_scale") or 1.0) * (keys.get("lm_head_multiplier") or 1.0)
+        return cls(scale, keys.get("final_logit_softcapping") or keys.get("logits_soft_cap"))
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Logits from products, in place."""
+        if self.scale != 1.0:
+            products.mul_(self.scale)
+        return products if self.cap is None else products.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, logits: Tensor) -> Tensor:
+        """d logit / d product where there is a cap, from logits, in place."""
+        assert self.cap is not None
+        return logits.div_(self.cap).square_().neg_().add_(1.0).mul_(self.scale)
+
+
+PLAIN = LogitMap()
 
 
 def token_logprobs(
@@ -38,8 +74,11 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     entropy_grad: bool = False,
+    logit_map: LogitMap = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at each target, and that distribution's entropy, in nats.
+    """log softmax(logits / temperature) at each target, and that distribution's entropy, in nats.
+
+    Logits are `logit_map` of hidden @ weight.T.
 
     Args:
         hidden_UH: (U, h) final hidden states. weight_VH: (V, h) output weight, or a DTensor whose rows are divided
@@ -47,12 +86,13 @@ def token_logprobs(
         temperature: divides the logits, > 0.
         chunk_tokens: tokens whose logits exist at one time: memory, never the result.
         entropy_grad: whether the entropy is differentiable too, not only the logprob.
+        logit_map: the model's; see `CausalModel.logit_map`.
     Returns:
         (U,) logprobs and (U,) entropies, float32 (float64 for float64 inputs), both functions of the whole vocabulary.
     """
     words, weight_VH = _Words.of(weight_VH)
     logprob_U, entropy_U = _TokenLogprobs.apply(
-        hidden_UH, weight_VH, target_U, words, 1.0 / temperature, chunk_tokens, entropy_grad
+        hidden_UH, weight_VH, target_U, words, logit_map, 1.0 / temperature, chunk_tokens, entropy_grad
     )
     return logprob_U, entropy_U
 
@@ -118,6 +158,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         target: Tensor,
         words: _Words,
+        logit_map: LogitMap,
         scale: float,
         chunk_tokens: int,
         entropy_grad: bool,
@@ -127,7 +168,7 @@ class _TokenLogprobs(torch.autograd.Function):
         keeps = len(target) <= chunk_tokens and any(ctx.needs_input_grad)
         kept: tuple[Tensor, ...] = ()
         for rows in _chunks(len(target), chunk_tokens):
-            logits_CV = _logits(hidden[rows], weight, scale)
+            logits_CV = _logits(hidden[rows], weight, logit_map, scale)
             top_C1 = words.largest(logits_CV.amax(-1, keepdim=True))
             powers_CV = logits_CV.sub_(top_C1).exp2()
             sum_C, dot_C, logit_C = words.total(
@@ -143,7 +184,8 @@ class _TokenLogprobs(torch.autograd.Function):
         logprob_U.mul_(LN_2)
         entropy_U.mul_(LN_2)
         ctx.save_for_backward(hidden, weight, target, log_sum_U, entropy_U, *kept)
-        ctx.words, ctx.scale, ctx.chunk_tokens, ctx.entropy_grad = words, scale, chunk_tokens, entropy_grad
+        ctx.words, ctx.logit_map, ctx.scale = words, logit_map, scale
+        ctx.chunk_tokens, ctx.entropy_grad = chunk_tokens, entropy_grad
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_U)
         return logprob_U, entropy_U
@@ -155,10 +197,19 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = weight.new_zeros(weight.shape, dtype=log_sum_U.dtype) if wants_weight else None
         for rows in _chunks(len(target), ctx.chunk_tokens):
-            logprobs_CV = kept[0] if kept else _logits(hidden[rows], weight, ctx.scale).sub_(log_sum_U[rows, None])
+            if kept:
+                logprobs_CV = kept[0]
+            else:
+                logprobs_CV = _logits(hidden[rows], weight, ctx.logit_map, ctx.scale).sub_(log_sum_U[rows, None])
             of_entropy = (grads[1][rows], entropy_U[rows]) if ctx.entropy_grad else None
             grad_logits = _grad_logits(logprobs_CV, grads[0][rows], of_entropy, ctx.scale)
             ctx.words.add(grad_logits, target[rows], grads[0][rows] * ctx.scale)
+            if ctx.logit_map.cap is not None:
+                logits_CV = (logprobs_CV + log_sum_U[rows, None]).mul_(LN_2 / ctx.scale)
+                grad_logits.mul_(ctx.logit_map.slope(logits_CV))
+                del logits_CV
+            elif ctx.logit_map.scale != 1.0:
+                grad_logits.mul_(ctx.logit_map.scale)
             grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
@@ -167,16 +218,16 @@ class _TokenLogprobs(torch.autograd.Function):
             del logprobs_CV, grad_logits
         if grad_hidden is not None:
             (grad_hidden,) = ctx.words.total(grad_hidden)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, scale: float) -> Tensor:
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, logit_map: LogitMap, scale: float) -> Tensor:
     """(C, V) logits at the temperature, in units of ln 2."""
-    return _product_float32(hidden_CH, weight_VH).mul_(scale / LN_2)
+    return logit_map(_product_float32(hidden_CH, weight_VH)).mul_(scale / LN_2)
 
 
 def _product_float32(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class AdapterOff(CausalModel):
         self._policy = (policy,)  # in a tuple: the policy's parameters are not this one's
         self.hf_config = policy.hf_config
         self.vocab_size, self.hidden_size = policy.vocab_size, policy.hidden_size
-        self.max_positions = policy.max_positions
+        self.max_positions, self.logit_map = policy.max_positions, policy.logit_map
 
     @property
     def policy(self) -> CausalModel:

@@ -168,7 +168,7 @@ class DecoderStepper:
         self._length_C = np.concatenate([self._length_C, np.zeros_like(slot_C)])
         self._grouping = None
         device = self._prompt_hidden_NH.device
-        logits_CV = self._logits(self._prompt_hidden_NH[torch.from_numpy(slot_C).to(device)])
+        logits_CV = self._model.logits(self._prompt_hidden_NH[torch.from_numpy(slot_C).to(device)])
         return logits_CV[torch.from_numpy(which_B).to(device)]
 
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
@@ -190,7 +190,7 @@ class DecoderStepper:
             self._decode_attention(self._grouping, filled(self._length_C)),
         )
         self._length_C += 1
-        return self._logits(hidden_CH).index_select(0, torch.from_numpy(self._branch_B).to(device))
+        return self._model.logits(hidden_CH).index_select(0, torch.from_numpy(self._branch_B).to(device))
 
     def _fork(self, token_B: np.ndarray) -> np.ndarray:
         """Give every distinct (branch, token) a branch; returns the token of each, (C,).
@@ -216,9 +216,6 @@ class DecoderStepper:
         self._branch_B = place_C[child_B]
         self._grouping = None
         return token_C[np.argsort(place_C)]
-
-    def _logits(self, hidden_BH: Tensor) -> Tensor:
-        return F.linear(hidden_BH, self._model.output_weight)
 
     def _decode_attention(self, grouping: Grouping, length_C: np.ndarray) -> Attend:
         prompts, responses = self._prompt_store, self._response_store

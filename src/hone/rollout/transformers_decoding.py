@@ -1,19 +1,21 @@
 """Stepper for any Transformers model: its own forward and its own cache, left-padded rows, in waves.
 
 Correct rather than fast: rows start together, and the next wave starts when the last row of one has finished.
-A prompt is still computed once per wave; its keys and values are then copied to its rows.
+A prompt is still computed once per wave; its keys and values, and the states of layers that have states instead, are
+then copied to its rows.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from hone.model.hf import TransformersModel
 from hone.rollout.engine import CacheUse
@@ -24,16 +26,18 @@ class TransformersStepper:
 
     def __init__(self, model: TransformersModel) -> None:
         self._model = model
-        self._takes_positions = "position_ids" in inspect.signature(model.hf.base_model.forward).parameters
+        takes = inspect.signature(model.hf.base_model.forward).parameters
+        self._takes_positions = "position_ids" in takes
+        self._attends = "past_key_values" in takes  # Mamba does not; its state spaces want no mask of past tokens
         self.clear()
 
     def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
         """A wave has as many rows as it is given, and computes all their prompts together: only fewer rows help."""
 
     def cache_use(self) -> CacheUse:
-        held = (getattr(layer, name, None) for layer in self._cache.layers for name in ("keys", "values"))
-        num_bytes = sum(tensor.nbytes for tensor in held if tensor is not None)  # a layer without attention has neither
-        return CacheUse(int(self._real_BW.sum()), self._real_BW.numel(), num_bytes)
+        return CacheUse(
+            int(self._real_BW.sum()), self._real_BW.numel(), sum(tensor.nbytes for tensor in held_by(self._cache))
+        )
 
     def clear(self, *, will_return: bool = False) -> None:
         self._prompts: dict[int, tuple[int, ...]] = {}
@@ -63,7 +67,7 @@ class TransformersStepper:
         row_B = torch.from_numpy(which_B).to(device)
         self._cache = DynamicCache(config=self._model.hf.config)
         logits_NV = self._forward(token_NP, real_NP, (real_NP.cumsum(1) - 1).clamp_min(0))
-        self._cache.batch_select_indices(row_B)
+        self._select(row_B)
         self._real_BW = real_NP[row_B]
         return logits_NV[row_B]
 
@@ -73,7 +77,7 @@ class TransformersStepper:
         order = np.arange(count)
         order[target] = source
         row_B = torch.from_numpy(order).to(self._real_BW.device)
-        self._cache.batch_select_indices(row_B)
+        self._select(row_B)
         self._real_BW = self._real_BW[row_B]
 
     def advance(self, token_ids_B: Tensor) -> Tensor:
@@ -81,12 +85,27 @@ class TransformersStepper:
         return self._forward(token_ids_B[:, None], self._real_BW, self._real_BW.sum(1, keepdim=True) - 1)
 
     def _forward(self, token_ids_BX: Tensor, real_BW: Tensor, position_BX: Tensor) -> Tensor:
-        positions = {"position_ids": position_BX} if self._takes_positions else {}
-        out = self._model.hf.base_model(
-            input_ids=token_ids_BX, attention_mask=real_BW, past_key_values=self._cache, use_cache=True, **positions
-        )
-        return F.linear(out.last_hidden_state[:, -1], self._model.output_weight)
+        named: dict[str, Any] = {"past_key_values" if self._attends else "cache_params": self._cache}
+        if self._takes_positions:
+            named["position_ids"] = position_BX
+        if self._attends or token_ids_BX.shape == real_BW.shape:
+            named["attention_mask"] = real_BW
+        out = self._model.hf.base_model(input_ids=token_ids_BX, use_cache=True, **named)
+        return self._model.logits(out.last_hidden_state[:, -1])
+
+    def _select(self, row_B: Tensor) -> None:
+        row: Any = row_B  # typed there as one class of tensor
+        self._cache.reorder_cache(row)  # which layers with states have too; batch_select_indices they have not
 
     def _forget_rows(self) -> None:
         self._cache = DynamicCache()
         self._real_BW = torch.zeros(0, 0, dtype=torch.int64)
+
+
+def held_by(cache: Cache) -> Iterator[Tensor]:
+    """Keys and values of attention, and states of convolutions, state spaces and linear attention."""
+    for layer in cache.layers:
+        held = [getattr(layer, name, None) for name in ("keys", "values")]
+        for states in ("conv_states", "recurrent_states"):
+            held += getattr(layer, states, {}).values()
+        yield from (tensor for tensor in held if tensor is not None)

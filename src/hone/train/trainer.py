@@ -168,6 +168,7 @@ def forward_samples(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         entropy_grad=entropy_has_gradient,
+        logit_map=model.logit_map,
     )
     logprobs_U, entropy_U = (model.sequences.whole(value_U, len(layout.target_U)) for value_U in found)
     return expanded(logprobs_U, layout), expanded(entropy_U, layout), index

@@ -1,0 +1,39 @@
+"""Sampling of models with layers of linear attention, convolution or state space, against Transformers' `generate`."""
+
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import architecture as keys_of
+from tiny_engines import EOS, generate, random_prompts, reference_of, request
+from transformers import GenerationConfig
+
+from hone.model.load import init_model
+
+WITH_STATES = ["qwen3_5_text", "lfm2", "mamba2", "qwen3_next", "mamba", "olmo_hybrid", "falcon_h1", "bamba", "jamba"]
+WITH_STATES += ["granitemoehybrid"]
+STATEFUL = pytest.mark.parametrize(
+    "architecture",
+    WITH_STATES[:2] + [pytest.param(n, marks=pytest.mark.slow("builds many architectures")) for n in WITH_STATES[2:]],
+)
+
+
+@STATEFUL
+def test_layers_with_states_sample_as_transformers_generates(architecture):
+    """Prompts of several lengths in one wave, groups that fork from one prefill, rows that end at other times."""
+    model = init_model(keys_of(architecture), vocab_size=None, seed=0, dtype=torch.float32, device="cpu")
+    prompts = random_prompts(4, longest=9)
+    greedy = generate(model, [request(p, index=i, temperature=0.0, max_tokens=8) for i, p in enumerate(prompts)])
+    hf: Any = reference_of(model)
+    config = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=EOS, pad_token_id=EOS)
+    for prompt, (sample,) in zip(prompts, greedy, strict=True):
+        out = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), generation_config=config)
+        assert list(sample.token_ids) == out[0, len(prompt) :].tolist()
+    groups = generate(model, [request(p, index=i, samples=3, max_tokens=6 + i) for i, p in enumerate(prompts)])
+    for prompt, group in zip(prompts, groups, strict=True):
+        for sample in group:
+            with torch.no_grad():
+                ids = torch.tensor([prompt + list(sample.token_ids)])
+                logprobs = hf(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            expected = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(sample.sampler_logprobs), expected, atol=1e-4, rtol=0)
