@@ -1,14 +1,15 @@
 """A run file that a preset writes is accepted and planned as the preset promised, for any model and hardware."""
 
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from random_search import examples
 
 from hone.cli.plan import write_run_file
 from hone.config.load import load_config
 from hone.plan.hardware import find_hardware, in_cluster
+from hone.plan.knobs import scoring
 from hone.plan.planner import plan
-from hone.plan.search import MARGINS, propose
+from hone.plan.search import GOALS, propose
 
 RUN = """
 data: {{train: a/b, answer_column: answer}}
@@ -17,10 +18,29 @@ model: {{path: {model}}}
 rollout: {{max_staleness: {staleness}}}
 train: {{prompts_per_step: 64}}
 """
-JUDGED = """
+POOLS = """
+cluster:
+  backend: ray
+  engines: {{use: vllm}}
+  pools: {{all: {{devices: 4, roles: [policy]}}, sample: {{devices: 2, roles: [rollout]}},
+    score: {{devices: 2, roles: [{}]}}}}
+"""
+REWARDS = {
+    "exact": "reward: {components: [{use: exact}]}",
+    "judge beside the run": """
 services: {grm: {policy: qwen2.5-7b, devices: [0]}}
 reward: {components: [{use: judge, args: {service: grm}}]}
-"""
+""",
+    "judge in a pool": POOLS.format("judge")
+    + """
+services: {grm: {policy: qwen2.5-7b}}
+reward: {components: [{use: judge, args: {service: grm, prompt_length: 2048, response_length: 512, votes: 2}}]}
+""",
+    "reward model in a pool": POOLS.format("reward_model")
+    + """
+reward: {components: [{use: reward_model, args: {path: qwen2.5-0.5b}}]}
+""",
+}
 MODELS = ("qwen2.5-0.5b", "qwen3-8b", "llama-3.1-8b", "gemma-2-2b", "qwen2.5-32b", "mixtral-8x7b-v0.1")
 
 
@@ -28,14 +48,17 @@ MODELS = ("qwen2.5-0.5b", "qwen3-8b", "llama-3.1-8b", "gemma-2-2b", "qwen2.5-32b
 @given(
     model=st.sampled_from(MODELS),
     hardware=st.sampled_from(("RTX4090", "2xA100-40G", "8xH100-80G", "16xH100-80G")),
-    preset=st.sampled_from([*MARGINS]),
+    preset=st.sampled_from([*GOALS]),
     staleness=st.integers(0, 1),
-    is_judged=st.booleans(),
+    reward=st.sampled_from([*REWARDS]),
 )
-def test_what_a_preset_writes_is_planned_as_promised(tmp_path_factory, model, hardware, preset, staleness, is_judged):
+@example(model="qwen3-8b", hardware="8xH100-80G", preset="memory", staleness=1, reward="judge in a pool")
+@example(model="qwen3-8b", hardware="2xA100-40G", preset="latency", staleness=0, reward="judge beside the run")
+def test_what_a_preset_writes_is_planned_as_promised(tmp_path_factory, model, hardware, preset, staleness, reward):
+    assume(GOALS[preset].blocks is not scoring or reward != "exact")
+    assume(reward in ("exact", "judge beside the run") or find_hardware(hardware).devices >= 8)
     file = tmp_path_factory.mktemp("preset") / "run.yaml"
-    reward = JUDGED if is_judged else "reward: {components: [{use: exact}]}\n"
-    file.write_text(RUN.format(model=model, staleness=staleness) + reward)
+    file.write_text(RUN.format(model=model, staleness=staleness) + REWARDS[reward])
 
     def planned(path):
         loaded = load_config(path)
@@ -50,4 +73,4 @@ def test_what_a_preset_writes_is_planned_as_promised(tmp_path_factory, model, ha
     assert found.verdict.level == promised.plan.verdict.level
     assert found.verdict.problems == promised.plan.verdict.problems
     assert found.inputs.workload == today.inputs.workload
-    assert found.impossible(MARGINS[preset]) <= today.impossible(MARGINS[preset])
+    assert found.impossible(GOALS[preset].headroom) <= today.impossible(GOALS[preset].headroom)

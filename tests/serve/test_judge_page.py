@@ -4,10 +4,12 @@ import json
 import re
 import shlex
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import yaml
 
+from hone.cli.main import main
 from hone.config.run import RewardSection
 from hone.data.chat import Tokenizer, character_tokenizer
 from hone.reward.judge.scorer import JudgeReward
@@ -16,7 +18,8 @@ from hone.reward.judge.user import check
 from hone.reward.resolve import Unusable
 from hone.serve.openai import ChatRequest, CompletionRequest
 
-PAGE = (Path(__file__).parents[2] / "docs/rewards-judge.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/rewards-judge.md").read_text("utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -37,13 +40,14 @@ def test_the_recipe_that_overflows_is_refused_with_the_sum_on_the_page(tmp_path)
     recipe = yaml.safe_load(blocks("yaml")[1])
     with pytest.raises(Unusable) as refused:
         JudgeReward.from_args(recipe, folder=tmp_path, timeout_s=1)
-    said = re.search(r"^    (max_question_tokens 1024 .*): \.\.\.$", PAGE, re.MULTILINE)[1]
+    (said,) = re.findall(r"^    (max_question_tokens 1024 .*): \.\.\.$", PAGE, re.MULTILINE)
     assert said in str(refused.value)
 
 
 def test_functions_of_the_users_fit(tmp_path):
     settings = JudgeSettings.of(yaml.safe_load(blocks("yaml")[2]))
     config = settings.data_processor_config
+    assert config is not None
     (tmp_path / config.path).write_text(blocks("python")[0])
     for role, name in (("preprocess", config.preprocess_fn_name), ("postprocess", config.postprocess_fn_name)):
         check({"path": str(tmp_path / config.path), "name": name, "role": role})
@@ -54,4 +58,14 @@ def test_requests_have_the_form_that_the_server_takes():
     bodies = {words[2].rpartition("/v1/")[2]: json.loads(words[-1]) for words in commands if "-d" in words}
     assert CompletionRequest.model_validate(bodies["completions"]).n == 2
     assert ChatRequest.model_validate(bodies["chat/completions"]).temperature == 0
-    assert [words[1] for words in commands if words[0] == "hone"] == ["eval-judge", "serve"]
+    assert [words[1] for words in commands if words[0] == "hone"] == ["plan", "eval-judge", "serve"]
+
+
+def test_the_command_that_tunes_it_writes_a_file_that_fits(tmp_path, monkeypatch, capsys):
+    (line,) = re.findall(r"^hone (plan .*)$", PAGE, re.MULTILINE)
+    for name in ("judge", "gsm8k"):
+        copytree(ROOT / "examples" / name, tmp_path / "examples" / name)
+    monkeypatch.chdir(tmp_path)
+    assert main(words := shlex.split(line)) == 0
+    assert main(["plan", words[-1], "--hardware", "A100-80G"]) == 0
+    assert "throughput (time to score all samples of a step)" in capsys.readouterr().out

@@ -19,9 +19,10 @@ from hone.config.topology import topology_lines
 from hone.errors import DataError, MemoryExhausted
 from hone.memory.calibration import with_experience
 from hone.plan.hardware import THIS, find_hardware, in_cluster
+from hone.plan.knobs import whole_run
 from hone.plan.ledger import Ledger, gib, percent
 from hone.plan.planner import Plan, plan
-from hone.plan.search import MARGINS, Preset, Proposal, beyond, propose
+from hone.plan.search import GOALS, Preset, Proposal, beyond, propose
 from hone.plan.verdict import level_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ class PresetName(StrEnum):
     SAFE = "safe"
     RECOMMENDED = "recommended"
     AGGRESSIVE = "aggressive"
+    THROUGHPUT = "throughput"
+    LATENCY = "latency"
+    MEMORY = "memory"
 
 
 def plan_command(
@@ -75,7 +79,10 @@ def plan_command(
     price: Annotated[float | None, typer.Option(help="Per device and hour: says what 1,000 steps cost.", min=0)] = None,
     preset: Annotated[
         PresetName | None,
-        typer.Option(help="Search for better settings of the same algorithm, with this preset's head-room."),
+        typer.Option(
+            help="Search for better settings of the same algorithm: short steps, with 10, 6 or 3 % of memory free; or "
+            "throughput, latency or memory of judges and reward models.",
+        ),
     ] = None,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the preset as a run file (--preset recommended).")
@@ -146,10 +153,10 @@ def plan_command(
 
 
 def _propose(today: Plan, wanted: Preset, given: list[str]) -> list[Proposal]:
-    """What is wanted, and the two that practice asks to see beside today's settings."""
-    shown = {wanted: None, "recommended": None, "aggressive": None}
+    """What is wanted; for the whole run also the two that practice asks to see beside today's settings."""
+    shown = {wanted, "recommended", "aggressive"} if GOALS[wanted].blocks is whole_run else {wanted}
     pinned = frozenset(word.partition("=")[0] for word in given)
-    return [propose(today, preset, pinned=pinned) for preset in MARGINS if preset in shown]
+    return [propose(today, preset, pinned=pinned) for preset in GOALS if preset in shown]
 
 
 def _trace(today: Plan, folder: Path) -> Trace:
@@ -266,7 +273,7 @@ def _show_proposals(today: Plan, proposals: list[Proposal], console: Console, sa
         table.add_row(label, *cells)
     console.print(table)
     for proposal in proposals:
-        say(f"{proposal.preset} ({percent(MARGINS[proposal.preset])} head-room): {len(proposal.changes)} changes")
+        say(f"{proposal.preset} ({GOALS[proposal.preset].title}): {len(proposal.changes)} changes")
         for change in proposal.changes:
             say(f"  {change.key}: {inline(change.before)} -> {inline(change.after)}  {change.why}")
     for line in beyond(today):

@@ -53,6 +53,8 @@ POLICY_GPU_FRAC, SERVICE_GPU_FRAC = 0.5, 0.9
 """`gpu_memory_utilization` where it is null."""
 SERVICE_SEQUENCES, SERVICE_STEP_TOKENS = 64, 8192
 """`max_num_seqs` and `max_num_batched_tokens` of a service where they are null."""
+JUDGE_ANSWER_TOKENS, REWARD_MODEL_BATCH_TOKENS = 2048, 16384
+"""`response_length` of a reward `judge` and `batch_tokens` of a reward `reward_model`, where their args name none."""
 MAX_SHARED_FRAC = 0.9
 """Of a GPU's memory that the engines on it may take together."""
 LEAST_TEMPERATURE = 0.01

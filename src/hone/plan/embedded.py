@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from hone.plan.architecture import Architecture
 from hone.plan.ledger import Term, term
-from hone.plan.local import CONTEXT_BYTES, LocalSettings, engine_terms, reading_terms
+from hone.plan.local import CONTEXT_BYTES, LocalSettings, ScoringModel, engine_terms, reading_terms
 from hone.plan.workload import Workload
 
 
@@ -29,8 +29,12 @@ class _Whole:
         return self.architecture.total_parameters
 
     @property
+    def bytes_each(self) -> int:
+        return self.settings.work.bytes_each
+
+    @property
     def weights_bytes(self) -> int:
-        return self.settings.work.bytes_each * self.count
+        return self.bytes_each * self.count
 
     def weights(self, name: str) -> Term:
         formula = f"{self.settings.work.bytes_each} B x {self.count:,} parameters"
@@ -41,15 +45,15 @@ class _Whole:
 class Reader(_Whole):
     """Reward models, the largest in `settings`; while they sleep their weights are on the host."""
 
-    others: tuple[Architecture, ...] = ()
+    models: tuple[ScoringModel, ...]
 
     @property
     def count(self) -> int:
-        return sum(one.total_parameters for one in (self.architecture, *self.others))
+        return sum(one.architecture.total_parameters for one in self.models)
 
     def terms(self) -> list[Term]:
         """What it holds while it reads."""
-        return [self.weights("reward model"), *reading_terms(self.settings), *self._context()]
+        return [self.weights("reward model"), *reading_terms(self.settings.work, self.models), *self._context()]
 
     def asleep_terms(self, level: int) -> list[Term]:
         """What it holds on its device while it reads nothing; level 0 does not sleep."""

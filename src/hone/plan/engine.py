@@ -38,6 +38,8 @@ class EngineSettings:
     """Names of three of them there."""
     lengths: tuple[int, int] = (0, 0)
     """Tokens of the longest prompt and the longest response, for times."""
+    answers: int = 1
+    """Responses to one prompt."""
     graphs: bool = True
     prefix: str = ""
     weight_bytes: int = 2

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hone.config.engine import REWARD_MODEL_BATCH_TOKENS
 from hone.config.run import RunConfig
 from hone.config.topology import Topology, judge_services, judges_pool, topology_of
 from hone.plan import activations
 from hone.plan.activations import Implementation, Pass
 from hone.plan.architecture import Architecture
 from hone.plan.hardware import Hardware
+from hone.plan.local import ScoringModel
 from hone.plan.presets import find_architecture, named_architecture
 from hone.plan.workload import Workload
 
@@ -27,7 +29,7 @@ class Inputs:
     critic: Architecture | None
     judges: Mapping[str, Architecture]
     """By service: those on devices of the cluster, or on GPUs of their own."""
-    reward_models: tuple[tuple[str, Architecture], ...]
+    reward_models: tuple[ScoringModel, ...]
     workload: Workload
 
     @property
@@ -44,7 +46,11 @@ def resolve(config: RunConfig, hardware: Hardware, workload: Workload, folder: P
         named = config.critic.path
         critic = (architecture if named is None else named_architecture(named, folder, key="critic.path")).as_critic()
     rewards = [
-        (str(component.args["path"]), named_architecture(str(component.args["path"]), folder, key="reward_model"))
+        ScoringModel(
+            name=str(component.args["path"]),
+            architecture=named_architecture(str(component.args["path"]), folder, key="reward_model"),
+            batch_tokens=component.args.get("batch_tokens", REWARD_MODEL_BATCH_TOKENS),
+        )
         for component in config.reward.components
         if component.use == "reward_model" and "path" in component.args
         if hardware.kind == "cpu" or component.args.get("device") != "cpu"

@@ -7,7 +7,7 @@ largest size it ever had), `train/checkpoint.py` and `model/load.py` (what savin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -42,12 +42,22 @@ LEAST_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class ScoringModel:
+    """A reward `reward_model`."""
+
+    name: str
+    architecture: Architecture
+    batch_tokens: int
+    """Of one forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
 class LocalSettings:
     """What of the run file decides memory here, and nothing else."""
 
     architecture: Architecture
     critic: Architecture | None
-    reward_models: tuple[tuple[str, Architecture], ...]
+    reward_models: tuple[ScoringModel, ...]
     work: Pass
     """The largest microbatch."""
     max_concurrent: int
@@ -103,7 +113,7 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
     yield moment("rollout", "cache grows", resident, cache, _growth(settings, workload))
     yield moment("rollout", "prompts computed", resident, cache, _prefill(settings, workload))
     if settings.reward_models:
-        yield moment("reward", "reward model reads", resident, cache, _layer_forward(_reward_pass(settings)))
+        yield moment("reward", "reward model reads", resident, cache, reading_terms(work, settings.reward_models))
     if workload.has_reference or workload.has_old_logprobs_pass:
         yield from forward_moments(work, [*resident, *cache])
     if settings.critic and workload.has_critic:
@@ -132,9 +142,9 @@ def _resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
         yield from states("critic: ", settings.critic.total_parameters, p)
     if workload.max_staleness:
         yield term("engine's weights", p * total, f"{p} B x {total:,} parameters", "rollout.max_staleness")
-    for name, reward_arch in settings.reward_models:
-        count = reward_arch.total_parameters
-        yield term("reward models", p * count, f"{name}: {p} B x {count:,} parameters")
+    for model in settings.reward_models:
+        count = model.architecture.total_parameters
+        yield term("reward models", p * count, f"{model.name}: {p} B x {count:,} parameters")
     if settings.work.implementation == "hone":
         copies = 1 + bool(workload.max_staleness) + (workload.has_reference and not workload.adapter_rank)
         table = 4 * settings.max_positions * arch.head_dim * (copies + workload.has_critic)
@@ -153,9 +163,18 @@ def states(prefix: str, count: int, p: int) -> Iterator[Term]:
 # ---- replicas on devices of their own
 
 
-def reading_terms(settings: LocalSettings) -> list[Term]:
-    """What a reward model holds besides weights while it reads."""
-    return [*_layer_forward(_reading(settings.work, settings.architecture))]
+def reading_terms(work: Pass, models: Sequence[ScoringModel]) -> list[Term]:
+    """What the reward model with the largest forward pass holds besides weights while it reads.
+
+    Args:
+        work: of the policy; how its layers are computed.
+    """
+    passes = (
+        replace(work, architecture=one.architecture, tokens=max(one.batch_tokens, work.longest), has_logits=False)
+        for one in models
+    )
+    each = ([*_layer_forward(one, "reward.components.args.batch_tokens")] for one in passes)
+    return max(each, key=lambda terms: sum(one.bytes for one in terms))
 
 
 def engine_terms(settings: LocalSettings, workload: Workload) -> list[Term]:
@@ -254,19 +273,9 @@ def _prefill(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
 # ---- passes
 
 
-def _reward_pass(settings: LocalSettings) -> Pass:
-    largest = max((arch for _, arch in settings.reward_models), key=lambda arch: arch.active_parameters)
-    return _reading(settings.work, largest)
-
-
-def _reading(work: Pass, architecture: Architecture) -> Pass:
-    """One forward pass of a reward model, as large as its reward makes it unless told otherwise."""
-    return replace(work, architecture=architecture, tokens=16384, has_logits=False)
-
-
-def _layer_forward(work: Pass) -> Iterator[Term]:
+def _layer_forward(work: Pass, knob: str = "train.tokens_per_microbatch") -> Iterator[Term]:
     """A layer of a pass without gradients."""
-    each, knob = forward_per_token(work), "train.tokens_per_microbatch"
+    each = forward_per_token(work)
     yield term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob)
     yield _masks(work, backward=False)
 

@@ -84,6 +84,9 @@ def comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
         ("samples per second", [f"{plan.time.samples_per_s:.3g}" for plan in plans]),
         ("response tokens per second", [f"{plan.time.tokens_per_s:,.0f}" for plan in plans]),
     ]
+    if all(plan.time.group_score_s is not None for plan in plans):
+        rows.append(("seconds to score one group", [f"{plan.time.group_score_s:.3g}" for plan in plans]))
+        rows.append(("memory of judges and reward models", [gib(plan.scoring_bytes) for plan in plans]))
     phases = dict.fromkeys(phase for plan in plans for phase in plan.time.phases)
     rows += [(f"seconds of {phase}", [f"{plan.time.phases.get(phase, 0):.3g}" for plan in plans]) for phase in phases]
     return rows

@@ -50,6 +50,13 @@ class Plan:
         devices = [ledger for ledger in self.ledgers if ledger.device != "host"]
         return max(ledger.peak.bytes / ledger.capacity_bytes for ledger in devices)
 
+    @property
+    def scoring_bytes(self) -> int:
+        """Memory of judges and reward models while they score, on all their devices."""
+        return sum(
+            pool.devices * sum(one.bytes for one in pool.judge.terms()) for pool in pools_of(self.inputs) if pool.judge
+        )
+
     def impossible(self, margin: float) -> float:
         """How far from possible: rules broken, and the share of each device that lacks to a head-room of `margin`."""
         lacking = (ledger.peak.bytes / ledger.capacity_bytes - (1 - margin) for ledger in self.ledgers)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hone.config import topology
-from hone.config.engine import POLICY_GPU_FRAC, SERVICE_GPU_FRAC, SERVICE_SEQUENCES, SERVICE_STEP_TOKENS, EngineSection
+from hone.config.engine import (
+    JUDGE_ANSWER_TOKENS,
+    POLICY_GPU_FRAC,
+    ROLE_TOKENS,
+    SERVICE_GPU_FRAC,
+    SERVICE_SEQUENCES,
+    SERVICE_STEP_TOKENS,
+    EngineSection,
+)
 from hone.config.topology import TRAINED, TrainerGroup, is_sharded, judge_services
 from hone.plan.cluster import PoolPlan, Trained, adapter_of
 from hone.plan.embedded import Embedded, Reader, share_of
@@ -14,6 +24,19 @@ from hone.plan.inputs import Inputs, bytes_each, microbatch
 from hone.plan.local import LocalSettings
 
 DTYPE_BYTES, FP8_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}, 1
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeRequests:
+    """What one reward asks a judge for, per sample."""
+
+    prompt: int
+    """Tokens of the longest prompt."""
+    answer: int
+    """Tokens of the longest answer."""
+    votes: int
+    has_limit: bool
+    """The reward keeps prompts within `prompt`; without a limit it is the policy's longest prompt and response."""
 
 
 def pools_of(inputs: Inputs) -> list[PoolPlan]:
@@ -135,25 +158,30 @@ def _local_settings(inputs: Inputs) -> LocalSettings:
 
 def _reader(inputs: Inputs) -> Reader | None:
     """The reward models: each replica holds all of them."""
-    models = sorted((architecture for _, architecture in inputs.reward_models), key=lambda one: -one.active_parameters)
+    models = inputs.reward_models
     if not models:
         return None
-    return Reader(replace(_local_settings(inputs), architecture=models[0]), tuple(models[1:]))
+    largest = max((one.architecture for one in models), key=lambda one: one.active_parameters)
+    return Reader(replace(_local_settings(inputs), architecture=largest), models)
 
 
-def _judge_lengths(inputs: Inputs, service: str) -> tuple[int, int]:
-    """Tokens of the longest prompt and the longest answer that the rewards ask a judge for."""
-    prompt, answer = 4096, 1024
-    for component in inputs.config.reward.components:
-        if component.args.get("service") == service:
-            found = [component.args.get(name) for name in ("prompt_length", "response_length")]
-            prompt = found[0] if isinstance(found[0], int) else prompt
-            answer = found[1] if isinstance(found[1], int) else answer
-    return prompt, answer
+def judge_requests(inputs: Inputs, service: str) -> list[JudgeRequests]:
+    """What each reward asks a judge for."""
+    components = (one for one in inputs.config.reward.components if one.args.get("service") == service)
+    return [_requests(inputs, component.args) for component in components]
+
+
+def _requests(inputs: Inputs, args: Mapping[str, Any]) -> JudgeRequests:
+    answer, prompt = args.get("response_length", JUDGE_ANSWER_TOKENS), args.get("prompt_length")
+    if prompt is None and args.get("max_model_len") is not None:
+        prompt = args["max_model_len"] - answer - ROLE_TOKENS
+    has_limit = prompt is not None
+    return JudgeRequests(prompt or inputs.workload.lengths.longest, answer, args.get("votes", 1), has_limit)
 
 
 def _judge(inputs: Inputs, service: str) -> EnginePlan:
-    engine, lengths = inputs.config.services[service].engine or EngineSection(), _judge_lengths(inputs, service)
+    engine, asked = inputs.config.services[service].engine or EngineSection(), judge_requests(inputs, service)
+    lengths = max(one.prompt for one in asked), max(one.answer for one in asked)
     return EnginePlan(
         EngineSettings(
             architecture=inputs.judges[service],
@@ -163,6 +191,7 @@ def _judge(inputs: Inputs, service: str) -> EnginePlan:
             max_samples=engine.max_num_seqs or SERVICE_SEQUENCES,
             longest=engine.max_model_len or inputs.judges[service].max_positions or sum(lengths),
             lengths=lengths,
+            answers=sum(one.votes for one in asked),
             graphs=not engine.enforce_eager,
             prefix="judge: ",
             section=f"services.{service}.engine",

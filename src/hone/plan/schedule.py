@@ -22,12 +22,18 @@ def step_time(inputs: Inputs, pools: Sequence[PoolPlan]) -> StepTime:
     Args:
         pools: of the cluster and of services; see `pools_of`.
     """
-    rates = rates_of(inputs)
-    sampler = _sampler(inputs, pools)
-    phases = _rollout(inputs, sampler, rates) | _judging(inputs, pools, rates) | _publishing(inputs, rates)
-    phases |= _learning(inputs, pools, rates)
-    generating = phases["rollout"] + phases.get("reward", 0.0)
-    rest = sum(phases.values()) - generating
+    engine = next((pool.engine for pool in pools if pool.engine), None)
+    rates, sampler = _rates(inputs, engine), _sampler(inputs, pools)
+    phases, group_s = _rollout(inputs, sampler, rates), _scoring_s(inputs, pools, inputs.workload.group)
+    rolling = generating = phases["rollout"]
+    if group_s is not None:
+        scoring = phases["reward"] = _scoring_s(inputs, pools, inputs.workload.samples) or 0.0
+        # On devices of their own they score while others sample; the last group's score comes when all are sampled.
+        apart = not any(pool.engine and pool.judge for pool in pools)
+        generating = max(rolling, scoring) + min(group_s, rolling, scoring) if apart else rolling + scoring
+    after = _publishing(inputs, rates) | _learning(inputs, pools, rates)
+    phases |= after
+    rest = sum(after.values())
     # Devices of their own that may run ahead, generate while others train.
     overlaps = not inputs.is_local and not inputs.topology.colocated and inputs.workload.max_staleness > 0
     return StepTime(
@@ -39,32 +45,35 @@ def step_time(inputs: Inputs, pools: Sequence[PoolPlan]) -> StepTime:
         peak_flops=inputs.topology.num_devices * inputs.hardware.flops(bytes_each(inputs)),
         efficiency=rates,
         concurrent=time.concurrent_sequences(sampler, inputs.workload.lengths, inputs.workload.group),
+        group_score_s=group_s,
     )
 
 
-def rates_of(inputs: Inputs) -> Efficiency:
-    """The priors for this hardware and this engine."""
+def _rates(inputs: Inputs, engine: EnginePlan | Embedded | Reader | None) -> Efficiency:
+    """The priors for this hardware and an engine; None is the one of a run of one process."""
     if inputs.hardware.kind == "cpu":
         return CPU
-    engines = inputs.config.cluster.engines
-    has_graphs = not inputs.is_local and engines.kind.takes_share and not engines.enforce_eager
-    return GPU if has_graphs else GPU_EAGER
+    return GPU if isinstance(engine, EnginePlan) and engine.settings.graphs else GPU_EAGER
 
 
 def _sampler(inputs: Inputs, pools: Sequence[PoolPlan]) -> Sampler:
     pool = next((pool for pool in pools if pool.engine), None)
     if pool is None or pool.engine is None:
         concurrent = inputs.config.rollout.max_concurrent_samples
-        return Sampler(inputs.architecture, 1, 1, concurrent, math.inf, bytes_each(inputs))
+        prefill = inputs.config.rollout.prefill_tokens
+        return Sampler(inputs.architecture, 1, 1, concurrent, math.inf, prefill, bytes_each(inputs))
     return _of_engine(pool.engine, pool.devices)
 
 
 def _of_engine(engine: EnginePlan | Embedded | Reader, devices: int) -> Sampler:
     if not isinstance(engine, EnginePlan):
-        concurrent = engine.settings.max_concurrent
-        return Sampler(engine.architecture, devices, 1, concurrent, math.inf, engine.settings.work.bytes_each)
+        settings, step = engine.settings, engine.settings.prefill_tokens
+        if isinstance(engine, Reader):
+            step = min(one.batch_tokens for one in engine.models)
+        return Sampler(engine.architecture, devices, 1, settings.max_concurrent, math.inf, step, engine.bytes_each)
     settings, each = engine.settings, engine.settings.tensor_parallel
-    return Sampler(settings.architecture, max(devices // each, 1), each, settings.max_samples, engine.cache_tokens)
+    replicas, cache, step = max(devices // each, 1), engine.cache_tokens, settings.max_batched_tokens
+    return Sampler(settings.architecture, replicas, each, settings.max_samples, cache, step, settings.weight_bytes)
 
 
 def _rollout(inputs: Inputs, sampler: Sampler, rates: Efficiency) -> dict[str, float]:
@@ -73,24 +82,26 @@ def _rollout(inputs: Inputs, sampler: Sampler, rates: Efficiency) -> dict[str, f
     return {"rollout": decoding + time.prefill_s(sampler, hardware, rates, workload.lengths, workload.prompts)}
 
 
-def _judging(inputs: Inputs, pools: Sequence[PoolPlan], rates: Efficiency) -> dict[str, float]:
-    """A judge reads each response and writes its answer; a reward model only reads. Several work at the same time."""
-    seconds = [_scoring_s(inputs, pool.judge, pool.devices, rates) for pool in pools if pool.judge]
-    return {"reward": max(seconds)} if seconds else {}
+def _scoring_s(inputs: Inputs, pools: Sequence[PoolPlan], samples: int) -> float | None:
+    """Seconds in which judges and reward models score so many samples, all at the same time; None: there are none."""
+    return max((_scorer_s(inputs, pool.judge, pool.devices, samples) for pool in pools if pool.judge), default=None)
 
 
-def _scoring_s(inputs: Inputs, scorer: EnginePlan | Reader, devices: int, rates: Efficiency) -> float:
-    read, written = scorer.settings.lengths if isinstance(scorer, EnginePlan) else (inputs.workload.lengths.longest, 0)
+def _scorer_s(inputs: Inputs, scorer: EnginePlan | Reader, devices: int, samples: int) -> float:
+    """A judge reads each response and writes its answers; a reward model only reads."""
+    read, written, answers = inputs.workload.lengths.longest, 0, 1
+    if isinstance(scorer, EnginePlan):
+        (read, written), answers = scorer.settings.lengths, scorer.settings.answers
     lengths = Lengths(
         max_prompt=read,
         max_response=max(written, 1),
         mean_prompt=min(inputs.workload.lengths.mean, read),
         mean_response=written / 2,
     )
-    sampler, samples = _of_engine(scorer, devices), inputs.workload.samples
+    sampler, rates = _of_engine(scorer, devices), _rates(inputs, scorer)
     seconds = time.prefill_s(sampler, inputs.hardware, rates, lengths, samples)
     if written:
-        seconds += time.decode_s(sampler, inputs.hardware, rates, lengths, samples, 1)
+        seconds += time.decode_s(sampler, inputs.hardware, rates, lengths, samples * answers, answers)
     return seconds
 
 

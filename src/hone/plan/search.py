@@ -1,36 +1,87 @@
-"""Search for faster settings of the same algorithm that fit: the presets of `hone plan`.
+"""Search for better settings of the same algorithm that fit: the presets of `hone plan`.
 
-Prompts, group size, lengths, optimizer-step size, loss and precision stay as they are. What may change: tokens per
-microbatch, recomputation, offloading, how models are divided over devices, and the engines of policy and judges. The
-lattice is searched block by block (training, sampling, each judge), each exhaustively with the others fixed, until
-nothing changes; then every change that gains nothing is undone. A run of one process is also tried on all devices.
+Prompts, group size, lengths, optimizer-step size, loss and precision stay as they are; `knobs.py` has the keys that may
+change and the values to try. They are searched block by block, all combinations of a block with the others fixed, until
+nothing changes; then every change that gains nothing is undone.
+
+safe, recommended and aggressive make the steps of a run short. throughput, latency and memory tune judges and reward
+models alone. A run of one process is also tried on all devices by the first three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from hone.config.engine import EngineSection
+from hone.errors import DataError
 from hone.plan.inputs import Inputs
+from hone.plan.knobs import Block, scoring, whole_run
 from hone.plan.ledger import gib, percent
 from hone.plan.planner import Plan, cluster_settings, plan_inputs
-from hone.plan.rules import cluster_violations
 from hone.plan.settings import Settings, changed, plain, setting
+from hone.plan.time import StepTime
 from hone.plan.verdict import TIGHT_FRAC
 
-Preset = Literal["safe", "recommended", "aggressive"]
+Preset = Literal["safe", "recommended", "aggressive", "throughput", "latency", "memory"]
 
-MARGINS: Mapping[Preset, float] = {"safe": 0.10, "recommended": TIGHT_FRAC, "aggressive": 0.03}
-"""Head-room that each preset leaves on every device, as a share of it."""
+
+class Goal(NamedTuple):
+    """What a preset makes small, and by which keys."""
+
+    of: Callable[[Plan], float]
+    gain: str
+    """What a change brings, after a percentage."""
+    then: Callable[[Plan], float]
+    """What decides between settings that reach the goal equally well; differences are shares."""
+    then_gain: str
+    blocks: Callable[[Inputs], Sequence[Block]]
+    title: str
+    """In `recommended (6 % head-room)`."""
+    headroom: float = TIGHT_FRAC
+    """Share of every device that is left free."""
+    slowdown: float = math.inf
+    """How much longer a step may become, as a share of today's."""
+
+
+def _short_steps(headroom: float) -> Goal:
+    return Goal(
+        of=lambda plan: plan.time.step_s,
+        gain="shorter steps",
+        then=lambda plan: plan.memory_utilisation,
+        then_gain="of a device's memory freed, at the same speed",
+        blocks=whole_run,
+        title=f"{percent(headroom)} head-room",
+        headroom=headroom,
+    )
+
+
+def _fast_scores(of: Callable[[StepTime], float], what: str) -> Goal:
+    gain = f"less time to score {what}"
+    return Goal(lambda plan: of(plan.time), gain, lambda plan: 0.0, "", scoring, f"time to score {what}", slowdown=0.1)
+
+
+GOALS: Mapping[Preset, Goal] = {
+    "safe": _short_steps(0.10),
+    "recommended": _short_steps(TIGHT_FRAC),
+    "aggressive": _short_steps(0.03),
+    "throughput": _fast_scores(lambda time: time.phases["reward"], "all samples of a step"),
+    "latency": _fast_scores(lambda time: time.group_score_s or 0.0, "one group"),
+    "memory": Goal(
+        of=lambda plan: plan.scoring_bytes,
+        gain="less memory of judges and reward models",
+        then=lambda plan: math.log(plan.time.step_s),
+        then_gain="shorter steps, in the same memory",
+        blocks=scoring,
+        title="memory of judges and reward models",
+        slowdown=0.1,
+    ),
+}
 WORTH_FRAC = 0.01
-"""A change must make a step this much shorter, or it is not made."""
+"""A change must make the goal this much smaller, or it is not made."""
 ROUNDS = 3
-TOKEN_BUDGETS = tuple(sorted(step << bits for bits in range(9, 18) for step in (2, 3)))
-DEGREES = (1, 2, 4, 8, 16)
-"""Of tensor parallelism."""
 CLUSTER = (
     "cluster.backend",
     "cluster.nodes",
@@ -40,7 +91,6 @@ CLUSTER = (
     "cluster.engines.use",
 )
 """Keys that take a run of one process to a cluster."""
-FRACS = tuple(round(0.2 + 0.1 * n, 1) for n in range(8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,41 +123,32 @@ class Proposal:
 
 
 def propose(today: Plan, preset: Preset, *, pinned: frozenset[str] = frozenset()) -> Proposal:
-    """The fastest settings that leave a preset's head-room; where none does, those that lack least.
+    """The settings that reach a preset's goal best and leave its head-room; where none does, those that lack least.
 
     Args:
         today: the plan of the run file as it is.
         pinned: keys that keep their values, sections of them included.
+    Raises:
+        DataError: a preset for judges and reward models, of a run that has none on devices.
     """
-    start, margin = today.inputs, MARGINS[preset]
-    found = [_searched(_Found.of(inputs, margin), margin, pinned) for inputs in (start, *_on_cluster(start, pinned))]
-    best = found[0]
-    for other in found[1:]:
+    goal, start = GOALS[preset], today.inputs
+    if goal.blocks is scoring and today.time.group_score_s is None:
+        raise DataError(
+            f"--preset {preset} is for judges and reward models, and this run has none with devices of a pool or of "
+            "services.NAME.devices. Use safe, recommended or aggressive."
+        )
+    search = _Search(goal, (1 + goal.slowdown) * today.time.step_s, pinned)
+    starts = [start, *_on_cluster(start, pinned)] if goal.blocks is whole_run else [start]
+    best, *others = (search.from_(inputs) for inputs in starts)
+    for other in others:
         best = other if other.is_better_than(best) else best
-    best = _without_idle_changes(start, best, margin)
+    best = search.without_idle_changes(start, best)
     changes = [
-        PlanChange(key, plain(setting(start, key)), plain(after), _why(start, best, key, margin))
-        for key, after in _differences(start, best.inputs).items()
+        PlanChange(one, plain(before), plain(after), search.why(start, best, key))
+        for key, value in search.differences(start, best.inputs).items()
+        for one, before, after in _written(key, setting(start, key), value)
     ]
     return Proposal(preset, best.plan, tuple(changes))
-
-
-def _searched(start: _Found, margin: float, pinned: frozenset[str]) -> _Found:
-    """The best point of the lattice around a start, where a block no longer improves on the other ones."""
-    lattice = (training(start.inputs), sampling(start.inputs), *scoring(start.inputs), loss(start.inputs))
-    blocks = [{key: values for key, values in block.items() if not _is_pinned(key, pinned)} for block in lattice]
-    best = start
-    for _ in range(ROUNDS):
-        before = best
-        for block in blocks:
-            best = _best_of(best, block, margin)
-        if best is before:
-            break
-    return best
-
-
-def _is_pinned(key: str, pinned: frozenset[str]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in pinned)
 
 
 def _on_cluster(start: Inputs, pinned: frozenset[str]) -> Iterator[Inputs]:
@@ -118,152 +159,111 @@ def _on_cluster(start: Inputs, pinned: frozenset[str]) -> Iterator[Inputs]:
         yield changed(start, settings)
 
 
-# ---- the lattice
+def _is_pinned(key: str, pinned: frozenset[str]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in pinned)
 
 
-def training(inputs: Inputs) -> dict[str, Sequence[Any]]:
-    """Knobs of what trains, with the values to try."""
-    workload, config, trainer = inputs.workload, inputs.config, inputs.topology.trainer
-    longest = workload.lengths.longest
-    most = max(-(-workload.step_tokens() // trainer.data_parallel), longest)
-    budgets = {budget for budget in TOKEN_BUDGETS if longest <= budget < 2 * most}
-    knobs: dict[str, Sequence[Any]] = {
-        "train.tokens_per_microbatch": sorted(budgets | {config.train.tokens_per_microbatch}),
-        "train.activation_checkpointing": ("none", "selective", "full"),
-    }
-    if inputs.is_local:
-        return knobs
-    today = config.cluster.trainer.offload
-    others = tuple(part for part in today if part == "reference")
-    return knobs | {
-        "cluster.trainer.offload": [*dict.fromkeys((today, ("parameters", *others)))],
-        "cluster.trainer.tensor_parallel": _legal(inputs, "cluster.trainer.tensor_parallel", DEGREES),
-    }
-
-
-def loss(inputs: Inputs) -> dict[str, Sequence[Any]]:
-    """Knobs of the loss, with the values to try."""
-    return {"train.logprob_chunk_tokens": sorted({256, 1024, 4096, inputs.config.train.logprob_chunk_tokens})}
-
-
-def sampling(inputs: Inputs) -> dict[str, Sequence[Any]]:
-    """Knobs of what samples, with the values to try."""
-    workload, config = inputs.workload, inputs.config
-    in_flight = workload.samples * (workload.max_staleness + 1)
-    today, engines = config.rollout.max_concurrent_samples, config.cluster.engines
-    if inputs.is_local or not engines.kind.takes_share:
-        counts = {count for count in (16, 32, 64, 128, 256, 512, 1024, 2048) if count < in_flight} | {in_flight, today}
-        prefill = {1024, 4096, 16384, config.rollout.prefill_tokens}
-        return {"rollout.max_concurrent_samples": sorted(counts), "rollout.prefill_tokens": sorted(prefill)}
-    key = "cluster.engines.tensor_parallel_size"
-    return {
-        key: _legal(inputs, key, DEGREES),
-        "cluster.engines.gpu_memory_utilization": _with(engines.gpu_memory_utilization, FRACS),
-        "cluster.engines.max_num_seqs": _with(engines.max_num_seqs, (64, 128, 256, 512, 1024)),
-    }
-
-
-def scoring(inputs: Inputs) -> Iterator[dict[str, Sequence[Any]]]:
-    """Knobs of each judge's engine, with the values to try."""
-    for service in inputs.judges:
-        section = f"services.{service}.engine"
-        engine = inputs.config.services[service].engine or EngineSection()
-        if engine.use == "hone":
-            continue
-        key = f"{section}.tensor_parallel_size"
-        yield {
-            key: _legal(inputs, key, DEGREES),
-            f"{section}.gpu_memory_utilization": _with(engine.gpu_memory_utilization, FRACS),
-            f"{section}.max_num_seqs": _with(engine.max_num_seqs, (16, 32, 64, 128, 256)),
-            f"{section}.max_num_batched_tokens": _with(engine.max_num_batched_tokens, (2048, 8192, 32768)),
-        }
-
-
-def _legal(inputs: Inputs, key: str, values: Sequence[int]) -> list[int]:
-    """Today's value, and those that break no rule of the run file."""
-    legal = [value for value in values if not cluster_violations(changed(inputs, {key: value}))]
-    return _with(setting(inputs, key), legal)
-
-
-def _with(today: Any, values: Iterable[Any]) -> list[Any]:
-    """Today's value first, then the others."""
-    return [*dict.fromkeys((today, *values))]
-
-
-def _differences(start: Inputs, end: Inputs) -> dict[str, Any]:
-    keys = [*CLUSTER] if start.is_local and not end.is_local else []
-    for block in (training(end), sampling(end), *scoring(end), loss(end)):
-        keys += block
-    after = {key: setting(end, key) for key in keys}
-    return {key: value for key, value in after.items() if value is not None and value != setting(start, key)}
-
-
-# ---- the search
+def _written(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
+    """A change as keys of a run file: of pools that were there, their sizes."""
+    if key == "cluster.pools" and before:
+        for name, pool in after.items():
+            if pool.devices != before[name].devices:
+                yield f"{key}.{name}.devices", before[name].devices, pool.devices
+    else:
+        yield key, before, after
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A point of the lattice and how good it is."""
+    """A point of the search and how good it is."""
 
     inputs: Inputs
     plan: Plan
     cost: tuple[float, float, float]
-    """What is impossible (rules broken, bytes too many), seconds per step, peak: less is better, in this order."""
-
-    @classmethod
-    def of(cls, inputs: Inputs, margin: float) -> _Found:
-        plan = plan_inputs(inputs)
-        impossible = plan.impossible(margin)
-        return cls(inputs, plan, (impossible, plan.time.step_s, plan.memory_utilisation))
+    """What is impossible (rules broken, bytes too many, steps too long), `Goal.of`, `Goal.then`: less is better, in
+    this order."""
 
     def is_better_than(self, other: _Found) -> bool:
-        (mine, my_s, my_peak), (theirs, their_s, their_peak) = self.cost, other.cost
+        (mine, my_goal, my_rest), (theirs, their_goal, their_rest) = self.cost, other.cost
         if mine != theirs:
             return mine < theirs
-        if abs(my_s - their_s) > WORTH_FRAC * their_s:
-            return my_s < their_s
-        return my_peak < their_peak - WORTH_FRAC
+        if abs(my_goal - their_goal) > WORTH_FRAC * their_goal:
+            return my_goal < their_goal
+        return my_rest < their_rest - WORTH_FRAC
 
 
-def _best_of(start: _Found, block: Mapping[str, Sequence[Any]], margin: float) -> _Found:
-    best = start
-    for settings in _points(block):
-        found = _Found.of(changed(start.inputs, settings), margin)
-        if found.is_better_than(best):
-            best = found
-    return best
+@dataclass(frozen=True, slots=True)
+class _Search:
+    goal: Goal
+    longest_step_s: float
+    pinned: frozenset[str]
 
+    def found(self, inputs: Inputs) -> _Found:
+        goal, plan = self.goal, plan_inputs(inputs)
+        impossible = plan.impossible(goal.headroom) + max(0.0, plan.time.step_s / self.longest_step_s - 1)
+        return _Found(inputs, plan, (impossible, goal.of(plan), goal.then(plan)))
 
-def _points(block: Mapping[str, Sequence[Any]]) -> Iterator[Settings]:
-    for values in product(*block.values()):
-        yield dict(zip(block, values, strict=True))
+    def from_(self, start: Inputs) -> _Found:
+        """The best point around a start, where no block improves on the others any more."""
+        best = self.found(start)
+        for _ in range(ROUNDS):
+            before = best
+            for block in self._blocks(best.inputs):
+                best = self._best_of(best, block)
+            if best is before:
+                break
+        return best
 
+    def _blocks(self, inputs: Inputs) -> list[Block]:
+        return [
+            {key: values for key, values in block.items() if not _is_pinned(key, self.pinned)}
+            for block in self.goal.blocks(inputs)
+        ]
 
-def _without_idle_changes(start: Inputs, best: _Found, margin: float) -> _Found:
-    """Undo, one by one, the changes that gain nothing; the keys of a cluster go together."""
-    for key in _differences(start, best.inputs):
-        if key in CLUSTER:
-            continue
-        undone = _Found.of(changed(best.inputs, {key: setting(start, key)}), margin)
-        if not best.is_better_than(undone):
-            best = undone
-    return best
+    def _best_of(self, start: _Found, block: Block) -> _Found:
+        best = start
+        for values in product(*block.values()):
+            found = self.found(changed(start.inputs, dict(zip(block, values, strict=True))))
+            if found.is_better_than(best):
+                best = found
+        return best
 
+    def differences(self, start: Inputs, end: Inputs) -> Settings:
+        """The keys that have another value at the end, with it."""
+        keys = [*CLUSTER] if start.is_local and not end.is_local else []
+        for block in self.goal.blocks(end):
+            keys += block
+        after = {key: setting(end, key) for key in keys}
+        return {key: value for key, value in after.items() if value is not None and value != setting(start, key)}
 
-def _why(start: Inputs, best: _Found, key: str, margin: float) -> str:
-    """What would be without this one change."""
-    undone = _Found.of(changed(best.inputs, {key: setting(start, key)}), margin)
-    if undone.plan.verdict.problems:
-        return f"without it: {undone.plan.verdict.problems[0]}"
-    if undone.cost[0] > best.cost[0]:
-        worst = min(undone.plan.ledgers, key=lambda ledger: ledger.headroom_bytes / ledger.capacity_bytes)
-        peak = worst.peak
-        return f"without it {peak.phase} would take {gib(peak.bytes)} of {gib(worst.capacity_bytes)}"
-    saved = undone.plan.time.step_s - best.plan.time.step_s
-    if saved > WORTH_FRAC * best.plan.time.step_s:
-        return f"{percent(saved / undone.plan.time.step_s)} shorter steps"
-    freed = undone.plan.memory_utilisation - best.plan.memory_utilisation
-    return f"{percent(freed)} of a device's memory freed, at the same speed"
+    def without_idle_changes(self, start: Inputs, best: _Found) -> _Found:
+        """Undo, one by one, the changes that gain nothing; those that make a cluster go together."""
+        for key in self.differences(start, best.inputs):
+            if start.is_local and key in CLUSTER:
+                continue
+            undone = self._undone(start, best, key)
+            if not best.is_better_than(undone):
+                best = undone
+        return best
+
+    def _undone(self, start: Inputs, best: _Found, key: str) -> _Found:
+        return self.found(changed(best.inputs, {key: setting(start, key)}))
+
+    def why(self, start: Inputs, best: _Found, key: str) -> str:
+        """What would be without this one change."""
+        undone = self._undone(start, best, key)
+        plan, margin = undone.plan, self.goal.headroom
+        if plan.verdict.problems:
+            return f"without it: {plan.verdict.problems[0]}"
+        if plan.impossible(margin) > best.plan.impossible(margin):
+            worst = min(plan.ledgers, key=lambda ledger: ledger.headroom_bytes / ledger.capacity_bytes)
+            return f"without it {worst.peak.phase} would take {gib(worst.peak.bytes)} of {gib(worst.capacity_bytes)}"
+        if undone.cost[0] > best.cost[0]:
+            return f"without it a step would take {plan.time.step_s:.3g} s"
+        (_, goal, rest), (_, without, rest_without) = best.cost, undone.cost
+        if without - goal > WORTH_FRAC * without:
+            return f"{percent((without - goal) / without)} {self.goal.gain}"
+        return f"{percent(rest_without - rest)} {self.goal.then_gain}"
 
 
 # ---- what the algorithm's own numbers would bring, said and never done

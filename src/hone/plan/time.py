@@ -8,6 +8,7 @@ and one-process runs have more overhead per operation than is modelled. A machin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -54,6 +55,8 @@ class Sampler:
     """Sequences that one replica decodes together."""
     cache_tokens: float
     """Tokens that one replica's cache holds; infinite where it grows."""
+    step_tokens: int
+    """Most prompt tokens that one replica computes in one step."""
     bytes_each: int = 2
 
 
@@ -74,6 +77,8 @@ class StepTime:
     efficiency: Efficiency
     concurrent: float
     """Sequences that one replica really has in work, given its cache."""
+    group_score_s: float | None = None
+    """Seconds in which idle judges and reward models score one group; None: there are none on devices."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -100,6 +105,7 @@ class StepTime:
             "samples_per_s": self.samples_per_s,
             "compute_utilisation": self.compute_utilisation,
             "concurrent_sequences_per_replica": self.concurrent,
+            "group_score_s": self.group_score_s,
             "efficiency": asdict(self.efficiency),
         }
 
@@ -166,11 +172,18 @@ def _decode_step_s(sampler: Sampler, hardware: Hardware, rates: Efficiency, rows
 
 
 def prefill_s(sampler: Sampler, hardware: Hardware, rates: Efficiency, lengths: Lengths, prompts: int) -> float:
-    """Seconds in which the replicas compute their prompts, each once."""
-    tokens = prompts * lengths.mean_prompt
-    flops = forward_flops(sampler.architecture, tokens, lengths.mean_prompt / 2, logit_tokens=prompts)
-    devices = sampler.replicas * sampler.devices_each
-    return flops / (devices * hardware.flops(sampler.bytes_each) * rates.forward_flops)
+    """Seconds in which the replicas compute their prompts, each once, in steps of at most `step_tokens`.
+
+    Every step reads the weights, so small steps cost time.
+    """
+    arch, tp, p = sampler.architecture, sampler.devices_each, sampler.bytes_each
+    each = prompts / min(sampler.replicas, prompts)
+    tokens = each * lengths.mean_prompt
+    flops = forward_flops(arch, tokens, lengths.mean_prompt / 2, logit_tokens=each) / tp
+    steps = math.ceil(tokens / sampler.step_tokens)
+    read = steps * weights_read_bytes(arch, tokens / steps, p) / tp
+    by_flops = flops / (hardware.flops(p) * rates.forward_flops)
+    return max(by_flops, read / (hardware.bandwidth * rates.decode_bandwidth)) + steps * rates.decode_overhead_s
 
 
 @dataclass(frozen=True, slots=True)

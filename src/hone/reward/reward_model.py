@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
+from hone.config.engine import REWARD_MODEL_BATCH_TOKENS
 from hone.config.run import Section, key
 from hone.data.chat import resolve_model
 from hone.data.conversation import ConversationReader, UnreadableConversation
@@ -50,7 +51,7 @@ class RewardModelSettings(Section):
     """The model: a directory, relative to the run file, or a hub name."""
     normalize: bool = key(False)
     """Give (score - mean) / std, with mean and std of held-out data as the model's config.json has them."""
-    batch_tokens: int = key(16384, unit="tokens", ge=1)
+    batch_tokens: int = key(REWARD_MODEL_BATCH_TOKENS, unit="tokens", ge=1)
     """Tokens of one forward pass, padding counted; a longer conversation goes alone. Memory, never the result."""
     minimum: float | None = key(None)
     """The least that a response earns, as one does that the model cannot be shown; null: such a one earns the least of

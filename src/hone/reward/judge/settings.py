@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
-from hone.config.engine import ROLE_TOKENS, EngineSection
+from hone.config.engine import JUDGE_ANSWER_TOKENS, ROLE_TOKENS, EngineSection
 from hone.config.run import Section, key
 from hone.reward.judge.guard import FLAGS, Flag
 from hone.reward.judge.parse import Method
@@ -79,7 +79,7 @@ class JudgeSettings(Section):
     """Show the row's answer to the judge as a right one."""
     prompt_length: int | None = key(None, unit="tokens", ge=1)
     """Most tokens of a judge's prompt; null: what `max_model_len` leaves, or no limit."""
-    response_length: int = key(2048, unit="tokens", ge=1)
+    response_length: int = key(JUDGE_ANSWER_TOKENS, unit="tokens", ge=1)
     """Most tokens of a judge's answer."""
     max_model_len: int | None = key(None, unit="tokens", ge=1)
     """Context of the judge; null: not known, and not checked."""
