@@ -13,6 +13,7 @@ import hone
 SOURCES = Path(hone.__file__).parent
 LAYERS = (
     ("types", "errors", "runtime"),
+    ("doctor",),
     ("config", "observe"),
     ("algo", "data", "model", "plan"),
     ("memory",),
@@ -27,7 +28,7 @@ LAYERS = (
 )
 """A part may import from lines above its own, and from itself. Parts on one line never import each other."""
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-LIGHT = ("config", "observe", "plan", "cli", "api")
+LIGHT = ("config", "doctor", "observe", "plan", "cli", "api")
 HEAVY = ("torch", "transformers", "ray", "vllm", "datasets", "pandas", "pyarrow", "tensorboard", "wandb")
 
 

@@ -70,6 +70,12 @@ class Stopped(HoneError):
     exit_code = 130
 
 
+class StoppedByAlarm(Stopped):
+    """An alarm named in `observe.stop_on` ended the run; a clean checkpoint was written."""
+
+    exit_code = 5
+
+
 class EngineError(HoneError):
     """The engine cannot serve a request: it is asleep, closed, stuck, or its worker failed. Names the cause."""
 

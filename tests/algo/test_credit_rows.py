@@ -269,7 +269,13 @@ def test_advantages_are_bounded_last_of_all():
     section = AlgorithmSection(credit="group_mean", advantage_clip=1.5)
     batch, metrics = Algorithm(section).assign(batch_of([4.0, 1.0, 1.0], [1, 1, 1]))
     assert batch.columns["advantages_T"].tolist() == [1.5, -1, -1]
-    assert metrics == {"train/advantage_clipped_frac": pytest.approx(1 / 3)}
+    assert metrics == pytest.approx(
+        {
+            "train/advantage_clipped_frac": 1 / 3,
+            "train/advantage_std": ((1.5**2 + 1 + 1) / 3) ** 0.5,
+            "train/advantage_positive_frac": 1 / 3,
+        }
+    )
 
 
 def test_a_critic_learns_what_was_not_bounded():

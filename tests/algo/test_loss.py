@@ -213,6 +213,10 @@ def test_measures_by_hand():
         "mismatch_ratio_mean": (1 + math.exp(-0.5) + math.exp(0.5)) / 3,
         "mismatch_kl": (math.exp(-0.5) - 0.5 + math.exp(0.5) - 1.5) / 3,
     }
+    mean, square = expected["mismatch_ratio_mean"], (1 + math.exp(-1) + math.exp(1)) / 3  # of the importance weights
+    expected["importance_ess_frac"] = mean**2 / square
+    expected["importance_std"] = math.sqrt(square - mean**2)
+    expected["importance_chi2"] = square - 1
     assert metrics == pytest.approx({f"train/{name}": value for name, value in expected.items()}, rel=1e-9)
 
 

@@ -71,3 +71,30 @@ def test_evaluation_by_hand():
     assert metrics["eval/reward_mean"] == 0.625
     assert metrics["eval/unscored_frac"] == pytest.approx(0.2)
     assert metrics["eval/pass@2"] == 1
+
+
+def sized(*pairs: tuple[int, float | None], prompt: tuple[int, ...] = (7,)) -> Group:
+    """A group of samples of these lengths and rewards."""
+    samples = tuple(Sample("p", i, (1,) * n, (-1.0,) * n, (0,) * n, "stop", "") for i, (n, _) in enumerate(pairs))
+    return Group(Prompt("p", 0, "", prompt), samples, {}, tuple(reward for _, reward in pairs))
+
+
+def test_groups_without_signal_are_right_or_wrong_and_dropped_ones_count():
+    kept = [group(1.0, 0.0), group(0.5, 0.5)]
+    dropped = [group(1.0, 1.0), group(0.0, 0.0)]
+    metrics = summarize(kept, dropped, version=0, threshold=1.0)
+    assert metrics["rollout/all_right_group_frac"] == 0.25 and metrics["rollout/all_wrong_group_frac"] == 0.5
+
+
+def test_length_and_reward_by_hand():
+    """Right: 1 and 2 tokens. Wrong: 3 and 4. The unscored sample of 9 tokens counts nowhere."""
+    metrics = summarize([sized((1, 1.0), (2, 1.0), (3, 0.0), (4, 0.0), (9, None))], [], version=0, threshold=1.0)
+    assert metrics["rollout/length_reward_corr"] == pytest.approx(-2 / math.sqrt(5))
+    assert (metrics["rollout/right_tokens_mean"], metrics["rollout/wrong_tokens_mean"]) == (1.5, 3.5)
+    alike = summarize([sized((2, 1.0), (2, 1.0))], [], version=0, threshold=1.0)
+    assert "rollout/length_reward_corr" not in alike and "rollout/wrong_tokens_mean" not in alike
+
+
+def test_repeated_prompts_are_counted_by_their_tokens():
+    groups = [sized((1, 1.0), prompt=prompt) for prompt in ((1,), (2,), (1,), (1,))]
+    assert summarize(groups, [], version=0, threshold=1.0)["rollout/repeated_prompt_frac"] == 0.5

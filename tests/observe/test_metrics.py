@@ -25,7 +25,4 @@ def test_every_entry_says_unit_and_meaning():
     for name, metric in METRICS.items():
         assert name.count("/") == 1 and metric.unit, name
         assert metric.meaning.endswith("."), name
-        if metric.healthy is not None:
-            low, high = metric.healthy
-            assert low is None or high is None or low <= high, name
     assert all(find_metric(f"time/{phase}_s") for phase in PHASES)

@@ -49,7 +49,7 @@ TOKEN_MEANS = {
 }
 """Sums over loss tokens, and the metrics that are their means."""
 
-MEASURES = ("loss", "tokens", *TOKEN_MEANS, "ratio_max")
+MEASURES = ("loss", "tokens", *TOKEN_MEANS, "mismatch_square", "ratio_max")
 """Order of the values that `Algorithm.loss` measures: `loss` is the quantity optimised, `ratio_max` a maximum, the
 rest are sums over loss tokens."""
 
@@ -152,6 +152,7 @@ class Algorithm:
         )
         advantages_T, bound_metrics = self._bounded(self._credit.function(outcomes) * batch.loss_mask_T, batch)
         metrics |= bound_metrics
+        metrics |= _spread(advantages_T, batch.loss_mask_T)
         batch = batch.with_column("advantages_T", advantages_T)
         if "values" in self.needs:
             value_T, mask_T = batch.columns["value_T"], batch.loss_mask_T
@@ -278,7 +279,27 @@ class Algorithm:
         if sums["tokens"]:
             metrics |= {name: sums[measure] / sums["tokens"] for measure, name in self._token_means.items()}
             metrics["train/ratio_max"] = max(row[-1] for row in measured)
+            metrics |= _importance(sums["mismatch_ratio"] / sums["tokens"], sums["mismatch_square"] / sums["tokens"])
         return metrics
+
+
+def _importance(mean: float, square: float) -> dict[str, float]:
+    """Spread of the importance weights w = trainer / sampler, from E[w] and E[w^2] over tokens drawn by the sampler.
+
+    Effective sample size E[w]^2 / E[w^2] as a fraction of the tokens; chi-square divergence E[w^2] - 1.
+    """
+    return {
+        "train/importance_ess_frac": mean**2 / square,
+        "train/importance_std": math.sqrt(max(square - mean**2, 0.0)),
+        "train/importance_chi2": square - 1,
+    }
+
+
+def _spread(advantages_T: Tensor, mask_T: Tensor) -> dict[str, float]:
+    """Standard deviation around 0 of the loss tokens' advantages, and the share of them above 0."""
+    tokens = mask_T.sum().clamp(min=1)
+    square, positive = (torch.stack([advantages_T.square(), advantages_T > 0]) @ mask_T.to(advantages_T.dtype)) / tokens
+    return {"train/advantage_std": math.sqrt(float(square)), "train/advantage_positive_frac": float(positive)}
 
 
 def _measure(
@@ -310,6 +331,7 @@ def _measure(
             mismatch_T.abs(),
             mismatch_T.exp(),
             k3(-mismatch_T),  # tokens were drawn from the sampler, so its KL to the trainer is what can be estimated
+            mismatch_T.exp().square(),
         ]
     )
     ratio_max = (ratio_T * mask_T).amax() if len(mask_T) else torch.zeros_like(loss)

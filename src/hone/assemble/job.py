@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hone.assemble.alarms import LiveAlarms
 from hone.assemble.memory import RunMemory
 from hone.config.load import Loaded
 from hone.config.run import RunConfig, RunSection
@@ -49,6 +50,7 @@ class Job:
     services: Services
     memory: RunMemory
     topology: Topology
+    alarms: LiveAlarms
 
     @property
     def config(self) -> RunConfig:

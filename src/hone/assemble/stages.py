@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hone.algo.algorithm import Algorithm
+from hone.assemble.alarms import LiveAlarms
 from hone.assemble.inputs import changed_inputs, input_hashes, refuse_changed_inputs
 from hone.assemble.job import (
     Job,
@@ -39,7 +40,7 @@ from hone.config.topology import judge_services, topology_lines
 from hone.data.chat import load_tokenizer
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
-from hone.errors import Stopped
+from hone.errors import Stopped, StoppedByAlarm
 from hone.loop.policy import train_policy
 from hone.loop.reward_model import RewardModelRun, train_reward_model
 from hone.loop.reward_model import total_steps as pair_steps
@@ -126,8 +127,21 @@ def train(
                     stop=stop,
                 )
                 memory = RunMemory(loaded, folder, observer, device)
+                alarms = LiveAlarms(settings, observer, stop_on=config.observe.stop_on, stop=stop)
+                alarms.follow(folder.metrics)
                 job = Job(
-                    loaded, folder, observer, tokenizer, checkpoints, compute, stop, device, services, memory, topology
+                    loaded,
+                    folder,
+                    observer,
+                    tokenizer,
+                    checkpoints,
+                    compute,
+                    stop,
+                    device,
+                    services,
+                    memory,
+                    topology,
+                    alarms,
                 )
                 placement = topology_lines(topology) if topology.backend != "local" else []
                 for note in (*placement, *split.notes, *unused_notes(config)):
@@ -138,6 +152,9 @@ def train(
                 finally:
                     memory.tell()
             outcome = "finished"
+        except StoppedByAlarm as stopped:
+            outcome = str(stopped).partition(":")[0]
+            raise
         except Stopped:
             outcome = "stopped by the user"
             raise
@@ -169,7 +186,7 @@ async def run_stages_on(job: Job, backend: Backend, saved: SavedCheckpoint | Non
         await run_stage(job, backend, stage, saved if saved and saved.progress.stage == stage else None)
         if job.stop.is_set():
             job.services.check()
-            raise Stopped(job.folder.how_to_go_on())
+            raise job.alarms.stopped(job.folder.how_to_go_on())
         if number + 1 == len(stages):
             job.observer.say(f"final weights: {job.folder.hf}")
 

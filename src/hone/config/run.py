@@ -382,6 +382,8 @@ class ObserveSection(Section):
     """Maximum size of samples/; recording then stops with a message. 0: no recording."""
     trace: bool = key(True)
     """Write trace.json, for Perfetto."""
+    stop_on: tuple[str, ...] = key(())
+    """Alarms that end the run with a checkpoint; docs/reference/alarms.md has their names."""
 
 
 class PlanSection(Section):

@@ -57,6 +57,21 @@ def collate(groups: Sequence[Group]) -> Batch:
     )
 
 
+def first_prompts(batch: Batch, count: int) -> Batch:
+    """The samples of the first prompts, without the columns that were added on the way."""
+    num_samples = int((batch.prompt_S < count).sum())
+    num_tokens = int(batch.length_S[:num_samples].sum())
+    return Batch(
+        prompts=batch.prompts[:count],
+        prompt_S=batch.prompt_S[:num_samples],
+        length_S=batch.length_S[:num_samples],
+        token_ids_T=batch.token_ids_T[:num_tokens],
+        loss_mask_T=batch.loss_mask_T[:num_tokens],
+        sampler_logprobs_T=batch.sampler_logprobs_T[:num_tokens],
+        reward_S=batch.reward_S[:num_samples],
+    )
+
+
 def _greedy_columns(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
     """(N,) reward (NaN where unscored), length and truncation of each group's greedy sample."""
     rewards, lengths, truncated = [], [], []

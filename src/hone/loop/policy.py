@@ -14,6 +14,7 @@ from hone.data.pack import collate
 from hone.errors import EngineError
 from hone.loop.buffer import GroupBuffer
 from hone.loop.gate import check_first_step
+from hone.loop.movement import Movement, is_measured
 from hone.loop.run import PolicyRun, due, now, staleness_shares, summarize
 from hone.reward.rewards import component_metrics
 from hone.rollout.engine import Request
@@ -150,7 +151,9 @@ def learn(run: PolicyRun, batch: Batch) -> tuple[Batch, dict[str, float]]:
     trainer, algorithm = run.trainer, run.algorithm
     batch = replace(batch, columns={**batch.columns, **trainer.measure(batch, algorithm.needs)})
     batch, metrics = algorithm.assign(batch)
+    movement = Movement.begin(run.trainer, batch) if is_measured(run.progress.step) else None
     metrics |= trainer.update(batch, algorithm)
+    metrics |= movement.end() if movement else {}
     more, alarm = algorithm.after_update(batch, metrics)
     if alarm is not None:
         run.observer.warn(alarm)

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
@@ -258,20 +259,44 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
     lengths = np.array([len(sample.token_ids) for sample in samples])
     staleness = np.array([version - sample.versions[0] for sample in samples if sample.versions] or [0])
     spreads = [max(r) - min(r) for group in groups if (r := [x for x in group.rewards if x is not None])]
-    return {
-        "rollout/reward_mean": float(scored.mean()),
-        "rollout/reward_std": float(scored.std(ddof=1)) if len(scored) > 1 else 0.0,
-        "rollout/accuracy": float((scored >= threshold).mean()),
-        "rollout/unscored_frac": float(np.isnan(rewards).mean()),
-        "rollout/zero_std_group_frac": sum(spread == 0 for spread in spreads) / max(1, len(spreads)),
-        "rollout/pass_rate": sum(passed) / len(passed),
-        "rollout/groups_dropped": float(len(dropped)),
-        "rollout/response_tokens_mean": float(lengths.mean()),
-        "rollout/response_tokens_max": float(lengths.max()),
-        "rollout/truncated_frac": sum(s.finish_reason == "length" for s in samples) / len(samples),
-        "rollout/staleness_mean": float(staleness.mean()),
-        "rollout/staleness_max": float(staleness.max()),
-    } | episode_metrics(samples, "rollout/")
+    equal = [
+        r[0] for group in (*groups, *dropped) if (r := [x for x in group.rewards if x is not None]) and max(r) == min(r)
+    ]
+    num_groups = len(groups) + len(dropped)
+    return (
+        {
+            "rollout/reward_mean": float(scored.mean()),
+            "rollout/reward_std": float(scored.std(ddof=1)) if len(scored) > 1 else 0.0,
+            "rollout/accuracy": float((scored >= threshold).mean()),
+            "rollout/unscored_frac": float(np.isnan(rewards).mean()),
+            "rollout/zero_std_group_frac": sum(spread == 0 for spread in spreads) / max(1, len(spreads)),
+            "rollout/all_right_group_frac": sum(reward >= threshold for reward in equal) / num_groups,
+            "rollout/all_wrong_group_frac": sum(reward < threshold for reward in equal) / num_groups,
+            "rollout/repeated_prompt_frac": 1 - len({group.prompt.token_ids for group in groups}) / len(groups),
+            "rollout/pass_rate": sum(passed) / len(passed),
+            "rollout/groups_dropped": float(len(dropped)),
+            "rollout/response_tokens_mean": float(lengths.mean()),
+            "rollout/response_tokens_max": float(lengths.max()),
+            "rollout/truncated_frac": sum(s.finish_reason == "length" for s in samples) / len(samples),
+            "rollout/staleness_mean": float(staleness.mean()),
+            "rollout/staleness_max": float(staleness.max()),
+        }
+        | _length_metrics(lengths, rewards, threshold)
+        | episode_metrics(samples, "rollout/")
+    )
+
+
+def _length_metrics(lengths: NDArray[np.int64], rewards: NDArray[np.float64], threshold: float) -> dict[str, float]:
+    """How length and reward go together; without a value of its own where one side has no samples or no spread."""
+    is_scored = ~np.isnan(rewards)
+    lengths, rewards = lengths[is_scored], rewards[is_scored]
+    found = {}
+    if lengths.std() > 0 and rewards.std() > 0:
+        found["rollout/length_reward_corr"] = float(np.corrcoef(lengths, rewards)[0, 1])
+    for name, chosen in (("right", rewards >= threshold), ("wrong", rewards < threshold)):
+        if chosen.any():
+            found[f"rollout/{name}_tokens_mean"] = float(lengths[chosen].mean())
+    return found
 
 
 def staleness_shares(groups: Sequence[Group], *, version: int, most: int) -> dict[str, float]:

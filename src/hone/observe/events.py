@@ -53,6 +53,8 @@ KINDS: dict[str, str] = {
     "replica_state": "An engine or reward model changed its state (replica, state).",
     "trainer_up": "The trainer is running (ranks, pids by name).",
     "trainer_down": "A rank of the trainer died or hung (why).",
+    "alarm": "An alarm began (name, stage, step, since, cause); `hone doctor` has the evidence.",
+    "alarm_ended": "An alarm ended (name, stage, step).",
     "stopped": "The process ended: the run finished, was stopped, or failed (outcome).",
     "gap": "Records are missing; of events, those between the previous line and this one (what, why).",
 }

@@ -1,4 +1,4 @@
-"""Metric registry: every name that a run may log, with unit, meaning and, where known, healthy range.
+"""Metric registry: every name that a run may log, with unit and meaning. What is abnormal is in `hone.doctor.rules`.
 
 Names are `area/name[_unit]`; `<word>` in a name stands for any text without a slash. Only registered names can be
 logged, and `docs/reference/metrics.md` is generated from the registry.
@@ -13,20 +13,17 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Description of a metric. `healthy` is (low, high), None for an open end or where no range is known."""
+    """Description of a metric."""
 
     unit: str
     meaning: str
-    healthy: tuple[float | None, float | None] | None = None
 
-
-_FRACTION = (0.0, 1.0)
 
 METRICS: dict[str, Metric] = {
     "rollout/reward_mean": Metric("reward", "Mean reward of the scored samples of the step."),
     "rollout/reward_std": Metric("reward", "Standard deviation of those rewards; at 0 there is no gradient."),
-    "rollout/accuracy": Metric("fraction", "Scored samples whose reward reaches eval.threshold.", _FRACTION),
-    "rollout/pass_rate": Metric("fraction", "The same over all scored samples, dropped groups included.", _FRACTION),
+    "rollout/accuracy": Metric("fraction", "Scored samples whose reward reaches eval.threshold."),
+    "rollout/pass_rate": Metric("fraction", "The same over all scored samples, dropped groups included."),
     "rollout/response_tokens_mean": Metric(
         "tokens", "Mean tokens after the prompt, stop tokens and environment tokens included."
     ),
@@ -36,16 +33,24 @@ METRICS: dict[str, Metric] = {
     "rollout/env_<metric>_mean": Metric(
         "the environment's", "A metric of the environment: summed over a sample's turns, averaged over samples."
     ),
-    "rollout/truncated_frac": Metric("fraction", "Samples cut at rollout.max_response_tokens.", (0.0, 0.2)),
+    "rollout/truncated_frac": Metric("fraction", "Samples cut at rollout.max_response_tokens."),
     "rollout/groups_dropped": Metric(
         "groups", "Groups replaced: too few scored samples, or equal rewards (algorithm.drop_uninformative)."
     ),
-    "rollout/unscored_frac": Metric(
-        "fraction", "Samples without a reward because of data or infrastructure faults.", (0.0, 0.05)
+    "rollout/unscored_frac": Metric("fraction", "Samples without a reward because of data or infrastructure faults."),
+    "rollout/zero_std_group_frac": Metric("fraction", "Groups whose rewards are all equal; they have no gradient."),
+    "rollout/all_right_group_frac": Metric(
+        "fraction", "Groups with equal rewards that reach eval.threshold, dropped groups included."
     ),
-    "rollout/zero_std_group_frac": Metric(
-        "fraction", "Groups whose rewards are all equal; they have no gradient.", (0.0, 0.8)
+    "rollout/all_wrong_group_frac": Metric(
+        "fraction", "Groups with equal rewards below eval.threshold, dropped groups included."
     ),
+    "rollout/repeated_prompt_frac": Metric("fraction", "Groups whose prompt is also another group's of the step."),
+    "rollout/length_reward_corr": Metric(
+        "correlation", "Correlation of response length and reward over scored samples; without spread not logged."
+    ),
+    "rollout/right_tokens_mean": Metric("tokens", "Mean response length of samples that reach eval.threshold."),
+    "rollout/wrong_tokens_mean": Metric("tokens", "Mean response length of scored samples that do not."),
     "rollout/staleness_mean": Metric(
         "policy updates", "Mean age of the trained tokens: updates between sampling and training."
     ),
@@ -76,9 +81,7 @@ METRICS: dict[str, Metric] = {
         "samples", "Most samples running or queued at this replica since the last log line."
     ),
     "engine/<replica>_prefix_hit_frac": Metric(
-        "fraction",
-        "Prompt tokens found in vLLM's prefix cache since the last log line; approximate.",
-        _FRACTION,
+        "fraction", "Prompt tokens found in vLLM's prefix cache since the last log line; approximate."
     ),
     "reward/<component>_mean": Metric("score", "Mean score of one reward component, before its weight."),
     "reward/<component>_std": Metric("score", "Standard deviation of the component's scores."),
@@ -92,50 +95,64 @@ METRICS: dict[str, Metric] = {
         "Share of the reward variance of the step due to the weighted component. Shares sum to 1; a negative one works "
         "against the others.",
     ),
-    "reward/<component>_fault_frac": Metric("fraction", "Samples for which the component had a fault.", (0.0, 0.05)),
+    "reward/<component>_fault_frac": Metric("fraction", "Samples for which the component had a fault."),
     "reward/<component>_not_applied_frac": Metric(
         "fraction", "Samples of prompts that the component does not apply to."
     ),
     "reward/<component>_http_failed": Metric(
-        "HTTP requests", "Requests of the component that failed and were retried.", (0.0, 0.0)
+        "HTTP requests", "Requests of the component that failed and were retried."
     ),
     "reward/<component>_http_given_up": Metric(
-        "HTTP requests",
-        "Requests of the component that were rejected, or had no valid response by their deadline.",
-        (0.0, 0.0),
+        "HTTP requests", "Requests of the component that were rejected, or had no valid response by their deadline."
     ),
-    "train/loss": Metric("loss", "Loss over the whole update.", (-0.5, 0.5)),
+    "train/loss": Metric("loss", "Loss over the whole update."),
     "train/grad_norm": Metric("norm", "Global gradient norm before clipping."),
     "train/lr": Metric("learning rate", "Learning rate of the update's last optimizer step."),
     "train/entropy": Metric(
-        "nats", "Mean entropy of the policy at the trained tokens; near 0 there is no exploration.", (0.01, None)
+        "nats", "Mean entropy of the policy at the trained tokens; near 0 there is no exploration."
     ),
-    "train/kl_ref": Metric("nats per token", "KL to the frozen reference, by algorithm.kl_estimator.", (0.0, 0.5)),
+    "train/kl_ref": Metric("nats per token", "KL to the frozen reference, by algorithm.kl_estimator."),
     "train/kl_clipped_frac": Metric(
-        "fraction", "Tokens whose estimate of train/kl_ref was clipped by algorithm.kl_clip.", (0.0, 0.01)
+        "fraction", "Tokens whose estimate of train/kl_ref was clipped by algorithm.kl_clip."
     ),
     "train/kl_ref_sequence": Metric("nats per sequence", "train/kl_ref summed over a response, mean over responses."),
     "train/kl_coef": Metric("reward or loss per nat", "KL coefficient of the update; moves with algorithm.kl_target."),
-    "train/clip_low_frac": Metric("fraction", "Tokens whose ratio was clipped from below.", (0.0, 0.3)),
-    "train/clip_high_frac": Metric("fraction", "Tokens whose ratio was clipped from above.", (0.0, 0.3)),
+    "train/clip_low_frac": Metric("fraction", "Tokens whose ratio was clipped from below."),
+    "train/clip_high_frac": Metric("fraction", "Tokens whose ratio was clipped from above."),
     "train/clip_dual_frac": Metric("fraction", "Tokens with a negative advantage clipped by algorithm.dual_clip."),
-    "train/clip_cov_frac": Metric("fraction", "Tokens whose gradient was removed by clip_cov.", (0.0, 0.1)),
-    "train/correction_mean": Metric(
-        "ratio", "Mean importance weight of algorithm.correction, after truncation.", (0.5, 1.1)
-    ),
-    "train/correction_dropped_frac": Metric("fraction", "Tokens with weight 0 from algorithm.correction.", (0.0, 0.1)),
-    "train/ratio_mean": Metric(
-        "ratio", "Mean policy ratio before clipping; 1 on the first optimizer step.", (0.9, 1.1)
-    ),
-    "train/ratio_clipped_mean": Metric("ratio", "Mean policy ratio after clipping.", (0.9, 1.1)),
+    "train/clip_cov_frac": Metric("fraction", "Tokens whose gradient was removed by clip_cov."),
+    "train/correction_mean": Metric("ratio", "Mean importance weight of algorithm.correction, after truncation."),
+    "train/correction_dropped_frac": Metric("fraction", "Tokens with weight 0 from algorithm.correction."),
+    "train/ratio_mean": Metric("ratio", "Mean policy ratio before clipping; 1 on the first optimizer step."),
+    "train/ratio_clipped_mean": Metric("ratio", "Mean policy ratio after clipping."),
     "train/ratio_max": Metric("ratio", "Largest policy ratio before clipping."),
-    "train/mismatch_gap": Metric("nats", "Mean |trainer - sampler| logprob of the trained tokens.", (0.0, 0.03)),
-    "train/mismatch_ratio_mean": Metric("ratio", "Mean trainer / sampler probability ratio; ideally 1.", (0.98, 1.02)),
-    "train/mismatch_kl": Metric("nats per token", "KL(sampler || trainer), k3 estimate.", (0.0, 0.01)),
-    "train/tokens": Metric("tokens", "Response tokens trained on."),
-    "train/samples_trained_frac": Metric(
-        "fraction", "Samples with a gradient; the others need no backward pass.", _FRACTION
+    "train/mismatch_gap": Metric("nats", "Mean |trainer - sampler| logprob of the trained tokens."),
+    "train/mismatch_ratio_mean": Metric("ratio", "Mean trainer / sampler probability ratio; ideally 1."),
+    "train/mismatch_kl": Metric("nats per token", "KL(sampler || trainer), k3 estimate."),
+    "train/importance_ess_frac": Metric(
+        "fraction", "Effective sample size of the importance weights trainer / sampler, as a fraction of the tokens."
     ),
+    "train/importance_std": Metric("ratio", "Standard deviation of these weights."),
+    "train/importance_chi2": Metric("chi-square", "Chi-square divergence of trainer from sampler: E[w^2] - 1."),
+    "train/update_kl": Metric(
+        "nats per token",
+        "KL(before || after) of the update on a sixteenth of its prompts, k3 estimate; first ten updates, then every "
+        "tenth.",
+    ),
+    "train/advantage_std": Metric("as the credit's", "Root mean square of the loss tokens' advantages."),
+    "train/advantage_positive_frac": Metric("fraction", "Loss tokens with an advantage above 0."),
+    "train/gradient_signal": Metric(
+        "norm^2",
+        "Estimated squared norm of the true gradient, from one microbatch and the whole step; negative by chance. In "
+        "one process, with two microbatches or more.",
+    ),
+    "train/gradient_noise": Metric(
+        "norm^2",
+        "Estimated variance of one sample's gradient over all weights; over train/gradient_signal, both averaged over "
+        "tens of steps, the gradient noise scale in samples (arXiv:1812.06162).",
+    ),
+    "train/tokens": Metric("tokens", "Response tokens trained on."),
+    "train/samples_trained_frac": Metric("fraction", "Samples with a gradient; the others need no backward pass."),
     "train/masked_frac": Metric(
         "fraction", "Response tokens masked from the loss: environment tokens and unscored samples."
     ),
@@ -150,53 +167,41 @@ METRICS: dict[str, Metric] = {
     "train/overlong_penalty_mean": Metric("reward", "Mean length penalty of scored samples; 0 or less."),
     "train/microbatches": Metric("microbatches", "Forward and backward passes of the update, on each rank."),
     "train/optimizer_steps": Metric("optimizer steps", "Optimizer steps of the update."),
-    "train/skipped_steps": Metric(
-        "optimizer steps", "Optimizer steps skipped because of a non-finite gradient.", (0.0, 0.0)
-    ),
+    "train/skipped_steps": Metric("optimizer steps", "Optimizer steps skipped because of a non-finite gradient."),
     "critic/loss": Metric("reward^2", "Critic loss: half the squared error of the values, with value clipping."),
     "critic/explained_variance": Metric(
-        "fraction",
-        "Share of the return variance explained by the values, before the update.",
-        (0.0, 1.0),
+        "fraction", "Share of the return variance explained by the values, before the update."
     ),
     "critic/value_mean": Metric("reward", "Mean value of the trained tokens, before the update."),
-    "critic/clip_frac": Metric("fraction", "Tokens whose value was clipped by critic.value_clip.", (0.0, 0.3)),
+    "critic/clip_frac": Metric("fraction", "Tokens whose value was clipped by critic.value_clip."),
     "critic/grad_norm": Metric("norm", "Global norm of the critic's gradient before clipping."),
     "critic/lr": Metric("learning rate", "Critic's learning rate of the update's last optimizer step."),
-    "critic/skipped_steps": Metric(
-        "optimizer steps", "Critic steps skipped because of a non-finite gradient.", (0.0, 0.0)
-    ),
+    "critic/skipped_steps": Metric("optimizer steps", "Critic steps skipped because of a non-finite gradient."),
     "sft/loss": Metric("nats per token", "Mean negative logprob of the target tokens."),
     "sft/lr": Metric("learning rate", "Learning rate of the step."),
     "sft/grad_norm": Metric("norm", "Global gradient norm before clipping."),
     "sft/tokens_per_s": Metric("tokens/s", "Target tokens per second of the step."),
     "rm/loss": Metric("nats", "Mean loss of the step's pairs; log 2 = 0.693 for a model that knows nothing."),
-    "rm/accuracy": Metric(
-        "fraction", "Pairs whose chosen response has the higher score; a tie counts half.", _FRACTION
-    ),
+    "rm/accuracy": Metric("fraction", "Pairs whose chosen response has the higher score; a tie counts half."),
     "rm/lr": Metric("learning rate", "Learning rate of the step."),
     "rm/grad_norm": Metric("norm", "Global gradient norm before clipping."),
     "rm/pairs_per_s": Metric("pairs/s", "Pairs per second of the step."),
     "rm/eval_loss": Metric("nats", "Mean loss of the held-out pairs."),
-    "rm/eval_accuracy": Metric("fraction", "Accuracy on the held-out pairs; 0.5 is chance.", _FRACTION),
+    "rm/eval_accuracy": Metric("fraction", "Accuracy on the held-out pairs; 0.5 is chance."),
     "rm/eval_score_mean": Metric("score", "Mean score of the held-out responses; subtracted by `normalize`."),
     "rm/eval_score_std": Metric("score", "Standard deviation of those scores; the divisor of `normalize`."),
-    "eval/accuracy": Metric("fraction", "Evaluation samples whose reward reaches eval.threshold.", _FRACTION),
-    "eval/accuracy[<column>=<value>]": Metric(
-        "fraction", "Accuracy over the rows with this value (eval.by).", _FRACTION
-    ),
-    "eval/unscored_frac": Metric("fraction", "Evaluation samples without a reward.", (0.0, 0.05)),
-    "eval/pass@<k>": Metric(
-        "fraction", "Unbiased estimate of the probability that one of k samples is correct.", _FRACTION
-    ),
+    "eval/accuracy": Metric("fraction", "Evaluation samples whose reward reaches eval.threshold."),
+    "eval/accuracy[<column>=<value>]": Metric("fraction", "Accuracy over the rows with this value (eval.by)."),
+    "eval/unscored_frac": Metric("fraction", "Evaluation samples without a reward."),
+    "eval/pass@<k>": Metric("fraction", "Unbiased estimate of the probability that one of k samples is correct."),
     "eval/reward_mean": Metric("reward", "Mean reward of the scored evaluation samples."),
     "eval/response_tokens_mean": Metric("tokens", "Mean response length in evaluation."),
     "eval/tool_tokens_mean": Metric("tokens", "Mean environment tokens per evaluation sample."),
     "eval/turns_mean": Metric("turns", "Mean turns per evaluation sample; only with an environment."),
     "eval/env_<metric>_mean": Metric("the environment's", "As rollout/env_<metric>_mean, over evaluation samples."),
-    "eval/truncated_frac": Metric("fraction", "Evaluation samples cut at the length limit.", (0.0, 0.2)),
+    "eval/truncated_frac": Metric("fraction", "Evaluation samples cut at the length limit."),
     "gate/logprob_gap": Metric("nats", "First-step gate: mean |trainer - sampler| logprob before the first update."),
-    "gate/ratio_mean": Metric("ratio", "First-step gate: mean trainer / sampler probability ratio.", (0.98, 1.02)),
+    "gate/ratio_mean": Metric("ratio", "First-step gate: mean trainer / sampler probability ratio."),
     "gate/reference_gap": Metric("nats", "First-step gate: mean |policy - reference| logprob at step 0."),
     "time/step_s": Metric("s", "Elapsed time of the step."),
     "time/<span>_s": Metric("s", "Time since the last log line with at least one such span open."),
@@ -216,15 +221,13 @@ METRICS: dict[str, Metric] = {
         "MiB", "Peak memory during the phase: tensors on a GPU, resident memory on a CPU."
     ),
     "memory/device_frac": Metric(
-        "fraction",
-        "Peak memory over the GPU's memory or plan.memory_budget_gib; on a CPU only with a budget.",
-        (0.75, 0.85),
+        "fraction", "Peak memory over the GPU's memory or plan.memory_budget_gib; on a CPU only with a budget."
     ),
-    "memory/device_busy_frac": Metric("fraction", "Share of time in which the GPU computed, by NVML.", (0.8, None)),
+    "memory/device_busy_frac": Metric("fraction", "Share of time in which the GPU computed, by NVML."),
     "memory/rungs": Metric(
-        "settings", "Settings lowered after running out of memory, in this run and those it resumes.", (0.0, 0.0)
+        "settings", "Settings lowered after running out of memory, in this run and those it resumes."
     ),
-    "memory/redone": Metric("times", "Retries after running out of memory, since the process started.", (0.0, 0.0)),
+    "memory/redone": Metric("times", "Retries after running out of memory, since the process started."),
     "memory/samples_mib": Metric("MiB", "Size of samples/ on disk; stops at observe.samples_max_mib."),
 }
 

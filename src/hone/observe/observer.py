@@ -113,6 +113,10 @@ class Observer:
         """Append one event to events.jsonl; `events.KINDS` has the kinds and their fields."""
         self._events.write(kind, **fields)
 
+    def call(self, callback: OnMetrics) -> None:
+        """Call `callback` with each further line of metrics; an exception ends the run."""
+        self._callbacks = (*self._callbacks, callback)
+
     def watch(self, measure: Callable[[], Mapping[str, float]]) -> None:
         """Add these measurements to every line of metrics; they replace the observer's own of the same name."""
         self._watched.append(measure)

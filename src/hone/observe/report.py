@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hone.doctor.watch import by_importance, watch_lines
 from hone.observe.metrics import PHASES, find_metric
 from hone.observe.recorder import RecordedSample, is_whole, read_samples, recorded_steps, samples_file
 from hone.observe.whole import set_aside, write_whole
@@ -91,10 +92,12 @@ def write_report(
             it too.
     """
     samples = choose_samples(run_folder)
+    lines = _lines(run_folder / "metrics.jsonl")
+    watch = watch_lines(_settings(run_folder / ".identity.json"), lines)
     data = {
         "summary": asdict(RunSummary.read(run_folder)),
         "config": _text(run_folder / "run.yaml"),
-        "stages": _stages(_lines(run_folder / "metrics.jsonl")),
+        "stages": _stages(lines),
         "phases": PHASES,
         "memory": _memory(run_folder / "memory.json"),
         "timeline": _text(run_folder / "memory.svg"),
@@ -102,6 +105,7 @@ def write_report(
         "pieces": _pieces(run_folder, samples, decode),
         "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},
     }
+    data["alarms"] = [asdict(alarm) for alarm in by_importance(watch.alarms)]
     data["metrics"] = {
         name: asdict(metric)
         for stage in data["stages"]
@@ -164,6 +168,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of metrics.jsonl; a killed run may have torn the last one."""
     whole, _, _ = _text(path).rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
+
+
+def _settings(identity: Path) -> dict[str, Any]:
+    """The resolved run file, which rules read; nothing of a folder without one."""
+    return json.loads(_text(identity) or '{"config": {}}')["config"]
 
 
 def _text(path: Path) -> str:

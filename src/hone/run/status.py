@@ -38,7 +38,7 @@ PHASE_AFTER = {
 
 NOTABLE = (
     "started", "saved", "requeued", "replica_down", "replica_restarting", "replica_up", "trainer_down", "trainer_up",
-    "stopped",
+    "alarm", "alarm_ended", "stopped",
 )  # fmt: skip
 """What people want to know of the last events; the others come by the hundred."""
 

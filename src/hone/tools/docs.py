@@ -13,6 +13,8 @@ from pathlib import Path
 from hone.config import schema
 from hone.config.layers import PRESETS, preset_names
 from hone.config.render import inline
+from hone.doctor.rule import LEVELS, AlarmRule
+from hone.doctor.rules import RULES
 from hone.observe.metrics import METRICS
 from hone.tools.algorithm_page import algorithms_page
 
@@ -34,13 +36,27 @@ _METRICS_INTRO = """\
 # Metrics
 
 Every metric that a run can log, in `metrics.jsonl`, TensorBoard, Weights & Biases and the report. Names are
-`area/name[_unit]`; `<word>` stands for a name of yours. The healthy range is a hint, not a limit."""
+`area/name[_unit]`; `<word>` stands for a name of yours. Beside a metric: the [alarms](alarms.md) that read it."""
+
+_ALARMS_INTRO = """\
+# Alarms
+
+What `hone doctor RUN_DIR` and a run itself look for in the metrics ([doctor.md](../doctor.md)). An alarm begins when k
+of the last n evaluations are abnormal and ends when none of them is; it is silent while a stronger one is active. Of
+its causes the first one whose test holds is named; the test that tells it from the next is what to confirm. "ours" as
+the source of a limit: chosen in Hone and checked against its healthy and faulty runs. Names are those of
+`observe.stop_on`."""
 
 
 def pages() -> Mapping[str, str]:
     """File name -> text of every generated page."""
     algorithms = f"{_NOTE}\n\n{algorithms_page()}"
-    return {"config.md": config_page(), "metrics.md": metrics_page(), "algorithms.md": algorithms}
+    return {
+        "config.md": config_page(),
+        "metrics.md": metrics_page(),
+        "alarms.md": alarms_page(),
+        "algorithms.md": algorithms,
+    }
 
 
 def config_page() -> str:
@@ -70,15 +86,39 @@ def _twin(key: schema.Key, section: str) -> schema.Key:
 
 
 def metrics_page() -> str:
-    """Every metric: unit, meaning, healthy range."""
+    """Every metric: unit, meaning, alarms that read it."""
     parts = [_NOTE, _METRICS_INTRO]
     for area, names in groupby(sorted(METRICS), key=lambda name: name.partition("/")[0]):
-        rows = ["| Metric | Unit | Healthy | Meaning |", "|---|---|---|---|"]
+        rows = ["| Metric | Unit | Alarms | Meaning |", "|---|---|---|---|"]
         for name in names:
             metric = METRICS[name]
-            rows.append(_row(f"`{name}`", metric.unit, _range(metric.healthy), metric.meaning))
+            alarms = ", ".join(f"`{rule.name}`" for rule in RULES if name in rule.metrics)
+            rows.append(_row(f"`{name}`", metric.unit, alarms, metric.meaning))
         parts += [f"## {area}", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def alarms_page() -> str:
+    """Every alarm: pattern, limit and its source, causes, what to change and how to confirm."""
+    parts = [_NOTE, _ALARMS_INTRO]
+    for level in LEVELS:
+        parts.append(f"## {level.capitalize()}")
+        parts += [_alarm(rule) for rule in RULES if rule.level == level]
+    return "\n\n".join(parts) + "\n"
+
+
+def _alarm(rule: AlarmRule) -> str:
+    k, n = rule.of
+    silent = f" Silent under {', '.join(f'`{name}`' for name in rule.silenced_by)}." if rule.silenced_by else ""
+    after = f", after {rule.after} of them" if rule.after else ""
+    head = [
+        f"### `{rule.name}`",
+        f"{rule.pattern[0].upper()}{rule.pattern[1:]}: `{rule.metrics[0]}` {rule.when.text}, in {k} of {n} "
+        f"evaluations{after}. Limit: {rule.source}.{silent}",
+    ]
+    rows = ["| Cause | What it is | Change | To confirm |", "|---|---|---|---|"]
+    rows += [_row(f"`{cause.name}`", cause.what, cause.change, cause.confirm) for cause in rule.causes]
+    return "\n\n".join([*head, "\n".join(rows)])
 
 
 def _presets() -> str:
@@ -94,15 +134,6 @@ def _default(key: schema.Key) -> str:
         return "required"
     default = list(key.default) if isinstance(key.default, tuple) else key.default
     return f"`{inline(default)}`"
-
-
-def _range(healthy: tuple[float | None, float | None] | None) -> str:
-    low, high = healthy or (None, None)
-    if low is not None and high is not None:
-        return f"{low:g} to {high:g}"
-    if low is not None:
-        return f"at least {low:g}"
-    return f"at most {high:g}" if high is not None else ""
 
 
 def _row(*cells: str) -> str:

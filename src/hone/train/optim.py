@@ -254,6 +254,10 @@ class AdamW(ABC):
     def _gradient_norm(self) -> float:
         """Of all trained numbers together."""
 
+    def partial_gradient_norm(self) -> float | None:
+        """Norm of what has been accumulated so far; None where no process has all of it before the step."""
+        return None
+
     @abstractmethod
     def _scale_gradient(self, factor: float) -> None: ...
 
@@ -295,6 +299,9 @@ class FlatAdamW(AdamW):
 
     def _gradient_norm(self) -> float:
         return float(torch.linalg.vector_norm(self.weights.grad))
+
+    def partial_gradient_norm(self) -> float | None:
+        return self._gradient_norm()
 
     def _scale_gradient(self, factor: float) -> None:
         self.weights.grad.mul_(factor)

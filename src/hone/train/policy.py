@@ -7,6 +7,7 @@ the critic and reference beside the policy (`roles.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,23 @@ from hone.data.pack import Indices, count_totals
 from hone.errors import CheckpointError
 from hone.model.base import CausalModel
 from hone.train.learner import Learner
+from hone.train.noise import GradientNoise, gradient_noise, mean_noise
 from hone.train.optim import StepResult
 from hone.train.tensor_files import Share
 from hone.train.trainer import PreparedBatch, train_microbatch
 from hone.types import Batch
+
+
+@dataclass
+class Accumulated:
+    """What the microbatches of one optimizer step measured on this rank."""
+
+    small_frac: float
+    """Share of the step's samples with a gradient that is in the first microbatch."""
+    measured: list[Tensor] = field(default_factory=list)
+    """One row per microbatch, see `algorithm.MEASURES`."""
+    small_norm: float | None = None
+    """Norm of the gradient after the first of several microbatches; None where it is not known."""
 
 
 class PolicyTrainer(Learner[CausalModel]):
@@ -49,38 +63,44 @@ class PolicyTrainer(Learner[CausalModel]):
         trained_S = prepared.shape.count(has_loss_T) > 0
         measured: list[Tensor] = []
         results: list[StepResult] = []
+        noises: list[GradientNoise] = []
         for samples in steps:
             trained, tokens = samples[trained_S[samples]], loss_tokens_S[samples]
             parts, result = self.optimizer_step(partial(self.accumulate, prepared, trained, algorithm, tokens))
-            measured += parts
+            measured += parts.measured
             results.append(result)
+            if parts.small_norm is not None and result.applied:
+                noises.append(gradient_noise(parts.small_norm, result.grad_norm, parts.small_frac, len(samples)))
         metrics = algorithm.summarize(self.passes.ranks.rows(measured), len(steps))
         num_trained = sum(int(trained_S[samples].sum()) for samples in steps)
-        return metrics | {
-            "train/grad_norm": sum(r.grad_norm for r in results) / len(results),
-            "train/lr": results[-1].lr,
-            "train/optimizer_steps": len(results),
-            "train/skipped_steps": sum(not r.applied for r in results),
-            "train/microbatches": len(measured),
-            "train/masked_frac": 1 - int(loss_tokens_S.sum()) / max(len(batch.token_ids_T), 1),
-            "train/samples_trained_frac": num_trained / max(sum(map(len, steps)), 1),
-        }
+        return (
+            metrics
+            | mean_noise(noises)
+            | {
+                "train/grad_norm": sum(r.grad_norm for r in results) / len(results),
+                "train/lr": results[-1].lr,
+                "train/optimizer_steps": len(results),
+                "train/skipped_steps": sum(not r.applied for r in results),
+                "train/microbatches": len(measured),
+                "train/masked_frac": 1 - int(loss_tokens_S.sum()) / max(len(batch.token_ids_T), 1),
+                "train/samples_trained_frac": num_trained / max(sum(map(len, steps)), 1),
+            }
+        )
 
     def accumulate(
         self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, loss_tokens_S: Indices
-    ) -> list[Tensor]:
+    ) -> Accumulated:
         """Add up the gradient of one optimizer step.
 
         Args:
             samples: those that have a gradient, on all ranks.
             loss_tokens_S: loss tokens of all samples of the step, with gradient or not: they set the denominators.
-        Returns:
-            What each microbatch of this rank measured.
         """
         totals = count_totals(loss_tokens_S)
-        measured: list[Tensor] = []
-        for part in self.held.passes(self.passes.microbatches(batch.shape, samples)):
-            found = train_microbatch(
+        parts = self.passes.microbatches(batch.shape, samples)
+        found = Accumulated(small_frac=len(parts[0]) / len(samples) if parts and len(samples) else 1.0)
+        for part in self.held.passes(parts):
+            measured = train_microbatch(
                 self.model,
                 batch,
                 part,
@@ -89,9 +109,11 @@ class PolicyTrainer(Learner[CausalModel]):
                 temperature=self.passes.temperature,
                 chunk_tokens=self.passes.logprob_chunk_tokens,
             )
-            measured.append(found)
+            found.measured.append(measured)
+            if len(found.measured) == 1 and len(parts) > 1:
+                found.small_norm = self.optimizer.partial_gradient_norm()
             self.passes.guard.check()
-        return measured
+        return found
 
     def _prepare(self, batch: Batch, algorithm: Algorithm) -> PreparedBatch:
         names = ["loss_mask_T", "sampler_logprobs_T", "advantages_T"]

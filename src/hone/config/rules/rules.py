@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 from hone.config.derived import has_answers, longest_tokens, run_dir, samples_per_update
@@ -21,6 +22,7 @@ from hone.config.rules.engines import ENGINE_RULES
 from hone.config.rules.files import FILE_RULES, architecture_of, context_limit, template_columns
 from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import RewardComponent, RunConfig
+from hone.doctor.rules import NAMES
 
 Rule = Callable[[RunConfig], Iterator[Breach]]
 
@@ -295,6 +297,14 @@ def run_folder_is_its_own(config: RunConfig, run_file: Path) -> Iterator[Breach]
         yield Breach(("run.dir",), f"{file} is a file; the run needs a folder there (got {text!r})")
 
 
+def alarms_are_known(config: RunConfig) -> Iterator[Breach]:
+    for name in config.observe.stop_on:
+        if name not in NAMES:
+            near = get_close_matches(name, NAMES, 1)
+            meant = f"Did you mean {near[0]}?" if near else f"Alarms: {', '.join(NAMES)}"
+            yield Breach(("observe.stop_on",), f"has {name!r}, which is no alarm. {meant}")
+
+
 RULES: tuple[Rule, ...] = (
     one_model_source,
     init_is_an_architecture,
@@ -314,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     betas_are_decay_rates,
     evaluation_is_possible,
     best_can_be_told,
+    alarms_are_known,
     *ALGORITHM_RULES,
     *CLUSTER_RULES,
     *ENGINE_RULES,

@@ -1,0 +1,89 @@
+"""`hone doctor`: what is wrong with a run, by its metrics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hone.cli.arguments import AsJson, examples
+
+if TYPE_CHECKING:
+    from hone.doctor.watch import Alarm
+    from hone.run.diagnosis import Diagnosis
+
+EXAMPLES = examples(
+    "hone doctor runs/qwen3-0.6b",
+    "hone doctor runs/qwen3-0.6b --all",
+    "hone doctor runs/qwen3-0.6b --json",
+)
+WIDTH = 110
+
+
+def doctor(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)],
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Every alarm, with those that ended; not the first alone.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong with a run: the first abnormal metric, the likely cause, and what to change.
+
+    Exit code 0: no alarm (or advice on tuning alone), 1: an alarm.
+    """
+    from hone.run.diagnosis import diagnose
+
+    found = diagnose(run_dir)
+    if as_json:
+        typer.echo(json.dumps(_as_dict(found), indent=2))
+    else:
+        for line in lines_of(found, show_all=show_all):
+            typer.echo(line)
+    if found.is_ill:
+        raise typer.Exit(1)
+
+
+def lines_of(found: Diagnosis, *, show_all: bool) -> list[str]:
+    """Printed lines of a diagnosis."""
+    steps = ", ".join(f"{stage} step {step}" for stage, step in found.last_steps.items()) or "no step yet"
+    lines = [f"{found.path}: {steps}; {found.state}"]
+    if not found.alarms:
+        return [*lines, "no alarm" if found.last_steps else "no metrics: logs/training.log says how far it came"]
+    shown = found.alarms if show_all else found.alarms[:1]
+    for number, alarm in enumerate(shown):
+        lines += ["", *_alarm_lines(alarm, "first abnormal" if number == 0 else "then")]
+    if left := found.alarms[len(shown) :]:
+        names = ", ".join(f"{alarm.name} (step {alarm.since})" for alarm in left)
+        lines += ["", f"{len(left)} more, --all shows them: {names}"]
+    return lines
+
+
+def _alarm_lines(alarm: Alarm, title: str) -> list[str]:
+    end = f" to {alarm.ended}" if alarm.ended is not None else ""
+    rows = [
+        (title, f"{alarm.metric} since {alarm.stage} step {alarm.since}{end}  [{alarm.level}: {alarm.name}]"),
+        ("pattern", alarm.pattern),
+        *(("evidence" if i == 0 else "", text) for i, text in enumerate(alarm.evidence)),
+        ("likely cause", f"{alarm.cause}: {alarm.what}"),
+        ("change", alarm.change),
+        ("to confirm", alarm.confirm),
+        ("limit from", alarm.source),
+    ]
+    return [
+        f"{name if place == 0 else '':<15} {text}"
+        for name, whole in rows
+        for place, text in enumerate(wrap(whole, WIDTH - 16, break_long_words=False, break_on_hyphens=False))
+    ]
+
+
+def _as_dict(found: Diagnosis) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "state": found.state,
+        "last_steps": found.last_steps,
+        "alarms": [asdict(alarm) for alarm in found.alarms],
+    }

@@ -1,0 +1,16 @@
+"""The rules: every pattern with its limit and the limit's source, its causes, and what to change.
+
+The only table of thresholds; `docs/reference/alarms.md` is generated from it. `ours` as a source means: chosen here and
+checked against the healthy and faulty runs of `benchmarks/doctor.py` (docs/doctor.md).
+"""
+
+from hone.doctor.rule import AlarmRule
+from hone.doctor.rules.data import DATA
+from hone.doctor.rules.learning import LEARNING
+from hone.doctor.rules.liveness import LIVENESS
+from hone.doctor.rules.policy import POLICY
+from hone.doctor.rules.tuning import TUNING
+
+RULES: tuple[AlarmRule, ...] = (*LIVENESS, *DATA, *POLICY, *LEARNING, *TUNING)
+NAMES = tuple(rule.name for rule in RULES)
+"""Alarm names, which `observe.stop_on` takes."""

@@ -1,0 +1,74 @@
+"""Metric names, sources and tests of causes that several rules share."""
+
+from __future__ import annotations
+
+import math
+
+from hone.doctor.history import History
+from hone.doctor.rule import Cause
+
+OURS = "ours"
+VERL_FAQ = "verl docs/faq/faq.rst"
+VERL_CORRECTION = "verl docs/algo/rollout_corr.md"
+MILES = "miles advisory.py"
+TINKER = "tinker-cookbook hyperparams.md"
+OPENCLAW = "OpenClaw-RL issue 69"
+PRIME = "prime-rl docs/training.md"
+TRL = "TRL docs/source/ppo_trainer.md"
+USUAL = "usual ranges in common guides: policy loss within 0.5, value loss to 10, KL to 0.5, clip fraction to 0.3"
+
+GAP, KL_UPDATE = "train/mismatch_gap", "train/update_kl"
+PASS, REWARD, EVAL = "rollout/pass_rate", "rollout/reward_mean", "eval/accuracy"
+WRONG, RIGHT, SILENT = "rollout/all_wrong_group_frac", "rollout/all_right_group_frac", "rollout/zero_std_group_frac"
+LENGTH, TRUNCATED, CORRELATION = (
+    "rollout/response_tokens_mean",
+    "rollout/truncated_frac",
+    "rollout/length_reward_corr",
+)
+ENTROPY, NORM = "train/entropy", "train/grad_norm"
+
+
+def is_moving_fast(h: History) -> bool:
+    """An update moves the policy more than is stable, as far as that was measured."""
+    return max([*h.recent(KL_UPDATE, 5), 0.0]) > 0.1 or h.mean("train/clip_high_frac", 5) > 0.3
+
+
+def is_stale(h: History) -> bool:
+    return h.mean("rollout/staleness_mean", 10) >= 0.5
+
+
+def is_sampling_truncated(h: History) -> bool:
+    return h.number("rollout.top_p") < 1 or h.number("rollout.top_k") > 0 or h.number("rollout.min_p") > 0
+
+
+def is_rising(h: History, metric: str) -> bool:
+    """The last ten values are above the baseline by a tenth of it."""
+    return h.mean(metric, 10) > 1.1 * h.base(metric)
+
+
+def was_wrong_from_the_start(h: History, metric: str, limit: float) -> bool:
+    base = h.base(metric)
+    return h.mean(metric, 100) > limit if math.isnan(base) else base > limit
+
+
+def kl_coefficient(h: History) -> float:
+    return max(h.number("algorithm.kl_loss_coef"), h.number("algorithm.kl_reward_coef"))
+
+
+LOWER_LR = "train.optimizer.lr: a tenth of it"
+READ_SAMPLES = "Read samples/ (or the report): the response, the answer and each component's score."
+
+TOO_FAST = Cause(
+    name="learning_rate_too_high",
+    what="the learning rate is too high: one update moves the policy further than is stable.",
+    change=LOWER_LR,
+    confirm="With a tenth of the learning rate for 20 steps train/update_kl falls about a hundredfold and the pattern "
+    "does not return. If it does return, look at the batch of its first step in samples/.",
+    applies=is_moving_fast,
+    reads=(KL_UPDATE, "train.optimizer.lr"),
+)
+
+
+def is_rising_by_std(h: History) -> bool:
+    """The reward of the last ten steps is above its baseline by a fifth of the samples' standard deviation."""
+    return h.mean(REWARD, 10) > h.base(REWARD) + 0.2 * h.base("rollout/reward_std")

@@ -1,0 +1,304 @@
+"""Rules about prompts, rewards and responses: what the run learns from."""
+
+from __future__ import annotations
+
+from hone.doctor.history import History
+from hone.doctor.rule import AlarmRule, Cause, above, both, grows, when
+from hone.doctor.rules.common import (
+    CORRELATION,
+    ENTROPY,
+    EVAL,
+    LENGTH,
+    LOWER_LR,
+    MILES,
+    OURS,
+    PASS,
+    READ_SAMPLES,
+    REWARD,
+    RIGHT,
+    SILENT,
+    TRUNCATED,
+    WRONG,
+    is_rising_by_std,
+    was_wrong_from_the_start,
+)
+
+DATA = (
+    AlarmRule(
+        name="all_wrong",
+        level="data",
+        pattern="most groups have only wrong responses",
+        metrics=(WRONG, PASS),
+        when=above(WRONG, 0.8, mean=10),
+        of=(4, 5),
+        after=4,
+        silenced_by=("truncation", "mismatch", "update_too_large", "reward_collapse", "entropy_explosion"),
+        causes=(
+            Cause(
+                name="prompts_too_hard",
+                what="the policy is right on evaluation rows but almost never on training prompts: they are too hard, "
+                "or not in the form that the model knows.",
+                change="data.train_rows: easier rows first; rollout.group_size: larger; or a supervised stage (sft)",
+                confirm="hone eval on a few training rows with a stronger model scores above 0. If it scores 0 as "
+                "well, the reward or the answers are wrong.",
+                applies=lambda h: h.now(EVAL) > 0.05 and h.now(EVAL) > 2 * h.mean(PASS, 10),
+                reads=(EVAL,),
+            ),
+            Cause(
+                name="reward_broken",
+                what="nothing earns the reward, on training prompts or in evaluation: the reward, its parser or the "
+                "answers are wrong, or the policy cannot do the task at all.",
+                change="reward.components: make hone check RUN.yaml score the gold answers 1",
+                confirm="hone check RUN.yaml: gold answers score below 1 if the reward is wrong. If they score 1, the "
+                "task is too hard: " + READ_SAMPLES,
+                applies=lambda h: h.best(PASS) < 0.02 or h.count(PASS) < 20,
+                reads=(EVAL,),
+            ),
+            Cause(
+                name="policy_lost_the_task",
+                what="the policy solved some prompts before and does not any more.",
+                change=LOWER_LR + "; resume from the best checkpoint",
+                confirm="Sort the alarms by their first step: the first of grad_norm, entropy, length and mismatch to "
+                "deviate is where it began.",
+            ),
+        ),
+        source="80 % (our former healthy range of groups without signal)",
+    ),
+    AlarmRule(
+        name="all_right",
+        level="data",
+        pattern="most groups have only right responses, which teach nothing",
+        metrics=(RIGHT, PASS),
+        when=above(RIGHT, 0.5, mean=10),
+        of=(4, 5),
+        after=4,
+        silenced_by=("train_eval_gap", "prompts_repeat"),
+        causes=(
+            Cause(
+                name="prompts_too_easy",
+                what="the policy solved most prompts before training began.",
+                change="data.train_rows: harder rows; algorithm.drop_uninformative: true",
+                confirm="rollout/pass_rate was as high in the first steps. If it rose during the run, the data are "
+                "learnt and training may end.",
+                applies=lambda h: was_wrong_from_the_start(h, RIGHT, 0.5),
+            ),
+            Cause(
+                name="prompts_learnt",
+                what="the policy has learnt most prompts; the rest of the data teaches little.",
+                change="data.train: harder rows; algorithm.drop_uninformative: true; or end the run",
+                confirm="eval/accuracy is as high as rollout/pass_rate. If it is much lower, the prompts were "
+                "memorised.",
+                reads=(EVAL,),
+            ),
+        ),
+        source=f"half of the groups without spread: {MILES}",
+    ),
+    AlarmRule(
+        name="no_signal",
+        level="data",
+        pattern="most groups have equal rewards, so they have no gradient",
+        metrics=(SILENT, WRONG, RIGHT),
+        when=above(SILENT, 0.6, mean=10),
+        of=(4, 5),
+        after=4,
+        silenced_by=("all_wrong", "all_right", "truncation", "entropy_collapse", "update_too_large", "reward_collapse"),
+        causes=(
+            Cause(
+                name="temperature_too_low",
+                what="the samples of a group are nearly the same: the temperature is low.",
+                change="rollout.temperature: 1.0",
+                confirm="At temperature 1 the share of silent groups falls. If not, the reward is too coarse.",
+                applies=lambda h: h.number("rollout.temperature") < 0.7,
+                reads=("rollout.temperature", ENTROPY),
+            ),
+            Cause(
+                name="group_too_small",
+                what="groups are too small to hold both right and wrong responses.",
+                change="rollout.group_size: 8 or more",
+                confirm="A share p right gives p^n + (1-p)^n silent groups of n samples; compare with pass_rate.",
+                applies=lambda h: h.number("rollout.group_size") < 6 and 0.1 < h.mean(PASS, 10) < 0.9,
+                reads=("rollout.group_size", PASS),
+            ),
+            Cause(
+                name="reward_too_coarse",
+                what="prompts are either always solved or never: difficulty is split, or the reward has few levels.",
+                change="algorithm.drop_uninformative: true; rollout.group_size: larger; a finer reward",
+                confirm="reward/<component>_zero_std_group_frac names the component that never varies.",
+                reads=("reward/<component>_zero_std_group_frac",),
+            ),
+        ),
+        source=f"half of the groups: {MILES}; 0.6 ours, because a mixture of solved and unsolved prompts is usual",
+    ),
+    AlarmRule(
+        name="truncation",
+        level="data",
+        pattern="many responses are cut at rollout.max_response_tokens",
+        metrics=(TRUNCATED, LENGTH),
+        when=above(TRUNCATED, 0.25),
+        silenced_by=("entropy_explosion", "update_too_large"),
+        causes=(
+            Cause(
+                name="no_end_token",
+                what="almost no response ends by itself: the model never writes its end-of-sequence token, or the "
+                "engine does not know it.",
+                change="model.chat_template or rollout.stop_token_ids; train the end token in the supervised stage",
+                confirm="Responses in samples/ continue after the answer. If they stop within the answer, the limit "
+                "is too low.",
+                applies=lambda h: was_wrong_from_the_start(h, TRUNCATED, 0.99),
+                reads=("rollout.max_response_tokens",),
+            ),
+            Cause(
+                name="responses_grow",
+                what="responses have grown into the limit.",
+                change="algorithm.overlong_buffer_frac: 0.2; or rollout.max_response_tokens: larger",
+                confirm="rollout/right_tokens_mean and wrong_tokens_mean: if wrong ones grow, the loss rewards length "
+                "(algorithm.aggregate: token_mean or fixed_length); if right ones do, they need the room.",
+                applies=lambda h: h.base(TRUNCATED) < 0.15,
+                reads=("rollout/right_tokens_mean", "rollout/wrong_tokens_mean"),
+            ),
+            Cause(
+                name="limit_too_low",
+                what="the limit is shorter than the responses that the task needs.",
+                change="rollout.max_response_tokens: larger",
+                confirm="Cut responses in samples/ end within the answer, and with twice the limit the share falls.",
+                reads=("rollout/response_tokens_max", "rollout.max_response_tokens"),
+            ),
+        ),
+        source=f"25 %: {MILES}; 10 %: verl best_practices.rst",
+    ),
+    AlarmRule(
+        name="prompts_repeat",
+        level="data",
+        pattern="the same prompt occurs several times in a step",
+        metrics=("rollout/repeated_prompt_frac",),
+        when=above("rollout/repeated_prompt_frac", 0.2, mean=5),
+        causes=(
+            Cause(
+                name="data_duplicated",
+                what="the training data hold the same prompts many times, or fewer prompts than a step takes.",
+                change="data.train: remove duplicates",
+                confirm="Count distinct prompts in the data. If there are more than train.prompts_per_step of them, "
+                "duplicates are the cause.",
+                reads=("train.prompts_per_step",),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="train_eval_gap",
+        level="data",
+        pattern="accuracy in training is far above accuracy in evaluation",
+        metrics=(EVAL, PASS),
+        when=when("0.3 below rollout/pass_rate", lambda h: h.mean(PASS, 10) - h.now(EVAL) > 0.3),
+        of=(2, 2),
+        after=1,
+        causes=(
+            Cause(
+                name="data_memorised",
+                what="few distinct prompts are repeated so often that the policy memorises their answers.",
+                change="data.train: more distinct prompts",
+                confirm="rollout/repeated_prompt_frac is above 0, or the run has passed over the data many times.",
+                applies=lambda h: h.mean("rollout/repeated_prompt_frac", 20) > 0.1,
+                reads=("rollout/repeated_prompt_frac",),
+            ),
+            Cause(
+                name="answers_leak",
+                what="training prompts were almost solved from the first steps: they contain their answer, or the "
+                "evaluation asks something else.",
+                change="data.template and data.prompt_column: the prompt without the answer",
+                confirm="Read three training prompts in samples/. If no answer is in them, compare how evaluation "
+                "rows differ.",
+                applies=lambda h: h.base(PASS) > 0.5 and h.base(PASS) > 2 * h.now(EVAL),
+            ),
+            Cause(
+                name="reward_exploited",
+                what="the policy has learnt what the reward pays for and not the task, or it memorises the prompts.",
+                change="reward.components: add the true measure with weight 0 and watch it; more distinct prompts",
+                confirm="The component whose reward/<component>_variance_share grows while eval/accuracy stalls is "
+                "the one exploited. " + READ_SAMPLES,
+                reads=("reward/<component>_variance_share",),
+            ),
+        ),
+        source="0.3 ours; no usable early warning is published (pytorch/rl issue 3984)",
+    ),
+    AlarmRule(
+        name="reward_pays_length",
+        level="data",
+        pattern="longer responses earn more, and responses grow",
+        metrics=(CORRELATION, LENGTH),
+        when=both(above(CORRELATION, 0.3, mean=10), grows(LENGTH, 1.15, mean=10)),
+        of=(5, 10),
+        after=15,
+        causes=(
+            Cause(
+                name="reward_pays_length",
+                what="the reward rises with length: a component (a judge, often) prefers long responses.",
+                change="reward.components: a lower weight for it; algorithm.overlong_buffer_frac: 0.2",
+                confirm="reward/<component>_variance_share names the component. If right answers themselves need more "
+                "tokens (rollout/right_tokens_mean above wrong_tokens_mean and eval/accuracy rising), it is healthy.",
+                reads=("reward/<component>_variance_share", "rollout/right_tokens_mean", "rollout/wrong_tokens_mean"),
+            ),
+        ),
+        source="length bias of judges and of rewards: Dr. GRPO (arXiv:2503.20783); limits ours",
+    ),
+    AlarmRule(
+        name="component_silent",
+        level="data",
+        pattern="a weighted reward component gives every sample the same score",
+        metrics=("reward/<component>_std",),
+        when=when("exactly 0 in 10 steps, with other components", lambda h: bool(_silent_components(h))),
+        of=(5, 5),
+        after=9,
+        silenced_by=("rewards_fail",),
+        causes=(
+            Cause(
+                name="component_constant",
+                what="the component has no influence: its parser finds nothing, or its threshold is out of reach.",
+                change="reward.components: its args; hone check RUN.yaml shows its scores on real rows",
+                confirm="hone check RUN.yaml: the gold answer and a wrong one must score differently.",
+                reads=("reward/<component>_variance_share",),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="reward_sign",
+        level="data",
+        pattern="the reward rises while a component with a negative weight falls",
+        metrics=(REWARD,),
+        when=when("rising, and the component below 0.8 times its mean of steps 5 to 20", lambda h: _sign_is_wrong(h)),
+        of=(5, 10),
+        after=15,
+        causes=(
+            Cause(
+                name="weight_negative",
+                what="a component that measures success has a negative weight, so success is punished.",
+                change="reward.components: the sign of its weight",
+                confirm="The component's mean is what you want to rise. If it is a penalty, this is as intended.",
+                reads=("reward/<component>_mean", "reward/<component>_variance_share"),
+            ),
+        ),
+        source=OURS,
+    ),
+)
+
+
+def _silent_components(h: History) -> list[str]:
+    weights = _weights(h)
+    pattern = "reward/<component>_std"
+    return [
+        name
+        for name in h.names(pattern)
+        if len(weights) > 1 and weights.get(h.part(pattern, name)) and max(map(abs, h.recent(name, 10))) == 0
+    ]
+
+
+def _weights(h: History) -> dict[str, float]:
+    """Weight of each component by its name in metrics."""
+    found = h.key("reward.components") or ()
+    return {part.get("name") or part["use"].rpartition(":")[2]: part.get("weight", 1.0) for part in found}
+
+
+def _sign_is_wrong(h: History) -> bool:
+    negative = [f"reward/{name}_mean" for name, weight in _weights(h).items() if weight < 0]
+    return is_rising_by_std(h) and any(h.mean(name, 10) < 0.8 * h.base(name) for name in negative)

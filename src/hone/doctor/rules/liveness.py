@@ -1,0 +1,149 @@
+"""Rules about processes, services and memory: the run does not compute what it should."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hone.doctor.rule import AlarmRule, Cause, above, both, spikes, when
+from hone.doctor.rules.common import MILES, NORM, OURS, PRIME, TOO_FAST
+
+LIVENESS = (
+    AlarmRule(
+        name="gradient_not_finite",
+        level="liveness",
+        pattern="optimizer steps are skipped because the gradient is not finite",
+        metrics=("train/skipped_steps",),
+        when=above("train/skipped_steps", 0),
+        of=(1, 1),
+        causes=(
+            TOO_FAST,
+            Cause(
+                name="batch_not_finite",
+                what="a reward, logprob or advantage of this batch is not finite or too large for the arithmetic.",
+                change="the component named in reward/<component>_max; algorithm.reward_clip bounds it",
+                confirm="The samples of this step in samples/ hold an infinite or huge score. If all scores are usual "
+                "and train/grad_norm rose before, the learning rate is the cause.",
+                reads=(NORM, "train.optimizer.lr"),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="critic_gradient_not_finite",
+        level="liveness",
+        pattern="critic steps are skipped because the gradient is not finite",
+        metrics=("critic/skipped_steps",),
+        when=above("critic/skipped_steps", 0),
+        of=(1, 1),
+        causes=(
+            Cause(
+                name="critic_learning_rate_too_high",
+                what="the critic's learning rate is too high, or the rewards are too large for it.",
+                change="critic.optimizer.lr: a tenth of it; algorithm.normalize_rewards: true",
+                confirm="critic/loss rose before the first skipped step.",
+                reads=("critic/loss", "critic.optimizer.lr"),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="rewards_fail",
+        level="liveness",
+        pattern="a reward component fails to score samples",
+        metrics=("reward/<component>_fault_frac", "rollout/unscored_frac"),
+        when=above("reward/<component>_fault_frac", 0.05),
+        causes=(
+            Cause(
+                name="reward_service_fails",
+                what="requests to the component's service fail or get no valid response.",
+                change="services.<name>: more replicas or a longer timeout; look at logs/ of the service",
+                confirm="hone status RUN_DIR shows the service's state; its log has the error.",
+                applies=lambda h: any(
+                    h.mean(name, 10) > 0
+                    for kind in ("failed", "given_up")
+                    for name in h.names(f"reward/<component>_http_{kind}")
+                ),
+                reads=("reward/<component>_http_failed", "reward/<component>_http_given_up"),
+            ),
+            Cause(
+                name="reward_code_fails",
+                what="the component raises errors, or exceeds its timeout_s, on some samples.",
+                change="the component's code, or reward.components.timeout_s",
+                confirm="logs/training.log names the most frequent error; hone check RUN.yaml tries the component on "
+                "real rows.",
+            ),
+        ),
+        source=f"errors above 5 % sustained: {PRIME}; miles",
+    ),
+    AlarmRule(
+        name="step_stalls",
+        level="liveness",
+        pattern="a step took half an hour or more and six times the usual",
+        metrics=("time/step_s", "time/generate_s", "time/reward_s"),
+        when=both(spikes("time/step_s", 6), above("time/step_s", 1800)),
+        of=(1, 1),
+        causes=(
+            Cause(
+                name="reward_stalls",
+                what="the rewards of that step took most of the time.",
+                change="reward.components.timeout_s, services.<name>.silence_timeout_s",
+                confirm="trace.json shows which component was waited for.",
+                applies=lambda h: h.now("time/reward_s") > 0.5 * h.now("time/step_s"),
+            ),
+            Cause(
+                name="sampling_stalls",
+                what="sampling or training stalled: an engine, a disk or the network.",
+                change="rollout.timeout_s: below the observed time, so that a stuck group ends",
+                confirm="trace.json shows which role was busy; hone status RUN_DIR shows replicas that restart.",
+            ),
+        ),
+        source=f"6 times its median and 30 minutes: {MILES}",
+    ),
+    AlarmRule(
+        name="engine_lost",
+        level="liveness",
+        pattern="requests are repeated because an engine failed",
+        metrics=("engine/requeued", "engine/replicas_up"),
+        when=above("engine/requeued", 0),
+        of=(2, 10),
+        causes=(
+            Cause(
+                name="engine_fails",
+                what="an engine dies or hangs repeatedly, most often out of memory.",
+                change="cluster.engines.gpu_memory_utilization: lower",
+                confirm="hone status RUN_DIR names the replica and its last error.",
+                reads=("engine/replicas_up",),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="memory_grows",
+        level="liveness",
+        pattern="resident memory of the main process grows step by step",
+        metrics=("memory/rss_gib",),
+        when=when(
+            "5 % and 0.05 GiB more than 40 steps before, growing in 30 of them",
+            lambda h: (
+                h.now("memory/rss_gib") > max(1.05 * (ago := h.ago("memory/rss_gib", 40)), ago + 0.05)
+                and _number_of_rises(h.recent("memory/rss_gib", 41)) >= 30
+            ),
+        ),
+        of=(3, 3),
+        after=60,
+        causes=(
+            Cause(
+                name="memory_leak",
+                what="something in the process keeps what it made: a reward, an environment or a callback that runs "
+                "in it.",
+                change="the component: keep nothing between calls; a user's function runs in a process of its own",
+                confirm="Without the suspected component (or with reward.workers processes) memory/rss_gib is flat.",
+            ),
+        ),
+        source="reports of host memory growth: verl issues 429, 630, 2950; limit ours",
+    ),
+)
+
+
+def _number_of_rises(values: list[float]) -> int:
+    return sum(b > a for a, b in pairwise(values))

@@ -1,0 +1,396 @@
+"""Rules about the policy's update: mismatch, size of the update, clipping, entropy, KL."""
+
+from __future__ import annotations
+
+from hone.doctor.rule import AlarmRule, Cause, above, below, either, outside, when
+from hone.doctor.rules.common import (
+    ENTROPY,
+    EVAL,
+    GAP,
+    KL_UPDATE,
+    LOWER_LR,
+    NORM,
+    OPENCLAW,
+    OURS,
+    PASS,
+    REWARD,
+    SILENT,
+    TINKER,
+    TOO_FAST,
+    TRL,
+    TRUNCATED,
+    USUAL,
+    VERL_CORRECTION,
+    VERL_FAQ,
+    is_rising,
+    is_rising_by_std,
+    is_sampling_truncated,
+    is_stale,
+)
+
+POLICY = (
+    AlarmRule(
+        name="mismatch",
+        level="optimisation",
+        pattern="trainer and sampler give the same tokens different probabilities",
+        metrics=(GAP, "train/mismatch_ratio_mean", "train/mismatch_kl"),
+        when=above(GAP, 0.03),
+        causes=(
+            Cause(
+                name="off_policy",
+                what="samples are several updates old and the policy has moved since.",
+                change="rollout.max_staleness: 1 or 0; algorithm.correction: tis; or a lower learning rate",
+                confirm="At rollout.max_staleness 0 the gap vanishes. If it stays, it is not staleness.",
+                applies=is_stale,
+                reads=("rollout/staleness_mean", "algorithm.correction", KL_UPDATE),
+            ),
+            Cause(
+                name="truncated_sampling",
+                what="the sampler draws from a truncated distribution (top_p, top_k, min_p) and the trainer does not.",
+                change="rollout.top_p: 1.0, rollout.top_k: 0, rollout.min_p: 0",
+                confirm="train/mismatch_ratio_mean is below 1 by about the probability that is cut off, from step 1.",
+                applies=is_sampling_truncated,
+                reads=("rollout.top_p", "rollout.top_k", "rollout.min_p"),
+            ),
+            Cause(
+                name="weights_stale",
+                what="the sampler's weights fall behind: the gap was small and grows although no sample is old.",
+                change="cluster.canary_every: 1, which names the replica that did not take the weights",
+                confirm="The gap returns to its first value after a restart. With one replica of several, its "
+                "samples alone have it.",
+                applies=lambda h: (
+                    h.mean(GAP, 3) > 5 * (h.base(GAP) if h.count(GAP) > 10 else h.ago(GAP, h.count(GAP) - 1))
+                ),
+                reads=("rollout/staleness_mean",),
+            ),
+            Cause(
+                name="tokens_misaligned",
+                what="logprobs do not belong to the tokens beside them: shifted by one, another tokenizer, another "
+                "chat template or other weights.",
+                change="model.tokenizer and model.chat_template: the same for engine and trainer",
+                confirm="gate.enabled: true stops such a run before its first update. A wrong temperature gives a "
+                "smaller gap that vanishes with rollout.temperature corrected.",
+                applies=lambda h: h.mean(GAP, 5) > 0.5,
+            ),
+            Cause(
+                name="sampler_settings_differ",
+                what="the sampler's temperature or another sampling setting is not the one that the trainer assumes.",
+                change="rollout.temperature: the engine's own; no sampling defaults in generation_config.json",
+                confirm="gate.enabled: true compares at other temperatures and names the one that fits.",
+                reads=("rollout.temperature", ENTROPY),
+            ),
+        ),
+        source=f"mean probability difference above 0.01: {VERL_FAQ}; 0.2 to 0.4 nats is broken: {OPENCLAW}",
+    ),
+    AlarmRule(
+        name="mismatch_precision",
+        level="optimisation",
+        pattern="trainer and sampler differ by more than float32 rounding",
+        metrics=(GAP, "train/mismatch_kl"),
+        when=when(
+            "above 0.002 with run.precision float32 and fresh samples",
+            lambda h: h.now(GAP) > 0.002 and h.key("run.precision") == "float32" and not is_stale(h),
+        ),
+        silenced_by=("mismatch",),
+        causes=(
+            Cause(
+                name="dtype_differs",
+                what="the sampler computes in another precision than the trainer, or with other kernels.",
+                change="cluster.engines.dtype: float32, or algorithm.correction: tis",
+                confirm="With both in float32 the gap falls below 1e-4. A gap that grows with the steps is stale "
+                "weights.",
+                reads=("run.precision",),
+            ),
+        ),
+        source="half precision of one side gives 0.005 to 0.02: " + VERL_FAQ + "; 0.002 ours",
+    ),
+    AlarmRule(
+        name="importance_weights",
+        level="optimisation",
+        pattern="importance weights between trainer and sampler are widely spread",
+        metrics=("train/importance_ess_frac", "train/importance_std", "train/importance_chi2"),
+        when=either(
+            below("train/importance_ess_frac", 0.3), above("train/importance_std", 1), above("train/importance_chi2", 1)
+        ),
+        silenced_by=("mismatch",),
+        causes=(
+            Cause(
+                name="off_policy",
+                what="samples are too old for this learning rate.",
+                change="rollout.max_staleness: lower; algorithm.correction: tis",
+                confirm="At rollout.max_staleness 0 the effective sample size is near 1.",
+                applies=is_stale,
+                reads=("rollout/staleness_mean", "algorithm.correction"),
+            ),
+            Cause(
+                name="few_tokens_differ",
+                what="single tokens have very different probabilities in trainer and sampler.",
+                change="algorithm.correction: icepop",
+                confirm="train/mismatch_gap is small while the spread is large: rare tokens, not a shift of all.",
+                reads=(GAP,),
+            ),
+        ),
+        source=f"effective sample size below 0.3, std above 1, chi-square above 1: {VERL_CORRECTION}",
+    ),
+    AlarmRule(
+        name="update_too_large",
+        level="optimisation",
+        pattern="one update moves the policy far",
+        metrics=(KL_UPDATE,),
+        when=above(KL_UPDATE, 0.1),
+        of=(2, 5),
+        silenced_by=("mismatch",),
+        causes=(
+            Cause(
+                name="too_many_steps_per_batch",
+                what="each batch is used for many optimizer steps.",
+                change="train.passes_per_batch: 1; train.samples_per_optimizer_step: larger",
+                confirm="With one pass train/update_kl falls in proportion. If it stays high, lower the learning rate.",
+                applies=lambda h: h.now("train/optimizer_steps") > 8,
+                reads=("train/optimizer_steps", "train.passes_per_batch"),
+            ),
+            Cause(
+                name="learning_rate_too_high",
+                what=TOO_FAST.what,
+                change=LOWER_LR,
+                confirm=TOO_FAST.confirm,
+                reads=("train.optimizer.lr", NORM),
+            ),
+        ),
+        source=f"below 0.01 per update is stable: {TINKER}; 0.1 ours, because tiny models learn well at 0.03",
+    ),
+    AlarmRule(
+        name="update_too_small",
+        level="optimisation",
+        pattern="updates hardly change the policy, and the reward does not rise",
+        metrics=(KL_UPDATE, REWARD),
+        when=when(
+            "below 2e-6 while the reward does not rise",
+            lambda h: h.mean(KL_UPDATE, 5) < 2e-6 and not is_rising_by_std(h),
+        ),
+        of=(4, 5),
+        after=8,
+        silenced_by=("all_wrong", "all_right", "no_signal", "truncation", "rewards_fail"),
+        causes=(
+            Cause(
+                name="learning_rate_too_low",
+                what="the learning rate is too low for the observed change of logprobs.",
+                change="train.optimizer.lr: ten times it (1e-6 suits billions of parameters, 1e-4 an adapter, 1e-3 a "
+                "million)",
+                confirm="With ten times the learning rate train/update_kl rises about a hundredfold and the reward "
+                "begins to move. If it does not, look at groups without signal.",
+                reads=("train.optimizer.lr", NORM, SILENT),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="clip_fraction",
+        level="optimisation",
+        pattern="many tokens are clipped",
+        metrics=("train/clip_high_frac", "train/clip_low_frac"),
+        when=when(
+            "both sides together above 0.3",
+            lambda h: h.now("train/clip_high_frac") + h.now("train/clip_low_frac") > 0.3,
+        ),
+        silenced_by=("mismatch", "update_too_large"),
+        causes=(
+            Cause(
+                name="clip_range_too_narrow",
+                what="the clip range is so narrow that almost every change is cut off.",
+                change="algorithm.clip_low: 0.2, algorithm.clip_high: 0.2 (GSPO: 3e-4 and 4e-4)",
+                confirm="train/update_kl is small although many tokens are clipped. If it is large, the learning rate "
+                "is too high.",
+                applies=lambda h: (
+                    max(h.number("algorithm.clip_low"), h.number("algorithm.clip_high")) < 0.05
+                    and h.key("algorithm.ratio") == "token"
+                ),
+                reads=("algorithm.clip_low", "algorithm.clip_high", KL_UPDATE),
+            ),
+            Cause(
+                name="learning_rate_too_high",
+                what="the policy moves beyond the clip range within an update.",
+                change=LOWER_LR + "; train.passes_per_batch: 1",
+                confirm="With half the learning rate the share falls. If it does not, samples are too old.",
+                reads=("train.optimizer.lr", "train/optimizer_steps", "train.passes_per_batch"),
+            ),
+        ),
+        source=f"0.1 to 0.3 is usual: {USUAL}",
+    ),
+    AlarmRule(
+        name="policy_ratio",
+        level="optimisation",
+        pattern="the policy ratio leaves its usual range",
+        metrics=("train/ratio_mean", "train/ratio_max"),
+        when=outside("train/ratio_mean", 0.5, 2.0),
+        silenced_by=("mismatch", "update_too_large", "clip_fraction"),
+        causes=(
+            Cause(
+                name="learning_rate_too_high",
+                what="updates are too drastic: learning rate, or passes times optimizer steps.",
+                change=LOWER_LR + "; train.passes_per_batch: 1",
+                confirm="The ratio is 1 in the first optimizer step and leaves it later in the update.",
+                reads=("train.optimizer.lr", "train/optimizer_steps"),
+            ),
+        ),
+        source=f"around 1; 2.0 or 0.1 is too drastic: {TRL}",
+    ),
+    AlarmRule(
+        name="entropy_collapse",
+        level="optimisation",
+        pattern="the policy's entropy collapses while accuracy does not rise",
+        metrics=(ENTROPY, "rollout/reward_std", PASS),
+        when=when(
+            "below 0.2 times its mean of steps 5 to 20, or below 0.01, while the reward is not rising",
+            lambda h: (
+                (h.mean(ENTROPY, 10) < max(0.2 * h.base(ENTROPY), 0.0) or h.mean(ENTROPY, 10) < 0.01)
+                and not is_rising_by_std(h)
+                and h.mean(PASS, 10) < 0.9
+            ),
+        ),
+        of=(8, 10),
+        after=10,
+        silenced_by=("mismatch", "update_too_large"),
+        causes=(
+            Cause(
+                name="temperature_too_low",
+                what="sampling below temperature 1 narrows what the policy learns from.",
+                change="rollout.temperature: 1.0",
+                confirm="At temperature 1 entropy and rollout/reward_std rise at once.",
+                applies=lambda h: h.number("rollout.temperature") < 0.7,
+                reads=("rollout.temperature",),
+            ),
+            TOO_FAST,
+            Cause(
+                name="exploration_lost",
+                what="updates favour what is likely already: no clip-higher, groups too small, or training too long.",
+                change="algorithm.clip_high: 0.28; rollout.group_size: larger; algorithm.entropy_coef: 0.001",
+                confirm="If accuracy in evaluation still rises, a low entropy is healthy.",
+                reads=("algorithm.clip_high", EVAL),
+            ),
+        ),
+        source="entropy spent is reward gained, and none is left near 0 (arXiv:2505.22617); 20 % of the baseline ours",
+    ),
+    AlarmRule(
+        name="entropy_explosion",
+        level="optimisation",
+        pattern="entropy rises while the reward falls",
+        metrics=(ENTROPY, REWARD),
+        when=when(
+            "above 1.5 times its mean of steps 5 to 20 and the reward falling",
+            lambda h: (
+                h.mean(ENTROPY, 5) > 1.5 * h.base(ENTROPY)
+                and h.mean(ENTROPY, 5) > 0.1
+                and h.mean(REWARD, 5) < h.base(REWARD) - 0.1 * h.base("rollout/reward_std")
+            ),
+        ),
+        of=(4, 5),
+        after=10,
+        silenced_by=("mismatch", "update_too_large"),
+        causes=(
+            Cause(
+                name="entropy_bonus_too_large",
+                what="the entropy bonus outweighs the reward.",
+                change="algorithm.entropy_coef: 0 or 0.001",
+                confirm="Without the bonus entropy stays. If it still rises, the learning rate is too high.",
+                applies=lambda h: h.number("algorithm.entropy_coef") >= 0.01,
+                reads=("algorithm.entropy_coef",),
+            ),
+            Cause(
+                name="weight_decay_too_large",
+                what="weight decay removes what the model knew.",
+                change="train.optimizer.weight_decay: 0",
+                confirm="learning rate x weight decay x steps is the share of the weights removed; it must be far "
+                "below 1.",
+                applies=lambda h: h.number("train.optimizer.weight_decay") * h.number("train.optimizer.lr") > 1e-3,
+                reads=("train.optimizer.weight_decay", "train.optimizer.lr"),
+            ),
+            Cause(
+                name="truncation_punished",
+                what="responses that are cut off are punished, and the policy moves away from all of them.",
+                change="algorithm.overlong_buffer_frac: 0.2; rollout.max_response_tokens: larger",
+                confirm="rollout/truncated_frac rose before the entropy did.",
+                applies=lambda h: h.mean(TRUNCATED, 10) > 0.3 and h.mean(TRUNCATED, 10) > 2 * h.base(TRUNCATED),
+                reads=(TRUNCATED,),
+            ),
+            Cause(
+                name="learning_rate_too_high",
+                what="updates destroy more than they teach.",
+                change=LOWER_LR,
+                confirm=TOO_FAST.confirm,
+                reads=("train.optimizer.lr", KL_UPDATE, NORM),
+            ),
+        ),
+        source="rising entropy with falling reward: verl issue 2738, rllm issue 116; factor ours",
+    ),
+    AlarmRule(
+        name="kl_high",
+        level="optimisation",
+        pattern="the policy is far from the reference",
+        metrics=("train/kl_ref", "train/kl_coef"),
+        when=above("train/kl_ref", 0.5, mean=5),
+        silenced_by=("mismatch", "update_too_large", "entropy_explosion"),
+        causes=(
+            Cause(
+                name="kl_coefficient_vanished",
+                what="the adaptive KL coefficient has fallen to nearly 0.",
+                change="algorithm.kl_target: within reach, and its unit (algorithm.kl_target_unit)",
+                confirm="train/kl_coef fell before train/kl_ref rose.",
+                applies=lambda h: h.now("train/kl_coef") < 0.1 * h.base("train/kl_coef"),
+                reads=("algorithm.kl_target",),
+            ),
+            Cause(
+                name="drift_without_gain",
+                what="the policy drifts from the reference and the reward does not rise.",
+                change=LOWER_LR + "; algorithm.kl_loss_coef: larger",
+                confirm="With a tenth of the learning rate the KL at the same reward is smaller.",
+                applies=lambda h: not is_rising(h, REWARD),
+                reads=(REWARD, "train.optimizer.lr"),
+            ),
+            Cause(
+                name="policy_moved_far",
+                what="the policy has moved far from where it began, and the reward rose.",
+                change="algorithm.kl_loss_coef: larger, if what the model knew otherwise matters",
+                confirm="Evaluate something else that the model could do before.",
+                reads=(REWARD,),
+            ),
+        ),
+        source=f"up to 0.5: {USUAL}; open-r1 issue 257",
+    ),
+    AlarmRule(
+        name="kl_estimate_clipped",
+        level="optimisation",
+        pattern="estimates of the KL are clipped, so its gradient is wrong",
+        metrics=("train/kl_clipped_frac",),
+        when=above("train/kl_clipped_frac", 0.01),
+        silenced_by=("mismatch", "kl_high", "update_too_large"),
+        causes=(
+            Cause(
+                name="reference_differs",
+                what="some tokens are far likelier in one of policy and reference.",
+                change="algorithm.kl_clip: larger; or a lower learning rate",
+                confirm="At step 1 it is 0 where policy and reference are the same weights.",
+            ),
+        ),
+        source="1 % (our former healthy range)",
+    ),
+    AlarmRule(
+        name="kl_negative",
+        level="optimisation",
+        pattern="the estimated KL to the reference is negative",
+        metrics=("train/kl_ref",),
+        when=below("train/kl_ref", -0.01, mean=10),
+        silenced_by=("mismatch",),
+        causes=(
+            Cause(
+                name="not_sampled_from_policy",
+                what="the samples are not drawn from the policy: generation settings or padding are wrong.",
+                change="rollout.temperature, rollout.top_p, rollout.top_k as the trainer assumes",
+                confirm="train/mismatch_ratio_mean differs from 1. With algorithm.kl_estimator k3 it cannot be "
+                "negative.",
+                reads=("algorithm.kl_estimator", "train/mismatch_ratio_mean"),
+            ),
+        ),
+        source="a negative KL means wrong generation settings: TRL's warning, TRL issue 351",
+    ),
+)

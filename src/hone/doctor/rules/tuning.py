@@ -1,0 +1,204 @@
+"""Advice on speed, memory and samples per step: nothing is wrong, something could be better."""
+
+from __future__ import annotations
+
+import math
+
+from hone.doctor.history import History
+from hone.doctor.rule import AlarmRule, Cause, above, below, when
+from hone.doctor.rules.common import OURS
+
+
+def _noise_scale(h: History) -> float:
+    """Samples per step at which noise and signal of the gradient are equal (arXiv:1812.06162, appendix A.1)."""
+    signal, noise = h.mean("train/gradient_signal", 50), h.mean("train/gradient_noise", 50)
+    return noise / signal if signal > 0 and noise > 0 else math.nan
+
+
+def _samples(h: History) -> float:
+    return h.number("train.prompts_per_step") * h.number("rollout.group_size")
+
+
+TUNING = (
+    AlarmRule(
+        name="gradient_noisy",
+        level="tuning",
+        pattern="the gradient is mostly noise at this number of samples per step",
+        metrics=("train/gradient_noise", "train/gradient_signal"),
+        when=when("noise scale above 10 times the samples per step", lambda h: _noise_scale(h) > 10 * _samples(h)),
+        of=(20, 20),
+        after=50,
+        causes=(
+            Cause(
+                name="few_samples_per_step",
+                what="more samples per step would make each update better almost in proportion.",
+                change="train.prompts_per_step: twice as many, and train.optimizer.lr: 1.4 times (square root, AdamW)",
+                confirm="noise scale = mean(train/gradient_noise) / mean(train/gradient_signal), in samples; below it "
+                "more samples pay, far above it they do not.",
+                reads=("train.prompts_per_step", "rollout.group_size"),
+            ),
+        ),
+        source="gradient noise scale: McCandlish et al. 2018, arXiv:1812.06162",
+    ),
+    AlarmRule(
+        name="gradient_clean",
+        level="tuning",
+        pattern="many more samples per step are drawn than the gradient needs",
+        metrics=("train/gradient_signal", "train/gradient_noise"),
+        when=when("noise scale below a tenth of the samples per step", lambda h: _noise_scale(h) < 0.1 * _samples(h)),
+        of=(20, 20),
+        after=50,
+        causes=(
+            Cause(
+                name="many_samples_per_step",
+                what="fewer samples per step would cost little of each update's quality.",
+                change="train.prompts_per_step: half as many, and train.optimizer.lr: 0.7 times (square root, AdamW)",
+                confirm="noise scale = mean(train/gradient_noise) / mean(train/gradient_signal), in samples.",
+                reads=("train.prompts_per_step", "rollout.group_size"),
+            ),
+        ),
+        source="gradient noise scale: McCandlish et al. 2018, arXiv:1812.06162",
+    ),
+    AlarmRule(
+        name="rewards_slow",
+        level="tuning",
+        pattern="most of the time of a step is spent waiting for rewards",
+        metrics=("time/reward_s", "time/step_s"),
+        when=when(
+            "more than half of time/step_s, and 0.1 s",
+            lambda h: h.now("time/reward_s") > max(0.5 * h.now("time/step_s"), 0.1),
+        ),
+        of=(8, 10),
+        after=3,
+        causes=(
+            Cause(
+                name="reward_slow",
+                what="scoring is slower than sampling and training together.",
+                change="reward.workers: more processes; for a judge more replicas, a larger concurrency, fewer tokens "
+                "per verdict; rollout.max_staleness: 1 overlaps it",
+                confirm="trace.json shows each component's time. If they wait for each other, more workers help; if "
+                "the service is busy, more replicas do.",
+                reads=("reward.workers", "rollout.max_staleness"),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="publishing_slow",
+        level="tuning",
+        pattern="publishing weights takes a large part of a step",
+        metrics=("time/publish_s", "time/step_s"),
+        when=when(
+            "more than a quarter of time/step_s, and 1 s",
+            lambda h: h.now("time/publish_s") > max(0.25 * h.now("time/step_s"), 1.0),
+        ),
+        of=(8, 10),
+        after=3,
+        causes=(
+            Cause(
+                name="publishing_slow",
+                what="weights reach the engines slowly.",
+                change="cluster.transport: a faster one (docs/publishing.md)",
+                confirm="engine/published_over_least above 1 means that bytes are moved more often than needed.",
+                reads=("engine/published_mib", "engine/published_over_least"),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="device_idle",
+        level="tuning",
+        pattern="the GPU is idle a large part of the time",
+        metrics=("memory/device_busy_frac",),
+        when=below("memory/device_busy_frac", 0.5, mean=10),
+        of=(8, 10),
+        after=10,
+        causes=(
+            Cause(
+                name="waits_for_rewards",
+                what="it waits for rewards.",
+                change="rollout.max_staleness: 1; reward.workers: more",
+                confirm="time/reward_s is the largest part of time/step_s.",
+                applies=lambda h: h.mean("time/reward_s", 10) > 0.4 * h.mean("time/step_s", 10),
+                reads=("time/reward_s", "time/step_s"),
+            ),
+            Cause(
+                name="batches_too_small",
+                what="too little is computed at once.",
+                change="rollout.max_concurrent_samples, train.tokens_per_microbatch: larger (hone plan RUN.yaml)",
+                confirm="memory/device_frac is low. If it is high, compare with the shares of hone plan.",
+                reads=("memory/device_frac",),
+            ),
+        ),
+        source="busy above 80 % is asked for; an alarm below 50 % ours",
+    ),
+    AlarmRule(
+        name="memory_nearly_full",
+        level="tuning",
+        pattern="device memory is nearly full",
+        metrics=("memory/device_frac",),
+        when=above("memory/device_frac", 0.95),
+        causes=(
+            Cause(
+                name="memory_tight",
+                what="the next longer batch may not fit.",
+                change="train.tokens_per_microbatch: smaller; plan.autotune: true",
+                confirm="hone plan RUN_DIR --compare shows which phase is largest.",
+                reads=("train.tokens_per_microbatch",),
+            ),
+        ),
+        source="75 to 85 % is well used (docs/memory.md); 95 % ours",
+    ),
+    AlarmRule(
+        name="memory_ran_out",
+        level="tuning",
+        pattern="settings were lowered after running out of memory",
+        metrics=("memory/rungs", "memory/redone"),
+        when=above("memory/rungs", 0),
+        of=(1, 1),
+        causes=(
+            Cause(
+                name="memory_tight",
+                what="the run file asks for more memory than there is.",
+                change="the lowered settings, which memory.json lists; hone plan RUN.yaml finds others",
+                confirm="hone plan RUN_DIR --compare.",
+            ),
+        ),
+        source="0 (our former healthy range)",
+    ),
+    AlarmRule(
+        name="advantages_clipped",
+        level="tuning",
+        pattern="many advantages are clipped",
+        metrics=("train/advantage_clipped_frac", "train/advantage_std"),
+        when=above("train/advantage_clipped_frac", 0.05, mean=5),
+        of=(5, 5),
+        causes=(
+            Cause(
+                name="advantage_bound_too_narrow",
+                what="algorithm.advantage_clip is narrow for the spread of the advantages.",
+                change="algorithm.advantage_clip: 5 times train/advantage_std",
+                confirm="Compare train/advantage_std with the bound.",
+                reads=("algorithm.advantage_clip",),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="covariance_clip",
+        level="tuning",
+        pattern="clip_cov removes the gradient of many tokens",
+        metrics=("train/clip_cov_frac",),
+        when=above("train/clip_cov_frac", 0.1),
+        causes=(
+            Cause(
+                name="covariance_bounds_too_wide",
+                what="the bounds of algorithm.clip_cov are wide for this task.",
+                change="algorithm.clip_cov: a smaller share",
+                confirm="The share is at most the first number of algorithm.clip_cov otherwise.",
+                reads=("algorithm.clip_cov",),
+            ),
+        ),
+        source="10 % (our former healthy range)",
+    ),
+)

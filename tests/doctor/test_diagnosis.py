@@ -1,0 +1,155 @@
+"""`hone doctor RUN_DIR` on run folders, and the same alarms in a run that goes."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import hone
+from hone.assemble.alarms import LiveAlarms
+from hone.cli.main import main
+from hone.doctor.rules import RULES
+from hone.errors import ConfigError, StoppedByAlarm
+from hone.observe.events import read_events
+from hone.observe.report import write_report
+from hone.run.diagnosis import diagnose
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))
+from tiny import write_run
+
+SETTINGS = {"train": {"optimizer": {"lr": 1e-2}}, "run": {"precision": "float32"}}
+
+
+def run_folder(folder: Path, values: dict[str, float], steps: int = 20) -> Path:
+    """A run that logged the same line `steps` times, and whose last line is torn."""
+    folder.mkdir(exist_ok=True)
+    (folder / ".identity.json").write_text(json.dumps({"run_file": "run.yaml", "config": SETTINGS}))
+    lines = [json.dumps({"stage": "rl", "step": step, "time_s": step, **values}) for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines) + '{"stage": "rl", "st')
+    return folder
+
+
+def test_the_first_abnormal_metric_with_cause_evidence_change_and_confirmation(tmp_path, capsys):
+    folder = run_folder(tmp_path / "run", {"train/update_kl": 0.5, "rollout/truncated_frac": 0.4})
+    assert main(["doctor", str(folder)]) == 1
+    shown = capsys.readouterr().out
+    for part in (
+        "first abnormal  train/update_kl since rl step 1  [optimisation: update_too_large]",
+        "evidence        train/update_kl = 0.5; alarm: above 0.1",
+        "train.optimizer.lr = 0.01",
+        "likely cause    learning_rate_too_high",
+        "change          train.optimizer.lr: a tenth of it",
+        "to confirm      With a tenth",
+    ):
+        assert part in shown
+    assert "truncation" not in shown, "it is silent under a stronger alarm"
+
+
+def test_all_alarms_and_json(tmp_path, capsys):
+    folder = run_folder(tmp_path / "run", {"train/skipped_steps": 1, "rollout/truncated_frac": 1.0})
+    assert main(["doctor", str(folder)]) == 1
+    first = capsys.readouterr().out
+    assert "gradient_not_finite" in first and "1 more, --all shows them: truncation (step 1)" in first
+    main(["doctor", str(folder), "--all"])
+    assert "no_end_token" in capsys.readouterr().out
+    main(["doctor", str(folder), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["last_steps"] == {"rl": 20}
+    assert [(a["name"], a["cause"], a["since"]) for a in found["alarms"]] == [
+        ("gradient_not_finite", "batch_not_finite", 1),
+        ("truncation", "no_end_token", 1),
+    ]
+
+
+def test_a_healthy_run_has_no_alarm_and_exit_code_0(tmp_path, capsys):
+    assert main(["doctor", str(run_folder(tmp_path / "run", {"rollout/truncated_frac": 0.0}))]) == 0
+    assert capsys.readouterr().out.endswith("no alarm\n")
+
+
+def test_advice_alone_is_no_failure(tmp_path):
+    assert main(["doctor", str(run_folder(tmp_path / "run", {"time/reward_s": 3.0, "time/step_s": 4.0}))]) == 0
+
+
+def test_no_run_no_metrics(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "there is no run here" in capsys.readouterr().err
+    folder = run_folder(tmp_path / "run", {}, steps=0)
+    assert main(["doctor", str(folder)]) == 0
+    assert "no metrics" in capsys.readouterr().out
+
+
+def test_the_report_has_the_alarms_with_their_curve(tmp_path):
+    page = write_report(run_folder(tmp_path / "run", {"rollout/truncated_frac": 0.4})).read_text()
+    data = json.loads(page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
+    (alarm,) = data["alarms"]
+    assert (alarm["name"], alarm["metric"], alarm["stage"]) == ("truncation", "rollout/truncated_frac", "rl")
+
+
+def test_a_stop_on_that_is_no_alarm_is_refused(tmp_path):
+    run_file = write_run(tmp_path)
+    run_file.write_text(run_file.read_text().replace("console: quiet", "console: quiet, stop_on: [truncated]"))
+    with pytest.raises(ConfigError, match=r"observe\.stop_on: has 'truncated', which is no alarm. Did you mean trunc"):
+        hone.train(str(run_file))
+
+
+def test_live_alarms_are_said_recorded_and_stop_the_run(tmp_path):
+    """Alarms that a resumed run has already are followed silently; the next one named in stop_on ends it."""
+    said, recorded, callbacks = [], [], []
+    observer: Any = SimpleNamespace(
+        say=said.append, event=lambda kind, **fields: recorded.append((kind, fields)), call=callbacks.append
+    )
+    stop = asyncio.Event()
+    live = LiveAlarms(SETTINGS, observer, stop_on=["truncation", "rewards_fail"], stop=stop)
+    folder = run_folder(tmp_path / "run", {"rollout/truncated_frac": 0.4})
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text().rpartition("\n")[0] + "\n")
+    live.follow(folder.joinpath("metrics.jsonl"))
+    assert not said and not recorded and not stop.is_set()
+    (take,) = callbacks
+    for step in range(21, 26):
+        take({"stage": "rl", "step": step, "rollout/truncated_frac": 0.0, "reward/exact_fault_frac": 0.5})
+    assert stop.is_set() and live.stopped("resume it").exit_code == 5
+    assert str(live.stopped("resume it")).startswith("stopped by alarm rewards_fail: ")
+    assert recorded == [
+        ("alarm", {"name": "rewards_fail", "stage": "rl", "step": 23, "since": 21, "cause": "reward_code_fails"}),
+        ("alarm_ended", {"name": "truncation", "stage": "rl", "step": 25}),
+    ]
+    assert said[0].startswith("alarm rewards_fail since rl step 21: ") and len(said) == 3
+
+
+@pytest.mark.slow("trains a run and resumes it")
+def test_alarms_of_a_run_go_to_events_and_end_it_with_a_checkpoint(tmp_path):
+    """Half of the untrained responses do not end within four tokens. Resumed, the run is not stopped by an alarm that
+    is active already."""
+    run_file = write_run(tmp_path, save_every=0)
+    run_file.write_text(
+        run_file.read_text()
+        .replace("stages: [sft, rl]", "stages: [rl]")
+        .replace("console: quiet", "console: quiet, stop_on: [truncation]")
+        .replace("eval: {every: 4}", "eval: {every: 0}")
+    )
+    with pytest.raises(StoppedByAlarm, match=r"stopped by alarm truncation.*hone train --resume") as stopped:
+        hone.train(str(run_file))
+    assert stopped.value.exit_code == 5
+    folder = tmp_path / "run"
+    events = list(read_events(folder / "events.jsonl"))
+    (alarm,) = [event for event in events if event["kind"] == "alarm" and event["name"] == "truncation"]
+    assert (alarm["stage"], alarm["since"], alarm["cause"]) == ("rl", 1, "limit_too_low")
+    assert events[-1]["outcome"] == "stopped by alarm truncation"
+    assert list((folder / "checkpoints").iterdir())
+    assert "alarm truncation since rl step 1" in (folder / "logs" / "training.log").read_text()
+    live = [(event["name"], event["since"]) for event in events if event["kind"] == "alarm"]
+    assert live == [(alarm.name, alarm.since) for alarm in sorted(diagnose(folder).alarms, key=lambda a: a.step)]
+
+    hone.train(str(run_file), resume=True)
+    assert diagnose(folder).last_steps == {"rl": 8}
+    again = [event for event in read_events(folder / "events.jsonl") if event.get("name") == "truncation"]
+    assert [event["kind"] for event in again].count("alarm") == 1
+
+
+def test_every_rule_is_in_the_reference():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "alarms.md").read_text()
+    assert all(f"### `{rule.name}`" in page for rule in RULES)

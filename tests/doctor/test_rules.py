@@ -1,0 +1,108 @@
+"""The table of rules: what it names exists, and every rule works on whatever a run logs."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+
+from hone.config import schema
+from hone.doctor.history import History
+from hone.doctor.rules import NAMES, RULES
+from hone.doctor.watch import AlarmWatch, is_read
+from hone.observe.metrics import METRICS, find_metric
+
+
+class Asked(History):
+    """Remembers every metric and setting that it is asked for."""
+
+    def __init__(self):
+        super().__init__("rl", {})
+        self.names_asked: set[str] = set()
+        self.keys_asked: set[str] = set()
+
+    def names(self, pattern: str) -> list[str]:
+        self.names_asked.add(pattern)
+        return super().names(pattern)
+
+    def key(self, name: str) -> Any:
+        self.keys_asked.add(name)
+        return super().key(name)
+
+    def _series_of(self, name: str):
+        self.names_asked.add(name)
+        return super()._series_of(name)
+
+
+def asked_by_every_rule() -> Asked:
+    """With a value for every metric, so that no test ends at the first of its conditions."""
+    history = Asked()
+    for value in (1.0, 0.0, -1.0, 50.0):
+        for step in range(30):
+            history.add(step, {name.replace("<component>", "exact"): value for name in METRICS})
+        for rule in RULES:
+            rule.when.holds(history)
+            for cause in rule.causes:
+                cause.applies(history)
+    return history
+
+
+def test_rules_read_registered_metrics_and_keep_what_they_read():
+    reads = {name for rule in RULES for cause in rule.causes for name in cause.reads if "/" in name}
+    named = reads | {name for rule in RULES for name in rule.metrics}
+    asked = {name.replace("exact", "<component>") for name in asked_by_every_rule().names_asked}
+    assert all(map(find_metric, named | asked))
+    assert not [name for name in asked if not is_read(name.replace("<component>", "exact"))]
+
+
+def test_rules_read_keys_of_the_run_file():
+    named = {name for rule in RULES for cause in rule.causes for name in cause.reads if "/" not in name}
+    assert named | asked_by_every_rule().keys_asked <= set(schema.all_keys()) | {"reward.components"}
+
+
+def test_changes_name_keys_of_the_run_file():
+    known = set(schema.all_keys()) | set(schema.all_sections()) | {"reward.components"}
+    found = {
+        word
+        for rule in RULES
+        for cause in rule.causes
+        for word in re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+\b", cause.change)
+    }
+    sections = {key.partition(".")[0] for key in known}
+    unknown = {w for w in found if w.partition(".")[0] in sections and w not in known}
+    assert unknown <= {"reward.components.timeout_s"}
+
+
+def test_names_are_unique_and_silencers_exist():
+    assert len(set(NAMES)) == len(NAMES) > 40
+    assert {name for rule in RULES for name in rule.silenced_by} <= set(NAMES)
+    for rule in RULES:
+        assert rule.name not in rule.silenced_by and rule.of[0] <= rule.of[1]
+        assert rule.causes[-1].applies(History("rl", {})), f"{rule.name}: the last cause is named where no other is"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_metrics_with_gaps_and_non_finite_values_are_taken(seed):
+    values = random.Random(seed)
+    watch = AlarmWatch({})
+    for step in range(120):
+        names = values.sample(sorted(METRICS), 60)
+        line = {
+            name.replace("<component>", "exact"): values.choice([None, 0, 1.0, -1.0, 1e9, values.random()])
+            for name in names
+        }
+        watch.add({"stage": "rl", "step": step, **line})
+    assert watch.alarms
+
+
+def test_a_calm_run_raises_no_alarm():
+    line = {
+        "rollout/reward_mean": 0.5, "rollout/reward_std": 0.5, "rollout/pass_rate": 0.5, "train/entropy": 0.5,
+        "rollout/zero_std_group_frac": 0.3, "rollout/all_wrong_group_frac": 0.15, "rollout/truncated_frac": 0.01,
+        "rollout/response_tokens_mean": 10.0, "train/grad_norm": 0.3, "train/update_kl": 1e-3, "train/skipped_steps": 0,
+        "train/mismatch_gap": 1e-5, "train/ratio_mean": 1.0, "reward/exact_fault_frac": 0.0, "time/step_s": 1.0,
+    }  # fmt: skip
+    watch = AlarmWatch({"run": {"precision": "float32"}})
+    for step in range(60):
+        watch.add({"stage": "rl", "step": step, **line, "rollout/reward_mean": 0.5 + step / 200})
+    assert watch.alarms == []
