@@ -53,7 +53,7 @@ def test_the_clip_acts_on_the_raw_reward_and_so_bounds_it():
     algorithm = Algorithm(AlgorithmSection(credit="group_mean", reward_clip=(0.0, 1.0)))
     batch, metrics = algorithm.assign(batch_of([100.0, 0.0], [1, 1]))
     assert batch.columns["advantages_T"].tolist() == [0.5, -0.5]  # a clip after the baseline would give 1 and 0
-    assert metrics == {"train/reward_clipped_frac": 0.5}
+    assert metrics["train/reward_clipped_frac"] == 0.5 and metrics["train/advantage_std"] == 0.5
 
 
 def test_the_length_penalty_comes_after_the_clip_and_before_the_baseline():

@@ -23,7 +23,7 @@ from hone.config.run import AlgorithmSection, OptimizerSection
 from hone.data.pack import collate
 from hone.loop.policy import learn
 from hone.train.learner import Learner
-from hone.types import Group, Sample
+from hone.types import Group, Progress, Sample
 
 NEAR = 2e-5
 """Rotary tables and norms are float32 inside Transformers' model."""
@@ -366,7 +366,8 @@ def train(row: AlgorithmSection) -> tuple[list[Step], list[Step], dict[str, floa
         optimizer=OptimizerSection(lr=1e-1),
     )
     steps, critic_steps = steps_of(trainer.policy), steps_of(trainer.critic) if with_critic else []
-    _, metrics = learn(SimpleNamespace(trainer=trainer, algorithm=algorithm), collate(groups()))
+    run = SimpleNamespace(trainer=trainer, algorithm=algorithm, progress=Progress(step=10))
+    _, metrics = learn(run, collate(groups()))
     assert len(steps) == (1 if row.ratio == "none" else 2)
     return steps, critic_steps, metrics
 
