@@ -1,5 +1,7 @@
 """Memory in tests: a gauge that says what it is told, and what torch's allocator really handed out."""
 
+import gc
+
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -25,9 +27,19 @@ class FakeGauge:
 
 
 def allocated(work):
-    """Most bytes that torch's allocator had handed out at once during `work`, beyond those before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        work()
+    """Most bytes that torch's allocator had handed out at once during `work`, beyond those before.
+
+    Garbage is collected before and not during `work`: that would count what was made earlier as given back.
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            work()
+    finally:
+        if was_enabled:
+            gc.enable()
     now = most = 0
     for event in recorded.profiler.kineto_results.events():
         if event.name() == "[memory]":

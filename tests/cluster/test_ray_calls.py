@@ -67,4 +67,4 @@ def test_with_ray_itself_lost_nothing_is_started_again(monkeypatch):
     assert isinstance(said, ClusterLost) and said.exit_code == 3 and lost_process(said) is None
     monkeypatch.setattr(calls, "raylet_lost", calls.lost)
     with pytest.raises(ClusterLost, match="the raylet of this machine"):
-        calls.put([1])
+        calls.shared([1])

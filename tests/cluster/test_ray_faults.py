@@ -70,7 +70,7 @@ def test_an_engine_that_is_killed_costs_nothing_but_time(tmp_path, faultless, la
     found = audit(read_events(tmp_path / "run" / "events.jsonl"))
     assert found.violations == () and found.updates == STEPS
     assert_same_learning(tmp_path / "run", faultless)
-    assert life.nothing_is_left(within_s=10)
+    assert life.nothing_is_left()
 
 
 def test_a_killed_engine_comes_back_and_samples_while_training_goes_on(tmp_path):
@@ -99,7 +99,7 @@ def test_a_killed_engine_comes_back_and_samples_while_training_goes_on(tmp_path)
     assert last["engine/replicas_up"] == 2 and last["engine/published_mib"] > 0
     assert all(last[name] > 0 for name in figures)
     assert audit(read_events(tmp_path / "run" / "events.jsonl")).violations == ()
-    assert life.nothing_is_left(within_s=10)
+    assert life.nothing_is_left()
 
 
 @pytest.mark.parametrize("layout", [APART, COLOCATED], ids=["apart", "in turn"])
@@ -116,7 +116,7 @@ def test_a_killed_rank_has_the_run_go_on_from_its_checkpoint_by_itself(tmp_path,
     found = audit(read_events(tmp_path / "run" / "events.jsonl"))
     assert found.violations == () and found.updates == STEPS
     assert_same_learning(tmp_path / "run", faultless)
-    assert life.nothing_is_left(within_s=10)
+    assert life.nothing_is_left()
 
 
 @pytest.mark.parametrize("who", ["EngineActor", "TrainerRank"])
@@ -134,7 +134,7 @@ def test_a_stopped_process_is_noticed_by_its_heartbeat_and_started_again(tmp_pat
     life.until(lambda: trained(tmp_path) >= then + 3)
     assert life.end(signal.SIGINT) == 130, life.text()
     assert audit(read_events(tmp_path / "run" / "events.jsonl")).violations == ()
-    assert life.nothing_is_left(within_s=10)
+    assert life.nothing_is_left()
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,10 @@ def test_without_ray_itself_a_run_ends_with_a_message_and_goes_on_from_its_check
     life = Life(run_file, *layout, "run.steps=100000")
     life.until(lambda: trained(tmp_path) >= 3)
     life.started(who)[-1].kill()
-    code = life.end(within_s=120)
-    # On a busy machine Ray's own code may end this process first when its raylet is gone (docs/recovery.md).
-    if not (who == "raylet/raylet" and code == 1):
-        assert code == 3, life.text()
-        assert life.text().splitlines()[-1].count("Ray is lost: ") == 1 and "Traceback" not in life.text()
-        assert "--resume` continues from the newest checkpoint" in life.text()
-    assert life.nothing_is_left(within_s=30)
+    assert life.end() == 3, life.text()
+    assert life.text().splitlines()[-1].count("Ray is lost: ") == 1 and "Traceback" not in life.text()
+    assert "--resume` continues from the newest checkpoint" in life.text()
+    assert life.nothing_is_left(within_s=120)
     steps = max(int(folder.name[-6:]) for folder in (tmp_path / "run" / "checkpoints").iterdir()) + 2
     if who == "gcs_server":
         assert steps >= trained(tmp_path) + 1, "the checkpoint was written after Ray was lost"

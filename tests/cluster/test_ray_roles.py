@@ -103,4 +103,4 @@ def test_a_critic_that_dies_is_named_and_started_again(tmp_path, monkeypatch):
     (down,) = events("trainer_down")
     assert "critic rank 0 died" in down["why"]
     assert_same_learning(tmp_path / "run", alone)
-    assert life.nothing_is_left(within_s=20)
+    assert life.nothing_is_left()

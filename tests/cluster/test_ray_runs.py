@@ -99,7 +99,7 @@ def test_a_stopped_run_leaves_nothing_and_goes_on(tmp_path, number):
     life = Life(run_file, *COLOCATED, "run.steps=100000")
     life.until(lambda: has_trained(tmp_path))
     assert life.end(number) == 130, life.text()
-    assert life.nothing_is_left(within_s=1)
+    assert life.nothing_is_left()
     assert "aborted" not in life.text().lower()
     steps = metrics_of(tmp_path / "run")[-1]["step"] + 2
     resumed = Life(run_file, *COLOCATED, f"run.steps={steps}", "--resume")
@@ -128,7 +128,7 @@ def test_a_rank_that_dies_is_named_and_ends_the_run(tmp_path):
     os.kill(life.started("ray::TrainerRank")[-1].pid, signal.SIGKILL)
     assert life.end() == 1
     assert "trainer rank" in life.text() and "died" in life.text()
-    assert life.nothing_is_left(within_s=10)
+    assert life.nothing_is_left()
 
 
 def test_a_run_that_cannot_be_placed_says_so_before_anything_starts(tmp_path, capsys):

@@ -81,7 +81,7 @@ def test_on_devices_of_their_own_they_come_back_when_killed_and_nothing_is_score
     logs = [(run / "logs" / f"judge-{number}.log").read_text() for number in (0, 1)]
     assert all("POST /v1/chat/completions 200" in log for log in logs), "both replicas were asked"
     assert_same_scores(run, beside)
-    assert life.nothing_is_left(within_s=20) and not psutil.pid_exists(other)
+    assert life.nothing_is_left() and not psutil.pid_exists(other)
 
 
 @pytest.mark.parametrize("layout", [APART, TOGETHER], ids=["apart", "in turn"])
@@ -98,7 +98,7 @@ def test_who_scores_goes_on_when_the_trainer_dies(run_file, beside, layout):
     assert life.end() == 0, life.text()
     assert [one.pid for one in read_state(run).services] == judges, "they are those of before"
     assert_same_scores(run, beside)
-    assert life.nothing_is_left(within_s=20)
+    assert life.nothing_is_left()
 
 
 def test_a_killed_run_leaves_no_judge(run_file):

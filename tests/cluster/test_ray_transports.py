@@ -55,7 +55,7 @@ def test_a_killed_engine_joins_the_group_again_and_the_other_is_never_without_we
         "the fault really happened, and no bystander fell with it"
     )
     assert audit(read_events(tmp_path / "run" / "events.jsonl")).violations == ()
-    assert life.nothing_is_left(within_s=10)
+    assert life.nothing_is_left()
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,13 @@ def taken(loaded, make=models.rl_roles):
 
 
 def differ(ours, theirs):
-    return any(abs(ours[phase] - theirs[phase]) > LEAST_BYTES for phase in theirs)
+    """Whether the measurements of a phase, several of each side, lie apart."""
+
+    def gap(phase):
+        one, other = [one[phase] for one in ours], [other[phase] for other in theirs]
+        return max(min(one) - max(other), min(other) - max(one))
+
+    return any(gap(phase) > LEAST_BYTES for phase in theirs[0])
 
 
 def planned(loaded):
@@ -181,8 +187,12 @@ def walked(run_file, first, section, make=models.rl_roles):
                 other = load_config(run_file, [f"{key}={inline(value)}"])
             except ConfigError:
                 continue
-            # Measured twice: a thread of the process may allocate meanwhile.
-            if differ(taken(other, make), before) and differ(taken(other, make), taken(loaded)):
+            once = taken(other, make)
+            if not differ([once], [before]):
+                continue
+            # Measured again, in turn: what another thread allocates meanwhile is no difference.
+            again = [(taken(loaded), taken(other, make)) for _ in range(2)]
+            if differ([once, *(with_it for _, with_it in again)], [before, *(without for without, _ in again)]):
                 moves.add(key)
                 missed |= {f"{key}={value}"} if planned(other) == expected else set()
     return moves, missed

@@ -17,7 +17,17 @@ from hone.reward import code as code_module
 from hone.reward.code import CodeReward
 from hone.reward.resolve import Unusable
 from hone.reward.rewards import Rewards
-from hone.reward.sandbox.base import Call, ProgramEnding, ProgramRun, SandboxFault, SandboxLost, SandboxUnavailable
+from hone.reward.sandbox.base import (
+    Call,
+    Limits,
+    ProgramEnding,
+    ProgramRun,
+    SandboxFault,
+    SandboxLost,
+    SandboxUnavailable,
+    Stdin,
+)
+from hone.reward.sandbox.bubblewrap import Bubblewrap
 from hone.types import Fault, Score
 
 SUMS = [{"stdin": f"{a} {b}\n", "stdout": f"{a + b}\n"} for a, b in ((3, 4), (0, 0), (1, -1), (10, 5))]
@@ -379,6 +389,22 @@ def test_a_sandbox_killed_from_outside_every_time_is_no_score(scored):
     (found,) = scored("import time\ntime.sleep(2)\n" + GOOD, tests=SUMS[:1], meanwhile=kill_all)
     assert (found.value, found.fault) == (None, Fault.INFRA)
     assert len(set(killed)) == 2
+
+
+def test_a_sandbox_killed_from_outside_before_a_test_is_sent_is_no_fault_of_the_program(scored):
+    scored(GOOD)  # or missing
+
+    async def go():
+        sandbox = Bubblewrap(Limits(60, 60.0, 256 << 20, 8, 1 << 16, 8 << 20), num_places=1)
+        await sandbox.start()
+        async with sandbox.open(GOOD) as session:
+            (outer,) = sandboxes()
+            outer.send_signal(signal.SIGKILL)
+            await until(lambda: session._process_fd is None, timeout_s=60.0)
+            with pytest.raises(SandboxFault, match="killed from outside"):
+                await session.run(Stdin("1 2"))
+
+    asyncio.run(go())
 
 
 def test_cancelling_ends_the_sandboxes(scored):

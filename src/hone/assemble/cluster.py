@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from hone.errors import ClusterLost, PlacementError, Stopped
 from hone.loop.run import Offloadable
 from hone.rollout.engine import Engine
 from hone.rollout.router import Router
+from hone.runtime.stopping import unless_stopped
 from hone.train.checkpoint import SavedCheckpoint
 from hone.train.pairs import PairLearner
 from hone.train.trainer import Trainer
@@ -410,15 +411,10 @@ class RayWorkers:
         return sum(device // topology.devices_per_node == machine for devices in beside for device in devices)
 
 
-async def _unless_stopped(job: Job, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises Stopped, and leaves it alone, when the user stops the run first."""
-    working, stopping = asyncio.create_task(work), asyncio.create_task(job.stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            job.services.check()  # a judge that is lost stops the run, too
-            raise Stopped("stopped before the cluster was ready; nothing was trained")
-        return working.result()
-    finally:
-        stopping.cancel()
-        working.cancel()
+async def _unless_stopped(job: Job, work: Awaitable[T]) -> T:
+    """The result of `work`. Raises Stopped when the user stops the run first."""
+    done = await unless_stopped(job.stop, work)
+    if done is None:
+        job.services.check()  # a judge that is lost stops the run, too
+        raise Stopped("stopped before the cluster was ready; nothing was trained")
+    return done.result()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from hone.cluster.ray import lost, raylet_lost
@@ -18,6 +19,8 @@ from hone.memory.gauges import ran_out_of_memory
 CALL_KEY, START_KEY = "cluster.call_timeout_s", "cluster.start_timeout_s"
 GRACE_S = 5.0
 """How long to look for a dead process when another one reports a lost connection."""
+DIRECT_BYTES = 64 << 10
+"""Of an argument; Ray itself puts those above 100 KiB into the object store."""
 
 _killed: dict[str, str] = {}
 """Why this process killed an actor, by Ray's id of it; Ray itself reports only that it was killed."""
@@ -34,11 +37,15 @@ def why_killed(actor: Any) -> str | None:
     return _killed.get(actor._actor_id.hex())
 
 
-def put(value: Any) -> ray.ObjectRef:
-    """`ray.put`, which by itself ends this process when the object store is gone. Raises ClusterLost instead."""
+def shared(value: Any) -> Any:
+    """An argument for a call on several processes: large values are put into the object store once.
+
+    Ray ends this process with exit code 1 when the object store ends during a put, so small values, which a call sends
+    directly, are not put. Raises ClusterLost when the store is gone already.
+    """
     if (why := raylet_lost()) is not None:
         raise ClusterLost(why)
-    return ray.put(value)
+    return value if len(cloudpickle.dumps(value)) <= DIRECT_BYTES else ray.put(value)
 
 
 def wait_for_all(calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float, key: str = CALL_KEY) -> list[Any]:

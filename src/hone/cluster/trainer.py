@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.algo.algorithm import Algorithm
-from hone.cluster.calls import START_KEY, put, why_killed
+from hone.cluster.calls import START_KEY, shared, why_killed
 from hone.cluster.ranks import PendingCalls, RankGroup, close, gather
 from hone.data.pairs import PreferencePair
 from hone.errors import ClusterError, EngineError
@@ -78,7 +78,7 @@ class RemoteLearner:
 
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         """See `Keepable.restore`; each rank reads what it needs from the disk."""
-        saved = put(tensors)
+        saved = shared(tensors)
         asked = [group.ask("call", "restore", saved, rest) for group in self._groups]
         gather(asked, "restore", self._timeout_s)
 
@@ -102,11 +102,11 @@ class RemotePairTrainer(RemoteLearner):
 
     def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """See `PairLearner.update`."""
-        return self._call(self._groups[0], "update", put(pairs))
+        return self._call(self._groups[0], "update", shared(pairs))
 
     def measure(self, pairs: Sequence[PreferencePair]) -> Measured:
         """See `PairLearner.measure`."""
-        return self._call(self._groups[0], "measure", put(pairs))
+        return self._call(self._groups[0], "measure", shared(pairs))
 
 
 class RemoteTrainer(RemoteLearner):
@@ -142,11 +142,11 @@ class RemoteTrainer(RemoteLearner):
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
         """See `Trainer.logprobs`."""
         group = self._reference if reference else self._policy
-        return self._call(group, "logprobs", put(batch), reference=reference, temperature=temperature)
+        return self._call(group, "logprobs", shared(batch), reference=reference, temperature=temperature)
 
     def values(self, batch: Batch) -> Tensor:
         """See `Trainer.values`."""
-        return self._call(self._critic, "values", put(batch))
+        return self._call(self._critic, "values", shared(batch))
 
     def measure(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
         """See `Trainer.measure`. What is apart measures at the same time."""
@@ -154,14 +154,14 @@ class RemoteTrainer(RemoteLearner):
         wanted = {group: [need for need, who in at.items() if need in needs and who is group] for group in self._groups}
         if not any(wanted.values()):
             return {}
-        sent = put(batch)
+        sent = shared(batch)
         asked = [group.ask("call", "measure", sent, some) for group, some in wanted.items() if some]
         found = gather(asked, "measuring", self._timeout_s)
         return {name: column for of_ranks in found for name, column in of_ranks[0].items()}
 
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         """See `Trainer.update`. A critic apart learns at the same time: they share nothing but the batch."""
-        sent = put(batch)
+        sent = shared(batch)
         learning = dict.fromkeys((self._critic, self._policy))
         asked = [group.ask("call", "update", sent, algorithm) for group in learning]
         metrics: dict[str, float] = {}

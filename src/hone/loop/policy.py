@@ -18,6 +18,7 @@ from hone.loop.movement import Movement, is_measured
 from hone.loop.run import PolicyRun, due, now, staleness_shares, summarize
 from hone.reward.rewards import component_metrics
 from hone.rollout.engine import Request
+from hone.runtime.stopping import unless_stopped
 from hone.types import Batch, Group, Prompt
 
 
@@ -46,10 +47,10 @@ async def train_policy(run: PolicyRun) -> None:
         logging_s = 0.0
         while progress.step < run.config.run.steps and not run.stop.is_set():
             started = now()
-            finished = await run.unless_stopped(buffer.take(prompts_per_step, on_drop=run.check_drops))
-            if finished is None:
+            took = await unless_stopped(run.stop, buffer.take(prompts_per_step, on_drop=run.check_drops))
+            if took is None:
                 break
-            taken = now()
+            finished, taken = took.result(), now()
             generated = min(taken, max(started, *(f.generated_at for f in finished)))
             depths = buffer.depths()
             metrics = await update(run, [f.group for f in finished])
@@ -179,7 +180,8 @@ async def evaluate_if_due(run: PolicyRun) -> bool:
         return False
     run.observer.event("evaluating", step=step)
     with run.observer.work("engine", "evaluate"):
-        metrics = await run.unless_stopped(run.evaluate())
+        evaluated = await unless_stopped(run.stop, run.evaluate())
+        metrics = None if evaluated is None else evaluated.result()
     run.observer.event("evaluated", step=step)
     if metrics is None:
         return False

@@ -73,16 +73,6 @@ class Stage(Generic[AnyTrainer]):
     async def in_compute_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.compute, work, *args)
 
-    async def unless_stopped(self, work: Awaitable[T]) -> T | None:
-        """The result of `work`; or None, with `work` cancelled, when a stop is asked for first."""
-        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self.stop.wait())
-        try:
-            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return working.result() if working.done() else None
-        finally:
-            stopping.cancel()
-            working.cancel()
-
     async def save(self) -> None:
         """Write a checkpoint of this very moment; after the one before, if that is still on its way.
 

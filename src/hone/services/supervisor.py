@@ -27,6 +27,7 @@ from hone.config.load import Loaded, load_rewards
 from hone.errors import ServiceError
 from hone.reward.fingerprint import fingerprint
 from hone.reward.http import Address
+from hone.runtime.stopping import unless_stopped
 from hone.services.gpus import Split
 from hone.services.launch import Launch, plan_launches
 from hone.services.log import Excerpt
@@ -164,12 +165,7 @@ class Services:
             for name in [*self._keeping]:
                 await self._services[name].ready.wait()
 
-        ready, stopping = asyncio.ensure_future(all_ready()), asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
-            stopping.cancel()
+        await unless_stopped(self._stop, all_ready())
         self.check()
 
     def check(self) -> None:

@@ -160,6 +160,7 @@ class LocalSession:
         try:
             await asyncio.get_running_loop().sock_sendall(self._channel, _FRAME.pack(len(body), 0) + body)
         except ConnectionError:
+            await self._raise_if_killed_from_outside()
             raise SandboxLost("the sandbox ended") from None
 
     async def _receive(self) -> tuple[Any, bytes]:
