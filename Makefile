@@ -8,6 +8,7 @@ LIGHT  := pydantic ruamel.yaml rapidfuzz typer rich psutil numpy packaging
 SEED   := $(or $(SEED),$(shell date +%s))
 # One more than there are cores, up to 4: a quarter of the tests' time is waiting for processes and services.
 WORKERS := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
+ORDERS := 2 4 1
 STAMP  := $(VENV)/.installed
 RUN    := $(VENV)/bin/python -m
 VLLM       := .venv-vllm
@@ -46,13 +47,14 @@ quickstart: $(STAMP)  ## train, evaluate and report: GRPO on GSM8K's arithmetic,
 test: $(STAMP)  ## the tests a newcomer runs, under 5 minutes
 	$(RUN) pytest -q -m "not slow and not gpu and not vllm" -n $(WORKERS) --dist loadfile
 
+# Workers without work take tests of others: a file with runs on Ray would keep one busy for 20 minutes.
 test-slow: $(STAMP)  ## the tests that take longer than 20 s each, and a longer random search by the property tests
 	$(RUN) pytest -q -m "(slow or property) and not gpu and not vllm" --hypothesis-profile search --timeout 900 \
-	    -n $(WORKERS) --dist loadfile
+	    -n $(WORKERS) --dist worksteal
 
 # Each order on another number of workers; the second run finds a Ray token in the home directory, the others none.
-test-orders: $(STAMP)  ## the tests of `make test` in three random orders, about 15 minutes (SEED=n repeats them)
-	@home=$$(mktemp -d) && trap 'rm -rf "$$home"' EXIT && for workers in 2 4 1; do \
+test-orders: $(STAMP)  ## the tests of `make test` in three random orders, about 17 minutes (SEED=n repeats them)
+	@home=$$(mktemp -d) && trap 'rm -rf "$$home"' EXIT && for workers in $(ORDERS); do \
 	    seed=$$(($(SEED) + workers)); echo "random order $$seed, $$workers workers (make test-orders SEED=$(SEED))"; \
 	    rm -rf "$$home/.ray"; \
 	    if [ $$workers = 4 ]; then mkdir "$$home/.ray" && printf '%064d' $$seed > "$$home/.ray/auth_token"; fi; \

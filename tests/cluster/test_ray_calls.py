@@ -68,3 +68,11 @@ def test_with_ray_itself_lost_nothing_is_started_again(monkeypatch):
     monkeypatch.setattr(calls, "raylet_lost", calls.lost)
     with pytest.raises(ClusterLost, match="the raylet of this machine"):
         calls.shared([1])
+
+
+def test_only_large_arguments_go_through_the_object_store(monkeypatch):
+    """Ray ends the controller when the store ends during a put; a call that sends its argument directly only fails."""
+    monkeypatch.setattr(calls, "raylet_lost", lambda: None)
+    monkeypatch.setattr(calls.ray, "put", lambda value: ("put", len(value)))
+    assert calls.shared(small := b"x" * (calls.DIRECT_BYTES // 2)) is small
+    assert calls.shared(b"x" * calls.DIRECT_BYTES) == ("put", calls.DIRECT_BYTES)

@@ -156,21 +156,13 @@ def ended(tmp_path, number, lives, *, service=None):
 
 
 @pytest.mark.slow("many launchers with services, each an interpreter of its own")
-def test_killed_launchers_leave_nothing_behind(tmp_path):
-    found = ended(tmp_path, "SIGKILL", 5)
-    assert [life["left"] for life in found] == [[]] * 5
-    assert {life["exit"] for life in found} == {-signal.SIGKILL}
-    assert "ready" in {life["doing"] for life in found}, "some of them had a service"
-
-
-@pytest.mark.slow("many launchers with services, each an interpreter of its own")
 @pytest.mark.timeout(1200)
-def test_a_hundred_killed_launchers_leave_nothing_behind(tmp_path):
-    found = ended(tmp_path, "SIGKILL", 100)
+def test_killed_launchers_leave_nothing_behind(tmp_path):
+    found = ended(tmp_path, "SIGKILL", 30)
     assert {life["exit"] for life in found} == {-signal.SIGKILL}, (tmp_path / "lives.log").read_text()[-2000:]
-    assert [life["left"] for life in found] == [[]] * 100
+    assert [life["left"] for life in found] == [[]] * 30
     doing = [life["doing"] for life in found]
-    assert doing.count("ready") > 20 and (None in doing or "starting" in doing), "moments of all kinds"
+    assert doing.count("ready") > 5 and (None in doing or "starting" in doing), "moments of all kinds"
 
 
 @pytest.mark.slow("many launchers with services, each an interpreter of its own")

@@ -120,8 +120,11 @@ def test_a_refusal_is_final(status):
     ids=["html", "deep", "torn", "choices", "no message", "bytes", "flood"],
 )
 def test_nonsense_is_no_rating(body):
-    with endpoint(lambda *_: (200, {}, body)) as (url, asked):
-        assert isinstance(rate(url, timeout_s=0.5)[0], NoRating)
+    for timeout_s in (0.5, 10.0):  # on a busy machine the first may be over before the endpoint is heard
+        with endpoint(lambda *_: (200, {}, body)) as (url, asked):
+            assert isinstance(rate(url, timeout_s=timeout_s)[0], NoRating)
+        if asked:
+            break
     assert asked
 
 
