@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from hone.cluster.ray import lost, raylet_lost
@@ -45,7 +45,7 @@ def shared(value: Any) -> Any:
     """
     if (why := raylet_lost()) is not None:
         raise ClusterLost(why)
-    return value if len(cloudpickle.dumps(value)) <= DIRECT_BYTES else ray.put(value)
+    return value if len(pickle.dumps(value)) <= DIRECT_BYTES else ray.put(value)
 
 
 def wait_for_all(calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float, key: str = CALL_KEY) -> list[Any]:
