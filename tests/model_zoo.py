@@ -82,6 +82,7 @@ TEXT: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 16,
         "n_groups": 2,
         "ssm_state_size": 8,
+        "time_step_limit": [0.0, float("inf")],
     },
     "recurrent_gemma": {**SIZES, "num_hidden_layers": 3, "lru_width": 32},
     "rwkv": {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 96},
@@ -90,6 +91,42 @@ TEXT: dict[str, dict[str, Any]] = {
     "phi": SIZES,
 }
 """Language models: architectures that generate text from text with a decoder."""
+
+SEES = {"depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 32, "out_hidden_size": 32}
+ANGLES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"text_config": {**SIZES, **ANGLES}, "vision_config": SEES},
+    "qwen3_vl": {"text_config": {**SIZES, **ANGLES}, "vision_config": {**SEES, "deepstack_visual_indexes": [0]}},
+    "qwen3_5": {"text_config": {**SIZES, **DELTA_RULE, **MIXED}, "vision_config": SEES},
+    "gemma3": {
+        "text_config": SIZES,
+        "vision_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 32,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        "mm_tokens_per_image": 4,
+    },
+    "t5": {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4},
+    "qwen3 in float8": {"model_type": "qwen3", **SIZES, "quantization_config": {"quant_method": "fp8"}},
+}
+"""Others: with towers for pictures, encoder-decoders, quantized."""
+WITH_ADAPTER = (
+    "qwen3",
+    "gpt2",
+    "gemma2",
+    "qwen3_moe",
+    "glm4_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "lfm2",
+    "mamba2",
+    "jamba",
+)
+"""What is tried with LoRA too: every way in which layers are named and called."""
 
 
 def architecture(model_type: str) -> dict[str, Any]:

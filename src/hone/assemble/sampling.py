@@ -12,7 +12,6 @@ from hone.assemble.memory import engine_knobs
 from hone.config.run import RunConfig
 from hone.data.chat import Tokenizer
 from hone.data.prompts import load_prompts
-from hone.errors import DataError
 from hone.loop.evaluate import evaluate
 from hone.memory.guard import UNGUARDED
 from hone.memory.ladder import Ladder
@@ -24,7 +23,7 @@ from hone.reward.rewards import Component, Rewards, Scorer
 from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env_pool import EnvironmentPool
 from hone.rollout.episodes import EpisodeEngine
-from hone.rollout.local import LocalEngine
+from hone.rollout.local import LocalEngine, refuse_to_compile
 
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
@@ -56,11 +55,8 @@ def embedded_engine(
 ) -> LocalEngine:
     """Hone's own engine; arguments as in `make_engine`."""
     if config.rollout.compile:
-        if not isinstance(model, Decoder):
-            raise DataError(
-                f"rollout.compile = true: {type(model.hf_config).__name__} goes through Transformers' own class, which "
-                "is not compiled. Set rollout.compile=false."
-            )
+        refuse_to_compile(model)
+        assert isinstance(model, Decoder)
         model.compile_inference()
     engine = LocalEngine(
         model,

@@ -37,10 +37,10 @@ from hone.config.derived import correction, longest_tokens, samples_per_update
 from hone.config.load import Loaded
 from hone.config.run import Stage
 from hone.config.topology import judge_services, topology_lines
-from hone.data.chat import load_tokenizer
+from hone.data.chat import Tokenizer, load_tokenizer
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
-from hone.errors import Stopped, StoppedByAlarm
+from hone.errors import DataError, Stopped, StoppedByAlarm
 from hone.loop.policy import train_policy
 from hone.loop.reward_model import RewardModelRun, train_reward_model
 from hone.loop.reward_model import total_steps as pair_steps
@@ -53,6 +53,7 @@ from hone.observe.observer import Observer, OnMetrics
 from hone.reward.resolve import picture_of_responses
 from hone.rollout.router import Router
 from hone.run.folder import RunFolder, identity_of
+from hone.run.trial import starting_architecture, try_model
 from hone.runtime.backoff import Restarts
 from hone.services.supervisor import Services
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
@@ -85,6 +86,7 @@ def train(
     split = claim_devices(config)
     device = set_up_arithmetic(config.run)
     tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
+    refuse_untrainable(loaded, tokenizer)
     settings = config.model_dump(mode="json")
     with RunFolder.open(
         loaded.run_dir,
@@ -168,6 +170,15 @@ def train(
         finally:
             observer.close(outcome)
         return folder.path
+
+
+def refuse_untrainable(loaded: Loaded, tokenizer: Tokenizer) -> None:
+    """Raises DataError for a model whose class engine or trainer cannot run, as `hone check` reports it."""
+    config = loaded.config
+    architecture = starting_architecture(config.model, loaded.run_file.parent, vocab_size=tokenizer.vocab_size)
+    trial = in_new_loop(try_model(config, architecture))
+    if trial.refused:
+        raise DataError(loaded.located(trial.refused))
 
 
 async def run_stages(job: Job, saved: SavedCheckpoint | None, interrupted: threading.Event | None) -> None:

@@ -49,8 +49,13 @@ def device_key(kind: str) -> str:
 
 def path() -> Path:
     """Where it is kept."""
+    return state_folder() / "memory.json"
+
+
+def state_folder() -> Path:
+    """What Hone remembers for a user, from run to run."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "hone" / "memory.json"
+    return Path(state) / "hone"
 
 
 def remember(device: str, phases: Mapping[str, tuple[int, int]]) -> None:

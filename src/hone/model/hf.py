@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,13 @@ class TransformersModel(CausalModel):
         assert head is not None, "AutoModelForCausalLM always has an output layer"
         return head.weight
 
+    @property
+    def body(self) -> Any:
+        """The module that gives hidden states. Llama 4 has it under another name than it says: its `base_model` is the
+        whole."""
+        whole: Any = self.hf
+        return whole.model if whole.base_model is whole else whole.base_model
+
     def hidden(self, layout: Layout) -> Tensor:
         recompute = self.checkpointing != "none" and torch.is_grad_enabled()
         if recompute and self.checkpointing != self._enabled:
@@ -52,7 +60,7 @@ class TransformersModel(CausalModel):
         self.hf.train(recompute)  # Transformers recomputes only in training mode; dropout is 0 in either
         part = self.sequences.rows_of(layout)
         positions = {} if part.position_1l is None else {"position_ids": part.position_1l}
-        out = self.hf.base_model(
+        out = self.body(
             input_ids=layout.token_ids_X[part.index_Rl],
             attention_mask=part.real_RL.long(),
             use_cache=False,
@@ -83,7 +91,7 @@ class TransformersModel(CausalModel):
         """Refuses architectures that do something to their logits that `logprobs.py` would not do."""
         bias = getattr(self.hf.get_output_embeddings(), "bias", None) is not None
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.output_weight.device)
-        hidden = self.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state
         logits = self.hf(input_ids=ids, use_cache=False).logits.float()
         differs = (logits - self.logits(hidden).float()).norm() > 0.02 * logits.norm()
         if bias or differs:

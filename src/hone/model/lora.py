@@ -100,11 +100,14 @@ class PeftAdapter(Adapter):
         except ImportError as error:
             raise DataError(NO_PEFT) from error
         wanted = wanted_layers(settings, linear_layers(model.hf))
+        # In a shell: where peft sees a config it takes names of layers for names of fused experts, which are no layers.
+        shell = nn.ModuleDict({"hf": model.hf})
+        named = [f"hf.{name}" for name, _ in _linear_modules(model.hf) if name.rpartition(".")[2] in wanted]
         base = _fingerprint(model)
-        config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=wanted, lora_dropout=0.0)  # type: ignore[arg-type]
+        config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=named, lora_dropout=0.0)  # type: ignore[arg-type]
         config.fan_in_fan_out = _is_transposed(model.hf)
         with torch.random.fork_rng(devices=[]):
-            inject_adapter_in_model(config, model.hf, adapter_name=PEFT_NAME)
+            inject_adapter_in_model(config, shell, adapter_name=PEFT_NAME)
         self._layers: dict[str, Any] = {
             name: module for name, module in model.hf.named_modules() if isinstance(module, LoraLayer)
         }
@@ -251,10 +254,22 @@ def check_targets(
 
 def linear_layers(hf: Any) -> list[str]:
     """Last parts of the names of a Transformers model's linear layers, without the output layer's."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name, _ in _linear_modules(hf)))
+
+
+def _linear_modules(hf: Any) -> Iterator[tuple[str, nn.Module]]:
     output = hf.get_output_embeddings()
-    kinds = ("Linear", "Conv1D")
-    layers = (name for name, module in hf.named_modules() if type(module).__name__ in kinds and module is not output)
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    for name, module in hf.named_modules():
+        is_linear = type(module).__name__ in ("Linear", "Conv1D") and module is not output
+        if is_linear and hf.config.model_type not in NEVER_CALLED.get(name.rpartition(".")[2], ()):
+            yield name, module
+
+
+NEVER_CALLED = {
+    "dt_proj": ("mamba", "falcon_mamba", "jamba"),
+    "out_proj": ("mamba", "falcon_mamba", "mamba2", "falcon_h1", "nemotron_h"),
+}
+"""Layers of state spaces whose weights some kernel reads past them, so that an adapter beside one would not count."""
 
 
 def _is_transposed(hf: Any) -> bool:

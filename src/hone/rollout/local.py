@@ -206,3 +206,12 @@ def make_stepper(model: CausalModel, max_rows: int, prefill_tokens: int) -> Step
     if isinstance(model, TransformersModel):
         return TransformersStepper(model)
     raise TypeError(f"no way to decode with a {type(model).__name__}")
+
+
+def refuse_to_compile(model: CausalModel) -> None:
+    """Raises DataError for a model that has no decoder of Hone's own, which is what `rollout.compile` compiles."""
+    if not isinstance(model, Decoder):
+        raise DataError(
+            f"rollout.compile = true: {type(model.hf_config).__name__} goes through Transformers' own class, which "
+            "is not compiled. Set rollout.compile=false."
+        )

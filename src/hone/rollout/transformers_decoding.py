@@ -26,7 +26,7 @@ class TransformersStepper:
 
     def __init__(self, model: TransformersModel) -> None:
         self._model = model
-        takes = inspect.signature(model.hf.base_model.forward).parameters
+        takes = inspect.signature(model.body.forward).parameters
         self._takes_positions = "position_ids" in takes
         self._attends = "past_key_values" in takes  # Mamba does not; its state spaces want no mask of past tokens
         self.clear()
@@ -90,7 +90,7 @@ class TransformersStepper:
             named["position_ids"] = position_BX
         if self._attends or token_ids_BX.shape == real_BW.shape:
             named["attention_mask"] = real_BW
-        out = self._model.hf.base_model(input_ids=token_ids_BX, use_cache=True, **named)
+        out = self._model.body(input_ids=token_ids_BX, use_cache=True, **named)
         return self._model.logits(out.last_hidden_state[:, -1])
 
     def _select(self, row_B: Tensor) -> None:

@@ -1,7 +1,7 @@
 """`hone check` beyond the configuration: data, tokenizer, model and rewards, on real rows.
 
-Nothing is trained or sampled. What cannot be looked at here (a hub model without a network) is named as not checked
-instead of being passed over.
+Nothing of the run is trained or sampled; a small model of its class is. What cannot be looked at here (a hub model
+without a network) is named as not checked instead of being passed over.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hone.reward.rewards import Rewards
 from hone.rollout.env_pool import EnvironmentPool
 from hone.run.check_rewards import check_rewards
 from hone.run.report import CheckReport, Findings
+from hone.run.trial import starting_architecture, try_model
 from hone.services.gpus import split_devices, topology_here, visible_devices
 from hone.services.launch import engine_note, plan_launches
 from hone.services.ports import holder, is_free
@@ -53,6 +54,7 @@ async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyTy
     if config.cluster.backend != "local":
         check_placement(config, findings)
     tokenizer = check_tokenizer_and_model(config, folder, findings)
+    await check_class(config, folder, tokenizer, findings)
     if config.critic.path is not None:
         check_critic(config, folder, tokenizer, findings)
     if config.lora.rank > 0:
@@ -117,6 +119,21 @@ def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: Finding
         else:
             findings.problems.append(str(error))
         return None
+
+
+async def check_class(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: Findings) -> None:
+    """Try a small model of the same class in engine and trainer."""
+    try:
+        vocab_size = tokenizer.vocab_size if tokenizer is not None else None
+        architecture = starting_architecture(config.model, folder, vocab_size=vocab_size)
+    except DataError as error:
+        if not findings.problems:
+            findings.not_checked.append(f"whether engine and trainer can run the model: {error}")
+        return
+    trial = await try_model(config, architecture)
+    findings.lines += [f"model: {trial.proven}"] if trial.proven else []
+    findings.problems += [trial.refused] if trial.refused else []
+    findings.not_checked += [trial.untried] if trial.untried else []
 
 
 def check_critic(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: Findings) -> None:

@@ -1,0 +1,147 @@
+"""Miniature of an architecture: the same class with few layers of each kind it has, and narrow ones.
+
+What Hone must know of a class (does it share caches, train, export) does not depend on its size; a miniature answers in
+a second or two on a CPU. Not here: what is tried with it (`run/trial.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+SMALL_ENOUGH, TOO_LARGE = 1_000_000, 40_000_000
+"""Parameters of an architecture that is its own miniature, and of one that would take too long."""
+VOCAB, INNER, EXPERTS = 256, 64, 4
+"""Sizes in a miniature, at most."""
+LEAST_LAYERS = 2
+
+
+def miniature(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig | None:
+    """The config of a small model of the same class, or None where none of the attempts can be built.
+
+    Layers are the first ones, as many as it takes to have one of each kind; then the vocabulary, feed-forward blocks,
+    experts and attention heads become fewer as far as the class allows.
+    """
+
+    def outline(keys: PreTrainedConfig) -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(keys, trust_remote_code=trust_remote_code)
+
+    whole = outline(config)
+    if _size(whole) <= SMALL_ENOUGH:
+        return config
+    for keys in _attempts(config, whole):
+        try:
+            small = type(config).from_dict(keys)
+            if _size(outline(small)) <= TOO_LARGE and _computes(small, trust_remote_code):
+                return small
+        except Exception as e:  # this class wants another ratio of sizes: the next attempt changes fewer of them
+            print(type(e), str(e)[:200])
+            continue
+    return None
+
+
+def _computes(config: PreTrainedConfig, trust_remote_code: bool) -> bool:
+    """Whether the class runs in these sizes; raises whatever it raises if not."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return model.eval()(torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits.isfinite().all().item()
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _attempts(config: PreTrainedConfig, whole: Any) -> Iterator[dict[str, Any]]:
+    """Keys of smaller and smaller changes, the smallest model first."""
+    shallow = _shallow(config, whole)
+    few_words = shallow | _words(shallow)
+    thin = few_words | _inner(few_words)
+    few_experts = thin | _experts(thin)
+    yield few_experts | _heads(few_experts)
+    yield few_experts
+    yield thin | _heads(thin)
+    yield few_words
+    yield shallow
+
+
+def _shallow(config: PreTrainedConfig, whole: Any) -> dict[str, Any]:
+    """Only the first layers, until every kind has come once."""
+    keys, count = config.to_dict(), config.num_hidden_layers
+    stack = next(m for m in whole.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    per_layer = [v for v in keys.values() if isinstance(v, list) and len(v) == count and isinstance(v[0], str)]
+    kinds = [
+        (
+            str([(name, tuple(p.shape)) for name, p in layer.named_parameters()]),
+            str([value[number] for value in per_layer]),
+        )
+        for number, layer in enumerate(stack)
+    ]
+    depth = max(LEAST_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds)))
+    name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    cut = {key: value[:depth] for key, value in keys.items() if isinstance(value, list) and len(value) == count}
+    return keys | cut | ({name: depth} if name in keys else {})
+
+
+def _words(keys: dict[str, Any]) -> dict[str, Any]:
+    size = min(keys["vocab_size"], VOCAB)
+    outside = {
+        key: None
+        for key, value in keys.items()
+        if key in ("pad_token_id", "bos_token_id", "eos_token_id") and not (isinstance(value, int) and value < size)
+    }
+    return {"vocab_size": size, **outside}
+
+
+def _inner(keys: dict[str, Any]) -> dict[str, Any]:
+    names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp")
+    return {
+        key: min(value, INNER)
+        for key, value in keys.items()
+        if isinstance(value, int) and (key in names or key.endswith("_intermediate_size"))
+    }
+
+
+def _experts(keys: dict[str, Any]) -> dict[str, Any]:
+    most = {
+        "num_experts": EXPERTS,
+        "num_local_experts": EXPERTS,
+        "n_routed_experts": EXPERTS,
+        "moe_num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return {key: min(keys[key], size) for key, size in most.items() if isinstance(keys.get(key), int)}
+
+
+def _heads(keys: dict[str, Any]) -> dict[str, Any]:
+    """Fewer heads of the same size, as many of them per key and value head, and as much less of the hidden size and of
+    what goes with it in layers with states."""
+    heads, hidden = (next((n for n in names if n in keys), "") for names in (HEADS, HIDDEN))
+    many, kv_heads = keys.get(heads), keys.get("num_key_value_heads")
+    changed: dict[str, Any] = {}
+    if many is None:
+        factor = max(1, keys[hidden] // INNER // 4)
+    else:
+        few = many // kv_heads if kv_heads and kv_heads != many else next(n for n in (2, 3, 1) if many % n == 0)
+        factor = many // few
+        changed = {heads: few} | ({"num_key_value_heads": few if kv_heads == many else 1} if kv_heads else {})
+    if keys.get("linear_num_key_heads"):
+        changed |= {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2 * keys["linear_num_value_heads"] // keys["linear_num_key_heads"],
+        }
+    sizes = [keys[name] for name in (hidden, *WITH_HIDDEN) if keys.get(name)]
+    if any(size % factor for size in sizes):
+        return {}
+    return changed | {name: keys[name] // factor for name in (hidden, *WITH_HIDDEN) if keys.get(name)}
+
+
+HEADS, HIDDEN = ("num_attention_heads", "n_head"), ("hidden_size", "n_embd")
+WITH_HIDDEN = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_d_ssm", "num_heads", "lru_width")
+"""Sizes of layers with states, which the hidden size must fit."""

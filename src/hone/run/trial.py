@@ -1,0 +1,333 @@
+"""Trial of a model's class before a run: what `hone check` proves, and `hone train` refuses before anything starts.
+
+A miniature of the architecture (`model/miniature.py`) with random weights goes through the run's own engine and trainer
+in float32 on the CPU, and through Transformers' class, which is the reference. The outcome is kept in the user's state
+folder, by everything that it depends on. Not here: the model's files and their weights (`model/load.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+import hone
+from hone.algo.algorithm import Algorithm
+from hone.config.derived import trains_adapter
+from hone.config.run import AlgorithmSection, ModelSection, RunConfig
+from hone.data.chat import can_resolve, resolve_model
+from hone.data.pack import collate
+from hone.errors import DataError, EngineError
+from hone.loop.gate import DEFAULT_GAP, mean_gap
+from hone.memory.calibration import state_folder
+from hone.model.base import CausalModel
+from hone.model.heads import reward_config
+from hone.model.load import init_config, init_model, read_config, save_hf
+from hone.model.lora import add_adapter, merged_copy
+from hone.model.miniature import miniature
+from hone.observe.whole import make_folder, write_whole
+from hone.rollout.engine import Request, Sampling
+from hone.rollout.local import LocalEngine, refuse_to_compile
+from hone.train.learner import Passes
+from hone.train.policy import PolicyTrainer
+from hone.types import Group, Prompt, Sample
+
+PROMPTS = ((3, 1, 4, 1, 5), (2, 7))
+REWARDS = (0.0, 1.0, 0.0, 1.0)
+RESPONSE_TOKENS = 3
+LARGEST_GAP = DEFAULT_GAP["float32"]
+"""Largest mean difference of logprobs, nats: that of the first-step gate."""
+INSTEAD = "Take a decoder-only text model; docs/models.md lists the architectures that are tested"
+
+
+@dataclass(frozen=True)
+class ModelTrial:
+    """What was proven of a class, or why a run of it would fail."""
+
+    proven: str = ""
+    refused: str = ""
+    untried: str = ""
+    """Why nothing was tried."""
+
+
+async def try_model(config: RunConfig, architecture: PreTrainedConfig) -> ModelTrial:
+    """Whether the run's engine and trainer work with models of this architecture.
+
+    Args:
+        architecture: of `model.path` or `model.init`.
+    """
+    if refused := refused_by_config(architecture):
+        return ModelTrial(refused=refused)
+    kept = state_folder() / "models" / f"{_key(config, architecture)}.json"
+    if kept.is_file():
+        return ModelTrial(**json.loads(kept.read_text()))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            outcome = await _trial(config, architecture)
+    except DataError as error:
+        outcome = ModelTrial(refused=str(error))
+    make_folder(kept.parent)
+    write_whole(kept, json.dumps(vars(outcome)))
+    return outcome
+
+
+def starting_architecture(model: ModelSection, folder: Path, *, vocab_size: int | None) -> PreTrainedConfig:
+    """The config of the run file's model; of a hub's model its config.json is fetched, where there is a network.
+
+    Args:
+        folder: of the run file.
+        vocab_size: of the tokenizer, for `model.init`.
+    Raises:
+        DataError: there is no such model, or none that Transformers knows.
+    """
+    if model.init is not None:
+        return init_config(model.init, vocab_size=vocab_size)
+    place = resolve_model(str(model.path), folder)
+    if not Path(place).is_dir():
+        try:
+            place = Path(hf_hub_download(place, "config.json", local_files_only=not can_resolve(ENDPOINT))).parent
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            raise DataError(f"model.path: {model.path}: no config.json ({type(error).__name__}: {error})") from error
+    return read_config(Path(place), trust_remote_code=model.trust_remote_code)
+
+
+def refused_by_config(architecture: PreTrainedConfig) -> str:
+    """Why no model of this config can be trained, as far as the config alone shows; "" if nothing speaks against it."""
+    kind = architecture.model_type
+    if getattr(architecture, "quantization_config", None):
+        return (
+            f"model: {kind} with quantization_config: quantized weights have no gradient that an optimizer could "
+            "apply. Take the model that was quantized; engines may quantize their own copy."
+        )
+    if architecture.is_encoder_decoder:
+        return (
+            f"model: {kind} is an encoder-decoder: its responses do not continue its prompts, so engine, trainer and "
+            f"rewards have no common sequence. {INSTEAD}."
+        )
+    towers = [name for name in ("vision_config", "audio_config") if getattr(architecture, name, None) is not None]
+    if towers:
+        return (
+            f"model: {kind} has {' and '.join(towers)}: Hone trains language models alone and would neither read what "
+            f"they are for nor keep their weights. {INSTEAD}, such as the text model of the same family."
+        )
+    if type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(architecture, "auto_map"):
+        return ""
+    return f"model: Transformers has no causal language model of model_type {kind}. {INSTEAD}."
+
+
+def _key(config: RunConfig, architecture: PreTrainedConfig) -> str:
+    """Hash of all that an outcome depends on."""
+    versions = [hone.__version__, *(version(name) for name in ("torch", "transformers"))]
+    keys = architecture.to_dict()
+    keys.pop("_name_or_path", None)
+    settings = [config.model.implementation, config.model.trust_remote_code, config.lora.model_dump(mode="json")]
+    settings += [config.train.activation_checkpointing, config.rollout.compile, _has_own_engine(config), config.stages]
+    content = json.dumps([keys, settings, versions, _code_hash()], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+@cache
+def _code_hash() -> str:
+    """Of Hone's own files: a version between releases is no version."""
+    files = sorted(Path(hone.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _has_own_engine(config: RunConfig) -> bool:
+    """Whether Hone's engine samples; what another one can do, it says itself when it starts."""
+    return "rl" in config.stages and (config.cluster.engines.use or "hone") == "hone"
+
+
+async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTrial:
+    kind, trust = architecture.model_type, config.model.trust_remote_code
+    with _step(kind, "built"):
+        small = miniature(architecture, trust_remote_code=trust)
+    if small is None:
+        return ModelTrial(untried=f"model: no small copy of {kind} could be built, so its class was not tried")
+    with _step(kind, "built"):
+        model = _random_model(config, small)
+    if config.rollout.compile:
+        refuse_to_compile(model)
+    if "reward_model" in config.stages:
+        reward_config(small, pad_id=None, form="text")
+    has_adapter = any(trains_adapter(config, stage) for stage in config.stages)
+    with _step(kind, "given an adapter" if has_adapter else "trained"):
+        if has_adapter:
+            add_adapter(model, config.lora, seed=0, dtype=torch.float32)
+            assert model.adapter is not None
+            _draw(factor for name, factor in model.adapter.weights() if ".lora_B." in name)
+        trainer = _trainer(config, model)
+    with _step(kind, "exported"):
+        reference, names = _exported(model, trust)
+        merged_copy(model).load_weights(model.named_weights())  # as an engine with weights of its own does
+    own_engine = _has_own_engine(config)
+    groups = _made_up(model.vocab_size)
+    if own_engine:
+        with _step(kind, "sampled from by Hone's engine"):
+            groups = await _sampled(model, [group.prompt for group in groups])
+    batch = collate(groups)
+    batch = batch.with_column("advantages_T", (2 * batch.reward_S - 1).repeat_interleave(batch.length_S))
+    expected_T = _reference_logprobs(reference, groups)
+    with _step(kind, "trained"):
+        found_T = trainer.logprobs(batch)
+    if own_engine:
+        _agree(kind, "Hone's engine", batch.sampler_logprobs_T, expected_T, has_adapter)
+    _agree(kind, "the trainer", found_T, expected_T, has_adapter)
+    with _step(kind, "trained"):
+        metrics = trainer.update(batch, Algorithm(AlgorithmSection()), [np.arange(len(batch.length_S))])
+    if not 0 < metrics["train/grad_norm"] < float("inf"):
+        raise DataError(f"model: {kind} cannot be trained: its gradient has norm {metrics['train/grad_norm']:g}.")
+    who = "engine and trainer compute" if own_engine else "the trainer computes"
+    return ModelTrial(
+        proven=f"{kind} trains{' with an adapter' if has_adapter else ''}: in a miniature of {small.num_hidden_layers} "
+        f"layers {who} Transformers' logprobs, gradients are finite, and Transformers loads the {names} exported"
+    )
+
+
+@contextmanager
+def _step(kind: str, what: str) -> Iterator[None]:
+    """Inside, a class of Transformers' does something; whatever it raises is a reason to refuse it."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as raised:  # boundary: classes raise anything, here or in the engine's worker
+        error = raised.__cause__ if isinstance(raised, EngineError) and raised.__cause__ else raised
+        said = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
+        raise DataError(
+            f"model: {kind} cannot be {what}: its class raises {type(error).__name__}: {said}. {INSTEAD}."
+        ) from raised
+
+
+def _random_model(config: RunConfig, small: PreTrainedConfig) -> CausalModel:
+    keys = small.to_dict()
+    model = init_model(
+        {**keys, "model_type": small.model_type},
+        vocab_size=None,
+        seed=0,
+        dtype=torch.float32,
+        device="cpu",
+        implementation=config.model.implementation,
+    )
+    _draw(weight for _, weight in model.own_weights() if weight.dim() > 1)
+    model.checkpointing = config.train.activation_checkpointing
+    return model
+
+
+@torch.no_grad()
+def _draw(weights: Iterator[Tensor]) -> None:
+    """Weights so large that what a token sees changes what comes next: the usual start would hide a wrong cache."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in weights:
+        weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+
+
+def _trainer(config: RunConfig, model: CausalModel) -> PolicyTrainer:
+    passes = Passes("float32", tokens_per_microbatch=64, logprob_chunk_tokens=8, temperature=1.0)
+    return PolicyTrainer(model, passes, optimizer=config.train.optimizer, total_optimizer_steps=1)
+
+
+def _exported(model: CausalModel, trust_remote_code: bool) -> tuple[Any, int]:
+    """Transformers' own model from an export, and how many weights that has.
+
+    Raises:
+        DataError: it would start some of its weights anew.
+    """
+    weights = list(model.named_weights())
+    with TemporaryDirectory(prefix="hone-trial-") as folder, _without_progress_bars():
+        save_hf(Path(folder) / "hf", model.hf_config, weights)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            Path(folder) / "hf", dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code
+        )
+    reference, report = loaded
+    wrong = sorted({*report["missing_keys"], *report["unexpected_keys"]})
+    if wrong:
+        raise DataError(f"model: {model.hf_config.model_type}: Transformers finds no match for {', '.join(wrong[:3])}.")
+    return reference.eval(), len(weights)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+async def _sampled(model: CausalModel, prompts: Sequence[Prompt]) -> list[Group]:
+    """A group of each prompt: one prefill, samples that fork from it, and steps of decoding."""
+    engine = LocalEngine(model, decode=str, eos_ids=(), max_concurrent=8, timeout_s=120.0)
+    sampling = Sampling(RESPONSE_TOKENS, 1.0, top_k=0, top_p=1.0, min_p=0.0, stop=(), stop_token_ids=())
+    requests = [Request(prompt, len(REWARDS), sampling, seed=0, stream="train") for prompt in prompts]
+    try:
+        sampled = await asyncio.gather(*map(engine.generate, requests))
+    finally:
+        await engine.close()
+    return [Group(prompt, samples).scored({}, REWARDS) for prompt, samples in zip(prompts, sampled, strict=True)]
+
+
+def _made_up(vocab_size: int) -> list[Group]:
+    """Groups that no engine has drawn, for runs whose engine is not Hone's."""
+    groups = []
+    for number, tokens in enumerate(PROMPTS):
+        prompt = Prompt(str(number), number, "", tuple(token % vocab_size for token in tokens))
+        samples = tuple(
+            Sample(
+                prompt_id=prompt.id,
+                index=index,
+                token_ids=tuple((11 * index + 5 * place + number) % vocab_size for place in range(RESPONSE_TOKENS)),
+                sampler_logprobs=(0.0,) * RESPONSE_TOKENS,
+                versions=(0,) * RESPONSE_TOKENS,
+                finish_reason="length",
+                text="",
+            )
+            for index in range(len(REWARDS))
+        )
+        groups.append(Group(prompt, samples).scored({}, REWARDS))
+    return groups
+
+
+@torch.no_grad()
+def _reference_logprobs(reference: Any, groups: Sequence[Group]) -> Tensor:
+    """(T,) of Transformers' forward pass of each sample on its own."""
+    found = []
+    for group in groups:
+        prompt = group.prompt.token_ids
+        for sample in group.samples:
+            ids = torch.tensor([[*prompt, *sample.token_ids]])
+            logprobs = reference(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            found.append(logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0])
+    return torch.cat(found)
+
+
+def _agree(kind: str, who: str, found_T: Tensor, expected_T: Tensor, has_adapter: bool) -> None:
+    gap = mean_gap(found_T, expected_T, torch.ones_like(expected_T))
+    if not gap <= LARGEST_GAP:
+        why = "the class computes otherwise with its cache, or beside other sequences, than alone"
+        if has_adapter:
+            why += ", or past a layer that has an adapter (lora.targets chooses them)"
+        raise DataError(
+            f"model: with {kind}, logprobs of {who} and of Transformers' forward pass of exported weights differ by "
+            f"{gap:.2g} nats (bound {LARGEST_GAP:g}): {why}. {INSTEAD}."
+        )
