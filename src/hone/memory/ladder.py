@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hone.errors import MemoryExhausted
 from hone.memory.gauges import GIB, MIB, Busy, Meter, ran_out_of_memory
 from hone.plan.ledger import Ledger, Moment, gib
 from hone.plan.verdict import describe, shares
+
+if TYPE_CHECKING:
+    from hone.types import Progress
 
 T = TypeVar("T")
 
@@ -144,13 +147,6 @@ class Change:
         return f"out of memory in {where} at step {self.step}, {figures}: {changed}. It is done again; nothing is lost"
 
 
-class FailurePoint(Protocol):
-    """How far the stage is; `types.Progress` is one."""
-
-    stage: str
-    step: int
-
-
 class Ladder:
     """`guard.Guard` of a run.
 
@@ -192,7 +188,7 @@ class Ladder:
         self._autotune, self._say, self._changed, self._busy = autotune, say, changed, busy
         self._lock = threading.RLock()
         self._knobs: dict[str, Knob] = {}
-        self._progress: FailurePoint | None = None
+        self._progress: Progress | None = None
         self._predict: Predict | None = None
         self._next_check_s = 0.0
         self._ceilings: dict[str, int] = {}
@@ -206,7 +202,7 @@ class Ladder:
 
     # ---- a stage begins
 
-    def begin(self, progress: FailurePoint, predict: Predict | None = None) -> None:
+    def begin(self, progress: Progress, predict: Predict | None = None) -> None:
         """Another stage: its knobs are bound anew."""
         with self._lock:
             self._progress, self._predict, self._knobs = progress, predict, {}

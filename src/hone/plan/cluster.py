@@ -19,7 +19,6 @@ from hone.plan.activations import (
     logits_backward_bytes_each,
     logits_forward_bytes,
     made_again_per_token,
-    mask_bytes,
     output_gradient_bytes,
     saved_per_token,
 )
@@ -117,7 +116,7 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     each = saved_per_token(work)
     formula = f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens"
     saved = term("activations", each * arch.layers * tokens, formula, knob)
-    masks = _masks(work, backward=True)
+    masks = local.masks(work, backward=True)
     root = _root(model)
     layers = term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters")
     hidden = term("hidden states", 4 * p * arch.hidden * tokens, f"{4 * p} B x {arch.hidden} x {tokens:,} tokens", knob)
@@ -161,11 +160,6 @@ def _one(layers: Term) -> Term:
     return replace(layers, bytes=layers.bytes // 2, formula=layers.formula.removeprefix("2 x "))
 
 
-def _masks(work: Pass, *, backward: bool) -> Term:
-    size = mask_bytes(work, backward=backward)
-    return term("attention masks", size, f"blocks of {work.tokens:,} queries", "train.tokens_per_microbatch")
-
-
 def _logits(work: Pass, *, trained: bool) -> Iterator[Term]:
     arch, tp = work.architecture, work.tensor_parallel
     knob = "train.logprob_chunk_tokens"
@@ -183,7 +177,7 @@ def forward_moment(phase: str, name: str, model: Trained, held: list[Term]) -> M
     each, knob = forward_per_token(work), "train.tokens_per_microbatch"
     parts = [
         term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob),
-        _masks(work, backward=False),
+        local.masks(work, backward=False),
         _root(model),
         term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters"),
     ]

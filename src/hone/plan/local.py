@@ -277,7 +277,7 @@ def _layer_forward(work: Pass, knob: str = "train.tokens_per_microbatch") -> Ite
     """A layer of a pass without gradients."""
     each = forward_per_token(work)
     yield term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob)
-    yield _masks(work, backward=False)
+    yield masks(work, backward=False)
 
 
 def _loss_forward(work: Pass) -> Iterator[Term]:
@@ -297,16 +297,16 @@ def update_moments(prefix: str, work: Pass, held: list[Term], *, trained: bool) 
     each = saved_per_token(work)
     formula = f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens"
     saved = term("activations", each * arch.layers * tokens, formula, "train.tokens_per_microbatch")
-    kept = [*held, saved, _masks(work, backward=False)]
+    kept = [*held, saved, masks(work, backward=False)]
     if work.has_logits:
         yield moment("update", f"{prefix}loss forward", kept, _loss_forward(work))
         yield moment("update", f"{prefix}loss backward", kept, _loss_backward(work, trained=trained))
-    masks = _masks(work, backward=True)
-    yield moment("update", f"{prefix}layer backward", held, saved, masks, _layer_backward(work, trained=trained))
+    mask = masks(work, backward=True)
+    yield moment("update", f"{prefix}layer backward", held, saved, mask, _layer_backward(work, trained=trained))
     if trained:
         formula = f"{arch.vocab:,} x {arch.hidden}, twice where it is the output layer too, and converted"
         last = term("gradient of embedding", embedding_gradient_bytes(work), formula)
-        yield moment("update", f"{prefix}embedding backward", held, masks, last)
+        yield moment("update", f"{prefix}embedding backward", held, mask, last)
 
 
 def _loss_backward(work: Pass, *, trained: bool) -> Iterator[Term]:
@@ -342,7 +342,8 @@ def _hidden(work: Pass) -> Term:
     return term("hidden states", 3 * p * arch.hidden * tokens, f"{3 * p} B x {arch.hidden} x {tokens:,} tokens")
 
 
-def _masks(work: Pass, *, backward: bool) -> Term:
+def masks(work: Pass, *, backward: bool) -> Term:
+    """Those of one layer's attention."""
     size = mask_bytes(work, backward=backward)
     return term("attention masks", size, f"blocks of {work.tokens:,} queries", "train.tokens_per_microbatch")
 

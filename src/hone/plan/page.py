@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from hone.observe.whole import write_whole
 from hone.plan.ledger import Ledger, gib, percent
 from hone.plan.planner import Plan
 from hone.plan.search import Proposal
@@ -27,18 +28,16 @@ small { opacity: 0.75; }
 
 
 def write_page(path: Path, today: Plan, proposals: Sequence[Proposal], *, title: str) -> None:
-    """Write the page; it is there whole or not at all.
+    """Write the page; arguments as `page`."""
+    write_whole(path, page(today, proposals, title=title))
+
+
+def page(today: Plan, proposals: Sequence[Proposal], *, title: str) -> str:
+    """The page as text.
 
     Args:
         proposals: shown beside today's plan, the one to recommend first.
     """
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(page(today, proposals, title=title), encoding="utf-8")
-    aside.replace(path)
-
-
-def page(today: Plan, proposals: Sequence[Proposal], *, title: str) -> str:
-    """The page as text."""
     parts = [_head(today, title), *(_proposals(today, proposals) if proposals else []), _pictures(today, proposals)]
     parts += [_terms(ledger) for ledger in today.ledgers]
     return (

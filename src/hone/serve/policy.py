@@ -29,6 +29,7 @@ from hone.errors import DataError, EngineError
 from hone.reward.wire import Message
 from hone.rollout import engine as rollout
 from hone.rollout.engine import Sampling, Token, TokenwiseEngine
+from hone.serve.metrics import PolicyMetrics
 from hone.serve.openai import (
     MAX_CHOICES,
     AnswerMessage,
@@ -52,7 +53,6 @@ from hone.serve.openai import (
     SamplingRequest,
     Usage,
 )
-from hone.serve.policy_metrics import PolicyMetrics
 from hone.serve.streaming import GrowingText, News, StreamedChoice, Tell, as_drawn
 from hone.types import Prompt, Sample
 
