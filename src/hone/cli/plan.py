@@ -18,6 +18,7 @@ from hone.config.render import inline
 from hone.config.topology import topology_lines
 from hone.errors import DataError, MemoryExhausted
 from hone.memory.calibration import with_experience
+from hone.observe.whole import write_whole
 from hone.plan.hardware import THIS, find_hardware, in_cluster
 from hone.plan.knobs import whole_run
 from hone.plan.ledger import Ledger, gib, percent
@@ -290,9 +291,7 @@ def write_run_file(path: Path, loaded: Loaded, settings: list[str], chosen: Prop
         _put(tree, key, f"{value}  # from the command line")
     for change in chosen.changes:
         _put(tree, change.key, f"{inline(change.after)}  # was {inline(change.before)}; {change.why}")
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text("\n".join([*lines, *_yaml_lines(tree)]) + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_whole(path, "\n".join([*lines, *_yaml_lines(tree)]) + "\n")
 
 
 def _put(tree: dict[str, Any], key: str, line: str) -> None:
