@@ -46,7 +46,7 @@ def test_the_entrypoint_is_a_run_and_the_pods_are_its_machines(spec):
 
 
 def test_its_page_names_every_place_to_change(spec):
-    page = (ROOT / "docs" / "kubernetes.md").read_text("utf-8")
+    page = (ROOT / "docs" / "jobs.md").read_text("utf-8")
     for place in ("image", "entrypoint", "replicas", "nvidia.com/gpu", "claimName", "sizeLimit", "backoffLimit"):
         assert f"`{place}`" in page
 

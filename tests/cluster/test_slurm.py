@@ -70,6 +70,6 @@ def test_two_raylets_train_and_nothing_is_left(tmp_path_factory):
 
 def test_the_script_is_sound_and_its_page_shows_it():
     assert subprocess.run(["bash", "-n", str(SCRIPT)], timeout=30, check=False).returncode == 0
-    page = (ROOT / "docs" / "slurm.md").read_text("utf-8")
+    page = (ROOT / "docs" / "jobs.md").read_text("utf-8")
     for option in re.findall(r"^#SBATCH (--[\w-]+)", SCRIPT.read_text("utf-8"), flags=re.M):
         assert f"`{option}`" in page, option
