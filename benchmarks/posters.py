@@ -55,7 +55,7 @@ def cases(num_tasks: int) -> dict[str, Callable[[], int]]:
     """Name -> a function that works through posters and returns how many."""
     work = workload(num_tasks)
     whole, bare = PosterSettings(), PosterSettings(visual="none")
-    settings = whole.settings
+    settings = whole
     golds = [Gold.of(read_ground_truth(truth), settings) for truth, _ in work]
     pairs = [(gold, response) for gold, (_, group) in zip(golds, work, strict=True) for response in group]
     posters = [(gold, read_solution(response, gold.poster)) for gold, response in pairs]
@@ -88,7 +88,7 @@ def cases(num_tasks: int) -> dict[str, Callable[[], int]]:
         "structure": lambda: each(structure, posters),
         "render at 512 px": lambda: each(lambda _, poster: render(poster, settings.picture_px), posters),
         "text accuracy": lambda: each(lambda g, p, r: score_accuracy(texts_of(p, r), g.texts), drawn),
-        "lint": lambda: each(lambda _, p, r: lint(p, r), drawn),
+        "lint": lambda: each(lambda g, p, r: lint(p, r, g.rendering), drawn),
         "PNG file (only for a judge or a report)": lambda: each(lambda _, __, r: r.png(), drawn),
         f"a poster of {MAX_LAYERS} layers": lambda: each(measure, [(large, golds[0], settings)]),
         "baseline: difflib on the JSON text": difflib_on_json,

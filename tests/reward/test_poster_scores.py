@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -333,3 +334,9 @@ def test_the_parts_of_the_score_are_metrics_of_their_own(make_group):
     )
     for name in metrics:
         find_metric(name)
+
+
+def test_the_benchmark_runs_on_the_reward_as_it_is():
+    """benchmarks/posters.py; the benchmarks are no package."""
+    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "posters.py"))
+    assert all(work() >= 1 for work in benchmark["cases"](1).values())
