@@ -34,12 +34,12 @@ def run_folder(folder: Path, values: dict[str, float], steps: int = 20) -> Path:
 
 
 def test_the_first_abnormal_metric_with_cause_evidence_change_and_confirmation(tmp_path, capsys):
-    folder = run_folder(tmp_path / "run", {"train/update_kl": 0.5, "rollout/truncated_frac": 0.4})
+    folder = run_folder(tmp_path / "run", {"train/update_kl": 2.5, "rollout/truncated_frac": 0.4})
     assert main(["doctor", str(folder)]) == 1
     shown = capsys.readouterr().out
     for part in (
         "first abnormal  train/update_kl since rl step 1  [optimisation: update_too_large]",
-        "evidence        train/update_kl = 0.5; alarm: above 0.1",
+        "evidence        train/update_kl = 2.5; alarm: above 2",
         "train.optimizer.lr = 0.01",
         "likely cause    learning_rate_too_high",
         "change          train.optimizer.lr: a tenth of it",

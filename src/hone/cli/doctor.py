@@ -1,4 +1,4 @@
-"""`hone doctor`: what is wrong with a run, by its metrics."""
+"""`hone doctor`: what is wrong with a run, by its metrics; without a run, with the machine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hone.run.diagnosis import Diagnosis
 
 EXAMPLES = examples(
+    "hone doctor",
     "hone doctor runs/qwen3-0.6b",
     "hone doctor runs/qwen3-0.6b --all",
     "hone doctor runs/qwen3-0.6b --json",
@@ -25,7 +26,10 @@ WIDTH = 110
 
 
 def doctor(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)],
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN_DIR]", help="Folder of a run. Without: check the machine.", show_default=False),
+    ] = None,
     show_all: Annotated[
         bool, typer.Option("--all", help="Every alarm, with those that ended; not the first alone.")
     ] = False,
@@ -33,8 +37,12 @@ def doctor(
 ) -> None:
     """Say what is wrong with a run: the first abnormal metric, the likely cause, and what to change.
 
-    Exit code 0: no alarm (or advice on tuning alone), 1: an alarm.
+    Without a run: what a run on this machine would trip over. Exit code 0: no alarm (or advice alone) and no problem,
+    1: an alarm or a problem.
     """
+    if run_dir is None:
+        _machine(as_json=as_json)
+        return
     from hone.run.diagnosis import diagnose
 
     found = diagnose(run_dir)
@@ -44,6 +52,19 @@ def doctor(
         for line in lines_of(found, show_all=show_all):
             typer.echo(line)
     if found.is_ill:
+        raise typer.Exit(1)
+
+
+def _machine(*, as_json: bool) -> None:
+    from hone.run.machine import check_machine
+
+    checks = check_machine(Path())
+    if as_json:
+        typer.echo(json.dumps({"format": 1, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        for check in checks:
+            typer.echo(f"{check.state:<8} {check.what:<16} {check.found}{f'. Do: {check.do}' if check.do else ''}")
+    if any(check.state == "problem" for check in checks):
         raise typer.Exit(1)
 
 

@@ -29,6 +29,7 @@ WITH_BEST = ("rollout/pass_rate",)
 class Series:
     """Values of one metric."""
 
+    first: float
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     count: int = 0
     base_sum: float = 0.0
@@ -70,7 +71,7 @@ class History:
         for name, value in values.items():
             series = self._series.get(name)
             if series is None:
-                series = self._series[name] = Series()
+                series = self._series[name] = Series(math.nan if value is None else value)
                 self._families.clear()
             series.add(math.nan if value is None else value)
             if name in WITH_BEST:
@@ -85,6 +86,11 @@ class History:
         """Latest value."""
         series = self._series_of(name)
         return series.recent[-1] if series else math.nan
+
+    def first(self, name: str) -> float:
+        """The very first value."""
+        series = self._series_of(name)
+        return series.first if series else math.nan
 
     def ago(self, name: str, count: int) -> float:
         """The value `count` values before the latest."""

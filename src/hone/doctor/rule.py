@@ -99,7 +99,7 @@ def shrinks(metric: str, factor: float, *, mean: int = 10) -> Condition:
 def spikes(metric: str, factor: float) -> Condition:
     """The latest value is above a multiple of the median of the 50 before it."""
     return Condition(
-        lambda h: any(h.now(name) > factor * h.median(name, 50) for name in h.names(metric)),
+        lambda h: any(h.now(name) > factor * h.median(name, 50) > 0 for name in h.names(metric)),
         f"above {factor:g} times the median of the 50 steps before",
     )
 

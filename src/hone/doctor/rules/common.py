@@ -28,9 +28,14 @@ LENGTH, TRUNCATED, CORRELATION = (
 ENTROPY, NORM = "train/entropy", "train/grad_norm"
 
 
+def moves_far(h: History) -> bool:
+    """An update moves the policy more than is stable. The first two count less: Adam's first steps are large."""
+    return h.now(KL_UPDATE) > 2 or (h.count(KL_UPDATE) > 4 and h.mean(KL_UPDATE, 3) > 0.3)
+
+
 def is_moving_fast(h: History) -> bool:
-    """An update moves the policy more than is stable, as far as that was measured."""
-    return max([*h.recent(KL_UPDATE, 5), 0.0]) > 0.1 or h.mean("train/clip_high_frac", 5) > 0.3
+    """As `moves_far`, or many tokens are clipped."""
+    return moves_far(h) or h.mean("train/clip_high_frac", 5) > 0.3
 
 
 def is_stale(h: History) -> bool:

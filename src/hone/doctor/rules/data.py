@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hone.doctor.history import History
-from hone.doctor.rule import AlarmRule, Cause, above, both, grows, when
+from hone.doctor.rule import AlarmRule, Cause, above, when
 from hone.doctor.rules.common import (
     CORRELATION,
     ENTROPY,
@@ -19,7 +19,6 @@ from hone.doctor.rules.common import (
     SILENT,
     TRUNCATED,
     WRONG,
-    is_rising_by_std,
     was_wrong_from_the_start,
 )
 
@@ -32,7 +31,14 @@ DATA = (
         when=above(WRONG, 0.8, mean=10),
         of=(4, 5),
         after=4,
-        silenced_by=("truncation", "mismatch", "update_too_large", "reward_collapse", "entropy_explosion"),
+        silenced_by=(
+            "truncation",
+            "mismatch",
+            "update_too_large",
+            "reward_collapse",
+            "entropy_explosion",
+            "reward_sign",
+        ),
         causes=(
             Cause(
                 name="prompts_too_hard",
@@ -98,10 +104,18 @@ DATA = (
         level="data",
         pattern="most groups have equal rewards, so they have no gradient",
         metrics=(SILENT, WRONG, RIGHT),
-        when=above(SILENT, 0.6, mean=10),
+        when=above(SILENT, 0.75, mean=10),
         of=(4, 5),
         after=4,
-        silenced_by=("all_wrong", "all_right", "truncation", "entropy_collapse", "update_too_large", "reward_collapse"),
+        silenced_by=(
+            "all_wrong",
+            "all_right",
+            "truncation",
+            "entropy_collapse",
+            "update_too_large",
+            "reward_collapse",
+            "reward_sign",
+        ),
         causes=(
             Cause(
                 name="temperature_too_low",
@@ -127,7 +141,7 @@ DATA = (
                 reads=("reward/<component>_zero_std_group_frac",),
             ),
         ),
-        source=f"half of the groups: {MILES}; 0.6 ours, because a mixture of solved and unsolved prompts is usual",
+        source=f"half of the groups: {MILES}; 0.75 ours, because a mixture of solved and unsolved prompts is usual",
     ),
     AlarmRule(
         name="truncation",
@@ -135,7 +149,7 @@ DATA = (
         pattern="many responses are cut at rollout.max_response_tokens",
         metrics=(TRUNCATED, LENGTH),
         when=above(TRUNCATED, 0.25),
-        silenced_by=("entropy_explosion", "update_too_large"),
+        silenced_by=("entropy_explosion", "update_too_large", "reward_pays_length"),
         causes=(
             Cause(
                 name="no_end_token",
@@ -146,6 +160,25 @@ DATA = (
                 "is too low.",
                 applies=lambda h: was_wrong_from_the_start(h, TRUNCATED, 0.99),
                 reads=("rollout.max_response_tokens",),
+            ),
+            Cause(
+                name="reward_pays_length",
+                what="responses have grown into the limit, because longer ones earn more.",
+                change="reward.components: a lower weight for the component that prefers length",
+                confirm="reward/<component>_variance_share names the component. If its correlation with length is 0, "
+                "responses grow for another reason.",
+                applies=lambda h: h.base(TRUNCATED) < 0.15 and h.mean(CORRELATION, 20) > 0.1,
+                reads=(CORRELATION, "reward/<component>_variance_share"),
+            ),
+            Cause(
+                name="entropy_bonus_too_large",
+                what="the entropy bonus makes responses random, so that they do not end.",
+                change="algorithm.entropy_coef: 0 or 0.001",
+                confirm="train/entropy rose before. Without the bonus the share falls.",
+                applies=lambda h: (
+                    h.number("algorithm.entropy_coef") >= 0.01 and h.mean(ENTROPY, 5) > 1.2 * h.first(ENTROPY)
+                ),
+                reads=("algorithm.entropy_coef", ENTROPY),
             ),
             Cause(
                 name="responses_grow",
@@ -226,9 +259,12 @@ DATA = (
         level="data",
         pattern="longer responses earn more, and responses grow",
         metrics=(CORRELATION, LENGTH),
-        when=both(above(CORRELATION, 0.3, mean=10), grows(LENGTH, 1.15, mean=10)),
+        when=when(
+            "above 0.3 on average of ten, with responses 1.2 times as long as in the first step",
+            lambda h: h.mean(CORRELATION, 10) > 0.3 and h.mean(LENGTH, 5) > 1.2 * h.first(LENGTH),
+        ),
         of=(5, 10),
-        after=15,
+        after=8,
         causes=(
             Cause(
                 name="reward_pays_length",
@@ -266,9 +302,9 @@ DATA = (
         level="data",
         pattern="the reward rises while a component with a negative weight falls",
         metrics=(REWARD,),
-        when=when("rising, and the component below 0.8 times its mean of steps 5 to 20", lambda h: _sign_is_wrong(h)),
-        of=(5, 10),
-        after=15,
+        when=when("rising, and the component below half of its first value", lambda h: _sign_is_wrong(h)),
+        of=(3, 5),
+        after=4,
         causes=(
             Cause(
                 name="weight_negative",
@@ -300,5 +336,7 @@ def _weights(h: History) -> dict[str, float]:
 
 
 def _sign_is_wrong(h: History) -> bool:
+    """Compared with the first step, for a punished success is lost within a few."""
     negative = [f"reward/{name}_mean" for name, weight in _weights(h).items() if weight < 0]
-    return is_rising_by_std(h) and any(h.mean(name, 10) < 0.8 * h.base(name) for name in negative)
+    is_better = h.mean(REWARD, 5) > h.first(REWARD) + 0.2 * h.first("rollout/reward_std")
+    return is_better and any(h.mean(name, 5) < 0.5 * h.first(name) for name in negative)

@@ -143,9 +143,9 @@ LEARNING = (
         level="optimisation",
         pattern="the critic's loss is far above its usual value",
         metrics=("critic/loss",),
-        when=either(above("critic/loss", 10, mean=5), grows("critic/loss", 5, mean=5)),
-        of=(5, 5),
-        after=5,
+        when=either(above("critic/loss", 10), grows("critic/loss", 5, mean=5)),
+        of=(3, 10),
+        after=1,
         silenced_by=("critic_useless", "mismatch"),
         causes=(
             Cause(
@@ -227,7 +227,7 @@ LEARNING = (
         level="optimisation",
         pattern="rewards, and so the loss, are large",
         metrics=("rollout/reward_std", "train/loss"),
-        when=either(above("rollout/reward_std", 10, mean=5), outside("train/loss", -5, 5, mean=5)),
+        when=either(above("rollout/reward_std", 10), outside("train/loss", -5, 5)),
         of=(5, 5),
         after=5,
         causes=(
@@ -370,9 +370,12 @@ LEARNING = (
         level="optimisation",
         pattern="the supervised loss rises",
         metrics=("sft/loss", "sft/grad_norm"),
-        when=grows("sft/loss", 1.3, mean=10),
-        of=(5, 5),
-        after=20,
+        when=either(
+            grows("sft/loss", 1.3, mean=10),
+            when("above 1.5 times its first value", lambda h: h.mean("sft/loss", 3) > 1.5 * h.first("sft/loss")),
+        ),
+        of=(3, 5),
+        after=3,
         causes=(
             Cause(
                 name="learning_rate_too_high",

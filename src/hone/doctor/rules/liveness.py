@@ -76,6 +76,31 @@ LIVENESS = (
         source=f"errors above 5 % sustained: {PRIME}; miles",
     ),
     AlarmRule(
+        name="groups_lost",
+        level="liveness",
+        pattern="whole groups are replaced because too few of their samples could be scored",
+        metrics=("rollout/groups_dropped",),
+        when=when(
+            "above a fifth of train.prompts_per_step, with algorithm.drop_uninformative off",
+            lambda h: (
+                h.mean("rollout/groups_dropped", 5) > 0.2 * h.number("train.prompts_per_step")
+                and not h.key("algorithm.drop_uninformative")
+            ),
+        ),
+        silenced_by=("rewards_fail",),
+        causes=(
+            Cause(
+                name="reward_code_fails",
+                what="a reward component raises errors, or exceeds its timeout, for whole groups.",
+                change="the component's code, or reward.components.timeout_s",
+                confirm="logs/training.log names the most frequent error. If a service is behind it, hone status "
+                "RUN_DIR shows its state.",
+                reads=("train.prompts_per_step", "reward.min_valid_per_group"),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
         name="step_stalls",
         level="liveness",
         pattern="a step took half an hour or more and six times the usual",
