@@ -135,6 +135,20 @@ def test_a_hint_only_where_there_is_a_checkpoint(tmp_path):
         assert f"`hone train --resume '{folder.path}'`" in folder.how_to_go_on()
 
 
+def test_the_hint_names_a_command_that_a_shell_finds(tmp_path, monkeypatch):
+    """`make quickstart` calls .venv/bin/hone, which is not on the PATH."""
+    program = tmp_path / "the bin" / "hone"
+    program.parent.mkdir()
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("sys.argv", [str(program)])
+    with start(tmp_path / "run") as folder:
+        (folder.checkpoints / "step-000003").mkdir(parents=True)
+        assert f"`'{program}' train --resume {folder.path}`" in folder.how_to_go_on()
+        monkeypatch.setenv("PATH", str(program.parent))
+        assert f"`hone train --resume {folder.path}`" in folder.how_to_go_on()
+
+
 def test_only_a_run_that_is_going_on_can_be_stopped(tmp_path):
     start(tmp_path).close()
     with pytest.raises(RunFolderError, match="no run is going on there"):

@@ -19,7 +19,7 @@ from hone.reward.sandbox.bubblewrap import Bubblewrap
 from hone.reward.sandbox.interpreter import Interpreter
 from hone.reward.sandbox.seccomp import seccomp_filter
 
-LIMITS = Limits(cpu_s=2, wall_s=10.0, memory_bytes=512 << 20, processes=8, output_bytes=1 << 16, disk_bytes=8 << 20)
+LIMITS = Limits(cpu_s=20, wall_s=60.0, memory_bytes=512 << 20, processes=8, output_bytes=1 << 16, disk_bytes=8 << 20)
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 X86_64, AARCH64, I386 = 0xC000003E, 0xC00000B7, 0x40000003
 

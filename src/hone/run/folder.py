@@ -31,6 +31,7 @@ from hone.config.run import ServiceSection
 from hone.errors import RunFolderError
 from hone.observe.events import read_events
 from hone.observe.whole import ASIDE, make_folder, set_aside, write_whole
+from hone.runtime.processes import own_command
 
 SAME_NUMBERS = (
     "run.dir",
@@ -240,7 +241,8 @@ class RunFolder:
         """For a user who has stopped the run."""
         if not self.checkpoints.is_dir() or all(path.name.startswith(".") for path in self.checkpoints.iterdir()):
             return "stopped before the first checkpoint"
-        return f"stopped with a checkpoint; `hone train --resume {shlex.quote(str(self.path))}` continues from it"
+        command = f"{own_command()} train --resume {shlex.quote(str(self.path))}"
+        return f"stopped with a checkpoint; `{command}` continues from it"
 
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """The last whole lines of metrics.jsonl, so many at most."""
@@ -409,8 +411,8 @@ def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) 
     if changed:
         raise RunFolderError(
             "\n".join([f"{path}: the run there was made with other settings, so it cannot be resumed:", *changed])
-            + f"\n`hone train --resume {shlex.quote(str(path))}` takes that run's settings; --fresh or run.dir=... "
-            "starts a new one."
+            + f"\n`{own_command()} train --resume {shlex.quote(str(path))}` takes that run's settings; "
+            "--fresh or run.dir=... starts a new one."
         )
 
 

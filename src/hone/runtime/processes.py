@@ -9,10 +9,13 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -23,6 +26,14 @@ def end_with(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:  # it died before the line above
             os._exit(1)
+
+
+def own_command() -> str:
+    """`hone`, or the path that it was called by where a shell would not find it, for commands that users copy."""
+    called = sys.argv[0]
+    if Path(called).name == "hone" and shutil.which("hone") is None:
+        return shlex.quote(called)
+    return "hone"
 
 
 @contextlib.contextmanager
