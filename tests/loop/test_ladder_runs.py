@@ -42,7 +42,7 @@ SITES = {
     "forward and backward": (policy, "train_microbatch", "update", "sft"),
     "optimizer step": (FlatAdamW, "step", "optimizer", "sft"),
     "checkpoint": (Checkpoints, "save", "checkpoint", "sft"),
-    "export": (hone.assemble.stages, "save_hf", "checkpoint", "sft"),
+    "export": (hone.assemble.stages, "hf_folder", "checkpoint", "sft"),
 }
 
 
@@ -93,7 +93,7 @@ def test_the_report_shows_the_plan_moment_by_moment(unfailed):
 @pytest.mark.parametrize("site", SITES)
 def test_a_run_that_fails_once_learns_the_same(tmp_path, monkeypatch, unfailed, site):
     owner, name, phase, stage = SITES[site]
-    calls = fails(monkeypatch, owner, name, 2 if name != "save_hf" else 1)
+    calls = fails(monkeypatch, owner, name, 2 if name != "hf_folder" else 1)
     if stage == "sft" and phase == "checkpoint":  # no engine yet, so there is nothing that could make room
         with pytest.raises(MemoryExhausted, match="out of memory in checkpoint"):
             run(tmp_path)

@@ -80,4 +80,5 @@ def test_sampling_scoring_and_training_take_turns(shared, tmp_path):
     assert main(["train", str(write_run(tmp_path, steps=2)), "stages=[rl]"]) == 0
     wakes, sleeps = ["engine wakes", "judge wakes"], ["engine sleeps", "judge sleeps"]
     step = ["scores", *sleeps, "trains", *wakes]
-    assert shared.happened == [*wakes, *step, *step, "scores"], "begun and ended with an evaluation"
+    # Begun and ended with an evaluation; the export has the devices to itself.
+    assert shared.happened == [*wakes, *step, *step, "scores", *sleeps]

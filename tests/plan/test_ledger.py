@@ -13,6 +13,7 @@ from hone.plan.presets import known_architecture
 EIGHT = find_hardware("8xH100-80G")
 QWEN_8B = 8_190_735_360
 RAY = ("cluster.backend=ray", "cluster.engines.use=vllm")
+APART = "cluster.pools={a: {devices: 4, roles: [policy]}, b: {devices: 4, roles: [rollout]}}"
 
 
 def eager_pass(name, *, tokens, longest=4096, checkpointing="none", loss="naive"):
@@ -172,9 +173,16 @@ def test_an_adapter_has_no_gradient_of_the_output_layer(configured):
     assert "frozen weights" in names
 
 
-def test_an_export_copies_the_weights_on_the_device_and_on_the_host(configured):
-    """`master_weights` copies where they are, `save_hf` to the host."""
-    found = plan(configured(), find_hardware("H200-141G"))
-    for ledger in found.ledgers:
-        exporting = next(moment for moment in ledger.moments if moment.name == "exporting")
-        assert 4 * QWEN_8B in [term.bytes for term in exporting.terms]
+@pytest.mark.parametrize("layout", [(), RAY, (*RAY, APART)], ids=["local", "colocated", "apart"])
+def test_an_export_holds_one_weight_in_every_layout(configured, layout):
+    """Of Qwen3-8B the embedding: 151,936 x 4,096 numbers; all weights are 30.5 GiB."""
+    found = plan(configured(*layout), EIGHT if layout else find_hardware("H200-141G"))
+    exported = [
+        term
+        for ledger in found.ledgers
+        for moment in ledger.moments
+        for term in moment.terms
+        if moment.name == "exporting" and term.name == "exported weight"
+    ]
+    embedding = 4 * 151_936 * 4096
+    assert [term.bytes for term in exported] == [embedding, 2 * embedding]  # gathered there; on the host converted too

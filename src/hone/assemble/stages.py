@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from hone.algo.algorithm import Algorithm
 from hone.assemble.alarms import LiveAlarms
 from hone.assemble.inputs import changed_inputs, input_hashes, refuse_changed_inputs
@@ -48,7 +50,7 @@ from hone.loop.run import PolicyRun
 from hone.loop.sft import SftRun, imitation_rows, total_steps, train_sft
 from hone.loop.supervisor import run_with_restarts
 from hone.memory.ladder import Predict
-from hone.model.load import save_hf
+from hone.model.load import hf_folder
 from hone.observe.observer import Observer, OnMetrics
 from hone.reward.resolve import picture_of_responses
 from hone.rollout.router import Router
@@ -352,6 +354,8 @@ async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> No
     await run.save()
     await run.saved()
     if not job.stop.is_set():
+        if isinstance(run, PolicyRun):
+            await run.offload_others()  # rank 0 gathers weights on a device that an engine may have
         folder = stage_weights(job.folder, job.config, run.progress.stage)
         await job.computed(lambda: save_weights(job, run, folder), phase="checkpoint")
 
@@ -359,7 +363,9 @@ async def finish_stage(job: Job, run: SftRun | RewardModelRun | PolicyRun) -> No
 def save_weights(job: Job, run: SftRun | RewardModelRun | PolicyRun, folder: Path) -> None:
     """What a run trains as a Hugging Face directory; a policy with what ends its responses."""
     eos_ids = () if run.progress.stage == "reward_model" else job.tokenizer.eos_ids
-    save_hf(folder, run.trainer.hf_config, run.trainer.master_weights(), job.tokenizer.hf, eos_ids=eos_ids)
+    dtype = getattr(torch, job.config.checkpoint.export_precision)
+    with hf_folder(folder, run.trainer.hf_config, job.tokenizer.hf, dtype=dtype, eos_ids=eos_ids) as aside:
+        run.trainer.write_weights(aside, dtype)
 
 
 def export_best(job: Job, run: PolicyRun) -> None:

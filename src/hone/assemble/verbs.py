@@ -111,9 +111,9 @@ def export_run(loaded: Loaded, *, to: Path, step: int | None = None, best: bool 
         named = resolve_model(loaded.config.model.path or "", loaded.run_file.parent) if place is None else place
         save_adapter(to, model, str(Path(named).resolve()) if Path(named).is_dir() else str(named))
     else:
-        weights = ((name, w.float()) for name, w in model.named_weights())
         eos_ids = tokenizer.eos_ids if isinstance(model, CausalModel) else ()
-        save_hf(to, model.hf_config, weights, tokenizer.hf, eos_ids=eos_ids)
+        dtype = getattr(torch, loaded.config.checkpoint.export_precision)
+        save_hf(to, model.hf_config, model.named_weights(), tokenizer.hf, eos_ids=eos_ids, dtype=dtype)
     return to
 
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -149,14 +149,28 @@ class TrainerRank:
 
         return await self.computed(call)
 
-    async def weights(self, *, master: bool) -> list[tuple[str, Tensor]] | None:
-        """All weights at once, as they compute or at full precision."""
+    async def weights(self) -> list[tuple[str, Tensor]] | None:
+        """All weights at once, in host memory: a tensor on a device would be unpickled onto the caller's device."""
 
         def gather() -> list[tuple[str, Tensor]] | None:
-            weights = self.held.master_weights() if master else self.held.weights()
-            return list(weights) if self._is_first else _drained(weights)
+            weights = self.held.weights()
+            return [(name, weight.cpu()) for name, weight in weights] if self._is_first else _drained(weights)
 
         return await self.computed(gather)
+
+    async def write_weights(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write the master weights into a folder, one at a time (`Keepable.write_weights`). Raises CheckpointError."""
+
+        def write() -> None:
+            if self._is_first:
+                self.held.write_weights(folder, dtype)
+            else:
+                _drained(self.held.master_weights())
+            if self._seat is not None and self._seat.takes_turns:
+                give_back_memory()
+
+        with self._writing(folder):
+            await self.computed(write)
 
     async def copy_state(self) -> tuple[int, dict[str, Any]]:
         """Copy this rank's part of a checkpoint for `write_copy`. Returns its size, and the state that ranks share."""
@@ -172,8 +186,15 @@ class TrainerRank:
         seat = self._seat
         assert seat is not None, "build comes first"
         stem = "tensors" if seat.group == "trainer" else seat.group.replace(" ", "-")
-        try:
+        with self._writing(folder):
             return await asyncio.to_thread(self._copies.write, folder, seat.rank, seat.world_size, stem)
+
+    @contextlib.contextmanager
+    def _writing(self, folder: Path) -> Iterator[None]:
+        seat = self._seat
+        assert seat is not None, "build comes first"
+        try:
+            yield
         except OSError as error:
             raise CheckpointError(
                 f"{folder}: {seat.group} rank {seat.rank} on {socket.gethostname()} cannot write there: "

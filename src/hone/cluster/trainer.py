@@ -63,9 +63,10 @@ class RemoteLearner:
         assert self._config is not None, "start comes first"
         return self._config
 
-    def master_weights(self) -> list[tuple[str, Tensor]]:
-        """See `Keepable.master_weights`."""
-        return self._gather(master=True)
+    def write_weights(self, folder: Path, dtype: torch.dtype) -> None:
+        """See `Keepable.write_weights`; rank 0 writes, and no weight comes here."""
+        asked = self._groups[0].ask("write_weights", folder.absolute(), dtype)
+        self._answer(asked, f"writing {folder}", self._timeout_s)
 
     def snapshot(self) -> RemoteSnapshot:
         """See `Keepable.snapshot`; copied on each rank. The one before must have been written."""
@@ -85,9 +86,6 @@ class RemoteLearner:
     def close(self) -> None:
         """Kill all ranks; calls in progress are lost."""
         close(self._groups)
-
-    def _gather(self, *, master: bool) -> list[tuple[str, Tensor]]:
-        return self._answer(self._groups[0].ask("weights", master=master), "gathering weights", self._timeout_s)
 
     def _call(self, group: RankGroup, method: str, *args: Any, **named: Any) -> Any:
         return self._answer(group.ask("call", method, *args, **named), method, self._timeout_s)
@@ -200,7 +198,7 @@ class RemoteTrainer(RemoteLearner):
 
     def fetch_weights(self) -> list[tuple[str, Tensor]]:
         """All weights, here. For what is no process of the cluster."""
-        return self._gather(master=False)
+        return self._answer(self._policy.ask("weights"), "gathering weights", self._timeout_s)
 
     def _refresh_reference(self) -> None:
         """Let the reference become the policy."""

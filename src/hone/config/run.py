@@ -369,6 +369,8 @@ class CheckpointSection(Section):
     """Number of checkpoints to keep."""
     best: str | None = key(None)
     """Evaluation metric such as eval/accuracy; the checkpoint where it is highest is kept and exported to hf-best/."""
+    export_precision: Literal["float32", "bfloat16", "float16"] = key("float32")
+    """Number format of exported weights: hf/, hf-best/, and what one stage leaves to the next; float32 is exact."""
 
 
 class ObserveSection(Section):

@@ -20,7 +20,6 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -31,12 +30,13 @@ from hone.model.contents import Contents
 from hone.model.decoder import Decoder, unsupported
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel, without_dropout
+from hone.model.shards import write_weights
 from hone.observe.whole import make_folder, sync, sync_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["describe_model", "init_model", "load_model", "model_folder", "save_hf", "weights_fingerprint"]
+__all__ = ["describe_model", "hf_folder", "init_model", "load_model", "model_folder", "save_hf", "weights_fingerprint"]
 
 Implementation = Literal["auto", "hone", "transformers"]
 
@@ -116,17 +116,46 @@ def save_hf(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     eos_ids: Sequence[int] = (),
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes config.json, model.safetensors and the tokenizer; an existing `folder` is replaced when all is written.
+    """Writes a Hugging Face directory with these weights, which are read one after another.
 
     Args:
+        eos_ids: see `hf_folder`.
+        dtype: of the files; None keeps that of the weights.
+    """
+    stream = iter(weights)
+    first = [next(stream)]
+    with hf_folder(folder, hf_config, tokenizer, dtype=dtype or first[0][1].dtype, eos_ids=eos_ids) as aside:
+        write_weights(aside, _after(first, stream), dtype=dtype)
+
+
+def _after(first: list[tuple[str, Tensor]], others: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """All of these; what is in the list is not kept, as `itertools.chain` would."""
+    yield first.pop()
+    yield from others
+
+
+@contextmanager
+def hf_folder(
+    folder: Path,
+    hf_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    dtype: torch.dtype,
+    eos_ids: Sequence[int] = (),
+) -> Iterator[Path]:
+    """A Hugging Face directory without weights, to write them into (`shards.write_weights`, in this process or in
+    another); an existing `folder` is replaced when all is written.
+
+    Args:
+        dtype: of the weights.
         eos_ids: of a policy, the tokens that end a response: written to config.json and generation_config.json, with
             the tokenizer's padding token, so that Transformers and vLLM stop there too.
     """
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights}
     with replaced_when_whole(folder) as aside:
         config = type(hf_config).from_dict(hf_config.to_dict())
-        config.dtype = next(iter(tensors.values())).dtype
+        config.dtype = dtype
         if eos_ids:
             pad_id = tokenizer.pad_token_id if tokenizer is not None else None
             ids: dict[str, Any] = {
@@ -136,9 +165,9 @@ def save_hf(
             config.update(ids)
             GenerationConfig(**ids).save_pretrained(aside)
         config.save_pretrained(aside)
-        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
+        yield aside
 
 
 @contextmanager

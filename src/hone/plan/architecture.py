@@ -128,6 +128,11 @@ class Architecture:
         return self.active_parameters - (0 if self.tied else self.vocab * self.hidden)
 
     @property
+    def largest_weight(self) -> int:
+        """Parameters of the largest weight, at most: of an embedding, or of a layer's fused experts."""
+        return max(self.vocab * self.hidden, self.layer_parameters if self.experts else 0)
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of the largest layer."""
         moe = self.experts

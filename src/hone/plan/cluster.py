@@ -241,6 +241,7 @@ def pool_moments(pool: PoolPlan, workload: Workload) -> list[Moment]:
         beside = [*held, *_states_of(pool.critic), *_reference(pool)]
         found += update_moments(pool.policy, beside)
         found.append(moment("checkpoint", "saving", held, idle))
+        found.append(moment("checkpoint", "exporting", held, idle, local.exported(pool.policy.architecture, copies=1)))
     if pool.critic:
         found += update_moments(pool.critic, [*held, *_states_of(pool.policy), *_reference(pool)])
     return found
@@ -291,8 +292,8 @@ def host_moments(pools: list[PoolPlan], *, per_node: int) -> list[Moment]:
 
 def _machine(pools: list[tuple[PoolPlan, int]]) -> Iterator[Moment]:
     """What a machine's memory holds, that has so many devices of each pool."""
-    local = sum(devices for _, devices in pools)
-    processes = term("processes", local * PROCESS_BYTES, f"{local} x 3 GiB (estimate)")
+    count = sum(devices for _, devices in pools)
+    processes = term("processes", count * PROCESS_BYTES, f"{count} x 3 GiB (estimate)")
     held: list[Term] = []
     asleep: list[Term] = []
     staged: list[Term] = []
@@ -317,3 +318,7 @@ def _machine(pools: list[tuple[PoolPlan, int]]) -> Iterator[Moment]:
     yield moment("update", "training", processes, held, asleep)
     if any(one.bytes for one in staged):
         yield moment("checkpoint", "saving", processes, held, staged)
+    policies = [pool.policy.architecture for pool, _ in pools if pool.policy]
+    if policies:
+        # Every rank of a machine gathers on its device; one of them, rank 0, writes.
+        yield moment("checkpoint", "exporting", processes, held, local.exported(policies[0], copies=2))

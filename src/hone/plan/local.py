@@ -76,12 +76,11 @@ def local_moments(settings: LocalSettings, workload: Workload) -> tuple[list[Mom
     total = settings.architecture.total_parameters
     process = term("process", PROCESS_BYTES, "Python, torch, Transformers and Hone, measured")
     staged = term("largest tensor", 4 * _trained(settings, workload), "one flat float32 buffer at a time")
-    export = term("exported weights", 4 * total, f"4 B x {total:,} parameters")
     return device, [
         moment("start", "weights read", process, term("weights", 4 * total, f"4 B x {total:,} parameters")),
         moment("rollout", "sampling", process),
         moment("checkpoint", "saving", process, staged),
-        moment("checkpoint", "exporting", process, export),
+        moment("checkpoint", "exporting", process, exported(settings.architecture, copies=2)),
     ]
 
 
@@ -121,8 +120,8 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
         yield from update_moments("critic's ", critic, [*resident, *cache], trained=True)
     yield from update_moments("", work, [*resident, *cache], trained=not workload.adapter_rank)
     yield moment("optimizer", "step", resident, cache)
-    exported = term("exported weights", 4 * total, f"4 B x {total:,} parameters")
-    yield moment("checkpoint", "exporting", resident, cache, exported)
+    copies = 1 if settings.is_gpu else 2
+    yield moment("checkpoint", "exporting", resident, cache, exported(settings.architecture, copies))
 
 
 def _resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
@@ -149,6 +148,12 @@ def _resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
         copies = 1 + bool(workload.max_staleness) + (workload.has_reference and not workload.adapter_rank)
         table = 4 * settings.max_positions * arch.head_dim * (copies + workload.has_critic)
         yield term("rotary tables", table, f"4 B x {settings.max_positions:,} positions x {arch.head_dim}")
+
+
+def exported(architecture: Architecture, copies: int) -> Term:
+    """Weights are exported one at a time: gathered or merged in float32, and converted on the host."""
+    count = architecture.largest_weight
+    return term("exported weight", 4 * copies * count, f"{copies} x 4 B x {count:,} parameters of the largest")
 
 
 def states(prefix: str, count: int, p: int) -> Iterator[Term]:

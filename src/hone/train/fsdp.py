@@ -153,7 +153,7 @@ class ShardedWeights:
 
     def named_master(self) -> Iterator[tuple[str, Tensor]]:
         """See `Weights.named_master`; gathered as `named` does."""
-        return ((name, weight.clone()) for name, weight in self._gathered(self.dtype))
+        return self._gathered(self.dtype)
 
     def _gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         whole: dict[str, Tensor] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.heads import ScalarModel
+from hone.model.shards import write_weights
 from hone.train.optim import StepResult, Weights
 from hone.train.ranks import ALONE, Ranks
 from hone.train.tensor_files import LiveSnapshot, Share
@@ -153,9 +155,13 @@ class Learner(Generic[M]):
         """Content hash of the weights; see `Trainer.fingerprint`."""
         return weights_fingerprint(self.weights())
 
-    def master_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Copies of the float32 master weights; see `Trainer.master_weights`."""
+    def master_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The float32 master weights under their Hugging Face names, valid until the next update."""
         return self.held.named_master()
+
+    def write_weights(self, folder: Path, dtype: torch.dtype) -> None:
+        """See `Keepable.write_weights`; for one process."""
+        write_weights(folder, self.master_weights(), dtype=dtype)
 
     def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
         """Everything needed to continue bit for bit: tensors or this rank's shares of them (live, not copies), and the

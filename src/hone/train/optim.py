@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -57,8 +57,8 @@ class Weights(Protocol):
         """The model's weights as they compute, under their Hugging Face names; valid until the next update."""
         ...
 
-    def named_master(self) -> Iterable[tuple[str, Tensor]]:
-        """Copies of the master weights under their Hugging Face names; merged, where there is an adapter."""
+    def named_master(self) -> Iterator[tuple[str, Tensor]]:
+        """The master weights under their Hugging Face names, merged where there is an adapter; as `named`."""
         ...
 
 
@@ -116,10 +116,18 @@ class FlatWeights:
         """See `Weights.named`; views."""
         return self._model.named_weights()
 
-    def named_master(self) -> list[tuple[str, Tensor]]:
-        """See `Weights.named_master`."""
-        with self._showing_master():
-            return [(name, weight.to(self.dtype, copy=True)) for name, weight in self._model.named_weights()]
+    def named_master(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Weights.named_master`; views of what no adapter changes."""
+        weights = self._model.named_weights()
+        is_merged = isinstance(self._model, CausalModel) and self._model.adapter is not None
+        while True:
+            # The factors of an adapter are read as the weight is made; between two weights others may compute.
+            with self._showing_master() if is_merged else nullcontext():
+                name, weight = next(weights, ("", None))
+            if weight is None:
+                return
+            place = self._places.get(name)
+            yield name, weight.to(self.dtype) if place is None else self.master.as_strided(*place)
 
     @contextmanager
     def _showing_master(self) -> Iterator[None]:

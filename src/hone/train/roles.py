@@ -7,7 +7,8 @@ other layout.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,9 +156,13 @@ class Roles:
         """See `Trainer.fingerprint`."""
         return self.policy.fingerprint()
 
-    def master_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """See `Trainer.master_weights`."""
+    def master_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner.master_weights`."""
         return self.policy.master_weights()
+
+    def write_weights(self, folder: Path, dtype: torch.dtype) -> None:
+        """See `Keepable.write_weights`."""
+        self.policy.write_weights(folder, dtype)
 
     def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
         """The state of all roles here; see `Learner.state`."""

@@ -24,25 +24,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hone.errors import CheckpointError
+from hone.model.shards import DTYPE_NAMES, raw_bytes
 
 _INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 _CHUNK_BYTES = 1 << 24
-
-# The names that the safetensors format gives to dtypes.
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -111,14 +96,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | Share]) -> FileFact
         end = 0
         for name, share in written.items():
             start, end = end, end + share.tensor.numel() * share.tensor.element_size()
-            dtype, shape = _DTYPE_NAMES[share.tensor.dtype], list(share.tensor.shape)
+            dtype, shape = DTYPE_NAMES[share.tensor.dtype], list(share.tensor.shape)
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # data starts aligned
         file.write(len(text).to_bytes(8, "little") + text)
         for share in written.values():
-            raw = share.tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-            file.write(raw.numpy().data)
+            file.write(raw_bytes(share.tensor))
 
     return write_synced(path, content)
 

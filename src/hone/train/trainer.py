@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,8 +35,12 @@ class Keepable(Protocol):
         """What describes the policy on disk."""
         ...
 
-    def master_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Copies of the weights at full precision, under their Hugging Face names."""
+    def write_weights(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write the weights at full precision, rounded to `dtype`, under their Hugging Face names; see `shards`.
+
+        Args:
+            folder: exists, and is seen under this path by every process of the trainer.
+        """
         ...
 
     def snapshot(self) -> Snapshot:

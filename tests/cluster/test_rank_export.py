@@ -1,0 +1,74 @@
+"""Weights that leave a trainer's rank: in host memory or on the disk, never on its device."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hone.cluster import actors
+from hone.cluster.actors import Seat, TrainerRank
+from hone.model.load import read_weights
+from hone.model.shards import write_weights
+
+
+class Learner:
+    """Has two weights on a device, and counts how many of them were gathered."""
+
+    hf_config = None
+
+    def __init__(self, device):
+        self.device, self.gathered = device, 0
+
+    def weights(self):
+        for name, size in (("a", 3), ("b", 5)):
+            self.gathered += 1
+            yield name, torch.ones(size, dtype=torch.bfloat16, device=self.device)
+
+    def master_weights(self):
+        return ((name, weight.float()) for name, weight in self.weights())
+
+    def write_weights(self, folder, dtype):
+        write_weights(folder, self.master_weights(), dtype=dtype)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    monkeypatch.setattr(actors, "end_with_ray", lambda: None)  # this process is no actor
+
+    async def built(number, device):
+        learner = Learner(device)
+
+        @contextmanager
+        def make(seat):
+            yield learner
+
+        rank = TrainerRank(60.0)
+        await rank.build(make, Seat(number, 2, "file:///unused"))
+        return rank, learner
+
+    return built
+
+
+async def test_rank_0_writes_and_the_others_gather_with_it(built, tmp_path):
+    for number in (0, 1):
+        rank, learner = await built(number, "cpu")
+        assert await rank.write_weights(tmp_path, torch.float32) is None
+        assert learner.gathered == 2
+    assert {name: weight.tolist() for name, weight in read_weights(tmp_path)} == {"a": [1.0] * 3, "b": [1.0] * 5}
+
+
+@pytest.mark.parametrize("leaves", ["written", "sent"])
+async def test_no_weight_leaves_a_rank_on_its_device(built, tmp_path, leaves):
+    """Device `meta` stands for a GPU: it refuses a copy to the host, so one is tried, and nothing else gets out."""
+    rank, _ = await built(0, "meta")
+    with pytest.raises(NotImplementedError, match="meta"):
+        await (rank.write_weights(tmp_path, torch.float32) if leaves == "written" else rank.weights())
+    other, learner = await built(1, "meta")  # gathers on its device, and returns nothing
+    assert await (other.write_weights(tmp_path, torch.float32) if leaves == "written" else other.weights()) is None
+    assert learner.gathered == 2
+
+
+async def test_a_folder_that_a_rank_cannot_write_is_named(built, tmp_path):
+    rank, _ = await built(0, "cpu")
+    with pytest.raises(actors.CheckpointError, match=r"nowhere.*rank 0.*a disk that all machines see"):
+        await rank.write_weights(tmp_path / "nowhere", torch.float32)
