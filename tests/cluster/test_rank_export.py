@@ -1,6 +1,8 @@
 """Weights that leave a trainer's rank: in host memory or on the disk, never on its device."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ def built(monkeypatch):
         learner = Learner(device)
 
         @contextmanager
-        def make(seat):
+        def make(seat: Seat) -> Iterator[Any]:
             yield learner
 
         rank = TrainerRank(60.0)

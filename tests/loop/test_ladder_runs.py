@@ -66,6 +66,12 @@ def run(folder, *overrides, run_file=None, **options):
     return folder / "run"
 
 
+def record_of(folder):
+    record = Record.read(folder)
+    assert record is not None
+    return record
+
+
 def weights(folder):
     return load_file(folder / "hf" / "model.safetensors")
 
@@ -100,7 +106,7 @@ def test_a_run_that_fails_once_learns_the_same(tmp_path, monkeypatch, unfailed, 
         return
     folder = run(tmp_path)
     assert len(calls) > 2
-    record = Record.read(folder)
+    record = record_of(folder)
     assert [(change.phase, change.stage) for change in record.changes] == [(phase, stage)]
     assert_same_run(folder, unfailed)
 
@@ -108,14 +114,14 @@ def test_a_run_that_fails_once_learns_the_same(tmp_path, monkeypatch, unfailed, 
 def test_a_checkpoint_of_rl_that_fails_makes_room_and_is_written(tmp_path, monkeypatch, unfailed):
     fails(monkeypatch, Checkpoints, "save", 9)  # the second of RL, after seven of imitation
     folder = run(tmp_path)
-    assert [(c.phase, c.stage, c.step, c.key) for c in Record.read(folder).changes] == [("checkpoint", "rl", 3, ROWS)]
+    assert [(c.phase, c.stage, c.step, c.key) for c in record_of(folder).changes] == [("checkpoint", "rl", 3, ROWS)]
     assert_same_run(folder, unfailed)
 
 
 def test_evaluation_before_the_first_step(tmp_path, monkeypatch, unfailed):
     fails(monkeypatch, DecoderStepper, "advance", 1)
     folder = run(tmp_path)
-    change = Record.read(folder).changes[0]
+    change = record_of(folder).changes[0]
     assert (change.step, change.phase, change.moment) == (1, "rollout", "sampling")
     assert_same_run(folder, unfailed)
 
@@ -126,9 +132,9 @@ def test_the_record_is_complete_and_a_resumed_run_keeps_the_rungs(tmp_path, monk
     monkeypatch.setattr("hone.observe.observer.Observer.say", lambda self, message: said.append(message))
     folder = run(tmp_path, "run.steps=2")
     assert len(calls) > 9
-    [change] = Record.read(folder).changes
+    [change] = record_of(folder).changes
     assert (change.phase, change.stage, change.step) == ("update", "rl", 1)
-    assert change.predicted_bytes > 0
+    assert (change.predicted_bytes or 0) > 0
     assert change.detail == str(OUT_OF_MEMORY)
     assert change.sentence in said
     assert change.sentence.startswith("out of memory in update (")
@@ -139,7 +145,7 @@ def test_the_record_is_complete_and_a_resumed_run_keeps_the_rungs(tmp_path, monk
     assert any("measured beside planned" in message for message in said)
 
     resumed = run(tmp_path, "run.steps=3", run_file=tmp_path / "tiny.yaml", resume=True)
-    record = Record.read(resumed)
+    record = record_of(resumed)
     assert record.changes == [change]
     assert "# ladder, rl step 1" in (folder / "run.yaml").read_text()
     assert RunFolder.read(folder).identity()["train"] == {
@@ -156,7 +162,7 @@ def test_exit_code_4_and_no_loop_when_nothing_helps(tmp_path, monkeypatch):
     message = str(error.value)
     assert "out of memory in rollout (sampling) at rl step 1" in message
     assert "peak" in message and "process" in message  # the plan's sentence
-    record = Record.read(tmp_path / "run")
+    record = record_of(tmp_path / "run")
     assert {change.key for change in record.changes} == {ROWS, PREFILL}
     assert len(record.changes) <= 4 + 3
 
@@ -180,7 +186,7 @@ def test_a_critic_is_not_trained_twice(tmp_path, monkeypatch, site):
         calls = fails(monkeypatch, policy, "train_microbatch", 1)
     folder = run(tmp_path / "b", *ppo)
     assert len(calls) > 2
-    assert len(Record.read(folder).changes) == 1
+    assert len(record_of(folder).changes) == 1
     assert_same_run(folder, unfailed)
 
 
@@ -188,7 +194,7 @@ def test_weights_are_published_again(tmp_path, monkeypatch):
     calls = fails(monkeypatch, Decoder, "load_weights", 4)  # the first two make the models
     folder = run(tmp_path, "stages=[rl]", "rollout.max_staleness=1")
     assert len(calls) > 2
-    assert [change.phase for change in Record.read(folder).changes] == ["publish"]
+    assert [change.phase for change in record_of(folder).changes] == ["publish"]
 
 
 @pytest.mark.slow("whole runs, close to another test")
@@ -203,7 +209,7 @@ def test_a_reward_model_fails_in_both_of_its_passes(tmp_path, monkeypatch):
     calls = fails(monkeypatch, PairTrainer, "_accumulate", 2)
     folder = run(tmp_path / "b", *stages, f"run.dir={tmp_path}/b/run", run_file=run_file)
     assert len(calls) > 2
-    assert {change.phase for change in Record.read(folder).changes} == {"update", "logprobs"}
+    assert {change.phase for change in record_of(folder).changes} == {"update", "logprobs"}
     ours, theirs = weights(folder), weights(unfailed)
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < SAME
 
@@ -250,7 +256,7 @@ def test_a_budget_is_kept_by_climbing_down(tmp_path):
     assert training > found["rollout"] + (100 << 20), "training is what takes the memory"
     held = in_a_process(run_file, f"run.dir={tmp_path}/held", f"plan.memory_budget_gib={budget / GIB}")
     assert held.returncode == 0, held.stderr
-    record = Record.read(tmp_path / "held")
+    record = record_of(tmp_path / "held")
     assert {change.phase for change in record.changes} <= {"logprobs", "update"}
     assert {change.key for change in record.changes} <= {TOKENS, CHUNK, RECOMPUTE}
     assert record.changes
@@ -270,7 +276,7 @@ def test_autotune_raises_rows_and_tokens_and_learns_the_same(tmp_path):
     slow = ("rollout.max_concurrent_samples=4", "train.tokens_per_microbatch=32", "run.steps=8", "eval.every=0")
     fixed = run(tmp_path / "a", *slow)
     tuned = run(tmp_path / "b", *slow, "plan.autotune=true", "plan.memory_budget_gib=64")
-    changes = Record.read(tuned).changes
+    changes = record_of(tuned).changes
     assert {change.reason for change in changes} == {"room"}
     assert changes[0].key == ROWS
     assert (changes[0].old, changes[0].new) == (4, 6)

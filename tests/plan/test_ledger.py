@@ -2,7 +2,7 @@
 
 import pytest
 
-from hone.plan.activations import Pass, saved_per_token
+from hone.plan.activations import Checkpointing, Loss, Pass, saved_per_token
 from hone.plan.architecture import GIB
 from hone.plan.cluster import Trained, update_moments
 from hone.plan.hardware import find_hardware
@@ -16,7 +16,7 @@ RAY = ("cluster.backend=ray", "cluster.engines.use=vllm")
 APART = "cluster.pools={a: {devices: 4, roles: [policy]}, b: {devices: 4, roles: [rollout]}}"
 
 
-def eager_pass(name, *, tokens, longest=4096, checkpointing="none", loss="naive"):
+def eager_pass(name, *, tokens, longest=4096, checkpointing: Checkpointing = "none", loss: Loss = "naive"):
     arch = known_architecture(name)
     assert arch
     return Pass(arch, "transformers", 2, tokens, tokens, longest, checkpointing=checkpointing, loss=loss)

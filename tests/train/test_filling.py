@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from hone.model.load import save_hf
 
 UNTIED = {"tie_word_embeddings": False}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,7 @@ def folder(tmp_path_factory):
         pytest.param(Case("transformers", critic=True), id="transformers"),
         pytest.param(Case("transformers", lora=True, keys=UNTIED), id="transformers, adapter"),
         pytest.param(Case("transformers", mesh={"tensor_parallel": 2}), id="transformers, tensor parallel"),
+        pytest.param(Case("transformers", keys=EXPERTS, precision="bfloat16"), id="transformers, experts"),
     ],
 )
 def test_filled_ranks_hold_what_whole_models_would_give_them(pair, case):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import LogitMap
 from hone.model.recompute import Checkpointing, contexts
+from hone.model.repository_names import NamedPart, repository_parts
 
 
 class TransformersModel(CausalModel):
@@ -28,6 +30,8 @@ class TransformersModel(CausalModel):
     def __init__(self, hf: PreTrainedModel, hf_config: PreTrainedConfig) -> None:
         super().__init__()
         self.hf = hf.eval()
+        # What reading this directory took; without it Transformers converts names as its repository has them.
+        self.hf._weight_conversions = None  # type: ignore[assignment]
         self.hf_config = hf_config
         self.logit_map = LogitMap.of(hf_config.get_text_config(decoder=True))
         self.vocab_size = self.output_weight.shape[0]
@@ -69,15 +73,31 @@ class TransformersModel(CausalModel):
         return part.dealt(out.last_hidden_state.flatten(0, 1).index_select(0, part.needed_W))
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        seen: set[int] = set()
-        for name, weight in self._state().items():
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                yield name, weight.detach()
+        for name, weight in self._distinct().items():
+            for part in self._parts[name]:
+                yield part.name, part.of(weight.detach())
 
     @property
     def aliases(self) -> set[str]:
-        return self._state().keys() - dict(self.own_weights()).keys()
+        return self._state().keys() - self._distinct().keys()
+
+    def buffers_by_name(self) -> dict[str, Tensor]:
+        """The module's buffers; one that `own_weights` has too under the same name."""
+        own = {id(weight): self._parts[name][0].name for name, weight in self._distinct().items()}
+        return {own.get(id(buffer), name): buffer for name, buffer in self.hf.named_buffers()}
+
+    @cached_property
+    def _parts(self) -> dict[str, list[NamedPart]]:
+        """What the module's weights are in the model's repository."""
+        return repository_parts(self.hf, self._distinct())
+
+    def _distinct(self) -> dict[str, Tensor]:
+        """The module's weights without aliases."""
+        first: dict[int, str] = {}
+        state = self._state()
+        for name, weight in state.items():
+            first.setdefault(id(weight), name)
+        return {name: state[name] for name in first.values()}
 
     def _state(self) -> dict[str, Tensor]:
         """The module's own weights and their aliases, under the names that they had before peft wrapped layers."""

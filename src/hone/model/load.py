@@ -267,7 +267,7 @@ def _transformers_model(
 def _made_whole(make: Callable[[], PreTrainedModel], config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
     """Weights and buffers of a Transformers model."""
     model = TransformersModel(make(), config)
-    yield from ({**dict(model.hf.named_buffers()), **dict(model.own_weights())}).items()
+    yield from {**model.buffers_by_name(), **dict(model.own_weights())}.items()
 
 
 def _init_transformers(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
@@ -307,6 +307,20 @@ def _random_weights(shapes: Mapping[str, torch.Size], seed: int, std: float) -> 
             yield name, torch.ones(shape)
         else:
             yield name, torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def exported_shapes(
+    config: PreTrainedConfig, *, implementation: Implementation = "auto", trust_remote_code: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights that a model of this config publishes and exports, without its weights."""
+    model: CausalModel
+    if is_ours(config, implementation):
+        model = Decoder(config, dtype=torch.float32, device="meta")
+    else:
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = TransformersModel(hf, config)
+    return {name: tuple(weight.shape) for name, weight in model.own_weights()}
 
 
 def weight_files(folder: Path) -> list[Path]:

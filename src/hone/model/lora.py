@@ -104,6 +104,7 @@ class PeftAdapter(Adapter):
         shell = nn.ModuleDict({"hf": model.hf})
         named = [f"hf.{name}" for name, _ in _linear_modules(model.hf) if name.rpartition(".")[2] in wanted]
         base = _fingerprint(model)
+        own = {name.removesuffix(".weight") for name, _ in model.own_weights()}
         config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=named, lora_dropout=0.0)  # type: ignore[arg-type]
         config.fan_in_fan_out = _is_transposed(model.hf)
         with torch.random.fork_rng(devices=[]):
@@ -111,6 +112,12 @@ class PeftAdapter(Adapter):
         self._layers: dict[str, Any] = {
             name: module for name, module in model.hf.named_modules() if isinstance(module, LoraLayer)
         }
+        renamed = sorted(self._layers.keys() - own)
+        if renamed:
+            raise DataError(
+                f"lora.targets: {renamed[0]} of {model.hf_config.model_type} has another name in the model's "
+                "repository, so an adapter of it cannot be merged. Take it out of lora.targets."
+            )
         self.transposed = config.fan_in_fan_out
         super().__init__(settings, base, tuple(self._layers))
 

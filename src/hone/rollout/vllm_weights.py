@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from hone.errors import EngineError
 from hone.model.fingerprint import Fingerprint
-from hone.model.load import weight_shapes
+from hone.model.load import Implementation, exported_shapes, weight_shapes
 
 PART_BYTES = 256 * 2**20
 """New weights are handed to vLLM's workers in parts of about this size."""
@@ -21,6 +22,31 @@ def published_shapes(folder: Path, *, is_tied: bool) -> dict[str, tuple[int, ...
     extra = ("lm_head.weight",) if is_tied else ()
     shapes = weight_shapes(folder).items()
     return {name: shape for name, shape in shapes if name not in extra and not name.endswith("rotary_emb.inv_freq")}
+
+
+def publishing_problem(
+    folder: Path,
+    config: PreTrainedConfig,
+    *,
+    implementation: Implementation = "auto",
+    trust_remote_code: bool = False,
+) -> str | None:
+    """Why weights that a trainer of this model publishes would be refused by an engine started from its directory.
+
+    Reads headers and makes the model on device `meta`; no weights. Raises DataError as `load_model`.
+    """
+    ours = exported_shapes(config, implementation=implementation, trust_remote_code=trust_remote_code)
+    theirs = published_shapes(folder, is_tied=config.tie_word_embeddings)
+    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if not differing:
+        return None
+    some = [
+        f"{name} ({ours.get(name, 'none')} of the trainer, {theirs.get(name, 'none')} here)" for name in differing[:3]
+    ]
+    return (
+        f"{folder}: {len(differing)} of {len(theirs)} weights have other names or shapes than those that the trainer "
+        f"publishes: {', '.join(some)}. Start from a directory that Transformers 5 or Hone has saved."
+    )
 
 
 def complete(

@@ -42,7 +42,7 @@ def fill(model: CausalModel | ScalarModel, places: Mapping[str, WeightPart], mes
     body = model.body if isinstance(model, ScalarModel) else model
     _give_memory(model, torch.device("cpu") if on_host else mesh.device, mesh.device)
     shares = dict(shares_of(model, places, mesh))
-    buffers = dict(body.hf.named_buffers()) if isinstance(body, TransformersModel) else {}
+    buffers = body.buffers_by_name() if isinstance(body, TransformersModel) else {}
     shapes = {name: place.size for name, place in places.items()}
     shapes |= {name: buffer.shape for name, buffer in buffers.items()}
     contents = model.contents
