@@ -1,5 +1,6 @@
 """Weights that leave a trainer's rank: in host memory or on the disk, never on its device."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from hone.cluster import actors
 from hone.cluster.actors import Seat, TrainerRank
+from hone.errors import CheckpointError
 from hone.model.load import read_weights
 from hone.model.shards import write_weights
 
@@ -34,43 +36,44 @@ class Learner:
 
 
 @pytest.fixture
-def built(monkeypatch):
+def ask(monkeypatch):
+    """Has a rank of two do something; returns its answer and its learner."""
     monkeypatch.setattr(actors, "end_with_ray", lambda: None)  # this process is no actor
 
-    async def built(number, device):
+    def ask(number, device, method, *args):
         learner = Learner(device)
 
         @contextmanager
         def make(seat: Seat) -> Iterator[Any]:
             yield learner
 
-        rank = TrainerRank(60.0)
-        await rank.build(make, Seat(number, 2, "file:///unused"))
-        return rank, learner
+        async def answer():
+            rank = TrainerRank(60.0)
+            await rank.build(make, Seat(number, 2, "file:///unused"))
+            return await getattr(rank, method)(*args)
 
-    return built
+        return asyncio.run(answer()), learner
+
+    return ask
 
 
-async def test_rank_0_writes_and_the_others_gather_with_it(built, tmp_path):
+def test_rank_0_writes_and_the_others_gather_with_it(ask, tmp_path):
     for number in (0, 1):
-        rank, learner = await built(number, "cpu")
-        assert await rank.write_weights(tmp_path, torch.float32) is None
-        assert learner.gathered == 2
+        answer, learner = ask(number, "cpu", "write_weights", tmp_path, torch.float32)
+        assert answer is None and learner.gathered == 2
     assert {name: weight.tolist() for name, weight in read_weights(tmp_path)} == {"a": [1.0] * 3, "b": [1.0] * 5}
 
 
-@pytest.mark.parametrize("leaves", ["written", "sent"])
-async def test_no_weight_leaves_a_rank_on_its_device(built, tmp_path, leaves):
+@pytest.mark.parametrize("method", ["write_weights", "weights"])
+def test_no_weight_leaves_a_rank_on_its_device(ask, tmp_path, method):
     """Device `meta` stands for a GPU: it refuses a copy to the host, so one is tried, and nothing else gets out."""
-    rank, _ = await built(0, "meta")
+    args = (tmp_path, torch.float32) if method == "write_weights" else ()
     with pytest.raises(NotImplementedError, match="meta"):
-        await (rank.write_weights(tmp_path, torch.float32) if leaves == "written" else rank.weights())
-    other, learner = await built(1, "meta")  # gathers on its device, and returns nothing
-    assert await (other.write_weights(tmp_path, torch.float32) if leaves == "written" else other.weights()) is None
-    assert learner.gathered == 2
+        ask(0, "meta", method, *args)
+    answer, learner = ask(1, "meta", method, *args)  # gathers on its device, and returns nothing
+    assert answer is None and learner.gathered == 2
 
 
-async def test_a_folder_that_a_rank_cannot_write_is_named(built, tmp_path):
-    rank, _ = await built(0, "cpu")
-    with pytest.raises(actors.CheckpointError, match=r"nowhere.*rank 0.*a disk that all machines see"):
-        await rank.write_weights(tmp_path / "nowhere", torch.float32)
+def test_a_folder_that_a_rank_cannot_write_is_named(ask, tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere.*rank 0.*a disk that all machines see"):
+        ask(0, "cpu", "write_weights", tmp_path / "nowhere", torch.float32)
