@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 from ray_runs import Life, write_run
 from test_ray_runs import APART, ASYNC, COLOCATED, assert_same_learning, metrics_of
@@ -164,8 +165,11 @@ def test_a_killed_controller_is_resumed_and_leaves_nothing(tmp_path, faultless):
     run_file = write_run(tmp_path)
     life = Life(run_file, *APART, f"run.steps={STEPS}")
     life.until(lambda: trained(tmp_path) >= 5)
+    workers = [*life.started("ray::TrainerRank"), *life.started("ray::EngineActor")]
+    assert len(workers) == 4
     assert life.end(signal.SIGKILL) == -signal.SIGKILL
-    assert life.nothing_is_left(within_s=120)
+    assert not psutil.wait_procs(workers, timeout=30)[1]
+    assert life.nothing_is_left(within_s=120)  # agents of Ray's own try for a minute to tell somebody
     resumed = Life(run_file, *APART, f"run.steps={STEPS}", "--resume")
     assert resumed.end() == 0, resumed.text()
     found = audit(read_events(tmp_path / "run" / "events.jsonl"))

@@ -109,18 +109,6 @@ def test_a_stopped_run_leaves_nothing_and_goes_on(tmp_path, number):
 
 
 @pytest.mark.slow("starts Ray, and whole runs in it")
-def test_nothing_is_left_of_a_run_that_is_killed(tmp_path):
-    run_file = write_run(tmp_path)
-    life = Life(run_file, *COLOCATED, "run.steps=100000")
-    life.until(lambda: has_trained(tmp_path))
-    assert len(life.started("ray::TrainerRank")) == 2 and len(life.started("ray::EngineActor")) == 2
-    assert life.end(signal.SIGKILL) == -signal.SIGKILL
-    ours = [*life.started("ray::TrainerRank"), *life.started("ray::EngineActor")]
-    assert not psutil.wait_procs(ours, timeout=20)[1]
-    assert life.nothing_is_left(within_s=120)  # agents of Ray's own try for a minute to tell somebody
-
-
-@pytest.mark.slow("starts Ray, and whole runs in it")
 def test_a_rank_that_dies_is_named_and_ends_the_run(tmp_path):
     run_file = write_run(tmp_path)
     life = Life(run_file, *COLOCATED, "run.steps=100000", "cluster.restarts=0")
