@@ -15,7 +15,7 @@ LAYERS = (
     ("types", "errors", "runtime"),
     ("doctor",),
     ("config", "observe"),
-    ("algo", "data", "model", "plan"),
+    ("algo", "data", "dialects", "model", "plan"),
     ("memory",),
     ("rollout", "reward", "train"),
     ("weights", "services"),
@@ -28,7 +28,7 @@ LAYERS = (
 )
 """A part may import from lines above its own, and from itself. Parts on one line never import each other."""
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-LIGHT = ("config", "doctor", "observe", "plan", "cli", "api")
+LIGHT = ("config", "dialects", "doctor", "observe", "plan", "cli", "api")
 HEAVY = ("torch", "transformers", "ray", "vllm", "datasets", "pandas", "pyarrow", "tensorboard", "wandb")
 
 

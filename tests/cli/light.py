@@ -24,7 +24,7 @@ def said(*arguments: str, code: int = 0) -> str:
     return out.getvalue()
 
 
-for part in ("config", "observe", "plan", "cli", "api"):
+for part in ("config", "observe", "dialects", "plan", "cli", "api"):
     for path in sorted([*ROOT.glob(f"src/hone/{part}/*.py"), *ROOT.glob(f"src/hone/{part}.py")]):
         importlib.import_module(".".join(("hone", *path.relative_to(ROOT / "src" / "hone").with_suffix("").parts)))
 for path in ROOT.glob("src/hone/**/*.py"):

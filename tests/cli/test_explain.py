@@ -44,7 +44,7 @@ def test_a_preset_and_the_default_are_layers_too(run_file, capsys):
 
 def test_a_required_key_has_no_default(run_file, capsys):
     out = explain(capsys, run_file, "data.train")
-    assert "text; required" in out
+    assert "text or a list of texts; required" in out
     assert "default" not in out
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -134,6 +135,10 @@ class Algorithm:
         """
         if self.section.old_logprobs == "sampler":
             batch = batch.with_column("old_logprobs_T", batch.sampler_logprobs_T)
+        if self.section.mask_truncated:
+            kept_S = 1 - batch.columns["truncated_S"]
+            mask_T = batch.loss_mask_T * kept_S.to(batch.loss_mask_T).repeat_interleave(batch.length_S)
+            batch = replace(batch, loss_mask_T=mask_T)
         reward_S, metrics = self._shaping.of_samples(batch)
         penalty_T, kl_metrics = self._penalties(batch)
         sample_T = torch.arange(len(batch.length_S), device=reward_S.device).repeat_interleave(batch.length_S)

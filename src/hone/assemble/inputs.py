@@ -77,8 +77,10 @@ def changed_inputs(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _rows(source: str, folder: Path, split: str) -> str:
-    """Of a file its bytes, of a dataset its rows."""
+def _rows(source: str | tuple[str, ...], folder: Path, split: str) -> str:
+    """Of a file its bytes, of a dataset its rows, of several sources those of each."""
+    if not isinstance(source, str):
+        return hashlib.sha256("".join(_rows(part, folder, split) for part in source).encode()).hexdigest()
     path = folder / Path(source).expanduser()
     if path.is_file():
         return digest(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -124,6 +125,13 @@ def sampling_of(config: RunConfig, *, temperature: float | None = None) -> Sampl
     )
 
 
+def evaluation_sampling(config: RunConfig) -> Sampling:
+    """How evaluation samples: as `eval` says, and where it says nothing as `rollout`."""
+    sampling = sampling_of(config, temperature=config.eval.temperature)
+    top_k = sampling.top_k if config.eval.top_k is None else config.eval.top_k
+    return replace(sampling, top_k=top_k, top_p=sampling.top_p if config.eval.top_p is None else config.eval.top_p)
+
+
 def held_out_evaluation(job: Job, engine: Engine, rewards: Rewards) -> Evaluate | None:
     """A function that evaluates the live policy, or None when the run file names no data for it."""
     config = job.config
@@ -131,7 +139,7 @@ def held_out_evaluation(job: Job, engine: Engine, rewards: Rewards) -> Evaluate 
         return None
     prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, part="eval")
     job.observer.say(f"evaluating on {prompts.report}")
-    sampling = sampling_of(config, temperature=config.eval.temperature)
+    sampling = evaluation_sampling(config)
 
     async def run() -> dict[str, float]:
         found = await evaluate(engine, rewards, prompts.rows(), sampling, config.eval, seed=config.seed)

@@ -7,10 +7,12 @@ that is resumed continues from the same bytes as one that never stopped.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -89,6 +91,8 @@ def train(
     device = set_up_arithmetic(config.run)
     tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
     refuse_untrainable(loaded, tokenizer)
+    loaded = with_length(loaded, tokenizer)
+    config = loaded.config
     settings = config.model_dump(mode="json")
     with RunFolder.open(
         loaded.run_dir,
@@ -190,6 +194,21 @@ async def run_stages(job: Job, saved: SavedCheckpoint | None, interrupted: threa
     with asks_to_stop(job.stop, job.observer, interrupted):
         async with job.services, backend_of(job) as backend:
             await run_stages_on(job, backend, saved)
+
+
+def with_length(loaded: Loaded, tokenizer: Tokenizer) -> Loaded:
+    """The run with `run.steps` as `run.epochs` gives them: kept prompts x epochs / prompts per step, rounded up.
+
+    Raises:
+        DataError: the prompts cannot be read.
+    """
+    config = loaded.config
+    if config.run.epochs is None or "rl" not in config.stages:
+        return loaded
+    prompts = load_prompts(config.data, tokenizer, loaded.run_file.parent, seed=config.seed)
+    steps = math.ceil(config.run.epochs * len(prompts) / config.train.prompts_per_step)
+    run = config.run.model_copy(update={"steps": steps})
+    return replace(loaded, config=config.model_copy(update={"run": run}))
 
 
 async def run_stages_on(job: Job, backend: Backend, saved: SavedCheckpoint | None) -> None:

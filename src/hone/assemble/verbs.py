@@ -9,7 +9,7 @@ import torch
 
 from hone.assemble.job import first_cause, in_new_loop, located, set_up_arithmetic
 from hone.assemble.models import model_before, named_model, scalar_model, weights_before, with_adapter
-from hone.assemble.sampling import make_engine, make_rewards, sampling_of
+from hone.assemble.sampling import evaluation_sampling, make_engine, make_rewards
 from hone.assemble.services import claim_devices, services_apart
 from hone.config.derived import trains_adapter
 from hone.config.load import Loaded
@@ -69,7 +69,7 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
     prompts = load_prompts(config.data, tokenizer, base_dir, seed=config.seed, part="eval")
     dtype = getattr(torch, config.run.precision)
     policy = load_model(weights, dtype=dtype, device=device, implementation=config.model.implementation)
-    sampling = sampling_of(config, temperature=config.eval.temperature)
+    sampling = evaluation_sampling(config)
 
     async def run(services: Services) -> Evaluation:
         async with services:

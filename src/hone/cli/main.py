@@ -1,7 +1,8 @@
 """`hone`: the command line, and exit codes.
 
 Exit codes: 0 done, 1 failed, 2 the user's file, data or arguments are wrong, 3 a reward, a service or Ray was lost,
-4 out of memory with nothing left to try, 5 ended by an alarm (observe.stop_on), 130 stopped by the user.
+4 out of memory with nothing left to try, 5 ended by an alarm (observe.stop_on) or
+imported with gaps, 130 stopped by the user.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 
 import hone
-from hone.cli import check, doctor, evaluate, evaluate_judge, explain, export, plan, serve, services, train
+from hone.cli import check, doctor, evaluate, evaluate_judge, explain, export, importing, plan, serve, services, train
 from hone.errors import HoneError, Stopped
 from hone.observe.console import Lasting
 
@@ -38,6 +39,7 @@ app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
+app.command("import", epilog=importing.EXAMPLES)(importing.import_command)
 app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("eval-judge", epilog=evaluate_judge.EXAMPLES)(evaluate_judge.evaluate_judge)
 app.command("export", epilog=export.EXAMPLES)(export.export)

@@ -18,6 +18,8 @@ class RunSection(Section):
     """Folder of everything the run writes; `{name}` is the run file's own name, or its folder's for `run.yaml`."""
     steps: int = key(100, unit="policy updates", ge=0)
     """Policy updates of the RL stage."""
+    epochs: float | None = key(None, unit="passes over data.train", gt=0)
+    """Length of the RL stage in passes over the prompts, in place of `steps`; null: `steps`."""
     threads: int = key(0, unit="CPU threads", ge=0)
     """Threads for computation; 0: all cores available to the process."""
     device: Literal["auto", "cpu", "cuda"] = key("auto")
@@ -46,14 +48,15 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    train: str = key(..., is_path=True)
+    train: str | tuple[str, ...] = key(..., is_path=True)
     """Prompts to train on: a .jsonl, .json, .csv (each also .gz) or .parquet file, a pattern such as `train-*.jsonl`, a
-    folder that `save_to_disk` made, or a Hugging Face dataset name."""
+    folder that `save_to_disk` made, or a Hugging Face dataset name. A list: the rows of all; named twice, a source
+    counts twice."""
     train_split: str = key("train")
     """Split of a Hugging Face dataset; not used for files."""
     train_rows: str | None = key(None)
     """Rows to use, `start:stop` as in Python; null: all."""
-    eval: str | None = key(None, is_path=True)
+    eval: str | tuple[str, ...] | None = key(None, is_path=True)
     """Prompts to evaluate on, as `train`; null: no evaluation."""
     eval_split: str = key("test")
     """Split of a Hugging Face dataset for evaluation."""
@@ -70,6 +73,8 @@ class DataSection(Section):
     """Prompt template such as "Q: {prompt}\\nA:"; any column may be used in braces. Excludes `chat`."""
     chat: bool = key(False)
     """Apply the tokenizer's chat template, with a generation prompt."""
+    chat_args: dict[str, Any] = key({})
+    """Arguments of the chat template, such as {enable_thinking: false}."""
     last_turn: Literal["prompt", "answer"] = key("prompt")
     """For messages that end with the assistant's: `answer` removes that message from the prompt and uses it as the gold
     answer unless `answer_column` is set; `prompt` refuses such rows, because their prompts would contain the answer."""
@@ -78,7 +83,9 @@ class DataSection(Section):
     shuffle: bool = key(True)
     """Shuffle each epoch, deterministically by (seed, epoch)."""
     max_prompt_tokens: int = key(1024, unit="tokens", ge=1)
-    """Longer prompts are dropped and reported, never truncated."""
+    """Maximum tokens of a prompt; `too_long` says what happens to longer ones."""
+    too_long: Literal["drop", "left", "middle"] = key("drop")
+    """Longer prompts are dropped and counted, or lose tokens at their beginning (left) or in their middle."""
     on_bad_row: Literal["error", "skip"] = key("error")
     """Whether a malformed row ends the run, or is skipped and counted."""
     max_bad_rows: int = key(100, unit="rows", ge=0)
@@ -252,6 +259,8 @@ class AlgorithmSection(Section):
     """Share of the length limit over which DAPO's soft length penalty grows; 0: off."""
     overlong_penalty: float = key(1.0, unit="reward", ge=0)
     """Penalty at the length limit; grows linearly over the buffer."""
+    mask_truncated: bool = key(False)
+    """Leave truncated responses out of the loss; their rewards still count in the baseline."""
     drop_uninformative: bool = key(False)
     """Dynamic sampling (DAPO): replace groups with equal rewards by new prompts."""
     max_dropped_per_kept: float = key(10.0, unit="groups", gt=0)
@@ -273,6 +282,8 @@ class OptimizerSection(Section):
     """Learning rate schedule after warm-up."""
     warmup_steps: int = key(0, unit="optimizer steps", ge=0)
     """Linear warm-up from 0."""
+    warmup_frac: float = key(0.0, unit="fraction of the optimizer steps", ge=0, le=1)
+    """Warm-up as a fraction of all optimizer steps, rounded up; with `warmup_steps` = 0."""
     final_lr_frac: float = key(0.0, unit="fraction of lr", ge=0, le=1)
     """Final learning rate of a linear or cosine schedule."""
 
@@ -350,10 +361,16 @@ class PreferenceSection(Section):
 class EvalSection(Section):
     every: int = key(0, unit="policy updates", ge=0)
     """Updates between evaluations; 0: only before the first and after the last update."""
+    before_training: bool = key(True)
+    """Evaluate before the first update."""
     samples: int = key(1, unit="samples per prompt", ge=1)
     """Samples per prompt."""
     temperature: float = key(1.0, ge=0)
     """Sampling temperature; 0: greedy."""
+    top_k: int | None = key(None, unit="tokens", ge=0)
+    """Sample from the k most likely tokens; null: `rollout.top_k`."""
+    top_p: float | None = key(None, gt=0, le=1)
+    """Nucleus sampling; null: `rollout.top_p`."""
     pass_k: tuple[int, ...] = key((1,))
     """Values of k for the unbiased pass@k estimate, at most `samples`."""
     by: str | None = key(None)

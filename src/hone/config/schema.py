@@ -150,7 +150,7 @@ def _key(path: str, field: FieldInfo, default: Any) -> Key:
         required=field.is_required(),
         meaning=field.description or "",
         is_path=bool(extra.get("is_path")),
-        is_text=field.annotation is str or (_is_union(field.annotation) and str in get_args(field.annotation)),
+        is_text=str in (parts := _parts(field.annotation)) and parts <= {str, type(None)},
     )
 
 
@@ -169,6 +169,11 @@ def _inner_section(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 def _is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, types.UnionType)
+
+
+def _parts(annotation: Any) -> set[Any]:
+    """The types of a union, or the one type."""
+    return set(get_args(annotation)) if _is_union(annotation) else {annotation}
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import huggingface_hub
@@ -102,14 +103,18 @@ class Tokenizer:
         """Text without special tokens, exactly as the tokens spell it."""
         return self.hf.backend_tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Messages rendered by the chat template, with the generation prompt. Raises DataError without a template."""
+    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """Messages rendered by the chat template, with the generation prompt. Raises DataError without a template.
+
+        Args:
+            arguments: of the template, such as `enable_thinking`.
+        """
         if self.hf.chat_template is None:
             raise DataError(
                 f"data.chat: the tokenizer of {self.hf.name_or_path or 'this model'} has no chat template. Use a plain "
                 "data.template, or a model whose tokenizer has one."
             )
-        text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **arguments)
         assert isinstance(text, str)
         return text
 

@@ -12,7 +12,7 @@ from hone.data.chat import Message, Tokenizer
 from hone.data.conversation import ConversationReader, UnreadableConversation
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import LoadReport, Tally, nothing_left
-from hone.data.sources import Part, read_rows, source_of
+from hone.data.sources import Part, read_rows, source_name, source_of
 from hone.errors import DataError
 
 
@@ -44,7 +44,7 @@ def load_pairs(
     """
     source, split, rows = source_of(data, part, lacking="there are no held-out pairs to measure the reward model on")
     reading = _PairReading(data, rm, tokenizer)
-    tally = Tally(data, source, max_tokens=max_tokens)
+    tally = Tally(data, source_name(source), max_tokens=max_tokens)
     pairs: list[PreferencePair] = []
     for row in tally.rows(read_rows(source, folder, split=split, rows=rows)):
         try:

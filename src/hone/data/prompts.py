@@ -22,7 +22,7 @@ from hone.config.run import DataSection, SftSection
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import LoadReport, Tally, nothing_left
-from hone.data.sources import BadRow, Part, SourceRow, read_rows, source_of
+from hone.data.sources import BadRow, Part, SourceRow, read_rows, source_name, source_of
 from hone.errors import DataError
 from hone.types import Prompt
 
@@ -83,7 +83,7 @@ def load_prompts(
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
     source, split, rows = source_of(data, part, lacking="there is nothing to evaluate on")
-    loading = _Loading(data, tokenizer, source)
+    loading = _Loading(data, tokenizer, source_name(source))
     prompts = loading.prompts(read_rows(source, folder, split=split, rows=rows))
     return PromptStream(prompts, loading.report(), loading.where, seed=seed, shuffle=data.shuffle and part == "train")
 
@@ -100,13 +100,23 @@ def load_sft_rows(
             "sft.response_column: not set, and neither is data.answer_column; which column has the responses?"
         )
     source = sft.data or data.train
-    loading = _Loading(data, tokenizer, source, sft=sft)
+    loading = _Loading(data, tokenizer, source_name(source), sft=sft)
     prompts = loading.prompts(read_rows(source, folder, split=data.train_split, rows=sft.rows))
     if not prompts:
         raise DataError(nothing_left(loading.report()))
     responses = tokenizer.encode_responses([loading.responses[prompt.id] for prompt in prompts])
     imitated = [SftRow(prompt.token_ids, tuple(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
     return imitated, loading.report()
+
+
+def shortened(ids: Sequence[int], data: DataSection) -> Sequence[int]:
+    """A prompt's tokens, cut to `data.max_prompt_tokens` on the side that `data.too_long` names."""
+    limit = data.max_prompt_tokens
+    if len(ids) <= limit or data.too_long == "drop":
+        return ids
+    if data.too_long == "left":
+        return ids[-limit:]
+    return [*ids[: limit - limit // 2], *ids[len(ids) - limit // 2 :]]
 
 
 @lru_cache(maxsize=2)
@@ -152,7 +162,8 @@ class _Loading(Tally):
     def prompts(self, rows: Iterable[SourceRow | BadRow]) -> list[Prompt]:
         """The well-formed rows that are short enough."""
         drafts = [draft for row in self.rows(rows) if (draft := self.draft(row)) is not None]
-        token_ids = self.tokenizer.encode_prompts([draft.text for draft in drafts], rendered=self.data.chat)
+        whole_ids = self.tokenizer.encode_prompts([draft.text for draft in drafts], rendered=self.data.chat)
+        token_ids = [shortened(ids, self.data) for ids in whole_ids]
         prompts: list[Prompt] = []
         for draft, ids in zip(drafts, token_ids, strict=True):
             if not ids:

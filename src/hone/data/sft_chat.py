@@ -19,7 +19,7 @@ from hone.data.chat import Message, Tokenizer, UnknownCharacter
 from hone.data.prompts import SftRow
 from hone.data.render import Malformed, Renderer, column
 from hone.data.report import LoadReport, Tally, nothing_left
-from hone.data.sources import read_rows
+from hone.data.sources import read_rows, source_name
 from hone.errors import DataError
 
 Segment = tuple[str, bool]
@@ -43,7 +43,7 @@ def load_chat_rows(
     if tokenizer.hf.chat_template is None:
         raise DataError("sft.messages_column: the tokenizer has no chat template. Name one in model.chat_template.")
     source = sft.data or data.train
-    tally, renderer = Tally(data, source, max_tokens=max_tokens), Renderer(data, tokenizer)
+    tally, renderer = Tally(data, source_name(source), max_tokens=max_tokens), Renderer(data, tokenizer)
     imitated: list[SftRow] = []
     for row in tally.rows(read_rows(source, folder, split=data.train_split, rows=sft.rows)):
         try:

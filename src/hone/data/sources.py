@@ -48,7 +48,7 @@ class BadRow:
 class DataSource(NamedTuple):
     """Location of one part of the data; fields as `read_rows` takes them."""
 
-    place: str
+    place: str | tuple[str, ...]
     split: str
     rows: str | None
 
@@ -62,10 +62,15 @@ def source_of(data: DataSection, part: Part, *, lacking: str) -> DataSource:
     return DataSource(data.eval, data.eval_split, data.eval_rows)
 
 
+def source_name(source: str | tuple[str, ...]) -> str:
+    """A source in messages."""
+    return source if isinstance(source, str) else ", ".join(source)
+
+
 def read_rows(
-    source: str, folder: Path, *, split: str = "train", rows: str | None = None
+    source: str | tuple[str, ...], folder: Path, *, split: str = "train", rows: str | None = None
 ) -> Iterator[SourceRow | BadRow]:
-    """Rows of a source in their own order, lazily.
+    """Rows of a source in their own order, lazily; of several, one source after the other.
 
     Args:
         source: a file of FILE_KINDS or a pattern of such files, relative to `folder`; a folder that `save_to_disk`
@@ -75,6 +80,8 @@ def read_rows(
     Raises:
         DataError: the source is missing, of an unknown kind or unreadable as a whole.
     """
+    if not isinstance(source, str):
+        return _cut(itertools.chain(*[read_rows(part, folder, split=split) for part in source]), rows)
     path = folder / Path(source).expanduser()
     if (files := files_of(source, folder)) is not None:
         found = _file_rows(files, source, folder)

@@ -170,12 +170,14 @@ async def save_if_due(run: PolicyRun, *, is_best: bool) -> None:
 
 
 async def evaluate_if_due(run: PolicyRun) -> bool:
-    """Log held-out metrics of the live policy: before the first update, after the last, and every `eval.every`.
+    """Log held-out metrics of the live policy: before the first update (`eval.before_training`), after the last, and
+    every `eval.every`.
 
     Returns whether it is the best so far by `checkpoint.best`.
     """
     step, last = run.progress.step, run.config.run.steps
-    is_due = step in (0, last) or due(step, run.config.eval.every)
+    is_first = step == 0 and run.config.eval.before_training
+    is_due = is_first or step == last or (step > 0 and due(step, run.config.eval.every))
     if run.evaluate is None or not is_due or run.progress.evaluated_step == step:
         return False
     run.observer.event("evaluating", step=step)

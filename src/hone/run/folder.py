@@ -36,6 +36,7 @@ from hone.runtime.processes import own_command
 SAME_NUMBERS = (
     "run.dir",
     "run.steps",
+    "run.epochs",
     "run.threads",
     "run.devices",
     "rollout.timeout_s",

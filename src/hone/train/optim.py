@@ -171,14 +171,15 @@ def trained_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 def learning_rate(settings: OptimizerSection, step: int, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total_steps`.
 
-    Rises linearly over `warmup_steps`, whose last step has the full rate; then constant, or falls to
-    `final_lr_frac * lr` at `total_steps` on a line or a half cosine.
+    Rises linearly over `warmup_steps`, or `warmup_frac` of the steps, whose last step has the full rate; then constant,
+    or falls to `final_lr_frac * lr` at `total_steps` on a line or a half cosine.
     """
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
+    warmup_steps = settings.warmup_steps or math.ceil(settings.warmup_frac * total_steps)
+    if step < warmup_steps:
+        return settings.lr * (step + 1) / warmup_steps
     if settings.schedule == "constant":
         return settings.lr
-    done = min((step - settings.warmup_steps) / max(total_steps - settings.warmup_steps, 1), 1.0)
+    done = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
     left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return settings.lr * (settings.final_lr_frac + (1 - settings.final_lr_frac) * left)
 

@@ -72,12 +72,18 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str, Columns]]:
     if does_sft and sft.data is None:
         train_columns = train_columns + [column for column in sft_columns if column not in train_columns]
     if train_columns:
-        yield "data.train", data.train, train_columns
+        yield from (("data.train", source, train_columns) for source in listed(data.train))
     if data.eval is not None:
         grouped = [("eval.by", config.eval.by)] if config.eval.by is not None else []
-        yield "data.eval", data.eval, pair_columns or _columns(config) + grouped
+        columns = pair_columns or _columns(config) + grouped
+        yield from (("data.eval", source, columns) for source in listed(data.eval))
     if does_sft and sft.data is not None:
         yield "sft.data", sft.data, sft_columns
+
+
+def listed(source: str | tuple[str, ...]) -> tuple[str, ...]:
+    """One source or several, as several."""
+    return (source,) if isinstance(source, str) else source
 
 
 def _pair_columns(config: RunConfig) -> Columns:

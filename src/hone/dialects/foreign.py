@@ -1,0 +1,90 @@
+"""What a foreign file asks for: a tool, a program of it, and keys with values. Holes stand for what cannot be known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hone.config.messages import is_secret_key, is_secret_value
+from hone.errors import HoneError
+
+Tool = Literal["verl", "openrlhf", "trl", "mindspeed", "prime-rl"]
+
+_OPEN, _CLOSE = "\ue000", "\ue001"
+_HOLE = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
+_LONG_RANDOM = re.compile(r"(?=[^/]*\d)(?=[^/]*[A-Za-z])[A-Za-z0-9_\-]{32,}")
+
+
+class DialectError(HoneError):
+    """The foreign file cannot be read, or is of no tool that is known."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignKey:
+    """One key of a foreign command, as its author wrote it."""
+
+    key: str
+    value: Any
+    """Text from a shell; text, numbers, lists and mappings from YAML, TOML and Python. May contain holes."""
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class ForeignRun:
+    """One command of a foreign file."""
+
+    tool: Tool
+    program: str
+    """Such as `verl.trainer.main_ppo` or `GRPOConfig`."""
+    keys: tuple[ForeignKey, ...]
+    source: str = ""
+    line: int | None = None
+    environment: tuple[ForeignKey, ...] = ()
+    """Environment variables that the script sets."""
+    notes: tuple[str, ...] = field(default=())
+
+
+def hole(name: str) -> str:
+    """Text that stands for something unknown; may be part of a longer text."""
+    return f"{_OPEN}{_HOLE.sub(lambda found: found[1], name).strip()}{_CLOSE}"
+
+
+def holes_in(value: Any) -> Iterator[str]:
+    """Names of what is unknown in a value."""
+    if isinstance(value, str):
+        yield from _HOLE.findall(value)
+    elif isinstance(value, dict):
+        for child in value.values():
+            yield from holes_in(child)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            yield from holes_in(child)
+
+
+def shown(value: Any) -> Any:
+    """A value for reports and comments: holes as `<name>`, on one line, secrets hidden."""
+    if isinstance(value, dict):
+        return {
+            str(name): "[hidden]" if looks_secret(str(name), child) else shown(child) for name, child in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [shown(child) for child in value]
+    if not isinstance(value, str):
+        return value
+    if is_secret_value(value) or _LONG_RANDOM.search(value):
+        return "[hidden]"
+    text = _HOLE.sub(lambda found: f"<{found[1]}>", value)
+    return " ".join(text.replace(_OPEN, "").replace(_CLOSE, "").split())
+
+
+def looks_secret(key: str, value: Any) -> bool:
+    """Whether a key or its value is one that no file or report of ours may contain."""
+    name = re.split(r"[.\-]", key)[-1]
+    named = is_secret_key(name) or (name == "key" and "wandb" in key) or name in ("use_wandb", "use_swanlab")
+    if named and isinstance(value, str):
+        return value.lower() not in ("true", "false", "none", "null", "")
+    return is_secret_value(value) or (isinstance(value, str) and bool(_LONG_RANDOM.fullmatch(value.strip())))

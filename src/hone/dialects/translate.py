@@ -1,0 +1,252 @@
+"""Translation of a foreign command: one verdict for each of its keys, and the tool's defaults that differ from ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+from hone.config import schema
+from hone.config.messages import nearest
+from hone.dialects.defaults import defaults_of, newest_version
+from hone.dialects.foreign import ForeignRun, holes_in, looks_secret, shown
+from hone.dialects.tables import dialects
+from hone.dialects.verdict import GAPS, Dialect, ForeignJob, KeyVerdict, Kind, Row, Rows, UnknownValue, refused
+
+HOLE = "???"
+"""Value of a required key that is not known."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the report."""
+
+    key: str
+    value: Any
+    """As written, secrets hidden."""
+    verdict: KeyVerdict
+    about: tuple[str, ...]
+    """Our keys that it concerns, set or not."""
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A translated command."""
+
+    foreign: ForeignRun
+    version: str
+    keys: tuple[Line, ...]
+    """One for each foreign key, in the order of the file."""
+    others: tuple[Line, ...]
+    """Defaults that were written out, and what follows from the command as a whole."""
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        return (*self.keys, *self.others)
+
+    @property
+    def gaps(self) -> tuple[Line, ...]:
+        return tuple(line for line in self.lines if line.verdict.kind in GAPS)
+
+    def settings(self) -> dict[str, tuple[Any, list[Line]]]:
+        """Our keys with their values and the lines that set them; later lines win, and written ones beat defaults."""
+        found: dict[str, tuple[Any, list[Line]]] = {}
+        for line in (*self.others, *self.keys):
+            for key, value in line.verdict.settings.items():
+                earlier = found[key][1] if key in found and found[key][0] == value else []
+                found[key] = (value, [*earlier, line])
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "tool": self.foreign.tool,
+            "version": self.version,
+            "program": shown(self.foreign.program),
+            "source": self.foreign.source,
+            "keys": [_line_dict(line) for line in self.keys],
+            "others": [_line_dict(line) for line in self.others],
+            "notes": list(self.foreign.notes),
+            "counts": self.counts(),
+        }
+
+    def counts(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for line in self.lines:
+            found[line.verdict.kind] = found.get(line.verdict.kind, 0) + 1
+        return found
+
+
+def _line_dict(line: Line) -> dict[str, Any]:
+    return {
+        "key": line.key,
+        "value": line.value,
+        "verdict": line.verdict.kind,
+        "settings": dict(line.verdict.settings),
+        "about": list(line.about),
+        "note": line.verdict.note,
+        "line": line.line,
+    }
+
+
+def translate(foreign: ForeignRun, version: str | None = None) -> Imported:
+    """Give every key of a command its verdict.
+
+    Args:
+        version: the tool's; None: the newest that the tables know, or that still spells its keys so.
+    """
+    dialect = dialects()[foreign.tool]
+    version = version or dialect.version(foreign) or newest_version(foreign.tool)
+    job = ForeignJob(foreign, defaults_of(foreign, version), dialect.aliases)
+    keys = tuple(_line(job, dialect, key.key, key.value, key.line) for key in foreign.keys)
+    others: list[Line] = []
+    if why := dialect.program(foreign):
+        others.append(Line(shown(foreign.program), None, refused(why), (), foreign.line))
+    else:
+        others += _defaults(job, dialect)
+        others += [Line(name, None, verdict, tuple(verdict.settings)) for name, verdict in _whole(job, dialect)]
+    others += [
+        Line(key.key, "[hidden]", KeyVerdict("secret", {}, "left out: secrets come from the environment"), (), key.line)
+        for key in foreign.environment
+        if looks_secret(key.key, key.value)
+    ]
+    return _with_room(Imported(foreign, version, keys, tuple(others)))
+
+
+_BUDGET = "train.tokens_per_microbatch"
+
+
+def _with_room(imported: Imported) -> Imported:
+    """With a token budget that holds the longest sample, which Hone asks for and other tools grow by themselves."""
+    settings = {key: value for key, (value, _) in imported.settings().items()}
+    sizes = [settings.get(key, schema.all_keys()[key].default) for key in _LONGEST]
+    longest, budget = sum(sizes), settings.get(_BUDGET, schema.all_keys()[_BUDGET].default)
+    if longest <= budget:
+        return imported
+    note = f"the longest sample has {sizes[0]} + {sizes[1]} tokens"
+    keys = tuple(
+        replace(line, verdict=KeyVerdict(line.verdict.kind, dict(line.verdict.settings) | {_BUDGET: longest}, note))
+        if _BUDGET in line.verdict.settings
+        else line
+        for line in imported.keys
+    )
+    room = Line("longest sample", longest, KeyVerdict("placement", {_BUDGET: longest}, note), (_BUDGET,))
+    return replace(imported, keys=keys, others=(*imported.others, room))
+
+
+_LONGEST = ("data.max_prompt_tokens", "rollout.max_response_tokens")
+
+
+def _whole(job: ForeignJob, dialect: Dialect) -> Iterator[tuple[str, KeyVerdict]]:
+    try:
+        yield from dialect.whole(job)
+    except (UnknownValue, ValueError) as error:
+        yield "placement", KeyVerdict("hole", {}, f"placement: {error}")
+
+
+def _line(job: ForeignJob, dialect: Dialect, key: str, value: Any, line: int | None) -> Line:
+    label = str(shown(key))
+    if looks_secret(key, value):
+        return Line(
+            label, "[hidden]", KeyVerdict("secret", {}, "left out: secrets come from the environment"), (), line
+        )
+    row = find_row(dialect.rows, job.name(key))
+    if row is None:
+        return Line(label, shown(value), _unknown(job, dialect, key), (), line)
+    return Line(label, shown(value), read_row(job, row, value), row.to, line)
+
+
+def read_row(job: ForeignJob, row: Row, value: Any) -> KeyVerdict:
+    """A row's verdict on a value, checked against the type and bounds of our key."""
+    try:
+        verdict = row.read(job, value)
+    except UnknownValue as unknown:
+        return KeyVerdict("hole", {}, f"unknown without running the script: {unknown}")
+    except (ValueError, TypeError, OverflowError, ZeroDivisionError, AttributeError, KeyError) as error:
+        return refused(f"{error} (got {shown(value)!r})")
+    for name, converted in verdict.settings.items():
+        if problem := _bounds(name, converted):
+            return refused(f"{name} {problem}")
+    return verdict
+
+
+def _bounds(path: str, value: Any) -> str | None:
+    key = schema.find_key(path)
+    if key is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if key.lowest is not None and value < key.lowest:
+        return f"must be {key.bounds} (got {value})"
+    if key.highest is not None and value > key.highest:
+        return f"must be {key.bounds} (got {value})"
+    return None
+
+
+def _unknown(job: ForeignJob, dialect: Dialect, written: str) -> KeyVerdict:
+    if next(holes_in(written), None) is not None:
+        return KeyVerdict("hole", {}, f"words that are unknown without running the script: {shown(written)}")
+    if job.foreign.tool == "trl" and job.foreign.program.endswith(".py"):
+        return KeyVerdict("hole", {}, "an argument of the script itself, and not of TRL: what it does is in its code")
+    close = nearest(job.name(written), [row for row in dialect.rows if "*" not in row], cutoff=85)
+    hint = f"; nearest: {close}" if close else ""
+    return refused(f"no such key in the table{hint}. Find its meaning and set it by hand")
+
+
+def find_row(rows: Rows, name: str) -> Row | None:
+    """The row of a key: by its name, else the most specific pattern."""
+    if row := rows.get(name):
+        return row
+    best = _best_pattern(tuple(pattern for pattern in rows if "*" in pattern), name)
+    return rows[best] if best else None
+
+
+@lru_cache(maxsize=8192)
+def _best_pattern(patterns: tuple[str, ...], name: str) -> str | None:
+    parts = name.split(".")
+    return max((p for p in patterns if _matches(p.split("."), parts)), key=_specific, default=None)
+
+
+def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
+    for number, part in enumerate(pattern):
+        if part == "**":
+            return True
+        if number >= len(parts):
+            return False
+        if not fnmatchcase(parts[number], part):
+            return False
+    return len(pattern) == len(parts)
+
+
+def _specific(pattern: str) -> tuple[int, int]:
+    parts = pattern.split(".")
+    return sum("*" not in part for part in parts), len(pattern)
+
+
+def _defaults(job: ForeignJob, dialect: Dialect) -> list[Line]:
+    """Lines of keys that were not given and whose default means something else than ours."""
+    found = []
+    for name in dialect.written:
+        row = find_row(dialect.rows, name)
+        if job.given(name) or row is None or name not in job.defaults:
+            continue
+        verdict = read_row(job, row, job.defaults[name])
+        if verdict.kind == "hole" or verdict.kind == "refused":
+            found.append(Line(name, shown(job.defaults[name]), verdict, row.to))
+        elif any(_differs(key, value) for key, value in verdict.settings.items()):
+            note = "; ".join(part for part in (f"{job.foreign.tool}'s default", verdict.note) if part)
+            found.append(
+                Line(name, shown(job.defaults[name]), KeyVerdict(_kind(verdict), verdict.settings, note), row.to)
+            )
+    return found
+
+
+def _kind(verdict: KeyVerdict) -> Kind:
+    return "default" if verdict.settings else verdict.kind
+
+
+def _differs(key: str, value: Any) -> bool:
+    known = schema.all_keys().get(key)
+    default = list(known.default) if known and isinstance(known.default, tuple) else known.default if known else None
+    return known is None or known.required or default != value

@@ -1,0 +1,222 @@
+"""The run file of a translated command: a preset where one fits, the keys that differ, and what each of them was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from hone.config import schema
+from hone.config.layers import PRESETS, preset_names
+from hone.config.render import inline
+from hone.config.yaml_tree import read_yaml
+from hone.dialects.foreign import shown
+from hone.dialects.translate import HOLE, Imported, Line
+from hone.dialects.verdict import GAPS
+
+_ORDER = (
+    "run",
+    "model",
+    "data",
+    "reward",
+    "services",
+    "rollout",
+    "algorithm",
+    "train",
+    "critic",
+    "lora",
+    "eval",
+    "checkpoint",
+    "observe",
+    "cluster",
+    "gate",
+    "seed",
+)
+_WIDTH = 46
+_MAX_COMMENT = 150
+_REQUIRED = ("model.path", "data.train", "reward.components")
+_EVAL = (
+    "eval.every",
+    "eval.before_training",
+    "eval.samples",
+    "eval.temperature",
+    "eval.top_p",
+    "eval.top_k",
+    "data.eval_rows",
+    "data.eval_split",
+)
+
+
+def run_file_of(imported: Imported) -> str:
+    """Text of the run file. What is missing is marked where it belongs, and in required keys by `???`."""
+    settings = {key: value for key, (value, _) in imported.settings().items()}
+    comments = {key: _comment(lines) for key, (_, lines) in imported.settings().items()}
+    for key in _REQUIRED:
+        if key not in settings:
+            settings[key] = [{"use": HOLE}] if key == "reward.components" else HOLE
+            comments[key] = "to be filled in"
+    settings = _consistent(settings)
+    preset, rest = _best_preset(settings)
+    body = _tree(rest, comments, _gaps(imported))
+    head = [
+        f"# Imported from {imported.foreign.tool} {imported.version} by `hone import {shown(imported.foreign.source)}`."
+    ]
+    others = [
+        _one_line(f"{line.verdict.kind}: {line.key}: {line.verdict.note}") for line in imported.gaps if not line.about
+    ]
+    head += [f"# {line}" for line in others]
+    return "\n".join([*head, *([f"extends: {preset}"] if preset else []), *body]) + "\n"
+
+
+def _consistent(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without what says nothing beside the other keys."""
+    kept = dict(settings)
+    if "data.eval" not in kept:
+        for key in _EVAL:
+            kept.pop(key, None)
+    if "run.steps" in kept:
+        kept.pop("run.epochs", None)
+    if not kept.get("lora.rank"):
+        kept = {key: value for key, value in kept.items() if not key.startswith("lora.")}
+    if kept.get("algorithm.credit", "group_norm") != "gae":
+        kept = {key: value for key, value in kept.items() if not key.startswith("critic.")}
+    if kept.get("algorithm.clip") not in (None, "ppo", "clip_cov"):
+        kept.pop("algorithm.dual_clip", None)
+    if not kept.get("algorithm.kl_loss_coef") and not kept.get("algorithm.kl_reward_coef"):
+        for name in ("kl_estimator", "kl_target", "kl_horizon_samples", "reference_refresh_every"):
+            kept.pop(f"algorithm.{name}", None)
+    if kept.get("algorithm.ratio") == "none":
+        for name in ("clip_low", "clip_high", "dual_clip", "correction", "correction_low", "correction_high"):
+            kept.pop(f"algorithm.{name}", None)
+    if kept.get("cluster.backend") != "ray":
+        kept = {key: value for key, value in kept.items() if not key.startswith("cluster.")}
+    return kept
+
+
+def _best_preset(settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The preset of `algorithm` that leaves the fewest keys to write, and those keys."""
+    best: tuple[str | None, dict[str, Any]] = (None, _differing(settings, {}))
+    for name in preset_names():
+        if not name.startswith("algorithm/"):
+            continue
+        values = {f"algorithm.{key}": value for key, value in _preset(name).items()}
+        rest = _differing(settings, values)
+        if len(rest) + 1 < len(best[1]):
+            best = (name, rest)
+    return best
+
+
+def _differing(settings: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys to write above a preset: where the value is another, or where the preset must be taken back."""
+    found = {key: value for key, value in settings.items() if value != preset.get(key, _default(key))}
+    for key, value in preset.items():
+        if key not in settings and value != _default(key):
+            found[key] = _default(key)
+    return found
+
+
+@cache
+def _preset(name: str) -> dict[str, Any]:
+    root, _ = read_yaml((PRESETS / f"{name}.yaml").read_text("utf-8"), name)
+    assert root is not None
+    return root.plain()["algorithm"]
+
+
+def _default(key: str) -> Any:
+    known = schema.all_keys().get(key)
+    if known is None or known.required:
+        return ...
+    return list(known.default) if isinstance(known.default, tuple) else known.default
+
+
+def _comment(lines: list[Line]) -> str:
+    parts = []
+    for line in lines[:3]:
+        value = "" if line.value is None else f" = {line.value}"
+        parts.append(f"{line.key}{value}" + (f" ({line.verdict.note})" if line.verdict.note else ""))
+    return _one_line("; ".join(parts))
+
+
+def _one_line(text: Any) -> str:
+    plain = "".join(char if char.isprintable() else "?" for char in str(shown(str(text))))
+    return plain if len(plain) <= _MAX_COMMENT else f"{plain[: _MAX_COMMENT - 3]}..."
+
+
+def _gaps(imported: Imported) -> dict[str, list[str]]:
+    """Our key -> comments on what is missing there."""
+    found: dict[str, list[str]] = {}
+    for line in imported.gaps:
+        if line.about and line.verdict.kind in GAPS:
+            value = "" if line.value is None else f" = {line.value}"
+            note = _one_line(f"{line.verdict.kind}: {line.key}{value}: {line.verdict.note}")
+            found.setdefault(line.about[0], []).append(note)
+    return found
+
+
+# ---- text
+
+
+def _tree(settings: Mapping[str, Any], comments: Mapping[str, str], gaps: Mapping[str, list[str]]) -> Iterator[str]:
+    keys = sorted({*settings, *gaps}, key=_place)
+    yield from _level([key.split(".") for key in keys], 0, settings, comments, gaps)
+
+
+def _place(key: str) -> tuple[int, int, str]:
+    section = key.partition(".")[0]
+    order = list(schema.all_keys())
+    generic = schema.generic(key)
+    return (
+        _ORDER.index(section) if section in _ORDER else len(_ORDER),
+        order.index(generic) if generic in order else len(order),
+        key,
+    )
+
+
+def _level(
+    paths: list[list[str]],
+    depth: int,
+    settings: Mapping[str, Any],
+    comments: Mapping[str, str],
+    gaps: Mapping[str, list[str]],
+) -> Iterator[str]:
+    indent = "  " * depth
+    done: set[str] = set()
+    for path in paths:
+        name = path[depth]
+        if name in done:
+            continue
+        done.add(name)
+        key = ".".join(path[: depth + 1])
+        inner = [other for other in paths if other[: depth + 1] == path[: depth + 1] and len(other) > depth + 1]
+        if inner:
+            lines = list(_level(inner, depth + 1, settings, comments, gaps))
+            is_set = any(not line.lstrip().startswith("#") for line in lines)
+            yield f"{indent}{name}:" if is_set else f"{indent}# {name}:"
+            yield from lines
+            continue
+        for gap in gaps.get(key, []):
+            yield f"{indent}# {name}: {gap}"
+        if key in settings:
+            yield from _value(f"{indent}{name}:", settings[key], comments.get(key, ""), indent)
+
+
+def _value(label: str, value: Any, comment: str, indent: str) -> Iterator[str]:
+    note = f"  # {comment}" if comment else ""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        yield f"{label}{note}"
+        for item in value:
+            yield f"{indent}  - {_flow(item)}"
+    elif isinstance(value, dict):
+        yield f"{label}{note}"
+        for name, child in value.items():
+            yield f"{indent}  {inline(name)}: {_flow(child)}"
+    else:
+        yield f"{f'{label} {inline(value)}':<{_WIDTH}}{note}".rstrip()
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{inline(name)}: {_flow(child)}" for name, child in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_flow(child) for child in value) + "]"
+    return inline(value)
