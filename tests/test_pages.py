@@ -87,3 +87,16 @@ def test_the_files_of_the_architecture_exist():
         len(named) > 30
         and [name for name in named if not any((ROOT / at / name).exists() for at in ("", "src/hone"))] == []
     )
+
+
+def test_functions_of_the_two_walks_are_in_the_files_beside_them():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    walks = page.partition("## Two walks through the code")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in walks.splitlines() if line.startswith("| `")]
+    named = 0
+    for files, happens in rows:
+        texts = [(ROOT / "src/hone" / file).read_text("utf-8") for file in re.findall(r"`([\w/]+\.py)`", files)]
+        for function in re.findall(r"`([a-z_]+)`", happens):
+            assert any(re.search(rf"def {function}\b", text) for text in texts), f"{files}: {function}"
+            named += 1
+    assert len(rows) > 20 and named > 10

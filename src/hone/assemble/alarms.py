@@ -1,4 +1,4 @@
-"""Alarms of a run while it goes: the rules of `hone.doctor` on each line of metrics, to console and events.jsonl."""
+"""Alarms during a run: the rules of `hone.doctor` on each line of metrics, to console and events.jsonl."""
 
 from __future__ import annotations
 

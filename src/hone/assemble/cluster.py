@@ -259,7 +259,7 @@ class RayWorkers:
         return (*engines, self.scoring) if self.scoring.sleeps else engines
 
     def end_silent(self, name: str, actor: Any) -> None:
-        """Kill a process that answers no heartbeat; who waits for it starts it again."""
+        """Kill a process that answers no heartbeat; its supervisor restarts it."""
         bound = f"cluster.heartbeat_timeout_s = {self._settings.heartbeat_timeout_s:g}"
         kill(actor, f"It was killed because it answered no heartbeat ({bound}): it was stopped or deadlocked.")
 

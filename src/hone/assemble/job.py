@@ -176,7 +176,7 @@ def first_cause(group: BaseExceptionGroup) -> BaseException:
 
 @contextlib.contextmanager
 def located(loaded: Loaded) -> Iterator[None]:
-    """Problems of the run file that show only on the way name the line of their key too."""
+    """Adds the line of the key to problems of the run file that are found after loading."""
     try:
         yield
     except ConfigError as error:

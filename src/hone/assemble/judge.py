@@ -1,4 +1,4 @@
-"""`hone eval-judge`: the judge of a file, held against pairs whose better response is known."""
+"""`hone eval-judge`: evaluation of a run file's judge on preference pairs."""
 
 from __future__ import annotations
 

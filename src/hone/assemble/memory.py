@@ -44,7 +44,7 @@ class RunMemory:
     """A run's ladder, and its record in the run's folder: memory.json, memory.svg and run.yaml.
 
     Args:
-        observer: told of every change, and given the metrics of every line.
+        observer: receives every change and the metrics of every line.
     """
 
     def __init__(self, loaded: Loaded, folder: RunFolder, observer: Observer, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class RunMemory:
         return predict
 
     def tell(self) -> None:
-        """At the end of a run: measured beside planned, for people and for the plans to come."""
+        """Report measured against planned memory at the end of a run, and record it for later plans."""
         self.ladder.metrics()  # what came after the last line
         self.write()
         _, found = comparison(self._folder.path)
@@ -140,7 +140,7 @@ class RunMemory:
 
 
 def exhausted(error: BaseException) -> MemoryExhausted | None:
-    """What to say where memory ran out in no phase that answers for it; None for a failure of another kind."""
+    """Message for memory that ran out outside every measured phase; None for a failure of another kind."""
     if not ran_out_of_memory(error):
         return None
     return MemoryExhausted(f"out of memory outside of any phase that could do with less: {error}")

@@ -40,7 +40,7 @@ def placed(config: RunConfig) -> Topology:
 
 
 def unused_notes(config: RunConfig) -> list[str]:
-    """What to tell of services that are started for nothing."""
+    """Notes about services that no reward uses."""
     return [f"services.{name}: no reward names it in its args (service: {name})" for name in unused_services(config)]
 
 

@@ -137,7 +137,7 @@ class PolicyRun(Stage[Trainer]):
     replicas: Callable[[], Mapping[str, Engine]] | None = None
     """The engines behind `engine` by name, each of which is sent weights; None where that is one in this process."""
     dropped: list[Group] = field(default_factory=list)
-    """Groups of the step in flight that will not be trained on; recorded for people with the others."""
+    """Groups of the step in flight that will not be trained on; recorded with the others."""
 
     async def offload_others(self) -> None:
         """Offload what shares the trainer's devices, until the next `publish`. Nothing may be in flight."""
@@ -194,7 +194,7 @@ class PolicyRun(Stage[Trainer]):
         return dropped
 
     def record(self, kept: Sequence[Group], dropped: Sequence[Group], batch: Batch) -> None:
-        """Keep the samples of a step for people: trained groups with their advantages, then dropped ones."""
+        """Record the samples of a step: trained groups with their advantages, then dropped ones."""
         advantages = iter(sample_advantages(batch))
         per_group = [[next(advantages) for _ in group.samples] for group in kept]
         step = self.progress.step + 1  # of the update that they make, as its metrics are logged

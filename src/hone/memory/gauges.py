@@ -50,7 +50,7 @@ class Gauge(Protocol):
 
     kind: Literal["cpu", "gpu"]
     what: str
-    """What the figures are of, for people."""
+    """Name of what is measured, for messages."""
     capacity_bytes: int
     """Of the whole device."""
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Guard(Protocol):
-    """Watches over memory. Any thread may ask."""
+    """Memory guard of a run. Thread-safe."""
 
     def phase(
         self, name: str, *, moment: Callable[[], str] | None = None, final: bool = False, measured: bool = True
@@ -37,11 +37,11 @@ class Guard(Protocol):
         ...
 
     def open(self, name: str) -> None:
-        """A phase begins that no `with` can hold."""
+        """Begin a phase that no `with` statement can enclose."""
         ...
 
     def close(self, name: str) -> None:
-        """It ends."""
+        """End a phase begun by `open`."""
         ...
 
     def attempt(self, work: Callable[[], T], undo: Callable[[], object] | None = None) -> T:

@@ -70,7 +70,7 @@ class OutOfMemory(Exception):
 
 
 class _OverBudget(MemoryError):
-    """What a CPU's allocator would say if it knew of the budget."""
+    """Raised on a CPU where resident memory exceeds the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Change:
 
     @property
     def origin(self) -> str:
-        """Who set the value, as run.yaml says it."""
+        """Origin of the value, as shown in run.yaml."""
         return f"{'autotune' if self.reason == 'room' else 'ladder'}, {self.stage} step {self.step}"
 
     @property
@@ -203,7 +203,7 @@ class Ladder:
     # ---- a stage begins
 
     def begin(self, progress: Progress, predict: Predict | None = None) -> None:
-        """Another stage: its knobs are bound anew."""
+        """Begin a stage; its knobs are bound next."""
         with self._lock:
             self._progress, self._predict, self._knobs = progress, predict, {}
             self._peaks, self._watched, self._raised = {}, 0, None

@@ -45,7 +45,7 @@ class Record:
     device: str
     """What calibration knows the device by."""
     what: str
-    """What was measured, for people."""
+    """Name of what was measured, for messages."""
     limit_bytes: int
     has_limit: bool
     """Whether the limit is the device's or the user's, and not all memory of a machine."""
@@ -148,7 +148,7 @@ def advice(used: float, limit_bytes: int) -> str:
 
 
 def _order(peak: tuple[tuple[str, str], int]) -> tuple[int, int]:
-    """As stages and phases come."""
+    """Sort key: stages and phases in the order of a run."""
     (stage, phase), _ = peak
     return STAGES.index(stage), PHASES.index(phase)
 

@@ -2,7 +2,7 @@
 
 The form of a function is recognised by the names of its parameters:
 
-| form | told by | called with |
+| form | recognised by | called with |
 |---|---|---|
 | ours | a first parameter of any other name | the group, `args` |
 | TRL | `completions`, `completion_ids` | `prompts`, both of these, columns of the row, `log_metric`, `args` |
@@ -109,7 +109,7 @@ def _left(parameter: Parameter, form: _Form) -> Parameter:
 
 
 def _attempt(function: Callable[..., Any], parameters: Mapping[str, Parameter], offered: Mapping[str, Any]) -> Any:
-    """What a call returns, an awaitable perhaps; or a Score that says why it could not be made."""
+    """The call's return value (may be awaitable), or a Score with the fault if it cannot be called."""
     takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name, parameter in parameters.items():
         if name not in offered and parameter.default is Parameter.empty and parameter.kind not in _VARIABLE:

@@ -88,7 +88,7 @@ class _GatheredRequest:
         self.scores, self._num_waiting = scores, num_waiting
 
     async def leave(self) -> None:
-        """Wait no more. The last to leave ends what still runs."""
+        """Stop waiting. The request is cancelled when nothing waits for it any more."""
         self._num_waiting -= 1
         if not self._num_waiting and not self.scores.done():
             self.scores.cancel()

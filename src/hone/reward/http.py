@@ -46,7 +46,7 @@ _HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "A
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a service of the run is: base URLs of which each gives the same answers, and what they must be shown."""
+    """Address of a service: base URLs of equivalent replicas, and the token to send."""
 
     urls: tuple[str, ...]
     token: str | None = field(default=None, repr=False)
@@ -212,7 +212,7 @@ class Endpoints:
             raise RetryableFailure(f"{type(error).__name__}: {error}".rstrip(": ")) from error
 
     def succeeded(self, endpoint: Endpoint) -> None:
-        """It answered: what was against it is forgotten."""
+        """Reset the failure count after a success."""
         endpoint.falls = 0
         self._back_in_service(endpoint, failures=0)
 
@@ -282,7 +282,7 @@ class Endpoints:
 
 
 class RetryingCall:
-    """One thing to be had from the endpoints before a deadline, over as many tries as it takes."""
+    """A call with retries until a deadline."""
 
     def __init__(self, endpoints: Endpoints, deadline_s: float, try_s: float, max_tries: float) -> None:
         self._endpoints, self._deadline_s, self.try_s, self._max_tries = endpoints, deadline_s, try_s, max_tries
@@ -358,7 +358,7 @@ class RetryingCall:
 
 
 class Endpoint:
-    """What is known of one base URL."""
+    """State of one base URL."""
 
     def __init__(self, url: str, max_in_flight: int) -> None:
         self.url = url

@@ -44,7 +44,7 @@ USUAL_LR = (1e-9, 1e-2)
 
 
 async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyType({})) -> CheckReport:
-    """Look at everything a run of this file would use. Problems are collected; only a bug raises.
+    """Check everything a run of this file would use. Problems are collected; only a bug raises.
 
     Args:
         services: addresses of those services of the run file that are running, by name.
@@ -90,7 +90,7 @@ def check_settings(config: RunConfig, findings: Findings) -> None:
 
 
 def check_placement(config: RunConfig, findings: Findings) -> None:
-    """Who would work where; whether a cluster has these devices free is known only when it is asked for them."""
+    """Placement of roles on devices; whether a cluster's devices are free is known only when the run starts."""
     try:
         findings.topology = topology_here(config, visible_devices())
         findings.lines += topology_lines(findings.topology)
@@ -270,7 +270,7 @@ def check_adapter(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, 
 
 
 async def check_environment(config: RunConfig, folder: Path, findings: Findings) -> None:
-    """Import it where it will run. What it answers is known only when the policy writes something."""
+    """Import the environment in a worker process, as the run does. Its replies need a policy and are not checked."""
     environments = EnvironmentPool(config.rollout.environment, folder)
     try:
         await environments.start()
@@ -282,7 +282,7 @@ async def check_environment(config: RunConfig, folder: Path, findings: Findings)
 
 
 def check_services(config: RunConfig, folder: Path, services: Mapping[str, Address], findings: Findings) -> None:
-    """What would be started, with which GPUs. Their programs and files are looked at with the configuration."""
+    """Services that would be started, and their GPUs. Their programs and files are checked with the configuration."""
     try:
         split = split_devices(config, visible_devices())
     except ServiceError as error:

@@ -222,7 +222,7 @@ def sample_of(prompt: Prompt, index: int, text: str, token_ids: tuple[int, ...])
 
 
 def services_away(scores: Mapping[str, Score], config: RunConfig) -> list[str]:
-    """What built-in rewards say that asked a service in vain: it may be started only with the run, or after this."""
+    """Faults of built-in rewards whose service is not running: it may be started with the run, or after this check."""
     components = [c for c in config.reward.components if ":" not in c.use and builtin_reward(c.use).runs == "in worker"]
     ours = [component_name(component) for component in components]
     return [

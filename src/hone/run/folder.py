@@ -77,7 +77,7 @@ class RunFolder:
         self.moved_aside: Path | None = None
         """Where `fresh` put the run that was here."""
         self.notes: list[str] = []
-        """What was found damaged or changed, and how the run continues, for people."""
+        """Messages: what was found damaged or changed, and how the run continues."""
         self._lock: int | None = None
 
     @property
@@ -239,7 +239,7 @@ class RunFolder:
             time.sleep(0.1)
 
     def how_to_go_on(self) -> str:
-        """For a user who has stopped the run."""
+        """Message for a user who has stopped the run: how to resume."""
         if not self.checkpoints.is_dir() or all(path.name.startswith(".") for path in self.checkpoints.iterdir()):
             return "stopped before the first checkpoint"
         command = f"{own_command()} train --resume {shlex.quote(str(self.path))}"
@@ -283,7 +283,7 @@ class RunFolder:
         return Path(self._read_identity()["run_file"])
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Release the lock on the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

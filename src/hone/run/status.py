@@ -56,7 +56,7 @@ class ReplicaStatus:
 
 @dataclass(slots=True)
 class RunStatus:
-    """Everything that `hone status RUN_DIR` shows."""
+    """Status of a run, as `hone status RUN_DIR` shows it."""
 
     running: bool
     stage: str | None = None
@@ -162,7 +162,7 @@ def _take_pace(status: RunStatus, lines: list[dict[str, Any]]) -> None:
 
 
 def described(event: Mapping[str, Any]) -> str:
-    """An event as a line for people."""
+    """An event as a readable line."""
     fields = {name: value for name, value in event.items() if name not in ("at", "kind")}
     shown = [f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()]
     return f"{time.strftime('%H:%M:%S', time.localtime(event['at']))} {event['kind']}: {', '.join(shown)}"

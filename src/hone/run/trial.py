@@ -110,7 +110,7 @@ def starting_architecture(model: ModelSection, folder: Path, *, vocab_size: int 
 
 
 def refused_by_config(architecture: PreTrainedConfig) -> str:
-    """Why no model of this config can be trained, as far as the config alone shows; "" if nothing speaks against it."""
+    """Why no model of this config can be trained, as far as the config alone shows; "" if it can."""
     kind = architecture.model_type
     if getattr(architecture, "quantization_config", None):
         return (

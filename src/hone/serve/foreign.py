@@ -162,7 +162,7 @@ class OpenRlhfRequest(Foreign):
         return self
 
     def items(self) -> list[Item | ItemResult]:
-        """What is to be scored; where prompt and response cannot be told apart, the error that says so."""
+        """What is to be scored; where prompt and response cannot be separated, an error that says so."""
         num = len(self.query)
         rows = zip(self.query, self.prompts or [""] * num, self.labels or [None] * num, strict=True)
         return [_item_of_query(f"item-{number}", *row) for number, row in enumerate(rows)]

@@ -186,7 +186,7 @@ def guarded_app(
     """An app without routes that answers errors as problems, with a guard in front.
 
     Args:
-        on_done: told the route's path (`other` where there is none) and the status of every response.
+        on_done: called with the route's path (`other` where there is none) and the status of every response.
     """
     app = FastAPI(title=title, version=hone.__version__, docs_url=None, redoc_url=None)
     answer_with_problems(app)

@@ -60,7 +60,7 @@ class RewardMetrics:
         registry.register(_RestartCounter(worker_restarts))
 
     def watch(self, *, ready: Callable[[], bool], in_flight: Callable[[], int]) -> None:
-        """Where to read what the server knows."""
+        """Register functions that read the server's state."""
         self._ready.set_function(lambda: float(ready()))
         self._in_flight.set_function(in_flight)
 
@@ -112,7 +112,7 @@ def _named(score: Score, prefix: str) -> Iterable[tuple[str, float]]:
 
 
 class _RestartCounter(Collector):
-    """A count that is kept elsewhere."""
+    """Counter whose value is read from a function."""
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read = read

@@ -43,7 +43,7 @@ def only(*neutral: Any) -> AfterValidator:
 
 
 class StreamOptions(Wire):
-    """What else a stream tells."""
+    """Options of a stream."""
 
     include_usage: bool = False
     """A last chunk without choices tells the tokens."""
@@ -144,7 +144,7 @@ class ChatRequest(SamplingRequest):
 
 
 class Reply(BaseModel):
-    """Base of what is answered."""
+    """Base class of replies."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, protected_namespaces=())
 

@@ -104,7 +104,7 @@ class PolicyService:
         )
 
     async def start(self) -> None:
-        """Load the model, and prove that it samples."""
+        """Load the model and sample once."""
         self._policy = await asyncio.to_thread(self._load)
         self._longest_token = max(map(len, self.policy.tokenizer.hf.get_vocab()))
         greedy = Sampling(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, stop=(), stop_token_ids=())
@@ -126,7 +126,7 @@ class PolicyService:
             await asyncio.to_thread(self.policy.move, False)
 
     async def wake(self) -> None:
-        """Be ready to draw again."""
+        """Restore the model onto the device."""
         async with self._moving:
             await asyncio.to_thread(self.policy.move, True)
             await self.policy.engine.wake()
@@ -246,7 +246,7 @@ class PolicyService:
         head["usage"] = _usage(prompts, num_tokens)
 
     def _told(self, asked: SamplingRequest, news: News) -> dict[str, Any]:
-        """What choices of both kinds of chunk have in common."""
+        """Fields that both kinds of chunk share."""
         told: dict[str, Any] = {"index": news.index, "finish_reason": news.finish_reason}
         if asked.return_token_ids and news.tokens:
             told["token_ids"] = [token.id for token in news.tokens]

@@ -82,7 +82,7 @@ def policy_app(
 
     @app.get("/livez")
     async def livez() -> dict[str, str]:
-        """Whether the process answers at all."""
+        """Liveness: the process responds."""
         return {"status": "alive"}
 
     @app.get("/health")
@@ -107,19 +107,19 @@ def policy_app(
 def _add_sleep(app: FastAPI, service: PolicyService) -> None:
     @app.post("/sleep")
     async def sleep(level: Annotated[int, Query(ge=1, le=1)] = 1) -> dict[str, bool]:
-        """Give the device's memory back when nothing is being drawn; weights wait on the host."""
+        """Free the device's memory once no request is being sampled; weights are kept on the host."""
         await service.sleep()
         return {"is_sleeping": service.is_asleep}
 
     @app.post("/wake_up")
     async def wake_up() -> dict[str, bool]:
-        """Take the memory again."""
+        """Load weights and cache back onto the device."""
         await service.wake()
         return {"is_sleeping": service.is_asleep}
 
     @app.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
-        """Whether it sleeps."""
+        """Whether the model is asleep."""
         return {"is_sleeping": service.is_asleep}
 
 

@@ -66,7 +66,7 @@ class ScoreClaim:
         return self._entry.future if self._entry is not None else None
 
     def result(self) -> ScoredGroup | None:
-        """The scores, if they are done by now."""
+        """The scores, if finished."""
         future = self.future
         if future is not None and future.done() and not future.cancelled():
             return future.result()
@@ -143,7 +143,7 @@ class RateEstimate:
 
 
 class ScoreQueue:
-    """See the module."""
+    """The queue; described at the top of this file."""
 
     def __init__(
         self, component: Component, cache: ScoreCache, *, max_in_flight_groups: int, abandoned_after_s: float
@@ -165,7 +165,7 @@ class ScoreQueue:
         """The infrastructure fault of the newest group; empty when it was scored."""
 
     def find(self, key: bytes) -> ScoreClaim | None:
-        """A claim on work that was done or is being done."""
+        """A claim on a group that is cached or being scored."""
         if (done := self._cache.get(key)) is not None:
             return ScoreClaim(self, done)
         entry = self._entries.get(key)

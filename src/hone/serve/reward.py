@@ -166,17 +166,17 @@ class RewardServer:
     # ---- state
 
     async def livez(self) -> dict[str, str]:
-        """The process answers."""
+        """Liveness: the process responds."""
         return {"status": "alive"}
 
     async def readyz(self) -> dict[str, str]:
-        """200 while new work is taken, else 503."""
+        """200 while new work is accepted, else 503."""
         if self._lifecycle.phase != "ready":
             raise HttpProblem(503, self._lifecycle.phase, "no new work is taken", retryable=True)
         return {"status": "ready"}
 
     async def health(self) -> Response:
-        """How it is; 503 while no new work is taken, so that `curl -f` waits for readiness."""
+        """Health; 503 while no new work is accepted, so that `curl -f` waits for readiness."""
         phase = self._lifecycle.phase
         components = {
             name: ComponentHealth(status="degraded" if queue.last_fault else "healthy", last_fault=queue.last_fault)
@@ -253,7 +253,7 @@ def _with_own_ids(items: list[Item]) -> list[Item]:
 
 
 def _client(request: Request) -> str:
-    """Who asks: known by token, else by address."""
+    """Identity of the client: its token, else its address."""
     return request.headers.get("authorization") or (request.client.host if request.client else "")
 
 

@@ -34,11 +34,11 @@ class Servable(Protocol):
     """What a server serves: made ready after the port is open, ended after the last request."""
 
     async def start(self) -> None:
-        """Make ready, as long as it takes. An error of Hone's ends the server with its message."""
+        """Start; may take as long as it needs. An error of Hone's ends the server with its message."""
         ...
 
     async def close(self) -> None:
-        """End everything it holds, within seconds; may be called without a start."""
+        """Release all resources, within seconds; may be called without a start."""
         ...
 
 

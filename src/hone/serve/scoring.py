@@ -68,7 +68,7 @@ class _GroupClaims:
     by_component: dict[str, ScoreClaim]
 
     def scores(self) -> dict[str, ScoredGroup]:
-        """By component, those done by now."""
+        """Finished scores by component."""
         found = {name: part.result() for name, part in self.by_component.items()}
         return {name: done for name, done in found.items() if done is not None}
 
@@ -121,7 +121,7 @@ class ScoringService:
             raise RewardError(f"the warm-up item was not scored: {result.error.fault} fault: {result.error.detail}")
 
     def asked(self, name: str | None, weights: Mapping[str, float] | None = None) -> RewardSpec:
-        """The reward of that name, or the whole.
+        """The named reward, or the weighted whole.
 
         Args:
             weights: for the whole, instead of the file's.

@@ -72,7 +72,7 @@ class GrowingText:
         self._text, self._told = "", 0
 
     def more(self, token_id: int) -> str:
-        """What can be told now that this token has come."""
+        """Text that is final after this token."""
         self._ids.append(token_id)
         known = self._decode(self._ids[self._context : self._read])
         whole = self._decode(self._ids[self._context :])
@@ -83,11 +83,11 @@ class GrowingText:
         return self._text[told : self._told]
 
     def rest(self, text: str) -> str:
-        """What is left to tell of the whole text."""
+        """The rest of the whole text."""
         return text[self._told :]
 
     def _safe(self) -> int:
-        """Characters that no stop string can take away any more."""
+        """Number of characters that no stop string can still remove."""
         end = len(self._text)
         for stop in self._stop:
             found = self._text.find(stop, self._told)

@@ -39,12 +39,12 @@ REFUSED = "refused"
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one vote came to."""
+    """Result of one vote."""
 
     scores: tuple[float, ...] | None
     """On the judge's scale, in the order of the responses; None: invalid."""
     failures: tuple[VoteFailure, ...] = ()
-    """Of the answers that were asked for in vain, in order."""
+    """Failures of the invalid answers, in order."""
     lost: str = ""
     """Why there was no answer to be had, through no fault of the question: then nothing is known of the responses."""
 
@@ -145,11 +145,11 @@ class Remembered:
 
 
 class Traffic:
-    """How fast the judge is, told now and then in the two lines that practice with DeepSeek-GRM knows.
+    """Throughput of the judge, logged in the two lines that users of DeepSeek-GRM know.
 
     Args:
         log_every_s: between two log lines.
-        engine_line: what the judge's engine says of itself, if it does; told after those lines.
+        engine_line: metrics of the judge's engine, if it has any; logged after those lines.
     """
 
     def __init__(self, log_every_s: float, engine_line: Callable[[], Awaitable[str]]) -> None:

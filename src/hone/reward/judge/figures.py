@@ -24,7 +24,7 @@ class EngineFigures:
         self._hits = self._queries = 0.0
 
     async def line(self) -> str:
-        """For people; empty where no engine says anything."""
+        """One log line; empty where no engine reports metrics."""
         found = read_metrics(await self._client.metrics())
         said: list[str] = []
         hits, queries = (sum(found.get(name, ())) for name in (HITS, QUERIES))

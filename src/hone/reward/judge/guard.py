@@ -40,7 +40,7 @@ _INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\u
 
 
 def flags_of(response: str, neutralise: Neutralise) -> frozenset[Flag]:
-    """What is suspicious about a response."""
+    """Flags of a response."""
     found: dict[Flag, bool] = {
         "self_rating": _SELF_RATING.search(response[-_TAIL_CHARACTERS:]) is not None,
         "boxed": "\\boxed" in response,
@@ -69,7 +69,7 @@ class Canaries:
     """A question, and a response to it."""
 
     def due(self, question: str, responses: Sequence[str]) -> dict[str, str]:
-        """Canaries to judge beside these responses, by name; mostly none."""
+        """Canaries due now, by name; empty most of the time."""
         if not self.every:
             return {}
         before, self._judged = self._judged, self._judged + len(responses)
