@@ -5,7 +5,6 @@ import logging
 
 import pytest
 
-from hone.serve import access
 from hone.serve.access import AccessLog, Answered, sum_line
 
 
@@ -13,12 +12,11 @@ def answered(number, what="POST /v1/rewards 200", *, is_remarkable=False):
     return Answered(what, float(number), f"id{number}", "", is_remarkable)
 
 
-def test_the_first_has_a_line_and_those_after_it_are_told_together(monkeypatch, caplog):
-    monkeypatch.setattr(access, "SUM_S", 0.1)
+def test_the_first_has_a_line_and_those_after_it_are_told_together(caplog):
     caplog.set_level(logging.INFO, "hone.serve")
 
     async def go():
-        log = AccessLog()
+        log = AccessLog(sum_s=0.1)
         for number in range(1, 1002):
             log.write(answered(number))
         log.write(answered(1, "POST /v1/rewards 503", is_remarkable=True))
@@ -40,5 +38,5 @@ def test_the_first_has_a_line_and_those_after_it_are_told_together(monkeypatch, 
 
 @pytest.mark.parametrize("number", [1, 2, 20])
 def test_a_sum_of_few(number):
-    line = sum_line("GET / 200", [float(n + 1) for n in range(number)])
+    line = sum_line("GET / 200", [float(n + 1) for n in range(number)], 30.0)
     assert line.startswith(f"GET / 200 {number} more in 30 s: p50 ") and line.endswith(f"longest {number}.0 ms")

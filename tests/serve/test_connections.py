@@ -7,7 +7,6 @@ import signal
 import httpx
 import pytest
 
-from hone.serve import connection
 from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, guarded_app
 from hone.serve.running import serve
 
@@ -79,19 +78,15 @@ async def is_alive(port):
 
 
 @pytest.mark.parametrize("kind", BEGUN)
-def test_what_is_not_sent_in_time_ends_the_connection(kind, monkeypatch, capfd):
-    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.2)
-
+def test_what_is_not_sent_in_time_ends_the_connection(kind, capfd):
     async def scenario(port):
         return await closed(*await begun(port, BEGUN[kind]))
 
-    said = beside_server(scenario, capfd, body_timeout_s=0.2)
+    said = beside_server(scenario, capfd, body_timeout_s=0.2, keep_alive_s=0.2)
     assert (b"body-too-slow" in said) == (kind == "no body")
 
 
-def test_headers_byte_by_byte_are_no_way_around(monkeypatch, capfd):
-    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.2)
-
+def test_headers_byte_by_byte_are_no_way_around(capfd):
     async def scenario(port):
         reader, writer = await begun(port, HALF)
         ended = asyncio.create_task(closed(reader, writer))
@@ -99,13 +94,12 @@ def test_headers_byte_by_byte_are_no_way_around(monkeypatch, capfd):
             writer.write(b"x")
             await asyncio.sleep(0.02)
 
-    beside_server(scenario, capfd)
+    beside_server(scenario, capfd, keep_alive_s=0.2)
 
 
 @pytest.mark.parametrize("kind", BEGUN)
-def test_many_that_wait_keep_nobody_out(kind, monkeypatch, capfd):
+def test_many_that_wait_keep_nobody_out(kind, capfd):
     """Those that wait longest are closed; who sends whole requests is answered."""
-    monkeypatch.setattr(connection, "MAX_WAITING", 8)
 
     async def scenario(port):
         half_open = [await begun(port, BEGUN[kind]) for _ in range(24)]
@@ -118,7 +112,7 @@ def test_many_that_wait_keep_nobody_out(kind, monkeypatch, capfd):
             writer.close()
         await asyncio.gather(*rest)
 
-    beside_server(scenario, capfd)
+    beside_server(scenario, capfd, max_waiting_connections=8)
 
 
 def test_a_client_that_pauses_keeps_its_connection(monkeypatch, capfd):

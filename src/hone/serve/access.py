@@ -11,7 +11,6 @@ import logging
 from dataclasses import dataclass
 
 log = logging.getLogger("hone.serve")
-SUM_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,14 @@ class Answered:
 
 
 class AccessLog:
-    """Of one server, in its event loop."""
+    """Of one server, in its event loop.
 
-    def __init__(self) -> None:
+    Args:
+        sum_s: seconds of good answers in one line.
+    """
+
+    def __init__(self, sum_s: float = 30.0) -> None:
+        self._sum_s = sum_s
         self._more: dict[str, list[float]] = {}
         """Milliseconds of each good answer since the first, by what was asked."""
 
@@ -50,22 +54,23 @@ class AccessLog:
 
     def _gather(self, what: str) -> None:
         self._more[what] = []
-        asyncio.get_running_loop().call_later(SUM_S, self._sum, what)
+        asyncio.get_running_loop().call_later(self._sum_s, self._sum, what)
 
     def _sum(self, what: str) -> None:
         if elapsed_ms := sorted(self._more.pop(what)):
-            log.info("%s", sum_line(what, elapsed_ms))
+            log.info("%s", sum_line(what, elapsed_ms, self._sum_s))
             self._gather(what)
 
 
-def sum_line(what: str, elapsed_ms: list[float]) -> str:
+def sum_line(what: str, elapsed_ms: list[float], sum_s: float) -> str:
     """What several answers were like.
 
     Args:
         elapsed_ms: ascending, at least one.
+        sum_s: seconds in which they were given.
     """
     number = len(elapsed_ms)
     half, most = elapsed_ms[number // 2], elapsed_ms[int(0.95 * (number - 1))]
     return (
-        f"{what} {number:,} more in {SUM_S:g} s: p50 {half:.1f} ms, p95 {most:.1f} ms, longest {elapsed_ms[-1]:.1f} ms"
+        f"{what} {number:,} more in {sum_s:g} s: p50 {half:.1f} ms, p95 {most:.1f} ms, longest {elapsed_ms[-1]:.1f} ms"
     )

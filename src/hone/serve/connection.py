@@ -1,7 +1,7 @@
 """A client's connection to a server: uvicorn's, with bounds for clients that connect and send too little.
 
-Between requests, and until a request's headers are whole, a connection has `KEEP_ALIVE_S`; a body has the guard's own
-time limit. And no more than `MAX_WAITING` connections may wait for their client: beyond that, the one that waits
+Between requests, and until a request's headers are whole, a connection has `keep_alive_s`; a body has the guard's own
+time limit. And no more than `max_waiting_connections` may wait for their client: beyond that, the one that waits
 longest is closed, so that there is always room for the next.
 """
 
@@ -12,22 +12,20 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-KEEP_ALIVE_S = 30.0
-"""Trainers pause between steps, and a new connection costs more than to keep an idle one."""
-MAX_WAITING = 512
-"""Half of the files that a process may usually open."""
+from hone.serve.http import HttpSettings
 
 
 class Connection(H11Protocol):
     """See the module.
 
     Args:
+        settings: of the server.
         waiting: connections of the same server that wait for their client, the longest first.
     """
 
-    def __init__(self, *args: Any, waiting: dict[Connection, None], **more: Any) -> None:
+    def __init__(self, *args: Any, settings: HttpSettings, waiting: dict[Connection, None], **more: Any) -> None:
         super().__init__(*args, **more)
-        self._all_waiting = waiting
+        self._settings, self._all_waiting = settings, waiting
         self._seen: RequestResponseCycle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -58,12 +56,12 @@ class Connection(H11Protocol):
         if not is_between:
             self._stop_timer()
         elif self._timer is None:
-            self._timer = self.loop.call_later(KEEP_ALIVE_S, self.transport.close)
+            self._timer = self.loop.call_later(self._settings.keep_alive_s, self.transport.close)
         if is_between or request.more_body:
             self._all_waiting.setdefault(self)
         else:
             self._all_waiting.pop(self, None)
-        while len(self._all_waiting) > MAX_WAITING:
+        while len(self._all_waiting) > self._settings.max_waiting_connections:
             longest = next(iter(self._all_waiting))
             del self._all_waiting[longest]
             longest.transport.abort()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -23,7 +24,7 @@ from fastapi import FastAPI
 from hone.errors import DataError, Stopped
 from hone.runtime.processes import stop_signals_handled
 from hone.serve.access import log
-from hone.serve.connection import KEEP_ALIVE_S, Connection
+from hone.serve.connection import Connection
 from hone.serve.http import HttpSettings, Lifecycle
 
 _CANCEL_TIMEOUT_S = 2
@@ -57,8 +58,9 @@ async def serve(app: FastAPI, service: Servable, lifecycle: Lifecycle, settings:
     if not (settings.token_env or settings.token_file):
         log.warning("no token: every program of this machine may ask; --token-file or --token-env bounds that")
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False, ws="none")
-    config.http = partial(Connection, waiting={})  # type: ignore[assignment]  # uvicorn calls it as it calls a class
-    config.timeout_graceful_shutdown, config.timeout_keep_alive = _CANCEL_TIMEOUT_S, int(KEEP_ALIVE_S)
+    # uvicorn calls it as it calls a class
+    config.http = partial(Connection, settings=settings, waiting={})  # type: ignore[assignment]
+    config.timeout_graceful_shutdown, config.timeout_keep_alive = _CANCEL_TIMEOUT_S, math.ceil(settings.keep_alive_s)
     server = _Server(config)
     stop = _Stop(lifecycle, server, settings.drain_timeout_s)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
