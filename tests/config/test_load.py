@@ -220,7 +220,7 @@ def test_a_wrong_value_gets_rule_what_was_got_and_a_cure(problems_of, key, value
         ("group_size", "unknown key here. Did you mean rollout.group_size?"),
         ("rolout", "unknown key. Did you mean rollout?"),
         ("train__lr", "unknown key here. Did you mean train.optimizer.lr or critic.optimizer.lr or sft.optimizer.lr?"),
-        ("rollout__n_samples_per_prompt", "unknown key. Hone's word for it is rollout.group_size"),
+        ("rollout__n_samples_per_prompt", "unknown key. OpenRLHF's rollout.n_samples_per_prompt is rollout.group_size"),
         ("gate__xyzzy", "unknown key. gate has: enabled, max_logprob_gap"),
     ],
 )

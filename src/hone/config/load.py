@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from hone.config import schema
 from hone.config.derived import run_dir, run_name
 from hone.config.layers import Stack, override
-from hone.config.messages import is_secret_key, is_secret_value, unknown_key, wrong_value
+from hone.config.messages import foreign_names, is_secret_key, is_secret_value, unknown_key, wrong_value
 from hone.config.render import resolved_yaml
 from hone.config.rules import Breach
 from hone.config.rules.rules import breaches
@@ -258,12 +258,20 @@ def _repair(plain: Any, error: _ValueError) -> None:
 def _problem(tree: Node, error: _ValueError) -> Problem:
     where = _nearest_where(tree, error.path)
     if error.kind == "unknown":
-        return Problem(where, error.path, unknown_key(error.path))
+        return Problem(where, error.path, _foreign_section(tree, error.path) or unknown_key(error.path))
     if error.kind == "missing":
         key = schema.find_key(error.path)
         return Problem(where, error.path, f"is required. {key.meaning if key else ''}".rstrip())
     node = tree.find(error.path)
     return Problem(where, error.path, wrong_value(error.path, node.plain() if node else None))
+
+
+def _foreign_section(tree: Node, path: str) -> str | None:
+    """What to say of a section of another tool's: the counterpart of each key in it."""
+    node = tree.find(path)
+    leaves = [leaf for leaf, _ in node.leaves(path)] if node and isinstance(node.value, dict) else []
+    found = [f"{leaf}: {foreign_names()[leaf]}" for leaf in leaves if leaf in foreign_names()]
+    return f"is another tool's. {'; '.join(found)}" if found else None
 
 
 def _nearest_where(tree: Node, path: str) -> Where:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from rapidfuzz import fuzz, process
@@ -49,8 +51,10 @@ OTHER_NAMES = {
     "epsilon": "algorithm.clip_low",
     "epsilon_high": "algorithm.clip_high",
     "beta": "algorithm.kl_loss_coef",
-    "kl_coef": "algorithm.kl_loss_coef",
-    "init_kl_coef": "algorithm.kl_loss_coef",
+    "kl_coef": "algorithm.kl_reward_coef",
+    "init_kl_coef": "algorithm.kl_reward_coef",
+    "adv_estimator": "algorithm.credit",
+    "advantage_estimator": "algorithm.credit",
     "kl_penalty": "algorithm.kl_estimator",
     "staleness_threshold": "rollout.max_staleness",
     "learning_rate": "train.optimizer.lr",
@@ -60,6 +64,12 @@ OTHER_NAMES = {
     "model_name_or_path": "model.path",
 }
 """What other tools call our keys (the glossary's table), for people who come from them."""
+
+
+@cache
+def foreign_names() -> Mapping[str, str]:
+    """Other tools' keys, in full -> ours, or why there is none; by `hone.tools.foreign_names`."""
+    return json.loads((Path(__file__).parent / "foreign_names.json").read_text("utf-8"))
 
 
 def is_secret_key(path: str) -> bool:
@@ -95,6 +105,8 @@ def nearest(word: str, candidates: Iterable[str], cutoff: float = 72) -> str | N
 
 def unknown_key(path: str) -> str:
     """What to say of a key that does not exist: a spelling, the right section, or what the section has."""
+    if counterpart := foreign_names().get(path):
+        return f"unknown key. {counterpart}"
     section, _, name = path.rpartition(".")
     here = _children(section)
     if said := _section(section).elsewhere.get(name):
