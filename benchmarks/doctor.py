@@ -231,7 +231,7 @@ FAULTS = (
     Fault("parser_broken", ("reward_broken",), rewards=of_samples(lambda sample, group: 0.0)),
     Fault("length_pays", LENGTH, rewards=of_samples(lambda s, g: min(len(s.token_ids) / 8, 1) + 0.2 * right(s, g))),
     Fault("judge_likes_length", LENGTH, rewards=wordy_judge),
-    Fault("reward_is_noise", ("reward_is_noise",), rewards=noisy_reward),
+    Fault("reward_is_noise", ("reward_is_noise",), {"run.steps": 150}, rewards=noisy_reward),
     Fault("component_constant", ("component_constant",), rewards=with_constant),
     Fault("reward_fails", ("reward_code_fails",), {"reward.max_unscored_frac": 1.0}, rewards=failing_reward),
     Fault("reward_slow", ("reward_slow",), {"run.steps": 20}, rewards=slow_reward),
@@ -259,6 +259,8 @@ FAULTS = (
     Fault("template_wrong", ("prompts_unlike_training",), {"data.template": "=={prompt}"}),
 )  # fmt: skip
 
+WARM = {"train.optimizer.warmup_steps": 10}
+"""Healthy runs begin gently: Adam's first step at the full rate undoes a part of what a tiny model knows."""
 HEALTHY: dict[str, Mapping[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"extends": ["algorithm/dr_grpo"]},
@@ -270,7 +272,7 @@ HEALTHY: dict[str, Mapping[str, Any]] = {
     "grpo with KL": {"algorithm.kl_loss_coef": 0.02},
     "overlapped": {"rollout.max_staleness": 1},
     "two components": {
-        "reward.components": [{"use": "exact"}, {"use": "length", "weight": 0.1, "args": {"target": 4}}]
+        "reward.components": [{"use": "exact"}, {"use": "length", "weight": 0.1, "args": {"target_tokens": 3}}]
     },
 }
 
@@ -381,7 +383,7 @@ def healthy(work: Path, steps: int) -> None:
     print("| Run | Steps | Alarms | Advice |\n|---|---|---|---|")
     total, false = 0, 0
     for name, settings in HEALTHY.items():
-        alarms, last = run(work / name, start, Fault(name, (), settings), 7, steps)
+        alarms, last = run(work / name, start, Fault(name, (), WARM | settings), 7, steps)
         wrong = [a for a in by_importance(alarms) if a.level != "tuning"]
         advice = [a for a in alarms if a.level == "tuning"]
         total, false = total + last, false + len(wrong)

@@ -17,7 +17,20 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 
 import hone
-from hone.cli import check, doctor, evaluate, evaluate_judge, explain, export, importing, plan, serve, services, train
+from hone.cli import (
+    check,
+    compare_runs,
+    doctor,
+    evaluate,
+    evaluate_judge,
+    explain,
+    export,
+    importing,
+    plan,
+    serve,
+    services,
+    train,
+)
 from hone.errors import HoneError, Stopped
 from hone.observe.console import Lasting
 
@@ -38,6 +51,7 @@ app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command("compare", epilog=compare_runs.EXAMPLES)(compare_runs.compare)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
 app.command("import", epilog=importing.EXAMPLES)(importing.import_command)
 app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)

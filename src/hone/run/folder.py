@@ -403,7 +403,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    old_keys, new_keys = _flat(old), _flat(new)
+    old_keys, new_keys = flat_settings(old), flat_settings(new)
     changed = [
         f"  {key}: {_shown(old_keys, key)} -> {_shown(new_keys, key)}"
         for key in sorted(old_keys.keys() | new_keys.keys())
@@ -417,11 +417,15 @@ def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) 
         )
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{'a': {'b': 1}} -> {'a.b': 1}. Lists stay whole."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
+        flat |= (
+            flat_settings(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping) and value
+            else {f"{prefix}{name}": value}
+        )
     return flat
 
 

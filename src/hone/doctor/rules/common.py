@@ -29,8 +29,8 @@ ENTROPY, NORM = "train/entropy", "train/grad_norm"
 
 
 def moves_far(h: History) -> bool:
-    """An update moves the policy more than is stable. The first two count less: Adam's first steps are large."""
-    return h.now(KL_UPDATE) > 2 or (h.count(KL_UPDATE) > 4 and h.mean(KL_UPDATE, 3) > 0.3)
+    """An update moves the policy more than is stable. The first ten count less: Adam's first steps are large."""
+    return h.now(KL_UPDATE) > 2 or (h.count(KL_UPDATE) > 12 and h.mean(KL_UPDATE, 3) > 0.3)
 
 
 def is_moving_fast(h: History) -> bool:
@@ -77,3 +77,10 @@ TOO_FAST = Cause(
 def is_rising_by_std(h: History) -> bool:
     """The reward of the last ten steps is above its baseline by a fifth of the samples' standard deviation."""
     return h.mean(REWARD, 10) > h.base(REWARD) + 0.2 * h.base("rollout/reward_std")
+
+
+def is_flat(h: History, steps: int) -> bool:
+    """The reward of the last `steps` is where it was in steps 5 to 20, though groups have signal."""
+    distance = abs(h.mean(REWARD, steps) - h.base(REWARD))
+    has_signal = h.mean(SILENT, 30) < 0.6 and h.mean(PASS, 30) < 0.9
+    return distance < 0.05 * h.base("rollout/reward_std") and has_signal

@@ -16,13 +16,12 @@ from hone.doctor.rules.common import (
     PRIME,
     READ_SAMPLES,
     REWARD,
-    SILENT,
     TOO_FAST,
     TRUNCATED,
     USUAL,
     VERL_CORRECTION,
+    is_flat,
     is_rising_by_std,
-    kl_coefficient,
 )
 
 LEARNING = (
@@ -298,18 +297,14 @@ LEARNING = (
     AlarmRule(
         name="no_progress",
         level="optimisation",
-        pattern="the reward does not move although groups have signal",
-        metrics=(REWARD, KL_UPDATE, "train/kl_ref"),
+        pattern="the reward does not move although groups have signal, and updates are small",
+        metrics=(REWARD, KL_UPDATE),
         when=when(
-            "within 0.05 standard deviations of its mean of steps 5 to 20 after 60 steps",
-            lambda h: (
-                abs(h.mean(REWARD, 30) - h.base(REWARD)) < 0.05 * h.base("rollout/reward_std")
-                and h.mean(SILENT, 30) < 0.6
-                and h.mean(PASS, 30) < 0.9
-            ),
+            "within 0.05 standard deviations of its mean of steps 5 to 20, with train/update_kl below 1e-4",
+            lambda h: is_flat(h, 30) and h.mean(KL_UPDATE, 5) < 1e-4,
         ),
-        of=(10, 10),
-        after=60,
+        of=(5, 5),
+        after=50,
         silenced_by=(
             "update_too_small",
             "update_too_large",
@@ -324,15 +319,6 @@ LEARNING = (
             "clip_fraction",
         ),
         causes=(
-            Cause(
-                name="kl_coefficient_too_large",
-                what="the KL penalty holds the policy at the reference.",
-                change="algorithm.kl_loss_coef or kl_reward_coef: 0.01 or 0",
-                confirm="train/kl_ref stays near 0. Without the penalty the reward moves; if not, the learning rate is "
-                "too low.",
-                applies=lambda h: kl_coefficient(h) >= 0.2,
-                reads=("algorithm.kl_loss_coef", "algorithm.kl_reward_coef"),
-            ),
             Cause(
                 name="clip_range_too_narrow",
                 what="the clip range cuts off almost every change.",
@@ -349,10 +335,39 @@ LEARNING = (
                 name="learning_rate_too_low",
                 what="updates are small for this task.",
                 change="train.optimizer.lr: three times it",
-                confirm="With three times the learning rate for 50 steps the reward moves.",
-                applies=lambda h: h.mean(KL_UPDATE, 5) < 1e-4,
+                confirm="With three times the learning rate the reward moves within 50 steps. If not, it is noise.",
                 reads=("train.optimizer.lr",),
             ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="reward_flat",
+        level="tuning",
+        pattern="the reward does not move although groups have signal and updates are of usual size",
+        metrics=(REWARD, KL_UPDATE),
+        when=when(
+            "within 0.05 standard deviations of its mean of steps 5 to 20 on average of fifty",
+            lambda h: is_flat(h, 50),
+        ),
+        of=(10, 10),
+        after=110,
+        silenced_by=(
+            "no_progress",
+            "update_too_small",
+            "update_too_large",
+            "mismatch",
+            "all_wrong",
+            "all_right",
+            "no_signal",
+            "truncation",
+            "reward_collapse",
+            "rewards_fail",
+            "mismatch_precision",
+            "clip_fraction",
+            "kl_dominates",
+        ),
+        causes=(
             Cause(
                 name="reward_is_noise",
                 what="updates are of usual size and the reward does not follow: the reward is mostly noise, or more "

@@ -22,7 +22,6 @@ from hone.doctor.rules.common import (
     USUAL,
     VERL_CORRECTION,
     VERL_FAQ,
-    is_rising,
     is_rising_by_std,
     is_sampling_truncated,
     is_stale,
@@ -35,7 +34,10 @@ POLICY = (
         level="optimisation",
         pattern="trainer and sampler give the same tokens different probabilities",
         metrics=(GAP, "train/mismatch_ratio_mean", "train/mismatch_kl"),
-        when=above(GAP, 0.03),
+        when=when(
+            "above 0.03, or above 0.2 where samples are old",
+            lambda h: h.mean(GAP, 3) > (0.2 if is_stale(h) else 0.03),
+        ),
         causes=(
             Cause(
                 name="off_policy",
@@ -141,7 +143,7 @@ POLICY = (
         pattern="one update moves the policy far",
         metrics=(KL_UPDATE,),
         when=when(
-            "above 2, or above 0.3 on average of three after the first two",
+            "above 2, or above 0.3 on average of three after the first ten steps",
             moves_far,
         ),
         of=(1, 10),
@@ -205,8 +207,11 @@ POLICY = (
         pattern="many tokens are clipped",
         metrics=("train/clip_high_frac", "train/clip_low_frac"),
         when=when(
-            "both sides together above 0.3",
-            lambda h: h.now("train/clip_high_frac") + h.now("train/clip_low_frac") > 0.3,
+            "both sides together above 0.3, with a ratio of tokens",
+            lambda h: (
+                h.now("train/clip_high_frac") + h.now("train/clip_low_frac") > 0.3
+                and h.key("algorithm.ratio") != "sequence"
+            ),
         ),
         silenced_by=("mismatch", "update_too_large"),
         causes=(
@@ -343,7 +348,12 @@ POLICY = (
         level="optimisation",
         pattern="the policy is far from the reference",
         metrics=("train/kl_ref", "train/kl_coef"),
-        when=above("train/kl_ref", 0.5, mean=5),
+        when=when(
+            "above 0.5 on average of twenty while the reward does not rise",
+            lambda h: h.mean("train/kl_ref", 20) > 0.5 and not is_rising_by_std(h),
+        ),
+        of=(5, 5),
+        after=20,
         silenced_by=("mismatch", "update_too_large", "entropy_explosion", "critic_loss"),
         causes=(
             Cause(
@@ -359,15 +369,7 @@ POLICY = (
                 what="the policy drifts from the reference and the reward does not rise.",
                 change=LOWER_LR + "; algorithm.kl_loss_coef: larger",
                 confirm="With a tenth of the learning rate the KL at the same reward is smaller.",
-                applies=lambda h: not is_rising(h, REWARD),
                 reads=(REWARD, "train.optimizer.lr"),
-            ),
-            Cause(
-                name="policy_moved_far",
-                what="the policy has moved far from where it began, and the reward rose.",
-                change="algorithm.kl_loss_coef: larger, if what the model knew otherwise matters",
-                confirm="Evaluate something else that the model could do before.",
-                reads=(REWARD,),
             ),
         ),
         source=f"up to 0.5: {USUAL}; open-r1 issue 257",
