@@ -272,7 +272,10 @@ HEALTHY: dict[str, Mapping[str, Any]] = {
     "grpo with KL": {"algorithm.kl_loss_coef": 0.02},
     "overlapped": {"rollout.max_staleness": 1},
     "two components": {
-        "reward.components": [{"use": "exact"}, {"use": "length", "weight": 0.1, "args": {"target_tokens": 3}}]
+        "reward.components": [
+            {"use": "exact"},
+            {"use": "length", "weight": 0.1, "args": {"target_tokens": 3, "tolerance_tokens": 1}},
+        ]
     },
 }
 
@@ -343,7 +346,7 @@ def train(folder: Path, start: Path, fault: Fault, seed: int, steps: int) -> Non
 
 
 def lines_of_table(rows: Sequence[tuple[str, Sequence[list[Alarm]], Fault]]) -> Iterator[str]:
-    yield "| Fault | Expected | First alarm names, by seed | Right | Since step, found at |"
+    yield "| Fault | Expected | First alarm names, by seed | Right | Since step / found at |"
     yield "|---|---|---|---|---|"
     for name, seeds, fault in rows:
         firsts = [alarms[0] if alarms else None for alarms in seeds]
@@ -354,7 +357,7 @@ def lines_of_table(rows: Sequence[tuple[str, Sequence[list[Alarm]], Fault]]) -> 
             for a, alarms in zip(firsts, seeds, strict=True)
         )
         shown = ", ".join(f"{cause}{f' ({count})' if count > 1 else ''}" for cause, count in named.most_common())
-        steps = ", ".join(f"{a.since}, {a.step}" for a in firsts if a)
+        steps = ", ".join(f"{a.since} / {a.step}" for a in firsts if a)
         then = f"; {late} later" if late else ""
         yield f"| {name} | {' or '.join(fault.expected)} | {shown} | {good}/{len(seeds)}{then} | {steps} |"
 

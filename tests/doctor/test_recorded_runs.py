@@ -1,0 +1,56 @@
+"""Rules on the metrics of real small runs with one planted fault each, and of a healthy one.
+
+recorded.json.gz has, by fault, the settings of a run of benchmarks/doctor.py and the first lines of its metrics.jsonl:
+the metrics that rules read, without times and memory.
+"""
+
+import gzip
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.doctor.watch import by_importance, watch_lines
+
+EXPECTED = {
+    "lr_x100-0": "learning_rate_too_high",
+    "lr_by_1000-0": "learning_rate_too_low",
+    "temperature_unknown-0": "sampler_settings_differ",
+    "top_p-0": "truncated_sampling",
+    "dtype-0": "dtype_differs",
+    "sign-0": "weight_negative",
+    "parser_broken-0": "reward_broken",
+    "judge_likes_length-0": "reward_pays_length",
+    "data_hard-0": "prompts_too_hard",
+    "no_end_token-0": "no_end_token",
+    "clip_zero-0": "clip_range_too_narrow",
+    "entropy_bonus-0": "entropy_bonus_too_large",
+    "critic_lr_x100-0": "critic_learning_rate_too_high",
+    "kl_huge-0": "kl_coefficient_too_large",
+    "groups_of_two-0": "group_too_small",
+}
+
+
+@lru_cache(maxsize=1)
+def recorded() -> dict[str, Any]:
+    return json.loads(gzip.decompress(Path(__file__).with_name("recorded.json.gz").read_bytes()))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_first_alarm_names_the_planted_fault(name):
+    run = recorded()[name]
+    first, *_ = by_importance(watch_lines(run["settings"], run["lines"]).alarms)
+    assert first.cause == EXPECTED[name]
+
+
+def test_a_healthy_run_raises_no_alarm():
+    run = recorded()["dr_grpo"]
+    assert len(run["lines"]) > 80 and watch_lines(run["settings"], run["lines"]).alarms == []
+
+
+def test_a_fault_is_what_makes_the_difference():
+    """The settings of a faulty run with the metrics of the healthy one: no alarm, but for those of the settings."""
+    healthy, faulty = recorded()["dr_grpo"]["lines"], recorded()["lr_x100-0"]["settings"]
+    assert watch_lines(faulty, healthy).alarms == []
