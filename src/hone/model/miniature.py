@@ -6,7 +6,6 @@ a second or two on a CPU. Not here: what is tried with it (`run/trial.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ VOCAB, INNER, EXPERTS = 256, 64, 4
 LEAST_LAYERS = 2
 
 
-def miniature(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig | None:
+def miniature(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """The config of a small model of the same class, or None where none of the attempts can be built.
 
     Layers are the first ones, as many as it takes to have one of each kind; then the vocabulary, feed-forward blocks,
@@ -29,44 +28,33 @@ def miniature(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> P
 
     def outline(keys: PreTrainedConfig) -> Any:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(keys, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(keys)
 
     whole = outline(config)
     if _size(whole) <= SMALL_ENOUGH:
         return config
-    for keys in _attempts(config, whole):
+    for changes in _ATTEMPTS:
         try:
+            keys = _shallow(config, whole)
+            for change in changes:
+                keys |= change(keys)
             small = type(config).from_dict(keys)
-            if _size(outline(small)) <= TOO_LARGE and _computes(small, trust_remote_code):
+            if _size(outline(small)) <= TOO_LARGE and _computes(small):
                 return small
-        except Exception as e:  # this class wants another ratio of sizes: the next attempt changes fewer of them
-            print(type(e), str(e)[:200])
+        except Exception:  # boundary: any class may want another ratio of sizes; the next attempt changes fewer
             continue
     return None
 
 
-def _computes(config: PreTrainedConfig, trust_remote_code: bool) -> bool:
+def _computes(config: PreTrainedConfig) -> bool:
     """Whether the class runs in these sizes; raises whatever it raises if not."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model: Any = AutoModelForCausalLM.from_config(config)
         return model.eval()(torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits.isfinite().all().item()
 
 
 def _size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _attempts(config: PreTrainedConfig, whole: Any) -> Iterator[dict[str, Any]]:
-    """Keys of smaller and smaller changes, the smallest model first."""
-    shallow = _shallow(config, whole)
-    few_words = shallow | _words(shallow)
-    thin = few_words | _inner(few_words)
-    few_experts = thin | _experts(thin)
-    yield few_experts | _heads(few_experts)
-    yield few_experts
-    yield thin | _heads(thin)
-    yield few_words
-    yield shallow
 
 
 def _shallow(config: PreTrainedConfig, whole: Any) -> dict[str, Any]:
@@ -123,6 +111,8 @@ def _heads(keys: dict[str, Any]) -> dict[str, Any]:
     """Fewer heads of the same size, as many of them per key and value head, and as much less of the hidden size and of
     what goes with it in layers with states."""
     heads, hidden = (next((n for n in names if n in keys), "") for names in (HEADS, HIDDEN))
+    if not hidden:
+        return {}
     many, kv_heads = keys.get(heads), keys.get("num_key_value_heads")
     changed: dict[str, Any] = {}
     if many is None:
@@ -142,6 +132,14 @@ def _heads(keys: dict[str, Any]) -> dict[str, Any]:
     return changed | {name: keys[name] // factor for name in (hidden, *WITH_HIDDEN) if keys.get(name)}
 
 
+_ATTEMPTS = (
+    (_words, _inner, _experts, _heads),
+    (_words, _inner, _heads),
+    (_words, _inner, _experts),
+    (_words,),
+    (),
+)
+"""What is made smaller, the smallest result first."""
 HEADS, HIDDEN = ("num_attention_heads", "n_head"), ("hidden_size", "n_embd")
 WITH_HIDDEN = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_d_ssm", "num_heads", "lru_width")
 """Sizes of layers with states, which the hidden size must fit."""

@@ -74,6 +74,8 @@ async def try_model(config: RunConfig, architecture: PreTrainedConfig) -> ModelT
     Args:
         architecture: of `model.path` or `model.init`.
     """
+    if config.model.trust_remote_code and "AutoModelForCausalLM" in (getattr(architecture, "auto_map", None) or {}):
+        return ModelTrial(untried=f"model: {architecture.model_type} brings a class of its own, which was not tried")
     if refused := refused_by_config(architecture):
         return ModelTrial(refused=refused)
     kept = state_folder() / "models" / f"{_key(config, architecture)}.json"
@@ -128,7 +130,7 @@ def refused_by_config(architecture: PreTrainedConfig) -> str:
             f"model: {kind} has {' and '.join(towers)}: Hone trains language models alone and would neither read what "
             f"they are for nor keep their weights. {INSTEAD}, such as the text model of the same family."
         )
-    if type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(architecture, "auto_map"):
+    if type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return ""
     return f"model: Transformers has no causal language model of model_type {kind}. {INSTEAD}."
 
@@ -138,7 +140,7 @@ def _key(config: RunConfig, architecture: PreTrainedConfig) -> str:
     versions = [hone.__version__, *(version(name) for name in ("torch", "transformers"))]
     keys = architecture.to_dict()
     keys.pop("_name_or_path", None)
-    settings = [config.model.implementation, config.model.trust_remote_code, config.lora.model_dump(mode="json")]
+    settings = [config.model.implementation, config.lora.model_dump(mode="json")]
     settings += [config.train.activation_checkpointing, config.rollout.compile, _has_own_engine(config), config.stages]
     content = json.dumps([keys, settings, versions, _code_hash()], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
@@ -157,9 +159,9 @@ def _has_own_engine(config: RunConfig) -> bool:
 
 
 async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTrial:
-    kind, trust = architecture.model_type, config.model.trust_remote_code
+    kind = architecture.model_type
     with _step(kind, "built"):
-        small = miniature(architecture, trust_remote_code=trust)
+        small = miniature(architecture)
     if small is None:
         return ModelTrial(untried=f"model: no small copy of {kind} could be built, so its class was not tried")
     with _step(kind, "built"):
@@ -176,7 +178,7 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
             _draw(factor for name, factor in model.adapter.weights() if ".lora_B." in name)
         trainer = _trainer(config, model)
     with _step(kind, "exported"):
-        reference, names = _exported(model, trust)
+        reference, names = _exported(model)
         merged_copy(model).load_weights(model.named_weights())  # as an engine with weights of its own does
     own_engine = _has_own_engine(config)
     groups = _made_up(model.vocab_size)
@@ -228,6 +230,8 @@ def _random_model(config: RunConfig, small: PreTrainedConfig) -> CausalModel:
         implementation=config.model.implementation,
     )
     _draw(weight for _, weight in model.own_weights() if weight.dim() > 1)
+    words = model.output_weight  # a tied embedding as large as other matrices would predict itself
+    words.data.mul_(min(1.0, 4 * words.shape[-1] ** -0.5))
     model.checkpointing = config.train.activation_checkpointing
     return model
 
@@ -245,7 +249,7 @@ def _trainer(config: RunConfig, model: CausalModel) -> PolicyTrainer:
     return PolicyTrainer(model, passes, optimizer=config.train.optimizer, total_optimizer_steps=1)
 
 
-def _exported(model: CausalModel, trust_remote_code: bool) -> tuple[Any, int]:
+def _exported(model: CausalModel) -> tuple[Any, int]:
     """Transformers' own model from an export, and how many weights that has.
 
     Raises:
@@ -255,7 +259,7 @@ def _exported(model: CausalModel, trust_remote_code: bool) -> tuple[Any, int]:
     with TemporaryDirectory(prefix="hone-trial-") as folder, _without_progress_bars():
         save_hf(Path(folder) / "hf", model.hf_config, weights)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            Path(folder) / "hf", dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code
+            Path(folder) / "hf", dtype=torch.float32, output_loading_info=True
         )
     reference, report = loaded
     wrong = sorted({*report["missing_keys"], *report["unexpected_keys"]})
