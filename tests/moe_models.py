@@ -26,6 +26,7 @@ MOE = {
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
         "n_group": 2,
         "topk_group": 1,
         "q_lora_rank": 16,

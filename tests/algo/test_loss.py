@@ -212,6 +212,8 @@ def test_measures_by_hand():
         "mismatch_gap": 1 / 3,
         "mismatch_ratio_mean": (1 + math.exp(-0.5) + math.exp(0.5)) / 3,
         "mismatch_kl": (math.exp(-0.5) - 0.5 + math.exp(0.5) - 1.5) / 3,
+        "mismatch_max": 0.5,
+        "mismatch_outside_frac": 2 / 3,
     }
     mean, square = expected["mismatch_ratio_mean"], (1 + math.exp(-1) + math.exp(1)) / 3  # of the importance weights
     expected["importance_ess_frac"] = mean**2 / square

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def model():
 
 def a_run(model, *, temperature=1.0, engine_model=None, sampled_at=None):
     """A run at step 0 with real engine and trainer, and the groups it sampled."""
-    run = fake_run()
+    run: Any = fake_run()
     run.config = RunConfig.model_validate(
         run.config.model_dump() | {"gate": {"enabled": True}, "rollout": {"temperature": temperature}}
     )
@@ -75,7 +76,7 @@ def a_run(model, *, temperature=1.0, engine_model=None, sampled_at=None):
     return run, groups
 
 
-def check(run, groups, batch=None):
+def check(run, groups, batch=None, warn=lambda message: pytest.fail(message)):
     return check_first_step(
         run.config,
         run.trainer,
@@ -86,6 +87,7 @@ def check(run, groups, batch=None):
         sampling=run.sampling,
         eos_ids=run.eos_ids,
         needs=run.algorithm.needs,
+        warn=warn,
     )
 
 
@@ -164,6 +166,38 @@ def test_another_model_is_not_explained_away(model):
     noise = torch.randn(batch.sampler_logprobs_T.shape, generator=torch.Generator().manual_seed(0))
     with pytest.raises(GateError, match=r"Likely cause: unknown"):
         check(run, groups, replace(batch, sampler_logprobs_T=batch.sampler_logprobs_T - noise.abs()))
+
+
+def noisy(batch, mean):
+    """Sampled by a program that differs in its rounding: gaps of this mean with heavy tails."""
+    noise = torch.randn(batch.sampler_logprobs_T.shape, generator=torch.Generator().manual_seed(0)).mul(1.5).exp()
+    signs = torch.arange(len(noise)) % 2 * 2 - 1
+    return replace(batch, sampler_logprobs_T=batch.sampler_logprobs_T + signs * noise * (mean / noise.mean()))
+
+
+def test_a_gap_without_a_cause_is_a_warning_with_its_distribution(model):
+    run, groups = a_run(model)
+    warnings = []
+    metrics = check(run, groups, noisy(collate(groups), 0.1), warnings.append)
+    [warning] = warnings
+    assert "differ by 0.1 nats" in warning and "median 0.0" in warning and "The run continues" in warning
+    assert metrics["gate/logprob_gap"] == pytest.approx(0.1, rel=1e-3)
+    assert metrics["gate/logprob_gap"] < metrics["gate/logprob_gap_p99"] <= metrics["gate/logprob_gap_max"]
+
+
+@pytest.mark.parametrize(("mean", "bound"), [(0.25, None), (0.1, 0.05)])
+def test_a_large_gap_stops_the_run_without_a_cause(model, mean, bound):
+    run, groups = a_run(model)
+    run.config = run.config.model_copy(update={"gate": run.config.gate.model_copy(update={"max_logprob_gap": bound})})
+    with pytest.raises(GateError, match=rf"bound {bound or 0.2} without a cause\. Likely cause: unknown"):
+        check(run, groups, noisy(collate(groups), mean))
+
+
+def test_a_small_gap_with_a_cause_stops_the_run(model):
+    """0.95 instead of 1: far below 0.2 nats, and no rounding."""
+    run, groups = a_run(model, sampled_at=0.9)
+    with pytest.raises(GateError, match=r"differ by 0\.0\d+ nats.* wrong temperature"):
+        check(run, groups)
 
 
 def test_a_reference_from_other_weights_is_named(model):

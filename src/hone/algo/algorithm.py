@@ -47,12 +47,19 @@ TOKEN_MEANS = {
     "mismatch_gap": "train/mismatch_gap",
     "mismatch_ratio": "train/mismatch_ratio_mean",
     "mismatch_kl": "train/mismatch_kl",
+    "mismatch_outside": "train/mismatch_outside_frac",
 }
 """Sums over loss tokens, and the metrics that are their means."""
 
-MEASURES = ("loss", "tokens", *TOKEN_MEANS, "mismatch_square", "ratio_max")
-"""Order of the values that `Algorithm.loss` measures: `loss` is the quantity optimised, `ratio_max` a maximum, the
+TOKEN_MAXIMA = {"mismatch_max": "train/mismatch_max", "ratio_max": "train/ratio_max"}
+"""Maxima over loss tokens, and their metrics."""
+
+MEASURES = ("loss", "tokens", *TOKEN_MEANS, "mismatch_square", *TOKEN_MAXIMA)
+"""Order of the values that `Algorithm.loss` measures: `loss` is the quantity optimised, the last ones are maxima, the
 rest are sums over loss tokens."""
+
+SMALL_RATIO, LARGE_RATIO = 0.9, 1.1
+"""Bounds of `train/mismatch_outside_frac`."""
 
 
 class Algorithm:
@@ -283,7 +290,8 @@ class Algorithm:
         metrics = {"train/loss": sums["loss"] / optimizer_steps, "train/tokens": sums["tokens"]}
         if sums["tokens"]:
             metrics |= {name: sums[measure] / sums["tokens"] for measure, name in self._token_means.items()}
-            metrics["train/ratio_max"] = max(row[-1] for row in measured)
+            places = {name: MEASURES.index(measure) for measure, name in TOKEN_MAXIMA.items()}
+            metrics |= {name: max(row[place] for row in measured) for name, place in places.items()}
             metrics |= _importance(sums["mismatch_ratio"] / sums["tokens"], sums["mismatch_square"] / sums["tokens"])
         return metrics
 
@@ -336,8 +344,10 @@ def _measure(
             mismatch_T.abs(),
             mismatch_T.exp(),
             k3(-mismatch_T),  # tokens were drawn from the sampler, so its KL to the trainer is what can be estimated
+            ((mismatch_T < math.log(SMALL_RATIO)) | (mismatch_T > math.log(LARGE_RATIO))).to(dtype),
             mismatch_T.exp().square(),
         ]
     )
-    ratio_max = (ratio_T * mask_T).amax() if len(mask_T) else torch.zeros_like(loss)
-    return torch.cat([loss[None], per_token @ mask_T, ratio_max[None]])
+    largest = torch.stack([mismatch_T.abs() * mask_T, ratio_T * mask_T])
+    maxima = largest.amax(1) if len(mask_T) else loss.new_zeros(len(TOKEN_MAXIMA))
+    return torch.cat([loss[None], per_token @ mask_T, maxima])

@@ -218,30 +218,51 @@ class RayWorkers:
         return await self._begun(RemotePairTrainer([group], timeout_s=self._settings.call_timeout_s), saved)
 
     async def assemble(self, needs: frozenset[str], saved: SavedCheckpoint | None) -> tuple[RemoteTrainer, Router]:
-        """Start all missing processes at once, and wait until each has made its part."""
+        """Start all missing processes, and wait until each has made its part.
+
+        At once, unless trainer and engines have the same devices: then the engines come first and are offloaded, for
+        vLLM measures how much memory of a device is free, and nothing else may take or give back any meanwhile.
+        """
         started = time.monotonic()
         if self._settings.engines.kind.needs_folder and self._model_folder is None:
             self._model_folder = await asyncio.to_thread(starting_folder, self._job)
         kept = await self._well_engines()
+        trainer = self._trainer = self._new_trainer(needs)
         if self.scoring.shares_devices:
             await self._prepare_scoring()
-        trainer = self._trainer = self._new_trainer(needs)
-        async with asyncio.TaskGroup() as tasks:
-            if not self.scoring.shares_devices:
-                tasks.create_task(self._prepare_scoring())
-            starting = tasks.create_task(asyncio.to_thread(self._start_trainer, trainer, saved))
-            for name in self._replicas.keys() - kept:
-                tasks.create_task(self.start_engine(name))
-        observer, topology, settings = self._job.observer, self._job.topology, self._settings
+            first = [self._start_engines(kept)]
+        else:
+            first = [self._prepare_scoring(), self._start_engines(kept)]
+
+        async def start_trainer() -> dict[str, int]:
+            return await asyncio.to_thread(self._start_trainer, trainer, saved)
+
+        if self._job.topology.sleeps("rollout"):
+            await _together(first)
+            router = self._new_router()
+            await router.sleep()  # the first publish wakes them
+            pids = await start_trainer()
+        else:
+            *_, pids = await _together([*first, start_trainer()])
+            router = self._new_router()
+        observer, topology = self._job.observer, self._job.topology
         num_ranks = len(topology.trainer.devices)
         seconds = time.monotonic() - started
         others = "".join(f", of {' and '.join(roles)}: {len(devices)}" for roles, devices in self._apart())
         engines = f"{len(self._engines)}{f', {len(kept)} of them as they were' if kept else ''}"
         observer.say(f"trainer ranks: {num_ranks}{others}, engines: {engines}; ready after {seconds:.1f} s")
-        observer.event("trainer_up", ranks=num_ranks, pids=starting.result())
-        router = Router(
+        observer.event("trainer_up", ranks=num_ranks, pids=pids)
+        return trainer, router
+
+    async def _start_engines(self, kept: set[str]) -> None:
+        """Start the engines that are not there."""
+        await _together([self.start_engine(name) for name in self._replicas.keys() - kept])
+
+    def _new_router(self) -> Router:
+        settings = self._settings
+        return Router(
             self._engines,
-            observer,
+            self._job.observer,
             # Half of what a group may take, so that another engine can still draw what this one has left.
             silence_s=min(settings.call_timeout_s, self._job.config.rollout.timeout_s / 2),
             call_s=3 * settings.call_timeout_s,  # publishing itself takes up to twice that: `RemoteTrainer.publish`
@@ -251,7 +272,6 @@ class RayWorkers:
             start_s=settings.start_timeout_s,
             ends_replicas=False,
         )
-        return trainer, router
 
     def colocated(self, engine: Engine) -> tuple[Offloadable, ...]:
         """See `PolicyRun.colocated`."""
@@ -409,6 +429,13 @@ class RayWorkers:
         if self._job.config.rollout.max_staleness:  # all work at the same time
             beside = [*learning, *sampling]
         return sum(device // topology.devices_per_node == machine for devices in beside for device in devices)
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of all; the first failure cancels the others."""
+    async with asyncio.TaskGroup() as tasks:
+        begun = [tasks.create_task(one) for one in work]
+    return [task.result() for task in begun]
 
 
 async def _unless_stopped(job: Job, work: Awaitable[T]) -> T:

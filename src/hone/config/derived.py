@@ -151,7 +151,8 @@ def correction(config: RunConfig) -> str:
     algorithm = config.algorithm
     if algorithm.correction != "auto":
         return algorithm.correction
-    return "tis" if config.rollout.max_staleness > 0 and algorithm.old_logprobs == "trainer" else "none"
+    is_shared = config.cluster.backend == "local" and config.rollout.max_staleness == 0
+    return "tis" if not is_shared and algorithm.old_logprobs == "trainer" else "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +241,8 @@ DERIVED: tuple[Derived, ...] = (
     Derived(
         "off-policy correction",
         "",
-        "correction, and where it is auto: tis with max_staleness > 0 and old_logprobs = trainer, else none",
-        ("algorithm.correction", "rollout.max_staleness", "algorithm.old_logprobs"),
+        "correction, and where it is auto: tis if the engine has weights of its own and old_logprobs = trainer",
+        ("algorithm.correction", "rollout.max_staleness", "cluster.backend", "algorithm.old_logprobs"),
         correction,
     ),
 )

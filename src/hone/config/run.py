@@ -220,7 +220,7 @@ class AlgorithmSection(Section):
     pass and lets the clip also bound staleness and mismatch."""
     correction: Literal["auto", "none", "tis", "sequence_tis", "icepop", "sequence_mask"] = key("auto")
     """Importance sampling correction between trainer and sampler: truncated, or masked outside the bounds. auto: tis if
-    `rollout.max_staleness` > 0 and `old_logprobs: trainer`, else none."""
+    the engine has weights of its own (a cluster, or `rollout.max_staleness` > 0) and `old_logprobs: trainer`."""
     correction_low: float = key(0.5, ge=0)
     """Lower bound: tokens (icepop) or samples (sequence_mask) with a smaller weight are masked."""
     correction_high: float = key(2.0, gt=0)
@@ -416,7 +416,8 @@ class GateSection(Section):
     enabled: bool = key(True)
     """Compare the logprobs of sampler and trainer before the first update."""
     max_logprob_gap: float | None = key(None, unit="nats", gt=0)
-    """Maximum mean |trainer - sampler| logprob; null: 1e-3 in float32, 3e-2 in bfloat16."""
+    """Maximum mean |trainer - sampler| logprob without a known cause; null: 0.2 before the first update, and later
+    three times what was measured then. A known cause (temperature, shift, other prompts or weights) stops the run."""
 
 
 Stage = Literal["sft", "reward_model", "rl"]

@@ -120,18 +120,20 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     metrics |= staleness_shares(groups, version=run.progress.step, most=run.config.rollout.max_staleness)
     metrics |= component_metrics(groups, run.rewards.weights) | run.rewards.http_metrics()
     with run.observer.work("trainer", "train"):
+        await run.offload_others()  # until the weights are published; what follows has the devices to itself
         batch, agreement = await run.in_compute_thread(collate_and_check, run, groups)
-        await run.offload_others()  # until the weights are published
         batch, learned = await run.in_compute_thread(learn, run, batch)
     run.record(groups, dropped, batch)
     return metrics | agreement | learned
 
 
 def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
-    """The batch of an update; the first one of a process is held against what the engine has, which is awake."""
+    """The batch of an update, before which sampler and trainer are compared: on the first batch of a process, and on
+    what the replicas sampled of some versions."""
     batch = collate(groups)
+    canary = run.canary.compare(run.config, run.trainer.logprobs, run.observer.warn)
     if run.gate_passed:
-        return batch, {}
+        return batch, canary
     agreement = check_first_step(
         run.config,
         run.trainer,
@@ -142,9 +144,13 @@ def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, d
         sampling=run.sampling,
         eos_ids=run.eos_ids,
         needs=run.algorithm.needs,
+        warn=run.observer.warn,
     )
     run.gate_passed = True
-    return batch, agreement if run.progress.step == 0 else {}  # a resumed run logs what the uninterrupted one would
+    run.canary.expected_gap = agreement["gate/logprob_gap"]
+    if run.progress.step == 0:  # a resumed run logs what the uninterrupted one would
+        canary |= agreement
+    return batch, canary
 
 
 def learn(run: PolicyRun, batch: Batch) -> tuple[Batch, dict[str, float]]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -21,7 +20,7 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
 from hone.data.prompts import PromptStream
 from hone.errors import DataError, HoneError, RewardError
-from hone.loop.gate import NUM_PROMPTS, check_replicas
+from hone.loop.canary import NUM_PROMPTS, Canary
 from hone.memory.guard import UNGUARDED, Guard
 from hone.observe.events import versions_of
 from hone.observe.observer import Observer
@@ -136,6 +135,8 @@ class PolicyRun(Stage[Trainer]):
     """Who sleeps while the trainer works, because they have the same devices, each with memory of its own there."""
     replicas: Callable[[], Mapping[str, Engine]] | None = None
     """The engines behind `engine` by name, each of which is sent weights; None where that is one in this process."""
+    canary: Canary = field(default_factory=Canary)
+    """Compares replicas with the trainer after some publishes."""
     dropped: list[Group] = field(default_factory=list)
     """Groups of the step in flight that will not be trained on; recorded with the others."""
 
@@ -153,9 +154,8 @@ class PolicyRun(Stage[Trainer]):
         self.observer.event("published", version=self.progress.step)
         if self.replicas is not None and due(self.progress.step, self.config.cluster.canary_every):
             prompts = tuple(islice(self.prompts.starting_at(0), NUM_PROMPTS))
-            logprobs = partial(self.in_compute_thread, self.trainer.logprobs)
-            version = self.progress.step
-            await check_replicas(self.config, logprobs, self.replicas(), prompts, self.sampling, version=version)
+            self.canary.version = self.progress.step
+            await self.canary.sample(self.config, self.replicas(), prompts, self.sampling)
 
     def is_best_so_far(self, metrics: Mapping[str, float]) -> bool:
         """Whether these are the best evaluation metrics by `checkpoint.best`; if so, `progress` remembers the step."""

@@ -80,6 +80,8 @@ METRICS: dict[str, Metric] = {
     "engine/<replica>_queue_peak": Metric(
         "samples", "Most samples running or queued at this replica since the last log line."
     ),
+    "engine/canary_gap": Metric("nats", "Mean |trainer - sampler| logprob of a few tokens of all replicas."),
+    "engine/<replica>_logprob_gap": Metric("nats", "The same of one replica."),
     "engine/<replica>_prefix_hit_frac": Metric(
         "fraction", "Prompt tokens found in vLLM's prefix cache since the last log line; approximate."
     ),
@@ -128,6 +130,10 @@ METRICS: dict[str, Metric] = {
     "train/ratio_max": Metric("ratio", "Largest policy ratio before clipping."),
     "train/mismatch_gap": Metric("nats", "Mean |trainer - sampler| logprob of the trained tokens."),
     "train/mismatch_ratio_mean": Metric("ratio", "Mean trainer / sampler probability ratio; ideally 1."),
+    "train/mismatch_max": Metric("nats", "Largest |trainer - sampler| logprob of a trained token."),
+    "train/mismatch_outside_frac": Metric(
+        "fraction", "Trained tokens whose trainer / sampler ratio is outside [0.9, 1.1]."
+    ),
     "train/mismatch_kl": Metric("nats per token", "KL(sampler || trainer), k3 estimate."),
     "train/importance_ess_frac": Metric(
         "fraction", "Effective sample size of the importance weights trainer / sampler, as a fraction of the tokens."
@@ -201,6 +207,8 @@ METRICS: dict[str, Metric] = {
     "eval/env_<metric>_mean": Metric("the environment's", "As rollout/env_<metric>_mean, over evaluation samples."),
     "eval/truncated_frac": Metric("fraction", "Evaluation samples cut at the length limit."),
     "gate/logprob_gap": Metric("nats", "First-step gate: mean |trainer - sampler| logprob before the first update."),
+    "gate/logprob_gap_p99": Metric("nats", "First-step gate: 99 % of the tokens differ by less."),
+    "gate/logprob_gap_max": Metric("nats", "First-step gate: largest |trainer - sampler| logprob of a token."),
     "gate/ratio_mean": Metric("ratio", "First-step gate: mean trainer / sampler probability ratio."),
     "gate/reference_gap": Metric("nats", "First-step gate: mean |policy - reference| logprob at step 0."),
     "time/step_s": Metric("s", "Elapsed time of the step."),

@@ -312,7 +312,9 @@ def _experts(keys: _Keys) -> Experts | None:
     if family in ("qwen2_moe", "qwen3_moe"):
         inner, active = keys.number("moe_intermediate_size"), keys.number("num_experts_per_tok")
         shared = keys.number("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
-        return Experts(keys.number("num_experts"), active, inner, shared, has_shared_gate=family == "qwen2_moe")
+        # Transformers 5.19 saves the number under another name than repositories have it.
+        count = keys.number("num_local_experts" if keys.get("num_experts") is None else "num_experts")
+        return Experts(count, active, inner, shared, has_shared_gate=family == "qwen2_moe")
     if family in ("deepseek_v2", "deepseek_v3"):
         inner, active = keys.number("moe_intermediate_size"), keys.number("num_experts_per_tok")
         shared = keys.number("n_shared_experts") * inner
