@@ -36,7 +36,7 @@ from hone.config.run import AlgorithmSection, ModelSection, RunConfig
 from hone.data.chat import can_resolve, resolve_model
 from hone.data.pack import collate
 from hone.errors import DataError, EngineError
-from hone.loop.gate import DEFAULT_GAP, mean_gap
+from hone.loop.gate import NOTICEABLE, mean_gap
 from hone.memory.calibration import state_folder
 from hone.model.base import CausalModel
 from hone.model.heads import reward_config
@@ -53,7 +53,7 @@ from hone.types import Group, Prompt, Sample
 PROMPTS = ((3, 1, 4, 1, 5), (2, 7))
 REWARDS = (0.0, 1.0, 0.0, 1.0)
 RESPONSE_TOKENS = 3
-LARGEST_GAP = DEFAULT_GAP["float32"]
+LARGEST_GAP = NOTICEABLE["float32"]
 """Largest mean difference of logprobs, nats: that of the first-step gate."""
 INSTEAD = "Take a decoder-only text model; docs/models.md lists the architectures that are tested"
 
