@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 CORPORA = Path(__file__).parent / "corpora"
+TOOLS_OF_CORPORA = ("verl", "openrlhf", "trl", "mindspeed")
 
 
 def commands(tool: str) -> Iterator[dict[str, Any]]:
