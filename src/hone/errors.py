@@ -73,7 +73,7 @@ class Stopped(HoneError):
 class StoppedByAlarm(Stopped):
     """An alarm named in `observe.stop_on` ended the run; a clean checkpoint was written."""
 
-    exit_code = 5
+    exit_code = 6
 
 
 class EngineError(HoneError):

@@ -111,7 +111,7 @@ def test_live_alarms_are_said_recorded_and_stop_the_run(tmp_path):
     (take,) = callbacks
     for step in range(21, 26):
         take({"stage": "rl", "step": step, "rollout/truncated_frac": 0.0, "reward/exact_fault_frac": 0.5})
-    assert stop.is_set() and live.stopped("resume it").exit_code == 5
+    assert stop.is_set() and live.stopped("resume it").exit_code == 6
     assert str(live.stopped("resume it")).startswith("stopped by alarm rewards_fail: ")
     assert recorded == [
         ("alarm", {"name": "rewards_fail", "stage": "rl", "step": 23, "since": 21, "cause": "reward_code_fails"}),
@@ -133,7 +133,7 @@ def test_alarms_of_a_run_go_to_events_and_end_it_with_a_checkpoint(tmp_path):
     )
     with pytest.raises(StoppedByAlarm, match=r"stopped by alarm truncation.*hone train --resume") as stopped:
         hone.train(str(run_file))
-    assert stopped.value.exit_code == 5
+    assert stopped.value.exit_code == 6
     folder = tmp_path / "run"
     events = list(read_events(folder / "events.jsonl"))
     (alarm,) = [event for event in events if event["kind"] == "alarm" and event["name"] == "truncation"]

@@ -1,8 +1,8 @@
 """`hone`: the command line, and exit codes.
 
 Exit codes: 0 done, 1 failed, 2 the user's file, data or arguments are wrong, 3 a reward, a service or Ray was lost,
-4 out of memory with nothing left to try, 5 ended by an alarm (observe.stop_on) or
-imported with gaps, 130 stopped by the user.
+4 out of memory with nothing left to try, 5 imported with gaps, 6 ended by an alarm (observe.stop_on), 130 stopped by
+the user.
 """
 
 from __future__ import annotations
