@@ -80,6 +80,31 @@ class Sample:
     fault: str = ""
     """Why the environment failed; the sample ends there and is not scored."""
 
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it answered, by the marks that its tokenizer has for that; "" without marks."""
+        return _parts(self.text)[0]
+
+    @property
+    def answer_text(self) -> str:
+        """`text` after the reasoning; "" where it was cut before the reasoning ended."""
+        return _parts(self.text)[1]
+
+
+THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""Tokens around a model's reasoning: Qwen's, DeepSeek's and GLM's; Mistral's; Seed's."""
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """Reasoning and answer of a response. The opening mark may be the prompt's."""
+    for opening, closing in THINKING_MARKS:
+        thought, ended, answer = text.partition(closing)
+        if ended:
+            return thought.strip().removeprefix(opening).strip(), answer.strip()
+        if thought.lstrip().startswith(opening):
+            return thought.partition(opening)[2].strip(), ""
+    return "", text
+
 
 class Fault(StrEnum):
     """Whose fault it is that a sample could not be scored as usual."""

@@ -25,7 +25,7 @@ def test_there_are_about_200_keys_each_with_a_meaning():
     assert len(distinct) <= 200, "one optimizer is to be learnt, however many sections have it"
     for key in keys.values():
         assert key.meaning.endswith("."), key.path
-        assert key.kind != "a mapping" or key.name in ("init", "args", "chat_args", "engine")
+        assert key.kind != "a mapping" or key.name in ("init", "args", "template_args", "engine")
 
 
 @pytest.mark.parametrize(
@@ -154,5 +154,5 @@ def test_the_reading_test_can_fail(tmp_path):
 
 
 def test_a_section_inside_another_has_the_defaults_that_it_has_there():
-    assert schema.find_key("sft.optimizer.lr").default == SftSection().optimizer.lr == 1e-5
-    assert schema.find_key("train.optimizer.lr").default == TrainSection(prompts_per_step=1).optimizer.lr == 1e-6
+    assert schema.find_key("sft.optimizer.lr").default == SftSection().optimizer.lr == 1e-5  # type: ignore[union-attr]
+    assert schema.find_key("train.optimizer.lr").default == TrainSection(prompts_per_step=1).optimizer.lr == 1e-6  # type: ignore[union-attr]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +11,9 @@ from hone.algo.algorithm import Algorithm
 from hone.assemble.sampling import evaluation_sampling
 from hone.assemble.stages import with_length
 from hone.config.load import load_config
-from hone.config.run import AlgorithmSection, DataSection, EvalSection, ModelSection, OptimizerSection
+from hone.config.run import AlgorithmSection, DataSection, EvalSection, OptimizerSection
 from hone.data.chat import load_tokenizer
 from hone.data.prompts import load_prompts, shortened
-from hone.data.render import Renderer
 from hone.errors import ConfigError
 from hone.loop.policy import evaluate_if_due
 from hone.train.optim import learning_rate
@@ -101,16 +99,6 @@ def test_too_long(side, cut):
     data = DataSection(train="x", max_prompt_tokens=3, too_long=side)
     assert list(shortened([1, 2, 3, 4, 5, 6], data)) == cut
     assert list(shortened([1, 2, 3], data)) == [1, 2, 3]
-
-
-def test_chat_args_reach_the_template(tmp_path):
-    tokenizer = load_tokenizer(ModelSection(characters="abc"), Path())
-    tokenizer.hf.chat_template = "{{ messages[0]['content'] }}{% if thinking %}c{% endif %}"
-    rendered = [
-        Renderer(DataSection(train="x", chat=True, chat_args=args), tokenizer).render({"prompt": "ab"}).text
-        for args in ({}, {"thinking": True})
-    ]
-    assert rendered == ["ab", "abc"]
 
 
 def test_warm_up_as_a_fraction():

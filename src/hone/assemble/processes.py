@@ -68,7 +68,7 @@ class ActorContext:
         device = set_up_arithmetic(loaded.config.run, processes)
         if device.type == "cuda":
             device = torch.device("cuda", 0)  # Ray shows each process its own alone
-        tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent)
+        tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent, loaded.config.data.template_args)
         return cls(loaded, RunFolder(spec.run_dir), tokenizer, device)
 
 

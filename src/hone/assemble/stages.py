@@ -89,7 +89,7 @@ def train(
     topology = placed(config)
     split = claim_devices(config)
     device = set_up_arithmetic(config.run)
-    tokenizer = load_tokenizer(config.model, loaded.run_file.parent)
+    tokenizer = load_tokenizer(config.model, loaded.run_file.parent, config.data.template_args)
     refuse_untrainable(loaded, tokenizer)
     loaded = with_length(loaded, tokenizer)
     config = loaded.config

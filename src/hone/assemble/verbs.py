@@ -65,7 +65,7 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
             f"{weights}: no weights to evaluate. Train first, export a checkpoint there with `hone export`, "
             "or name a model directory with --model."
         )
-    tokenizer = load_tokenizer(config.model, base_dir)
+    tokenizer = load_tokenizer(config.model, base_dir, config.data.template_args)
     prompts = load_prompts(config.data, tokenizer, base_dir, seed=config.seed, part="eval")
     dtype = getattr(torch, config.run.precision)
     policy = load_model(weights, dtype=dtype, device=device, implementation=config.model.implementation)
@@ -102,7 +102,7 @@ def export_run(loaded: Loaded, *, to: Path, step: int | None = None, best: bool 
         raise DataError(f"{to} exists. Name a folder that does not; nothing is overwritten.")
     folder = RunFolder.read(loaded.run_dir)
     saved = wanted_checkpoint(loaded.config, folder, step, best=best)
-    tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent)
+    tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent, loaded.config.data.template_args)
     model = model_of(saved, loaded, folder, tokenizer)
     if adapter:
         if not isinstance(model, CausalModel) or model.adapter is None:

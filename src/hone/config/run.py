@@ -73,8 +73,9 @@ class DataSection(Section):
     """Prompt template such as "Q: {prompt}\\nA:"; any column may be used in braces. Excludes `chat`."""
     chat: bool = key(False)
     """Apply the tokenizer's chat template, with a generation prompt."""
-    chat_args: dict[str, Any] = key({})
-    """Arguments of the chat template, such as {enable_thinking: false}."""
+    template_args: dict[str, Any] = key({})
+    """Arguments of the chat template, such as `{enable_thinking: false}`; they become its defaults, also in the
+    exported tokenizer, so that training, evaluation and serving render alike."""
     last_turn: Literal["prompt", "answer"] = key("prompt")
     """For messages that end with the assistant's: `answer` removes that message from the prompt and uses it as the gold
     answer unless `answer_column` is set; `prompt` refuses such rows, because their prompts would contain the answer."""
@@ -99,6 +100,8 @@ class RewardComponent(Section):
     """Name in metrics; null: the last part of `use`."""
     weight: float = key(1.0)
     """Weight of the component in the reward."""
+    reads: Literal["response", "answer"] = key("response")
+    """What the reward sees as a sample's text: the whole response, or what follows the model's reasoning."""
     args: dict[str, Any] = key({})
     """Keyword arguments for the reward."""
     timeout_s: float = key(10.0, unit="seconds per group", gt=0)

@@ -6,6 +6,7 @@ character-level one can be built for experiments with randomly initialised model
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import socket
@@ -103,18 +104,27 @@ class Tokenizer:
         """Text without special tokens, exactly as the tokens spell it."""
         return self.hf.backend_tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """Messages rendered by the chat template, with the generation prompt. Raises DataError without a template.
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text with special tokens, for people."""
+        return self.hf.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def render(self, messages: Sequence[Message], template_args: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """Messages rendered by the chat template, with the generation prompt.
 
         Args:
-            arguments: of the template, such as `enable_thinking`.
+            template_args: further variables of the template, instead of its defaults.
+        Raises:
+            DataError: there is no template, or an argument has the name of one of Transformers' own.
         """
+        own = sorted(template_args.keys() & inspect.signature(self.hf.apply_chat_template).parameters.keys())
+        if own:
+            raise DataError(f"the chat template has no variable {own[0]}")
         if self.hf.chat_template is None:
             raise DataError(
                 f"data.chat: the tokenizer of {self.hf.name_or_path or 'this model'} has no chat template. Use a plain "
                 "data.template, or a model whose tokenizer has one."
             )
-        text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **arguments)
+        text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **template_args)
         assert isinstance(text, str)
         return text
 
@@ -141,18 +151,21 @@ class UnknownCharacter(DataError):
     """A text has a character that the tokenizer cannot encode."""
 
 
-def load_tokenizer(model: ModelSection, folder: Path) -> Tokenizer:
+def load_tokenizer(
+    model: ModelSection, folder: Path, template_args: Mapping[str, Any] = MappingProxyType({})
+) -> Tokenizer:
     """The tokenizer that a run file asks for.
 
     Args:
         model: `characters` builds one; else `tokenizer`, else the one beside `path`.
         folder: the run file's, for relative paths.
+        template_args: `data.template_args`, which become defaults of its chat template.
     Raises:
         DataError: there is none, it cannot be loaded, it is not a fast tokenizer, or it has no EOS.
     """
     if model.characters is not None:
         built = character_tokenizer(model.characters)
-        built.chat_template = _chat_template(model, folder)
+        built.chat_template = with_template_args(_chat_template(model, folder), template_args)
         return Tokenizer(built, name="model.characters")
     source = model.tokenizer or model.path
     if source is None:
@@ -165,9 +178,35 @@ def load_tokenizer(model: ModelSection, folder: Path) -> Tokenizer:
         raise DataError(f"tokenizer {source}: cannot be loaded: {_first_line(error)}") from error
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise DataError(f"tokenizer {source}: {type(hf).__name__} is not a fast tokenizer (tokenizer.json), as needed")
-    hf.chat_template = _chat_template(model, folder) or hf.chat_template
+    hf.chat_template = with_template_args(_chat_template(model, folder) or hf.chat_template, template_args)
     beside = resolve_model(model.path, folder) if model.path is not None else place
     return Tokenizer(hf, eos_ids=_generation_eos(Path(beside)), name=f"tokenizer {source}")
+
+
+def with_template_args(template: Any, template_args: Mapping[str, Any]) -> Any:
+    """A chat template with these defaults of its variables; a caller may still pass others.
+
+    The variables are set in the template itself, so they go wherever it goes: to exports, engines and servers.
+
+    Raises DataError where there is no template.
+    """
+    if not template_args:
+        return template
+    if not isinstance(template, str):
+        raise DataError("data.template_args: the tokenizer has no chat template that could take them.")
+    defaults = "".join(
+        f"{{%- set {name} = {name} if {name} is defined else {'none' if value is None else json.dumps(value)} %}}"
+        for name, value in template_args.items()
+    )
+    return template if template.startswith(defaults) else defaults + template
+
+
+def thinks(template: Any, prompt: str) -> bool:
+    """Whether a prompt that a chat template has rendered lets the model think before it answers."""
+    if not isinstance(template, str) or "</think>" not in template:
+        return False
+    is_open = prompt.rstrip().endswith("<think>")
+    return is_open or ("enable_thinking" in template and not prompt.rstrip().endswith("</think>"))
 
 
 def _chat_template(model: ModelSection, folder: Path) -> str | None:

@@ -115,7 +115,7 @@ class Renderer:
             return Rendered(value)
         messages, answer = self._without_answer(self.messages(value))
         try:
-            return Rendered(self.tokenizer.render(messages, self.data.chat_args), tuple(messages), answer)
+            return Rendered(self.tokenizer.render(messages), tuple(messages), answer)
         except jinja2.TemplateError as error:
             raise Malformed(name, f"the chat template refuses it: {error}") from error
 

@@ -487,7 +487,7 @@ ROWS: dict[str, Row] = {
     "min_p": _cut("rollout.min_p", 0),
     "repetition_penalty": missing("samples must be of the policy's own distribution; nearest: 1", off=(1, 1.0, None)),
     "generation_kwargs": missing("set rollout's keys", "rollout.stop", off=(None, {})),
-    "chat_template_kwargs": to("data.chat_args", lambda v: v if isinstance(v, dict) and v else None),
+    "chat_template_kwargs": to("data.template_args", lambda v: v if isinstance(v, dict) and v else None),
     "per_device_train_batch_size": by(
         _batch, "train.prompts_per_step", note="samples of all devices / num_generations"
     ),

@@ -86,13 +86,13 @@ def _truncation(job: ForeignJob, value: Any) -> KeyVerdict:
     return KeyVerdict("mapped", {"data.too_long": value})
 
 
-def _chat_args(job: ForeignJob, value: Any) -> KeyVerdict:
+def _template_args(job: ForeignJob, value: Any) -> KeyVerdict:
     prefix = "data.apply_chat_template_kwargs"
     given = value if isinstance(value, dict) else {}
     one_by_one = {
         key.removeprefix(f"{prefix}."): job.plain(v) for key, v in job.values.items() if key.startswith(f"{prefix}.")
     }
-    return KeyVerdict("mapped", {"data.chat_args": {**given, **one_by_one}} if given or one_by_one else {})
+    return KeyVerdict("mapped", {"data.template_args": {**given, **one_by_one}} if given or one_by_one else {})
 
 
 def _rows(key: str):
@@ -731,8 +731,8 @@ ROWS: dict[str, Row] = {
     "data.audio_key": missing(PICTURES, off=(None,)),
     "data.image_patch_size": automatic("no images"),
     "data.mm_processor_kwargs": automatic("no images"),
-    "data.apply_chat_template_kwargs.*": by(_chat_args, "data.chat_args"),
-    "data.apply_chat_template_kwargs": by(_chat_args, "data.chat_args"),
+    "data.apply_chat_template_kwargs.*": by(_template_args, "data.template_args"),
+    "data.apply_chat_template_kwargs": by(_template_args, "data.template_args"),
     "data.custom_cls.**": rewritten(
         "a data set class: write its rows to JSONL or Parquet and name them in data.train", "data.train"
     ),

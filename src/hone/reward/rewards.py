@@ -11,10 +11,10 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
 from hone.config.rewards import builtin_reward
 from hone.config.run import RewardComponent, RewardSection
@@ -111,6 +111,11 @@ class Component:
     name: str
     weight: float
     scorer: Scorer
+    reads: Literal["response", "answer"] = "response"
+
+    def seen(self, sample: Sample) -> Sample:
+        """The sample as the scorer sees it."""
+        return sample if self.reads == "response" else replace(sample, text=sample.answer_text)
 
 
 class Rewards:
@@ -166,7 +171,7 @@ class Rewards:
                 problems.append(f"{key}.name: {name!r} is taken by another component; give this one a name of its own.")
             try:
                 scorer = elsewhere.get(name) or _scorer(component, folder, pool, f"{key}.use", services)
-                components.append(Component(name, component.weight, scorer))
+                components.append(Component(name, component.weight, scorer, component.reads))
             except Unusable as error:
                 problems.append(f"{key}.use: {error}")
         if problems:
@@ -275,6 +280,7 @@ class GroupScoring:
         self._rewards, self._prompt = rewards, prompt
         begun = {name: scorer.begin(prompt) for name, scorer in rewards.streaming.items()}
         self._early = {name: score_sample for name, score_sample in begun.items() if score_sample is not None}
+        self._seen = {component.name: component.seen for component in rewards.components}
         self._running: dict[tuple[str, int], asyncio.Future[Score | None]] = {}
         """Component name and sample index -> its score."""
         self.on_sample: Callable[[Sample], None] | None = self._start if self._early else None
@@ -282,7 +288,7 @@ class GroupScoring:
 
     def _start(self, sample: Sample) -> None:
         for name, score_sample in self._early.items():
-            self._running[name, sample.index] = asyncio.ensure_future(score_sample(sample))
+            self._running[name, sample.index] = asyncio.ensure_future(score_sample(self._seen[name](sample)))
 
     async def finish(self, samples: tuple[Sample, ...]) -> Group:
         """The scored group, as `Rewards.score` would give it; raises what that does."""
@@ -298,7 +304,9 @@ class GroupScoring:
         begun = [score for score in running if score is not None]
         scores = await asyncio.gather(*begun) if len(begun) == len(running) else [None]
         found = tuple(score for score in scores if score is not None)
-        return found if len(found) == len(group.samples) else await component.scorer.score(group)
+        if len(found) == len(group.samples):
+            return found
+        return await component.scorer.score(replace(group, samples=tuple(map(component.seen, group.samples))))
 
     async def __aenter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ without a network) is named as not checked instead of being passed over.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,9 +16,9 @@ import numpy as np
 
 from hone.config.derived import longest_tokens, needs_critic, unused_services
 from hone.config.load import Loaded, load_rewards
-from hone.config.run import RunConfig
+from hone.config.run import DataSection, RunConfig
 from hone.config.topology import judge_services, judges_pool, topology_lines
-from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
+from hone.data.chat import Tokenizer, load_tokenizer, resolve_model, thinks, with_template_args
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
 from hone.data.sources import Part
@@ -39,6 +40,8 @@ from hone.services.state import kept_up, runtime_folder
 from hone.types import Prompt
 
 PREVIEWS = 2
+THINKING_TOKENS = 4096
+"""Responses of models that think are seldom shorter."""
 USUAL_LR = (1e-9, 1e-2)
 """AdamW moves each weight by about the learning rate at every step."""
 
@@ -112,7 +115,7 @@ def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: Finding
                 )
             else:
                 findings.figures |= describe_model(Path(place), trust_remote_code=model.trust_remote_code)
-        return load_tokenizer(model, folder)
+        return load_tokenizer(model, folder, config.data.template_args)
     except DataError as error:
         if is_hub_name:
             findings.not_checked.append(f"prompts and tokens: {error}")
@@ -190,7 +193,9 @@ def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, finding
         findings.figures[f"{part} prompt tokens, 95th percentile"] = float(np.percentile(lengths, 95))
         findings.figures[f"{part} prompt tokens, longest"] = int(lengths.max())
         if part == "train":
-            findings.lines += [preview(prompt) for prompt in prompts[:PREVIEWS]]
+            findings.lines += [preview(prompt, tokenizer) for prompt in prompts[:PREVIEWS]]
+            if "rl" in config.stages:
+                check_template(config.data, config.rollout.max_response_tokens, prompts[0], tokenizer, findings)
             if "rl" in config.stages:
                 check_steps(stream, config.train.prompts_per_step, findings)
     return streams
@@ -242,11 +247,29 @@ def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, find
         findings.problems.append(str(error))
 
 
-def preview(prompt: Prompt) -> str:
-    """A prompt as text and as tokens."""
-    text = prompt.text if len(prompt.text) <= 300 else f"{prompt.text[:200]} ... {prompt.text[-100:]}"
+def preview(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    """A prompt as the model reads it, special tokens included, and as tokens."""
+    text = tokenizer.spell(prompt.token_ids)
+    text = text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"
     first = ", ".join(map(str, prompt.token_ids[:12])) + (", ..." if len(prompt.token_ids) > 12 else "")
     return f"  {text!r} -> {len(prompt.token_ids)} tokens: {first}"
+
+
+def check_template(
+    data: DataSection, max_response_tokens: int, prompt: Prompt, tokenizer: Tokenizer, findings: Findings
+) -> None:
+    """Arguments that the chat template does not use; whether responses will be cut within the model's reasoning."""
+    template = str(tokenizer.hf.chat_template)
+    written = with_template_args("", data.template_args)
+    for name in data.template_args:
+        if not re.search(rf"\b{re.escape(name)}\b", template.removeprefix(written)):
+            findings.warnings.append(f"data.template_args: the chat template does not use {name}. Remove or correct it")
+    if data.chat and max_response_tokens < THINKING_TOKENS and thinks(tokenizer.hf.chat_template, prompt.text):
+        findings.warnings.append(
+            f"rollout.max_response_tokens: {max_response_tokens}, but the chat template lets the model think before it "
+            "answers, which takes thousands of tokens: most responses would be cut before an answer. Set it to "
+            f"{THINKING_TOKENS} or more, or turn it off (Qwen3: data.template_args.enable_thinking=false)"
+        )
 
 
 def check_adapter(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: Findings) -> None:

@@ -132,6 +132,8 @@ class ChatRequest(SamplingRequest):
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     """Rendered through the model's chat template. Content is text, or a list of parts that are text."""
+    chat_template_kwargs: dict[str, bool | int | float | str | None] = Field({}, max_length=64)
+    """Arguments of the chat template, such as `enable_thinking`, as vLLM takes them."""
     max_tokens: int | None = Field(None, ge=1)
     """Most tokens of a sample; null: as many as the context has room for."""
     max_completion_tokens: int | None = Field(None, ge=1)

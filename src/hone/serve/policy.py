@@ -173,7 +173,7 @@ class PolicyService:
 
     async def chat(self, asked: ChatRequest) -> ChatReply:
         """Answer `/v1/chat/completions`. Raises OpenAIProblem."""
-        ids = await self._chat_ids(asked.messages)
+        ids = await self._chat_ids(asked)
         drawn = await self._sample(asked, [ids], _chat_limit(asked))
         choices = [
             ChatChoice(
@@ -203,7 +203,7 @@ class PolicyService:
 
     async def stream_chat(self, asked: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
         """Answer `/v1/chat/completions` piece by piece. Raises as `stream_completion`."""
-        ids = await self._chat_ids(asked.messages)
+        ids = await self._chat_ids(asked)
         head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}"}
         async for news, common in self._stream(asked, [ids], _chat_limit(asked), head):
             role: dict[str, Any] = {"role": "assistant"} if news.is_first else {}
@@ -293,18 +293,20 @@ class PolicyService:
             raise _wrong("prompt", "it has no tokens; there is nothing to predict from")
         return tuple(ids)
 
-    async def _chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        texts = [_text_of(message, at) for at, message in enumerate(messages)]
+    async def _chat_ids(self, asked: ChatRequest) -> tuple[int, ...]:
+        texts = [_text_of(message, at) for at, message in enumerate(asked.messages)]
         whole = "".join(texts)
         self._refuse_overlong("messages", whole)
-        return await self._off_loop(len(whole) + len(texts), partial(self._rendered_ids, messages, texts))
+        return await self._off_loop(len(whole) + len(texts), partial(self._rendered_ids, asked, texts))
 
-    def _rendered_ids(self, messages: Sequence[Message], texts: Sequence[str]) -> tuple[int, ...]:
+    def _rendered_ids(self, asked: ChatRequest, texts: Sequence[str]) -> tuple[int, ...]:
         tokenizer = self.policy.tokenizer
-        plain = [message.model_dump() | {"content": text} for message, text in zip(messages, texts, strict=True)]
+        plain = [message.model_dump() | {"content": text} for message, text in zip(asked.messages, texts, strict=True)]
         try:
-            return tuple(tokenizer.encode_prompts([tokenizer.render(plain)], rendered=True)[0])
-        except jinja2.TemplateError as error:
+            return tuple(
+                tokenizer.encode_prompts([tokenizer.render(plain, asked.chat_template_kwargs)], rendered=True)[0]
+            )
+        except (jinja2.TemplateError, TypeError) as error:  # a name that Transformers itself uses
             raise _wrong("messages", f"the chat template refuses them: {error}") from error
         except DataError as error:
             raise _wrong("messages", str(error)) from error

@@ -69,6 +69,8 @@ class JudgeSettings(Section):
     """Answers asked for each question; the score is the mean of the valid ones, at least half of them."""
     sampling_config: SamplingConfig = key(SamplingConfig())
     """How the judge samples."""
+    template_args: dict[str, bool | int | float | str | None] = key({})
+    """Arguments of the judge's chat template, such as `{enable_thinking: false}`; sent as `chat_template_kwargs`."""
     seed: int = key(0, ge=0)
     """Every vote's seed and order of responses is a function of it."""
     scale: tuple[float, float] = key((1.0, 10.0))
@@ -169,6 +171,8 @@ class JudgeSettings(Section):
             fields["top_p"] = sampling.top_p
         if sampling.top_k > 0:
             fields["top_k"] = sampling.top_k
+        if self.template_args:
+            fields["chat_template_kwargs"] = self.template_args
         return fields
 
 
