@@ -162,7 +162,10 @@ def test_ppo_advantages_are_whitened_and_its_returns_are_not():
     expected = [0.5 / std, 0.5 / std, -0.5 / std, -0.5 / std]
     assert batch.columns["advantages_T"].tolist() == pytest.approx(expected, rel=1e-5)
     assert batch.columns["return_T"].tolist() == [1, 1, 0, 0]
-    assert metrics == {"critic/explained_variance": 0.0}
+    assert metrics == pytest.approx(
+        {"critic/explained_variance": 0.0, "train/advantage_std": 0.5 / std, "train/advantage_positive_frac": 0.5},
+        rel=1e-4,
+    )
 
 
 def test_an_unscored_sample_has_no_advantage_and_no_return():

@@ -61,6 +61,10 @@ BROKEN = [
         },
         "reward.components.0.name: 'environment' is the name of the environment's own reward",
     ),
+    (
+        {"observe": "{stop_on: [mismatches]}"},
+        "observe.stop_on: has 'mismatches', which is no alarm. Did you mean mismatch?",
+    ),
     ({"services": "{training: {command: [sh, '{port}']}}"}, "services.training: must be named with at most 40 letters"),
     (judge("port: 80"), "services.judge: needs exactly one of reward, policy and command (got none of them)"),
     (judge("policy: a/b, command: [sh, '{port}']"), "(got policy and command). Set the others to null"),

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.logits_process import MinPLogitsWarper
 
 from hone.model.base import CausalModel
@@ -52,10 +52,10 @@ def tiny_model(architecture: str = "qwen3", seed: int = 0, **keys: Any) -> Causa
 
 
 def reference_of(model: CausalModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Transformers' own model with the same weights."""
-    hf = AutoModelForCausalLM.from_config(model.hf_config, dtype=dtype).eval()
-    hf.load_state_dict(dict(model.named_weights()), strict=False)
-    return hf
+    """Transformers' own model with the same weights, which it takes under the names of its repository."""
+    weights = {name: weight.clone() for name, weight in model.named_weights()}
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.hf_config)]
+    return kind.from_pretrained(None, config=model.hf_config, state_dict=weights, dtype=dtype).eval()
 
 
 def warped(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:

@@ -26,7 +26,7 @@ class TransformersStepper:
 
     def __init__(self, model: TransformersModel) -> None:
         self._model = model
-        takes = inspect.signature(model.body.forward).parameters
+        takes = inspect.signature(type(model.body).forward).parameters
         self._takes_positions = "position_ids" in takes
         self._attends = "past_key_values" in takes  # Mamba does not; its state spaces want no mask of past tokens
         self.clear()
