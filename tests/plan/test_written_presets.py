@@ -1,5 +1,8 @@
 """A run file that a preset writes is accepted and planned as the preset promised, for any model and hardware."""
 
+import os
+
+import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from random_search import examples
@@ -42,6 +45,16 @@ reward: {components: [{use: reward_model, args: {path: qwen2.5-0.5b}}]}
 """,
 }
 MODELS = ("qwen2.5-0.5b", "qwen3-8b", "llama-3.1-8b", "gemma-2-2b", "qwen2.5-32b", "mixtral-8x7b-v0.1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm(tmp_path_factory):
+    """A program of that name: judges on several GPUs need it, and the rules of run files look for it."""
+    program = tmp_path_factory.mktemp("bin") / "vllm"
+    program.touch(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+        yield
 
 
 @examples(4)

@@ -160,7 +160,7 @@ def _nearest_that_exists(config: RunConfig, lacking: int) -> str:
         roles = " and ".join(role for name in moved for role in movable[name].roles)
         home = next(name for name, pool in cluster.pools.items() if name not in moved)
         ways.append(f"{roles} taking turns in another pool, such as {home}, instead of {' and '.join(moved)}")
-    else:
+    elif cluster.pools:
         largest = max(cluster.pools, key=lambda name: cluster.pools[name].devices)
         left = cluster.pools[largest].devices - lacking
         ways += [f"cluster.pools.{largest}.devices = {left}"] if left > 0 else []
