@@ -143,7 +143,7 @@ class Trainer:
 
 class Observer:
     def __init__(self):
-        self.rows, self.records, self.events = [], [], []
+        self.rows, self.records, self.events, self.warnings = [], [], [], []
 
     @contextmanager
     def span(self, name, **args):
@@ -161,6 +161,9 @@ class Observer:
 
     def event(self, kind, **fields):
         self.events.append({"at": 0.0, "kind": kind, **fields})
+
+    def warn(self, text):
+        self.warnings.append(text)
 
     def record(self, stage, step, groups, advantages):
         self.records.append((step, [g.prompt.index for g in groups], advantages is not None))

@@ -14,6 +14,7 @@ import hone.assemble.models
 import hone.assemble.stages
 from hone import assemble
 from hone.config.load import load_config
+from hone.data.chat import load_tokenizer
 from hone.errors import MemoryExhausted
 from hone.memory.gauges import GIB
 from hone.memory.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS
@@ -44,6 +45,14 @@ SITES = {
     "checkpoint": (Checkpoints, "save", "checkpoint", "sft"),
     "export": (hone.assemble.stages, "hf_folder", "checkpoint", "sft"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tried(tmp_path_factory):
+    """`hone train` tries the model's class first, once; the calls that tests count come after that."""
+    loaded = load_config(write_run(tmp_path_factory.mktemp("tried"), steps=3), [REWARDED])
+    tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent)
+    hone.assemble.stages.refuse_untrainable(loaded, tokenizer)
 
 
 def fails(monkeypatch, owner, name, at):
