@@ -50,9 +50,11 @@ SITES = {
 @pytest.fixture(scope="module", autouse=True)
 def tried(tmp_path_factory):
     """`hone train` tries the model's class first, once; the calls that tests count come after that."""
-    loaded = load_config(write_run(tmp_path_factory.mktemp("tried"), steps=3), [REWARDED])
-    tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent)
-    hone.assemble.stages.refuse_untrainable(loaded, tokenizer)
+    run_file = write_run(tmp_path_factory.mktemp("tried"), steps=3)
+    for stages in ("[sft, rl]", "[rl]", "[sft]"):
+        loaded = load_config(run_file, [REWARDED, f"stages={stages}"])
+        tokenizer = load_tokenizer(loaded.config.model, run_file.parent)
+        hone.assemble.stages.refuse_untrainable(loaded, tokenizer)
 
 
 def fails(monkeypatch, owner, name, at):
