@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from hone.doctor.watch import Alarm, AlarmWatch
 from hone.errors import Stopped, StoppedByAlarm
 from hone.observe.observer import Observer
+from hone.observe.sinks import metric_lines
 
 
 class LiveAlarms:
@@ -31,10 +31,8 @@ class LiveAlarms:
 
     def follow(self, metrics: Path) -> None:
         """Take the lines that a resumed run has already, silently, then every further one."""
-        if metrics.exists():
-            with metrics.open(encoding="utf-8") as lines:
-                for line in lines:
-                    self._watch.add(json.loads(line))
+        for line in metric_lines(metrics):
+            self._watch.add(line)
         self._observer.call(self._take)
 
     def stopped(self, how_to_go_on: str) -> Stopped:

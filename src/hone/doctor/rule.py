@@ -1,4 +1,4 @@
-"""AlarmRule: one abnormal pattern of metrics, and its possible causes. The rules themselves are in `rules.py`."""
+"""AlarmRule: one abnormal pattern of metrics, and its possible causes. The rules themselves are in `rules/`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Condition:
 class Cause:
     """One possible cause of a pattern.
 
-    Causes of a rule are tried in order; the first whose `applies` is true is named. `confirm` is the test that tells
-    it from the next likely cause.
+    Causes of a rule are tried in order; the first whose `applies` is true is named. `confirm` is the test that
+    separates it from the next likely cause.
     """
 
     name: str
@@ -55,7 +55,7 @@ class AlarmRule:
     after: int = 0
     """Values of the first metric before the first evaluation."""
     silenced_by: tuple[str, ...] = ()
-    """Stronger alarms: while one of them is active, or if it began before, this one is not reported."""
+    """Stronger alarms: while one of them is active, this one is not reported."""
     causes: tuple[Cause, ...]
     source: str
     """Where the limit comes from."""

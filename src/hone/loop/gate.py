@@ -50,7 +50,7 @@ def check_first_step(
         batch: of `groups`, sampled by `engine`.
         step: updates made; the version of the weights that the engine must have.
         needs: of the algorithm; see `Algorithm.needs`.
-        warn: told of a difference that is noticeable, unexplained and no reason to stop.
+        warn: receives a difference that is noticeable, unexplained and no reason to stop.
     Raises:
         GateError: naming what differs and the likely cause. Nothing has been trained on then.
     """

@@ -2,8 +2,8 @@
 
 Transformers fuses some weights when it loads a directory: the experts of a layer become one parameter, which computes
 faster. Repositories, vLLM and other readers have them one by one. The library can convert them back, by copies
-(`revert_weight_conversion`, which `save_pretrained` uses). Here it converts weights on device `meta`, once, which tells
-where in the parameters each weight of the repository is; from then on they are views.
+(`revert_weight_conversion`, which `save_pretrained` uses). Here it converts weights on device `meta`, once, which
+shows where in the parameters each weight of the repository is; from then on they are views.
 """
 
 from __future__ import annotations

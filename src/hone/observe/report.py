@@ -21,6 +21,7 @@ from typing import Any
 from hone.doctor.watch import by_importance, watch_lines
 from hone.observe.metrics import PHASES, find_metric
 from hone.observe.recorder import RecordedSample, is_whole, read_samples, recorded_steps, samples_file
+from hone.observe.sinks import metric_lines
 from hone.observe.whole import set_aside, write_whole
 
 SUMMARY = Path("logs") / "summary.json"
@@ -92,7 +93,7 @@ def write_report(
             it too.
     """
     samples = choose_samples(run_folder)
-    lines = _lines(run_folder / "metrics.jsonl")
+    lines = list(metric_lines(run_folder / "metrics.jsonl"))
     watch = watch_lines(_settings(run_folder / ".identity.json"), lines)
     data = {
         "summary": asdict(RunSummary.read(run_folder)),
@@ -162,12 +163,6 @@ def _spread(items: Sequence[Any], most: int) -> list[Any]:
     if most == 1:
         return [items[0]]
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; a killed run may have torn the last one."""
-    whole, _, _ = _text(path).rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def _settings(identity: Path) -> dict[str, Any]:

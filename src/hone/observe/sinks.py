@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
@@ -65,6 +65,13 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of metrics.jsonl; a kill may have torn the last one."""
+    if path.exists():
+        with path.open("rb") as lines:
+            yield from (json.loads(line) for line in lines if line.endswith(b"\n"))
 
 
 def _line_before(path: Path, num_bytes: int) -> dict[str, Any]:

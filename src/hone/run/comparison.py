@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.doctor.watch import AlarmWatch, by_importance
-from hone.run.diagnosis import metric_lines
+from hone.observe.sinks import metric_lines
 from hone.run.folder import RunFolder, flat_settings
 
 LAST = 10

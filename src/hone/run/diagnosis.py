@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hone.doctor.watch import Alarm, AlarmWatch, by_importance
+from hone.observe.sinks import metric_lines
 from hone.run.folder import RunFolder
 from hone.run.status import read_status
 
@@ -45,10 +43,3 @@ def diagnose(path: Path) -> Diagnosis:
     status = read_status(folder)
     state = "running" if status.running else status.outcome or "not running; it was killed or not started"
     return Diagnosis(path, state, last_steps, tuple(by_importance(watch.alarms)))
-
-
-def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; a kill may have torn the last one."""
-    if path.exists():
-        with path.open("rb") as lines:
-            yield from (json.loads(line) for line in lines if line.endswith(b"\n"))

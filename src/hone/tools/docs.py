@@ -43,8 +43,8 @@ _ALARMS_INTRO = """\
 
 What `hone doctor RUN_DIR` and a run itself look for in the metrics ([doctor.md](../doctor.md)). An alarm begins when k
 of the last n evaluations are abnormal and ends when none of them is; it is silent while a stronger one is active. Of
-its causes the first one whose test holds is named; the test that tells it from the next is what to confirm. "ours" as
-the source of a limit: chosen in Hone and checked against its healthy and faulty runs. Names are those of
+its causes the first one whose test holds is named; the test that separates it from the next is what to confirm. "ours"
+as the source of a limit: chosen in Hone and checked against its healthy and faulty runs. Names are those of
 `observe.stop_on`."""
 
 

@@ -420,7 +420,7 @@ LEARNING = (
             ),
             Cause(
                 name="preferences_are_noise",
-                what="chosen and rejected cannot be told apart, or are swapped.",
+                what="chosen and rejected do not differ for the reward model, or are swapped.",
                 change="rm.chosen_column, rm.rejected_column",
                 confirm="Read ten pairs.",
             ),
