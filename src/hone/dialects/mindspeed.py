@@ -120,9 +120,7 @@ def _cut(key: str, *off: Any) -> Row:
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
         if value is None or number(value) in off:
             return KeyVerdict("automatic", {}, "off")
-        return refused(
-            f"samples from a cut distribution, while the ratio is taken with the whole one: biased; nearest: {off[0]}"
-        )
+        return refused(f"{shared.CUT}{off[0]}")
 
     return by(read, key)
 

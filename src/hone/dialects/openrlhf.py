@@ -365,32 +365,18 @@ def _offload(*what: str):
     )
 
 
-def _width(key: str):
-    return by(lambda job, v: KeyVerdict("placement", {} if whole(v) <= 1 else {key: whole(v)}), key, kind="placement")
-
-
 def _engine(key: str, convert=whole):
     return to(f"cluster.engines.{key}", convert)
 
 
-def _lora(key: str, convert):
-    def read(job: ForeignJob, value: Any) -> KeyVerdict:
-        if not positive(job.get("ds.lora.rank", 0)):
-            return KeyVerdict("automatic", {}, "no adapter")
-        converted = convert(value)
-        return KeyVerdict("mapped", {} if converted is None else {key: converted})
-
-    return by(read, key)
-
-
-def _targets(value: Any) -> list[str] | None:
-    return None if value in (None, "all-linear", ["all-linear"]) else names(value)
+def _adapter(key: str, convert):
+    return shared.adapter(key, convert, lambda job: positive(job.get("ds.lora.rank", 0)))
 
 
 def _top_p(job: ForeignJob, value: Any) -> KeyVerdict:
     if number(value) >= 1:
         return KeyVerdict("automatic", {}, "off")
-    return refused("samples from a cut distribution, while the ratio is taken with the whole one: biased; nearest: 1")
+    return refused(f"{shared.CUT}1")
 
 
 def _tensorboard(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -433,8 +419,8 @@ ROWS: dict[str, Row] = {
     "ds.adam_offload": _offload("optimizer"),
     "ref.offload": _offload("reference"),
     "reward.offload": placement("reward models are offloaded where they take turns"),
-    "ds.tensor_parallel_size": _width("cluster.trainer.tensor_parallel"),
-    "ds.ring_attn_size": _width("cluster.trainer.sequence_parallel"),
+    "ds.tensor_parallel_size": shared.width("cluster.trainer.tensor_parallel"),
+    "ds.ring_attn_size": shared.width("cluster.trainer.sequence_parallel"),
     "ds.ring_attn_head_stride": placement("sequences are divided by Ulysses"),
     "ds.packing_samples": automatic("never padded"),
     "ds.attn_implementation": automatic("attention is Hone's own"),
@@ -450,8 +436,8 @@ ROWS: dict[str, Row] = {
     ),
     "ds.load_in_4bit": missing("quantised training is not supported; nearest: lora.rank without it", "lora.rank"),
     "ds.lora.rank": to("lora.rank", positive),
-    "ds.lora.alpha": _lora("lora.alpha", number),
-    "ds.lora.target_modules": _lora("lora.targets", _targets),
+    "ds.lora.alpha": _adapter("lora.alpha", number),
+    "ds.lora.target_modules": _adapter("lora.targets", shared.targets),
     "ds.lora.dropout": missing("adapters have no dropout", "lora.rank", off=(0, 0.0, None)),
     "ds.value_head_prefix": automatic("the value head is found by its shape"),
     # models

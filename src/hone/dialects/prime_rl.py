@@ -56,10 +56,6 @@ def _optimizer(job: ForeignJob, value: Any) -> KeyVerdict:
     )
 
 
-def _width(key: str) -> Row:
-    return by(lambda job, v: KeyVerdict("placement", {} if whole(v) <= 1 else {key: whole(v)}), key, kind="placement")
-
-
 def _engine(key: str, convert=whole) -> Row:
     return to(f"cluster.engines.{key}", convert)
 
@@ -106,8 +102,8 @@ ROWS: dict[str, Row] = {
     "trainer.optim.weight_decay": to("train.optimizer.weight_decay", number),
     "trainer.optim.max_norm": to("train.optimizer.grad_clip", number),
     "trainer.optim.type": by(_optimizer, "train.optimizer.lr"),
-    "trainer.model.cp": _width("cluster.trainer.sequence_parallel"),
-    "trainer.model.tp": _width("cluster.trainer.tensor_parallel"),
+    "trainer.model.cp": shared.width("cluster.trainer.sequence_parallel"),
+    "trainer.model.tp": shared.width("cluster.trainer.tensor_parallel"),
     "trainer.model.ep": placement(EXPERTS),
     "trainer.model.lora.rank": to("lora.rank", whole),
     "trainer.model.lora.alpha": to("lora.alpha", number),
@@ -130,7 +126,7 @@ ROWS: dict[str, Row] = {
     "model.vlm.**": missing(PICTURES, off=()),
     "model.**": placement("of the trainer: placement, memory and kernels"),
     "inference": automatic("engines start with the run"),
-    "inference.vllm.tensor_parallel_size": _width("cluster.engines.tensor_parallel_size"),
+    "inference.vllm.tensor_parallel_size": shared.width("cluster.engines.tensor_parallel_size"),
     "inference.vllm.gpu_memory_utilization": _engine("gpu_memory_utilization", number),
     "inference.vllm.max_model_len": _engine("max_model_len"),
     "inference.vllm.enable_prefix_caching": _engine("enable_prefix_caching", bool),

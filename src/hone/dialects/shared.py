@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hone.dialects.verdict import ForeignJob, KeyVerdict, UnknownValue, refused
+from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, UnknownValue, by, names, refused, whole
 
 PIPELINE = "pipeline parallelism: Hone shards weights over devices (FSDP2) instead; `hone plan` says whether it fits"
 EXPERTS = "expert parallelism: Hone shards experts like other weights; `hone plan` says whether it fits"
@@ -17,6 +17,7 @@ MEMORY = "changes memory and speed, not results; `hone plan --preset recommended
 LOGGING = "logging: metrics.jsonl, samples, a report and TensorBoard files are always written"
 PROFILER = "profiling: every run writes trace.json, for Perfetto"
 RESUME = "resuming is a command: `hone train --resume RUN`"
+CUT = "samples from a cut distribution, while the ratio is taken with the whole one: biased; nearest: "
 RUNTIME = "environment of the job: set it where `hone train` is started"
 
 REWARDS_BY_DATA: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -65,6 +66,34 @@ def samples_per_step(job: ForeignJob, prompts: int, group: int, per_optimizer_st
         fits = max(n for n in range(1, per_optimizer_step + 1) if total % n == 0)
         return refused(f"{per_optimizer_step} samples do not divide the {total} of an update; nearest: {fits}")
     return KeyVerdict("mapped", {"train.samples_per_optimizer_step": per_optimizer_step}, "in samples of all devices")
+
+
+def width(key: str) -> Row:
+    """A number of devices that divide something; 1 divides nothing and is left out."""
+    return by(
+        lambda job, value: KeyVerdict("placement", {} if whole(value) <= 1 else {key: whole(value)}),
+        key,
+        kind="placement",
+    )
+
+
+def adapter(
+    key: str, convert: Callable[[Any], Any], has: Callable[[ForeignJob], Any], *, without: str = "no adapter"
+) -> Row:
+    """A setting of a LoRA adapter, for jobs that have one; `convert` gives None where Hone's default is meant."""
+
+    def read(job: ForeignJob, value: Any) -> KeyVerdict:
+        if not has(job):
+            return KeyVerdict("automatic", {}, without)
+        converted = convert(value)
+        return KeyVerdict("mapped", {} if converted is None else {key: converted})
+
+    return by(read, key)
+
+
+def targets(value: Any) -> list[str] | None:
+    """Modules with an adapter; None for all linear ones, as is Hone's default."""
+    return None if value in (None, "all-linear", ["all-linear"]) else names(value)
 
 
 def unknown_if_hole(job: ForeignJob, *keys: str) -> str | None:

@@ -205,9 +205,7 @@ def _cut(key: str, off: Any):
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
         if value is None or number(value) == off or (key.endswith("top_k") and number(value) <= 0):
             return KeyVerdict("automatic", {}, "off")
-        return refused(
-            f"samples from a cut distribution, while the ratio is taken with the whole one: biased; nearest: {off}"
-        )
+        return refused(f"{shared.CUT}{off}")
 
     return by(read, key)
 
@@ -394,17 +392,9 @@ def _reports(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def _adapter(key: str, convert):
-    def read(job: ForeignJob, value: Any) -> KeyVerdict:
-        if not truth(job.get("use_peft", False)):
-            return KeyVerdict("automatic", {}, "no adapter without use_peft")
-        converted = convert(value)
-        return KeyVerdict("mapped", {} if converted is None else {key: converted})
-
-    return by(read, key)
-
-
-def _targets(value: Any) -> list[str] | None:
-    return None if value in (None, "all-linear", ["all-linear"]) else names(value)
+    return shared.adapter(
+        key, convert, lambda job: truth(job.get("use_peft", False)), without="no adapter without use_peft"
+    )
 
 
 def _peft(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -561,7 +551,7 @@ ROWS: dict[str, Row] = {
     "use_peft": by(_peft, "lora.rank"),
     "lora_r": _adapter("lora.rank", lambda v: whole(number(v))),
     "lora_alpha": _adapter("lora.alpha", number),
-    "lora_target_modules": _adapter("lora.targets", _targets),
+    "lora_target_modules": _adapter("lora.targets", shared.targets),
     "lora_dropout": automatic("adapters have no dropout: RL's trainer and sampler must agree"),
     "lora_task_type": automatic("a causal language model"),
     "task_type": automatic("a causal language model"),

@@ -480,14 +480,7 @@ def _checkpointing(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def _adapter(key: str, convert):
-    def read(job: ForeignJob, value: Any) -> KeyVerdict:
-        rank = job.get(f"{_M}.lora_rank", 0) or job.get(f"{_M}.lora.rank", 0)
-        if not rank:
-            return KeyVerdict("automatic", {}, "no adapter")
-        converted = convert(value)
-        return KeyVerdict("mapped", {} if converted is None else {key: converted})
-
-    return by(read, key)
+    return shared.adapter(key, convert, lambda job: job.get(f"{_M}.lora_rank", 0) or job.get(f"{_M}.lora.rank", 0))
 
 
 def _targets(value: Any) -> list[str] | None:
@@ -501,14 +494,6 @@ def _offload(what: str):
         return KeyVerdict("placement", {"cluster.trainer.offload": [what]} if truth(value) else {}, MEMORY)
 
     return by(read, "cluster.trainer.offload", kind="placement")
-
-
-def _width(key: str):
-    return by(
-        lambda job, value: KeyVerdict("placement", {} if whole(value) <= 1 else {key: whole(value)}),
-        key,
-        kind="placement",
-    )
 
 
 def _engine(key: str, convert=whole):
@@ -529,10 +514,7 @@ def _sampling_cut(key: str, off: Any, ours_off: Any):
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
         if value is None or number(value) in (off, ours_off):
             return KeyVerdict("mapped", {}, "off")
-        return refused(
-            "samples from a cut distribution, while the ratio is taken with the whole one: biased; nearest: "
-            f"{key} = {ours_off}"
-        )
+        return refused(f"{shared.CUT}{key} = {ours_off}")
 
     return by(read, key)
 
@@ -779,7 +761,7 @@ ROWS: dict[str, Row] = {
     f"{_A}.data_loader_seed": automatic("order follows `seed`"),
     f"{_A}.use_torch_compile": automatic("kernels of Hone's own; cluster.trainer.compile compiles layers"),
     f"{_A}.strategy": placement("the trainer is FSDP2"),
-    f"{_A}.ulysses_sequence_parallel_size": _width("cluster.trainer.sequence_parallel"),
+    f"{_A}.ulysses_sequence_parallel_size": shared.width("cluster.trainer.sequence_parallel"),
     f"{_A}.fsdp_config.param_offload": _offload("parameters"),
     f"{_A}.fsdp_config.optimizer_offload": _offload("optimizer"),
     f"{_A}.fsdp_config.fsdp_size": by(
@@ -787,11 +769,11 @@ ROWS: dict[str, Row] = {
         "cluster.trainer.shard",
         kind="placement",
     ),
-    f"{_A}.fsdp_config.ulysses_sequence_parallel_size": _width("cluster.trainer.sequence_parallel"),
+    f"{_A}.fsdp_config.ulysses_sequence_parallel_size": shared.width("cluster.trainer.sequence_parallel"),
     f"{_A}.fsdp_config.full_determinism": automatic("a synchronous run on one process repeats bit for bit"),
     f"{_A}.fsdp_config.**": placement("of FSDP: placement and memory"),
-    f"{_A}.megatron.tensor_model_parallel_size": _width("cluster.trainer.tensor_parallel"),
-    f"{_A}.megatron.context_parallel_size": _width("cluster.trainer.sequence_parallel"),
+    f"{_A}.megatron.tensor_model_parallel_size": shared.width("cluster.trainer.tensor_parallel"),
+    f"{_A}.megatron.context_parallel_size": shared.width("cluster.trainer.sequence_parallel"),
     f"{_A}.megatron.pipeline_model_parallel_size": placement(PIPELINE),
     f"{_A}.megatron.virtual_pipeline_model_parallel_size": placement(PIPELINE),
     f"{_A}.megatron.expert_*": placement(EXPERTS),
@@ -808,7 +790,7 @@ ROWS: dict[str, Row] = {
     f"{_A}.megatron.**": _MEGATRON,
     f"{_A}.veomni.param_offload": _offload("parameters"),
     f"{_A}.veomni.optimizer_offload": _offload("optimizer"),
-    f"{_A}.veomni.ulysses_parallel_size": _width("cluster.trainer.sequence_parallel"),
+    f"{_A}.veomni.ulysses_parallel_size": shared.width("cluster.trainer.sequence_parallel"),
     f"{_A}.veomni.**": placement("of VeOmni: placement and memory"),
     f"{_A}.torchtitan.**": placement("of torchtitan: placement and memory"),
     f"{_A}.engine.**": placement("of the training engine: placement and memory"),
