@@ -192,13 +192,24 @@ def memory_limit_bytes() -> int:
 
 def _nvidia_gpus() -> list[tuple[str, int]]:
     """Name and memory in bytes of each GPU; empty where there is no driver."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True)
+        listing = nvidia_smi("name,memory.total")
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
+    rows = [line.rsplit(",", 1) for line in listing.splitlines() if "," in line]
     return [(name.strip(), int(mib) << 20) for name, mib in rows if mib.strip().isdigit()]
+
+
+def nvidia_smi(fields: str) -> str:
+    """A line of comma-separated fields for each GPU, memory in MiB.
+
+    Raises:
+        OSError: there is no such program.
+        subprocess.SubprocessError: it fails, or hangs.
+    """
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True)
+    return done.stdout
 
 
 def _measured_cpu() -> tuple[float, float]:

@@ -20,7 +20,7 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
-from hone.plan.hardware import NVIDIA_SMI_TIMEOUT_S
+from hone.plan.hardware import nvidia_smi
 
 GIB = 1 << 30
 PACKAGES = ("torch", "transformers", "ray", "vllm")
@@ -45,17 +45,15 @@ def check_machine(folder: Path) -> list[MachineCheck]:
 
 
 def _devices(_: Path) -> Iterator[MachineCheck]:
-    query = "name,memory.total,memory.used,driver_version"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True)
+        listing = nvidia_smi("name,memory.total,memory.used,driver_version")
     except FileNotFoundError:
         yield MachineCheck("GPUs", "ok", "no NVIDIA driver: runs use the CPU")
         return
     except (OSError, subprocess.SubprocessError) as error:
         yield MachineCheck("GPUs", "problem", f"nvidia-smi fails: {error}", "repair the driver, or set run.device=cpu")
         return
-    yield from gpu_checks(done.stdout, torch_version=_version("torch"))
+    yield from gpu_checks(listing, torch_version=_version("torch"))
 
 
 def gpu_checks(listing: str, *, torch_version: str | None) -> Iterator[MachineCheck]:
