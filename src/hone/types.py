@@ -220,6 +220,7 @@ class Position(NamedTuple):
     metrics_bytes: int = 0
     events_bytes: int = 0
     sample_files: int = 0
+    alarms: Mapping[str, Any] = {}
 
 
 @dataclass(slots=True)
@@ -245,6 +246,8 @@ class Progress:
     """Length of events.jsonl then, at least; less of it means that its end was lost."""
     sample_files: int = 0
     """Files in samples/ then."""
+    alarms: Mapping[str, Any] = field(default_factory=dict)
+    """State of the alarm rules then (`AlarmWatch.state`), so that a resumed run need not read metrics.jsonl again."""
     reward_fingerprints: dict[str, str] = field(default_factory=dict)
     """Reward component -> fingerprint of the rules that its service scores by."""
     control: Control = field(default_factory=Control)
@@ -253,11 +256,11 @@ class Progress:
     @property
     def position(self) -> Position:
         """How far the run's records went when the checkpoint was written."""
-        return Position(self.metrics_bytes, self.events_bytes, self.sample_files)
+        return Position(self.metrics_bytes, self.events_bytes, self.sample_files, self.alarms)
 
     @position.setter
     def position(self, position: Position) -> None:
-        self.metrics_bytes, self.events_bytes, self.sample_files = position
+        self.metrics_bytes, self.events_bytes, self.sample_files, self.alarms = position
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:

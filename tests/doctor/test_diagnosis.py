@@ -13,6 +13,7 @@ import hone
 from hone.assemble.alarms import LiveAlarms
 from hone.cli.main import main
 from hone.doctor.rules import RULES
+from hone.doctor.watch import watch_lines
 from hone.errors import ConfigError, StoppedByAlarm
 from hone.observe.events import read_events
 from hone.observe.report import write_report
@@ -96,19 +97,20 @@ def test_a_stop_on_that_is_no_alarm_is_refused(tmp_path):
         hone.train(str(run_file))
 
 
-def test_live_alarms_are_said_recorded_and_stop_the_run(tmp_path):
-    """Alarms that a resumed run has already are followed silently; the next one named in stop_on ends it."""
-    said, recorded, callbacks = [], [], []
+def test_live_alarms_are_said_recorded_and_stop_the_run():
+    """An alarm that a resumed run has already is not reported again; the next one named in stop_on ends it."""
+    said, recorded, followed = [], [], []
     observer: Any = SimpleNamespace(
-        say=said.append, event=lambda kind, **fields: recorded.append((kind, fields)), call=callbacks.append
+        say=said.append,
+        event=lambda kind, **fields: recorded.append((kind, fields)),
+        follow=lambda *calls: followed.append(calls),
     )
+    before = watch_lines(SETTINGS, [{"stage": "rl", "step": step, "rollout/truncated_frac": 0.4} for step in range(21)])
     stop = asyncio.Event()
-    live = LiveAlarms(SETTINGS, observer, stop_on=["truncation", "rewards_fail"], stop=stop)
-    folder = run_folder(tmp_path / "run", {"rollout/truncated_frac": 0.4})
-    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text().rpartition("\n")[0] + "\n")
-    live.follow(folder.joinpath("metrics.jsonl"))
-    assert not said and not recorded and not stop.is_set()
-    (take,) = callbacks
+    saved = json.loads(json.dumps(before.state()))
+    live = LiveAlarms(SETTINGS, observer, saved=saved, stop_on=["truncation", "rewards_fail"], stop=stop)
+    ((take, state),) = followed
+    assert json.dumps(state()) == json.dumps(before.state()) and not said and not recorded and not stop.is_set()
     for step in range(21, 26):
         take({"stage": "rl", "step": step, "rollout/truncated_frac": 0.0, "reward/exact_fault_frac": 0.5})
     assert stop.is_set() and live.stopped("resume it").exit_code == 6

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hone.doctor.watch import by_importance, watch_lines
+from hone.doctor.watch import AlarmWatch, by_importance, watch_lines
 
 EXPECTED = {
     "lr_x100-0": "learning_rate_too_high",
@@ -54,3 +54,20 @@ def test_a_fault_is_what_makes_the_difference():
     """The settings of a faulty run with the metrics of the healthy one: no alarm, but for those of the settings."""
     healthy, faulty = recorded()["dr_grpo"]["lines"], recorded()["lr_x100-0"]["settings"]
     assert watch_lines(faulty, healthy).alarms == []
+
+
+@pytest.mark.parametrize("name", ["lr_x100-0", "parser_broken-0", "dr_grpo"])
+def test_a_run_that_is_resumed_over_and_over_raises_the_same_alarms(name):
+    """The state of the rules goes through JSON, as in a checkpoint, before every seventh line."""
+    run = recorded()[name]
+    watch, reported = AlarmWatch(run["settings"]), []
+    for index, line in enumerate(run["lines"]):
+        if index % 7 == 0 and (state := watch.state()):
+            watch = AlarmWatch(run["settings"])
+            watch.restore(json.loads(json.dumps(state)))
+        reported += [(alarm.name, alarm.step, alarm.ended, alarm.evidence) for alarm in watch.add(line)]
+    whole = AlarmWatch(run["settings"])
+    assert reported == [
+        (alarm.name, alarm.step, alarm.ended, alarm.evidence) for line in run["lines"] for alarm in whole.add(line)
+    ]
+    assert json.dumps(watch.state()) == json.dumps(whole.state())

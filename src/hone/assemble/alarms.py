@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from hone.doctor.watch import Alarm, AlarmWatch
 from hone.errors import Stopped, StoppedByAlarm
 from hone.observe.observer import Observer
-from hone.observe.sinks import metric_lines
 
 
 class LiveAlarms:
@@ -18,22 +16,26 @@ class LiveAlarms:
 
     Args:
         settings: the resolved run file, nested.
+        saved: `Progress.alarms` of the checkpoint that the run continues from.
         stop_on: names of the alarms that end the run.
         stop: set to end it, as the first stop signal does.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], observer: Observer, *, stop_on: Collection[str], stop: asyncio.Event
+        self,
+        settings: Mapping[str, Any],
+        observer: Observer,
+        *,
+        saved: Mapping[str, Any],
+        stop_on: Collection[str],
+        stop: asyncio.Event,
     ) -> None:
         self._watch, self._observer = AlarmWatch(settings), observer
+        if saved:
+            self._watch.restore(saved)
         self._stop_on, self._stop = frozenset(stop_on), stop
         self._stopped_by: Alarm | None = None
-
-    def follow(self, metrics: Path) -> None:
-        """Take the lines that a resumed run has already, silently, then every further one."""
-        for line in metric_lines(metrics):
-            self._watch.add(line)
-        self._observer.call(self._take)
+        observer.follow(self._take, self._watch.state)
 
     def stopped(self, how_to_go_on: str) -> Stopped:
         """The error that ends a run which was asked to stop."""

@@ -135,8 +135,13 @@ def train(
                     stop=stop,
                 )
                 memory = RunMemory(loaded, folder, observer, device)
-                alarms = LiveAlarms(settings, observer, stop_on=config.observe.stop_on, stop=stop)
-                alarms.follow(folder.metrics)
+                alarms = LiveAlarms(
+                    settings,
+                    observer,
+                    saved=saved.progress.alarms if saved else {},
+                    stop_on=config.observe.stop_on,
+                    stop=stop,
+                )
                 job = Job(
                     loaded,
                     folder,

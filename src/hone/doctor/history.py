@@ -6,12 +6,14 @@ is NaN, and every comparison with NaN is false, so a rule stays silent about a m
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 import statistics
+from array import array
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -76,6 +78,17 @@ class History:
             series.add(math.nan if value is None else value)
             if name in WITH_BEST:
                 series.keep_best()
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to continue from here, as JSON values; the settings are left out."""
+        series = {name: asdict(one) | {"recent": _packed(one.recent)} for name, one in self._series.items()}
+        return {"stage": self.stage, "step": self.step, "series": series}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()` of a history of the same stage."""
+        self.step = state["step"]
+        for name, one in state["series"].items():
+            self._series[name] = Series(**{**one, "recent": _unpacked(one["recent"])})
 
     def count(self, name: str) -> int:
         """Number of values of a metric."""
@@ -151,6 +164,17 @@ class History:
 
     def _series_of(self, name: str) -> Series | None:
         return self._series.get(name)
+
+
+def _packed(values: Iterable[float]) -> str:
+    """float64 in base64: exact, and a third of their length in decimals."""
+    return base64.b64encode(array("d", values).tobytes()).decode()
+
+
+def _unpacked(text: str) -> deque[float]:
+    values = array("d")
+    values.frombytes(base64.b64decode(text))
+    return deque(values, maxlen=RECENT)
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -96,6 +96,29 @@ class AlarmWatch:
     @property
     def active(self) -> list[Alarm]:
         return [alarm for alarm in self.alarms if alarm.ended is None]
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to continue from here, as JSON values; alarms that ended are left out."""
+        if self._history is None:
+            return {}
+        return {
+            "history": self._history.state(),
+            "active": [asdict(alarm) for alarm in self.active],
+            "recent": {name: list(state.recent) for name, state in self._states.items() if state.recent},
+            "seen": [self._seen.get(is_evaluation, -1) for is_evaluation in (False, True)],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()` of a watch with the same settings."""
+        self._begin(state["history"]["stage"])
+        assert self._history is not None
+        self._history.restore(state["history"])
+        self._seen = dict(zip((False, True), state["seen"], strict=True))
+        self.alarms = [Alarm(**{**alarm, "evidence": tuple(alarm["evidence"])}) for alarm in state["active"]]
+        active = {alarm.name: alarm for alarm in self.alarms}
+        for name, of_rule in self._states.items():
+            of_rule.recent.extend((step, is_abnormal) for step, is_abnormal in state["recent"].get(name, ()))
+            of_rule.active = active.get(name)
 
     def _begin(self, stage: str) -> list[Alarm]:
         """A stage begins: what was active in the one before has ended."""

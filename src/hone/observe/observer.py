@@ -96,6 +96,7 @@ class Observer:
         self._recorder = self._new_recorder(resume)
         self._summary = RunSummary.begin(folder, title=title, versions=versions(), resume=is_resumed, warn=self.warn)
         self._watched: list[Callable[[], Mapping[str, float]]] = []
+        self._alarm_state: Callable[[], Mapping[str, Any]] = dict
         self._process = psutil.Process()
         self._peak_gib = 0.0
         self._not_finite: set[str] = set()
@@ -116,6 +117,11 @@ class Observer:
     def call(self, callback: OnMetrics) -> None:
         """Call `callback` with each further line of metrics; an exception ends the run."""
         self._callbacks = (*self._callbacks, callback)
+
+    def follow(self, take: OnMetrics, state: Callable[[], Mapping[str, Any]]) -> None:
+        """As `call` for the run's alarms; every `position()` then has their `state()`."""
+        self.call(take)
+        self._alarm_state = state
 
     def watch(self, measure: Callable[[], Mapping[str, float]]) -> None:
         """Add these measurements to every line of metrics; they replace the observer's own of the same name."""
@@ -202,7 +208,7 @@ class Observer:
         with self._lock:
             metrics_bytes = self._metrics.position()
         sync(self._folder)
-        return Position(metrics_bytes, events_bytes, self._recorder.num_files)
+        return Position(metrics_bytes, events_bytes, self._recorder.num_files, self._alarm_state())
 
     def rewind(self, position: Position) -> None:
         """Truncate metrics and samples to `position()` at a checkpoint, to continue from there in this process."""
