@@ -52,6 +52,7 @@ class VisualQuality:
         max_concurrent: int = 16,
         seed: int = 0,
         api_key_env: str | None = None,
+        first_backoff_s: float = 0.5,
     ) -> None:
         """
         Args:
@@ -61,6 +62,7 @@ class VisualQuality:
             timeout_s: for one picture, retries included.
             max_concurrent: pictures asked about at one time.
             api_key_env: environment variable that holds the key.
+            first_backoff_s: bound of the random wait before the first retry; it doubles with each further one.
         Raises:
             ValueError: an argument is out of range, or the environment has no such variable.
         """
@@ -69,14 +71,20 @@ class VisualQuality:
         if votes < 1 or timeout_s <= 0 or max_concurrent < 1:
             raise ValueError("votes, timeout_s and max_concurrent must be positive")
         self.url, self.model, self.votes, self.timeout_s, self.seed = endpoint, model, votes, timeout_s, seed
-        self.max_concurrent = max_concurrent
+        self.max_concurrent, self.first_backoff_s = max_concurrent, first_backoff_s
         self._token = token_from(api_key_env, "api_key_env")
 
     async def rate(self, pictures_png: Sequence[bytes]) -> list[float | NoRating]:
         """For each picture its rating from 1 to 5, or why it has none."""
         turn = asyncio.Semaphore(self.max_concurrent)
         in_flight = self.max_concurrent * self.votes
-        client = ChatClient([self.url], model=self.model, token=self._token, max_in_flight=in_flight)
+        client = ChatClient(
+            [self.url],
+            model=self.model,
+            token=self._token,
+            max_in_flight=in_flight,
+            first_backoff_s=self.first_backoff_s,
+        )
 
         async def one(picture: bytes) -> float | NoRating:
             async with turn:

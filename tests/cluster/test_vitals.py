@@ -3,10 +3,8 @@
 import asyncio
 from concurrent.futures import Future
 
-import pytest
 from ray.exceptions import RayActorError
 
-from hone.cluster import vitals
 from hone.cluster.actors import Vitals
 from hone.cluster.vitals import VitalsWatch
 from hone.rollout.engine import CacheUse
@@ -38,14 +36,9 @@ class Process:
         return said
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    for name in ("INTERVAL_S", "LOOK_S", "TIMEOUT_S"):
-        monkeypatch.setattr(vitals, name, 0.01)
-
-
 def watching(processes, silence_s=1e9, silent=None):
-    return VitalsWatch(processes, silence_s=silence_s, silent=silent)
+    soon = {"interval_s": 0.01, "timeout_s": 0.01, "look_s": 0.01}
+    return VitalsWatch(processes, silence_s=silence_s, silent=silent, **soon)
 
 
 async def until(holds):

@@ -10,7 +10,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hone.model import shards
 from hone.model.load import read_weights, save_hf, weight_shapes
 from hone.model.shards import HEADER_BYTES, write_weights
 
@@ -57,12 +56,11 @@ def test_a_large_model_is_written_in_shards_that_transformers_loads(tmp_path):
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-def test_a_file_ends_where_its_header_is_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "HEADER_BYTES", 1024)
+def test_a_file_ends_where_its_header_is_full(tmp_path):
     weights = {
         f"model.layers.{number}.mlp.experts.7.gate_proj.weight": torch.full((2,), number) for number in range(40)
     }
-    write_weights(tmp_path, weights.items())
+    write_weights(tmp_path, weights.items(), header_bytes=1024)
     assert len([*tmp_path.glob("*.safetensors")]) > 4
     assert {name: weight.tolist() for name, weight in read_weights(tmp_path)} == {
         name: weight.tolist() for name, weight in weights.items()

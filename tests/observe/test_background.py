@@ -2,7 +2,6 @@ import threading
 
 import pytest
 
-from hone.observe import background as module
 from hone.observe.background import Background
 
 
@@ -27,16 +26,15 @@ def test_a_failure_of_ours_reaches_the_caller_once():
     background.close()
 
 
-def test_a_writer_that_hangs_is_warned_of_and_what_finds_no_place_is_counted(monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+def test_a_writer_that_hangs_is_warned_of_and_what_finds_no_place_is_counted():
     release, warned, done = threading.Event(), [], []
-    background = Background(warned.append, capacity=1)
+    background = Background(warned.append, capacity=1, patience_s=0.05)
     background.submit(release.wait)
     for number in range(4):
         background.submit(lambda number=number: done.append(number))
     background.drain()
     assert len(warned) == 1 and "has taken nothing for 0.05 s" in warned[0]
-    monkeypatch.setattr(module, "PATIENCE_S", 10.0)
+    background.patience_s = 10.0
     release.set()
     while len(warned) < 2:
         background.submit(lambda: None)

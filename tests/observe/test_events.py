@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from hone.observe import events as module
 from hone.observe.events import EventLog, read_events
 
 
@@ -89,12 +88,11 @@ def test_a_full_disk_ends_the_record_with_one_warning():
 
 
 def test_a_disk_that_stalls_holds_nobody_up_and_what_it_loses_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MOST_WAITING", 5)
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # which a pipe refuses
     path, warned = tmp_path / "events.jsonl", []
     os.mkfifo(path)  # a pipe that nobody reads takes nothing once it is full
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    log = log_at(path, warn=warned.append, deadline_s=0.2)
+    log = log_at(path, warn=warned.append, deadline_s=0.2, most_waiting=5)
     log.write("stopped", outcome="x" * 200_000)
     assert log.position() > 0
     for step in range(12):

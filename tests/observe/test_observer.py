@@ -10,7 +10,6 @@ import pytest
 from observed import Settings, decode, make_group
 
 from hone.errors import RunFolderError
-from hone.observe import background
 from hone.observe.observer import Observer
 from hone.observe.recorder import read_samples, recorded_steps
 from hone.run.audit import audit_file
@@ -203,15 +202,14 @@ def test_a_torn_summary_and_a_cut_sample_file_are_in_nobodys_way(tmp_path):
     assert (tmp_path / "set-aside" / "summary.json").exists() and (tmp_path / "report.html").exists()
 
 
-def test_a_disk_that_stalls_under_samples_ends_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "PATIENCE_S", 0.1)
-    observer = open_observer(tmp_path)
+def test_a_disk_that_stalls_under_samples_ends_nothing(tmp_path):
+    observer = open_observer(tmp_path, patience_s=0.1)
     (tmp_path / "samples" / "rl").mkdir(parents=True)
     stalled = tmp_path / "samples" / "rl" / "step-000001.jsonl.gz.tmp"
     os.mkfifo(stalled)  # to open a pipe that nobody reads waits for ever
     steps_of_a_run(observer, 1, 30)
     assert observer.position().metrics_bytes == (tmp_path / "metrics.jsonl").stat().st_size
-    monkeypatch.setattr(background, "PATIENCE_S", 20.0)
+    observer._background.patience_s = 20.0
     stalled.read_bytes()  # the disk is back
     while not stalled.with_suffix("").exists():
         time.sleep(0.01)

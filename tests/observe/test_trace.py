@@ -113,9 +113,9 @@ def durations(path):
     return [e for e in json.loads(path.read_text()) if e["ph"] == "X"]
 
 
-def write_trace(path, *names, resume=False, close=True):
+def write_trace(path, *names, resume=False, close=True, **options):
     spans = Spans()
-    file = TraceFile(path, title="test", resume=resume)
+    file = TraceFile(path, title="test", resume=resume, **options)
     for name in names:
         with spans.span(name, note='"quoted"'):
             time.sleep(0.001)
@@ -147,10 +147,9 @@ def test_a_resumed_run_continues_the_trace_on_the_same_clock(tmp_path, tail):
     assert found[0]["ts"] + found[0]["dur"] <= found[1]["ts"] < found[0]["ts"] + 60e6
 
 
-def test_the_trace_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "MAX_TRACE_BYTES", 400)
+def test_the_trace_is_bounded(tmp_path):
     path = tmp_path / "t.json"
-    file = write_trace(path, *["train"] * 5, close=False)
+    file = write_trace(path, *["train"] * 5, close=False, max_bytes=400)
     assert file.full
     size = path.stat().st_size
     file.write([trace.Event("train", "train", 0.0, 1.0, {})])

@@ -313,10 +313,9 @@ def test_phases_that_overlap_see_the_same_peak():
     assert meter.take_peaks() == {"update": 7, "rollout": 7}
 
 
-def test_busy_is_the_mean_of_readings_and_a_broken_driver_ends_nothing(monkeypatch):
-    monkeypatch.setattr("hone.memory.gauges.BUSY_EVERY_S", 0.001)
+def test_busy_is_the_mean_of_readings_and_a_broken_driver_ends_nothing():
     readings = iter([0.5, 1.0])
-    busy = Busy(lambda: next(readings))  # StopIteration, from then on
+    busy = Busy(lambda: next(readings), every_s=0.001)  # StopIteration, from then on
     until = time.monotonic() + 10
     while busy._count < 2 and time.monotonic() < until:
         time.sleep(0.001)

@@ -13,8 +13,7 @@ import pytest
 from needs import PYTHON_OF_ALL, missing
 
 from hone.errors import ConfigError, RewardError
-from hone.reward import code as code_module
-from hone.reward.code import CodeReward
+from hone.reward.code import CodeReward, CodeSettings
 from hone.reward.resolve import Unusable
 from hone.reward.rewards import Rewards
 from hone.reward.sandbox.base import (
@@ -251,11 +250,9 @@ def test_a_run_with_no_sandbox_ends_by_the_bound_on_unscored_samples(make_reward
         asyncio.run(run(make_rewards({"use": "code"}, window_samples=10)))
 
 
-def test_a_sandbox_may_come_back(make_group, monkeypatch):
+def test_a_sandbox_may_come_back(make_group):
     candidate = Candidate("remote", "connection refused")
-    monkeypatch.setattr(code_module, "_candidates", lambda settings, reasons: [candidate])
-    monkeypatch.setattr(code_module, "START_AGAIN_S", 0.0)
-    reward = CodeReward.from_args({})
+    reward = CodeReward(CodeSettings(), sandboxes=[candidate], start_again_s=0.0)
     group = make_group(block("x"), answer=SUMS)
 
     async def go():

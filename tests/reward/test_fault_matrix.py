@@ -25,16 +25,10 @@ from faulty_server import SILENCE, Answer, FaultyServer, good_reply, score_of
 
 from hone.data.pack import collate
 from hone.errors import RewardError
-from hone.reward import http
 from hone.reward.rewards import component_metrics
 from hone.types import Fault, Group
 
 TEXTS = [[f"group {g} sample {s}: " + "word " * (g + s) for s in range(4)] for g in range(5)]
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
 
 
 @pytest.fixture
@@ -42,7 +36,10 @@ def train(make_rewards, make_group):
     """Score some groups with the services at these URLs, all at once; early: each sample as it finishes."""
 
     def score(*urls, early=False, texts=TEXTS, deadline_s=10.0, **args) -> list[Group]:
-        component = {"use": "service", "args": {"url": list(urls), "deadline_s": deadline_s, **args}}
+        component = {
+            "use": "service",
+            "args": {"url": list(urls), "deadline_s": deadline_s, "first_backoff_s": 0.01, **args},
+        }
 
         async def go():
             async with make_rewards(component) as rewards:

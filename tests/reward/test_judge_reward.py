@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from chat_endpoint import Reply, Script, endpoint, says
 
-from hone.reward import http
 from hone.reward.judge.guard import FLAGS, flags_of
 from hone.reward.judge.length import ByteBound
 from hone.reward.judge.prompt import GRM, JudgeTemplate, fence_code, fill, neutraliser
@@ -19,13 +18,10 @@ from hone.reward.resolve import Unusable
 from hone.types import Fault, Group, Score
 
 
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
-
-
 def judge(url: str = "http://127.0.0.1:1", folder: Path = Path("."), **args: object) -> JudgeReward:
-    return JudgeReward.from_args({"url": url, "log_every_s": 1e6, **args}, folder=folder, timeout_s=5)
+    return JudgeReward.from_args(
+        {"url": url, "log_every_s": 1e6, "first_backoff_s": 0.01, **args}, folder=folder, timeout_s=5
+    )
 
 
 def score(script: Script, *groups: Group, folder: Path = Path("."), **args: object):

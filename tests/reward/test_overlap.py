@@ -10,7 +10,6 @@ from faulty_server import Answer, FaultyServer, good_reply
 
 from hone.cli.main import main
 from hone.model.load import init_model
-from hone.reward import http
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine
 from hone.types import Group, Prompt
@@ -129,7 +128,7 @@ RUN = """
 run: {{dir: {folder}/run, steps: 3, threads: 1, device: cpu}}
 model: {{characters: "0123456789+=", init: {init}}}
 data: {{train: sums.jsonl, answer_column: answer, max_prompt_tokens: 8}}
-reward: {{components: [{{use: service, args: {{url: "{url}", mode: {mode}}}}}]}}
+reward: {{components: [{{use: service, args: {{url: "{url}", mode: {mode}, first_backoff_s: 0.01}}}}]}}
 rollout: {{group_size: 4, max_response_tokens: 8, stop_token_ids: [3, 4]}}
 train: {{prompts_per_step: 6, tokens_per_microbatch: 256, optimizer: {{lr: 1e-2}}}}
 checkpoint: {{every: 0}}
@@ -150,8 +149,7 @@ def train(folder, url, mode="pointwise"):
     return (folder / "run" / "hf" / "model.safetensors").read_bytes(), metrics
 
 
-def test_a_run_is_the_same_with_and_without_overlap_and_with_and_without_faults(tmp_path, monkeypatch):
-    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
+def test_a_run_is_the_same_with_and_without_overlap_and_with_and_without_faults(tmp_path):
     kinds = [
         lambda request: Answer(503, headers={"Retry-After": "0"}),
         lambda request: Answer(body=json.dumps(good_reply(request.body)).encode()[:-9]),

@@ -8,7 +8,6 @@ import time
 import pytest
 from chat_endpoint import Reply, Script, completion, endpoint, says
 
-from hone.reward import http
 from hone.reward.openai import ChatAnswer, parse_chat_answer
 from hone.types import Fault
 from hone_poster import PosterSettings, render_png
@@ -17,13 +16,9 @@ from hone_poster.table import GROUND_TRUTH
 from hone_poster.visualquality import NoRating, VisualQuality, parse_rating
 
 
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
-
-
 def rate(url: str, pictures: int = 1, **keys: object) -> list[float | NoRating]:
-    return asyncio.run(VisualQuality(url, "vq", **keys).rate([b"picture %d" % n for n in range(pictures)]))
+    quality = VisualQuality(url, "vq", first_backoff_s=0.01, **keys)
+    return asyncio.run(quality.rate([b"picture %d" % n for n in range(pictures)]))
 
 
 @pytest.mark.parametrize(

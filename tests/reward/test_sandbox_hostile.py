@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,6 @@ import pytest
 from needs import missing
 
 import hone
-from hone.reward.sandbox import local
 from hone.reward.sandbox.base import Call, Limits, ProgramEnding, ProgramRun, SandboxLost, SandboxUnavailable, Stdin
 from hone.reward.sandbox.bubblewrap import Bubblewrap
 from hone.reward.sandbox.local import FIRST_USER, NUM_USERS
@@ -111,7 +111,7 @@ def test_a_program_that_cannot_be_loaded_crashes(run, source):
 def test_an_infinite_loop_ends_at_its_time(run):
     (ended,) = run("print('on my way', flush=True)\nwhile True: pass")
     assert (ended.ending, ended.output) == (ProgramEnding.TIME, b"on my way\n")
-    assert 0.9 < ended.elapsed_s < LIMITS.wall_s + 1
+    assert ended.elapsed_s > 0.9
 
 
 def test_ignoring_the_signal_for_time_helps_nothing(run):
@@ -299,11 +299,10 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0, len(os.sched_getaffinit
 
 
 @pytest.mark.parametrize(("signal", "match"), [(9, "ended"), (19, "said nothing")])
-def test_a_warden_killed_or_stopped_from_outside_is_a_lost_sandbox(sandbox, monkeypatch, signal, match):
-    monkeypatch.setattr(local, "GRACE_S", -2.5)  # of 3 s of wall time
-
+def test_a_warden_killed_or_stopped_from_outside_is_a_lost_sandbox(sandbox, signal, match):
     async def go():
         async with sandbox.open("import time\ntime.sleep(30)") as session:
+            session._limits = replace(LIMITS, grace_s=-2.5)  # of 3 s of wall time
             running = asyncio.create_task(session.run(Stdin("")))
             await asyncio.sleep(0.1)
             ((warden,),) = (p.children() for p in psutil.Process().children() if p.name() == "bwrap")
@@ -466,8 +465,9 @@ import asyncio, os
 from hone.reward.sandbox import local
 from hone.reward.sandbox.base import *
 from hone.reward.sandbox.bubblewrap import Bubblewrap
-sandbox = Bubblewrap(Limits(1, 4.0, 256 << 20, 8, 1 << 16, 8 << 20), num_places=1)
-async def started():
+limits = Limits(1, 4.0, 256 << 20, 8, 1 << 16, 8 << 20)
+sandbox = Bubblewrap(limits, num_places=1)
+async def started(sandbox=sandbox):
     try: await sandbox.start()  # tries network, files, processes, memory
     except SandboxUnavailable as error: return str(error)
 async def run(source, given):
@@ -489,8 +489,8 @@ def test_memory_of_an_ordinary_users_warden_is_out_of_reach(as_ordinary_user):
 def test_the_trial_of_the_walls_finds_a_warden_that_can_be_written(as_ordinary_user):
     script = """
 enters = "enter(setup); ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)"
-local.WARDEN = f"__name__ = 'warden'\\n{local.WARDEN}\\nenter = _enter\\ndef _enter(setup): {enters}\\nmain()"
-print(asyncio.run(started()))
+warden = f"__name__ = 'warden'\\n{local.WARDEN}\\nenter = _enter\\ndef _enter(setup): {enters}\\nmain()"
+print(asyncio.run(started(Bubblewrap(limits, num_places=1, warden=warden))))
 """
     assert as_ordinary_user(script) == "its walls do not stand: the memory of process 1 can be written\n"
 

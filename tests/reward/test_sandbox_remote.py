@@ -9,12 +9,9 @@ import sys
 import httpx
 import pytest
 
-from hone.reward import code as code_module
-from hone.reward import http
-from hone.reward.code import CodeReward
-from hone.reward.sandbox import remote as remote_module
+from hone.reward.code import CodeReward, CodeSettings
 from hone.reward.sandbox.base import Call, Limits, ProgramEnding, SandboxFault, SandboxLost, SandboxUnavailable, Stdin
-from hone.reward.sandbox.remote import Remote
+from hone.reward.sandbox.remote import TRIES, Remote
 from hone.types import Fault, Score
 
 LIMITS = Limits(cpu_s=1, wall_s=5.0, memory_bytes=256 << 20, processes=8, output_bytes=1000, disk_bytes=8 << 20)
@@ -55,18 +52,16 @@ def service():
     return Service()
 
 
-@pytest.fixture(autouse=True)
-def no_waits(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.001)
+def at(service, url="http://sandbox", limits=LIMITS, **options):
+    transport = httpx.MockTransport(service)
+    return Remote(url, limits, **{"num_places": 1, "first_backoff_s": 0.001, "transport": transport, **options})
 
 
 @pytest.fixture
 def run(service):
     def run_program(source, *inputs):
         async def go():
-            sandbox = Remote(
-                "http://sandbox:8080/", LIMITS, num_places=2, token="t", transport=httpx.MockTransport(service)
-            )
+            sandbox = at(service, "http://sandbox:8080/", num_places=2, token="t")
             await sandbox.start()
             service.requests.clear()
             try:
@@ -176,7 +171,7 @@ def test_a_failure_that_stays_is_an_infra_fault(run, service, failure):
     service.fail = after_start(failure)
     with pytest.raises(SandboxFault, match="http://sandbox:8080/run_code: "):
         run("print(7)", Stdin(""))
-    assert len(service.requests) == remote_module.TRIES
+    assert len(service.requests) == TRIES
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
@@ -197,15 +192,14 @@ def test_who_breaks_the_service_is_told_from_a_broken_service(run, service):
         run("bad", Stdin(""))
 
 
-def test_a_service_that_never_answers_is_waited_for_so_long(run, service, monkeypatch):
-    monkeypatch.setattr(remote_module, "ANSWER_GRACE_S", 0.03)
+def test_a_service_that_never_answers_is_waited_for_so_long():
     limits = dataclasses.replace(LIMITS, wall_s=0.01)
 
     async def never(request):
         await asyncio.sleep(60)
         raise AssertionError("not cancelled")
 
-    sandbox = Remote("http://sandbox", limits, num_places=1, transport=httpx.MockTransport(never))
+    sandbox = at(never, limits=limits, grace_s=0.03)
     with pytest.raises(SandboxUnavailable, match=r"no answer in 0\.0"):
         asyncio.run(sandbox.start())
 
@@ -220,12 +214,9 @@ def test_a_service_that_does_not_work_is_unavailable(run, service):
 
 
 @pytest.fixture
-def reward(service, monkeypatch):
-    def remote(url, limits, **keywords):
-        return Remote(url, limits, transport=httpx.MockTransport(service), **keywords)
-
-    monkeypatch.setattr(code_module, "Remote", remote)
-    return CodeReward.from_args({"remote_url": "http://sandbox:8080"})
+def reward(service):
+    settings = CodeSettings(remote_url="http://sandbox:8080")
+    return CodeReward(settings, sandboxes=[at(service, limits=settings.limits(), num_places=32)])
 
 
 @pytest.mark.parametrize("failure", [None, *PASSING], ids=repr)

@@ -129,20 +129,18 @@ def warden_that(enters):
     return f"__name__ = 'warden'\n{local.WARDEN}\nenter = _enter\ndef _enter(setup):\n    {enters}\nmain()\n"
 
 
-def test_walls_that_do_not_stand_are_found(monkeypatch):
+def test_walls_that_do_not_stand_are_found():
     """A bubblewrap that shares the network, shows /etc and lets processes multiply is refused, each named."""
-    sandbox = Bubblewrap(LIMITS, num_places=1)
-    real = Bubblewrap._walls
 
-    def leaky(self, interpreter):
-        walls = [word for word in real(self, interpreter) if word not in ("--unshare-net", "--unshare-all")]
-        if "--unshare-pid" not in walls:
-            walls += ["--unshare-user", "--unshare-pid", "--unshare-ipc"]
-        return ["--ro-bind", "/etc", "/etc", *walls]
+    class Leaky(Bubblewrap):
+        def _walls(self, interpreter):
+            walls = [word for word in super()._walls(interpreter) if word not in ("--unshare-net", "--unshare-all")]
+            if "--unshare-pid" not in walls:
+                walls += ["--unshare-user", "--unshare-pid", "--unshare-ipc"]
+            return ["--ro-bind", "/etc", "/etc", *walls]
 
     run(Bubblewrap(LIMITS, num_places=1), "pass")  # or missing
-    monkeypatch.setattr(Bubblewrap, "_walls", leaky)
-    monkeypatch.setattr(local, "WARDEN", warden_that('enter({**setup, "processes": 39})'))
+    sandbox = Leaky(LIMITS, num_places=1, warden=warden_that('enter({**setup, "processes": 39})'))
     with pytest.raises(SandboxUnavailable) as refused:
         asyncio.run(sandbox.start())
     for breach in (
@@ -212,11 +210,10 @@ open("mine", "w").close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs change their user")
-def test_root_without_an_interpreter_that_others_can_read_is_refused(monkeypatch):
+def test_root_without_an_interpreter_that_others_can_read_is_refused():
     forgets = 'enter(setup); sys.path[:] = setup["packages"]; sys.path_importer_cache.clear()'
-    monkeypatch.setattr(local, "WARDEN", warden_that(forgets))
     with pytest.raises(SandboxUnavailable, match=r"No module named 'decimal' \(as root, programs run as user \d+, who"):
-        asyncio.run(BareProcess(LIMITS, num_places=1).start())
+        asyncio.run(BareProcess(LIMITS, num_places=1, warden=warden_that(forgets)).start())
 
 
 def test_every_setting_is_documented():

@@ -18,12 +18,12 @@ HERE = Path(__file__).parent
 PROMPT = Prompt("p", 0, "2+2=", (1, 2, 3))
 
 
-def play(name, use, *, timeout_s=5.0, **args):
+def play(name, use, *, timeout_s=5.0, grace_s=env_pool.GRACE_S, **args):
     """Run `use(pool)` on the pool of a toy environment."""
 
     async def main():
         settings = EnvironmentSection(use=f"toy_environments.py:{name}", args=args, timeout_s=timeout_s)
-        pool = EnvironmentPool(settings, HERE)
+        pool = EnvironmentPool(settings, HERE, grace_s=grace_s)
         try:
             async with asyncio.timeout(50):
                 return await use(pool)
@@ -100,9 +100,7 @@ def test_what_goes_wrong_is_a_fault_of_that_episode_alone(how, fault):
         ("blocks", "the process of the environments sent no reply for 0.4 s: a step blocked it; killed"),
     ],
 )
-def test_a_lost_process_costs_the_episodes_in_it_and_is_replaced(how, fault, monkeypatch):
-    monkeypatch.setattr(env_pool, "GRACE_S", 0.1)
-
+def test_a_lost_process_costs_the_episodes_in_it_and_is_replaced(how, fault):
     async def use(pool):
         lost = [pool.open(episode(0)), pool.open(episode(1))]
         firsts = [await told(handle, "a") for handle in lost]
@@ -110,7 +108,7 @@ def test_a_lost_process_costs_the_episodes_in_it_and_is_replaced(how, fault, mon
         later = await told(pool.open(episode(1)), "a", "b", "c")
         return firsts, seconds, later
 
-    firsts, seconds, later = play("Misbehaves", use, timeout_s=0.3, how=how, only=0)
+    firsts, seconds, later = play("Misbehaves", use, timeout_s=0.3, grace_s=0.1, how=how, only=0)
     assert firsts == [[Observation("?")]] * 2
     assert seconds == [[fault]] * 2, "its neighbour is lost with it"
     assert later == [Observation("?")] * 3, "and the next episode has a process again"

@@ -1,7 +1,6 @@
 """vLLM that hangs, that dies half-way through new weights, or that cannot start. Real vLLM, an engine for each."""
 
 import threading
-import time
 
 import pytest
 from tiny_engines import letters, request
@@ -58,10 +57,9 @@ def test_a_step_that_hangs_is_given_up(tmp_path):
     vllm.engine._decode = hangs
     vllm.engine._worker._timeout_s = 1.0
     try:
-        started = time.monotonic()
         with pytest.raises(EngineError, match="the engine made no step in 1 s"):
             vllm.generate([request([5])])
-        assert hung.is_set() and time.monotonic() - started < 60
+        assert hung.is_set()
     finally:
         release.set()
         vllm.close()

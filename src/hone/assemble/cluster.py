@@ -49,15 +49,28 @@ L = TypeVar("L", bound=RemoteLearner)
 LOOK_S, LOST_LOOKS = 2.0, 5
 """Ray is lost after so many failed checks in a row; a GCS may be restarted by its owner."""
 STOP_S = 35.0
-"""How long a run whose Ray is lost may take to stop. Some 15 s later Ray would end this process by itself."""
+"""Some 15 s later Ray would end this process by itself."""
 
 
 class RayBackend:
     """The `Backend` of Ray actors on the topology's devices. Each attempt makes the trainer anew and reuses healthy
     engines, judges, reward models, and Ray itself. The loss of Ray ends the run with ClusterLost."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(
+        self,
+        job: Job,
+        *,
+        find_loss: Callable[[], str | None] = lost,
+        look_s: float = LOOK_S,
+        stop_s: float = STOP_S,
+    ) -> None:
+        """
+        Args:
+            find_loss: says why Ray is lost, or None.
+            look_s: between two calls of it.
+            stop_s: how long a run whose Ray is lost may take to stop.
+        """
+        self._job, self._find_loss, self._look_s, self._stop_s = job, find_loss, look_s, stop_s
         self._workers: RayWorkers | None = None
         self._watching: asyncio.Task[None] | None = None
         self._lost: str | None = None
@@ -163,13 +176,14 @@ class RayBackend:
         one. A run that cannot stop in time ends here."""
         looks, why = 0, None
         while looks < LOST_LOOKS:
-            await asyncio.sleep(LOOK_S)
-            why = await asyncio.to_thread(lost)
+            await asyncio.sleep(self._look_s)
+            why = await asyncio.to_thread(self._find_loss)
             looks = looks + 1 if why else 0
         self._lost = why
-        self._job.observer.warn(f"{why} Stopping within {STOP_S:g} s, with a checkpoint if the trainer still answers.")
+        limit = f"Stopping within {self._stop_s:g} s, with a checkpoint if the trainer still answers."
+        self._job.observer.warn(f"{why} {limit}")
         self._job.stop.set()
-        deadline = threading.Timer(STOP_S, self._end_process)  # the event loop may be waiting for Ray
+        deadline = threading.Timer(self._stop_s, self._end_process)  # the event loop may be waiting for Ray
         deadline.daemon = True
         deadline.start()
         try:

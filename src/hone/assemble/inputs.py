@@ -54,7 +54,7 @@ def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
     uses += [environment.use] if environment.use is not None else []
     args = [component.args for component in config.reward.components] + [environment.args]
     hashes |= {f"code {_named(path, folder)}": digest(path) for use in uses for path in _code(use, folder)}
-    return hashes | {f"args {_named(path, folder)}": _file(path) for path in named_files(args, folder)}
+    return hashes | {f"args {_named(path, folder)}": file_hash(path) for path in named_files(args, folder)}
 
 
 def refuse_changed_inputs(run_folder: Path, changes: list[str], *, checkpoint: Path) -> None:
@@ -99,7 +99,7 @@ def _model(place: str, folder: Path) -> dict[str, str]:
         is_offline = not can_resolve(ENDPOINT)
         return {"commit": Path(hf_hub_download(place, "config.json", local_files_only=is_offline)).parent.name}
     files = [path / "config.json", *sorted(path.glob("*.py")), *weight_files(path)]
-    return {file.name: _file(file) for file in files if file.is_file()}
+    return {file.name: file_hash(file) for file in files if file.is_file()}
 
 
 def _code(use: str, folder: Path) -> Iterator[Path]:
@@ -114,8 +114,9 @@ def _named(path: Path, folder: Path) -> str:
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
 
 
-def _file(path: Path) -> str:
-    if path.suffix != ".safetensors" or path.stat().st_size <= FULL_BYTES:
+def file_hash(path: Path, *, full_bytes: int = FULL_BYTES) -> str:
+    """SHA-256 of a file; of a safetensors file above `full_bytes`, of its header and three places in every tensor."""
+    if path.suffix != ".safetensors" or path.stat().st_size <= full_bytes:
         return digest(path)
     hashed = hashlib.sha256(str(path.stat().st_size).encode())
     with path.open("rb") as file:

@@ -15,11 +15,7 @@ from hone.cluster.calls import wait_for_one
 from hone.errors import HoneError
 from hone.rollout.engine import CacheUse
 
-INTERVAL_S = 5.0
-"""Between an answer and the next `ping`."""
-LOOK_S = 0.5
-"""Until a new process is noticed."""
-TIMEOUT_S = 5.0
+INTERVAL_S, TIMEOUT_S, LOOK_S = 5.0, 5.0, 0.5
 
 
 class VitalsWatch:
@@ -29,12 +25,23 @@ class VitalsWatch:
         processes: handles of actors by the processes' names, asked for each time: they come and go.
         silence_s: a process that has answered before and then misses pings for so long is silent.
         silent: called once with the name and the handle of such a process.
+        interval_s: between an answer and the next `ping`.
+        timeout_s: of a `ping`.
+        look_s: until a new process is noticed.
     """
 
     def __init__(
-        self, processes: Callable[[], Mapping[str, Any]], *, silence_s: float, silent: Callable[[str, Any], None]
+        self,
+        processes: Callable[[], Mapping[str, Any]],
+        *,
+        silence_s: float,
+        silent: Callable[[str, Any], None],
+        interval_s: float = INTERVAL_S,
+        timeout_s: float = TIMEOUT_S,
+        look_s: float = LOOK_S,
     ) -> None:
         self._processes, self._silence_s, self._silent = processes, silence_s, silent
+        self._interval_s, self._timeout_s, self._look_s = interval_s, timeout_s, look_s
         self._found: dict[Any, Vitals] = {}
         """By handle."""
         self._fullest: dict[Any, CacheUse] = {}
@@ -78,7 +85,7 @@ class VitalsWatch:
                 for name, actor in there.items():
                     if actor not in asking:
                         asking[actor] = asyncio.create_task(self._ask_one(name, actor))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(self._look_s)
         finally:
             for task in asking.values():
                 task.cancel()
@@ -87,16 +94,16 @@ class VitalsWatch:
     async def _ask_one(self, name: str, actor: Any) -> None:
         # Questions, not time: after a pause of this process or of its event loop, all clocks have run out at once.
         missed = 0
-        while missed * (TIMEOUT_S + INTERVAL_S) < self._silence_s:
+        while missed * (self._timeout_s + self._interval_s) < self._silence_s:
             try:
-                self._hear(actor, await wait_for_one(name, actor.ping.remote(), "ping", TIMEOUT_S))
+                self._hear(actor, await wait_for_one(name, actor.ping.remote(), "ping", self._timeout_s))
                 missed = 0
             except HoneError as error:  # its owner notices too, and restarts it
                 if isinstance(error.__cause__, RayError):
                     self._forget(actor)
                     return
                 missed += actor in self._found  # one that has never answered is still starting
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(self._interval_s)
         self._forget(actor)
         self._silent(name, actor)
 

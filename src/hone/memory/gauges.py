@@ -215,8 +215,8 @@ class Meter:
 class Busy:
     """How busy the GPU is: the mean of NVML's figures, read once a second by a thread that ends with the process."""
 
-    def __init__(self, read: Callable[[], float]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], float], *, every_s: float = BUSY_EVERY_S) -> None:
+        self._read, self._every_s = read, every_s
         self._lock = threading.Lock()
         self._sum, self._count = 0.0, 0
         self._closed = threading.Event()
@@ -233,7 +233,7 @@ class Busy:
         self._closed.set()
 
     def _watch(self) -> None:
-        while not self._closed.wait(BUSY_EVERY_S):
+        while not self._closed.wait(self._every_s):
             try:
                 busy = self._read()
             except Exception:  # boundary: whatever a driver's library raises ends this record, nothing else

@@ -43,6 +43,7 @@ def write_weights(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    header_bytes: int = HEADER_BYTES,
 ) -> None:
     """Write `model.safetensors`, or numbered shards and `model.safetensors.index.json`, into an existing folder.
 
@@ -50,6 +51,7 @@ def write_weights(
         weights: on any device, read one after another; each is copied to the host and let go of before the next.
         dtype: of weights that are floating-point numbers; None keeps theirs.
         shard_bytes: largest size of a file; a larger weight has one of its own.
+        header_bytes: room for the header of a file.
     """
     shards: list[_Shard] = []
     try:
@@ -59,7 +61,7 @@ def write_weights(
             if not shards or not shards[-1].has_room(name, host, shard_bytes):
                 if shards:
                     shards[-1].finish()
-                shards.append(_Shard(folder / f".model-{len(shards) + 1:05d}.safetensors"))
+                shards.append(_Shard(folder / f".model-{len(shards) + 1:05d}.safetensors", header_bytes))
             shards[-1].add(name, host)
             del host
         if shards:
@@ -86,16 +88,16 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 class _Shard:
     """One file that is being written."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, header_bytes: int) -> None:
+        self.path, self._header_bytes = path, header_bytes
         self.file: BinaryIO = path.open("xb")
-        self.file.write(b" " * HEADER_BYTES)
+        self.file.write(b" " * header_bytes)
         self.header: dict[str, dict[str, Any]] = {}
         self.size = 0
         self._header_size = 64  # length, braces and metadata
 
     def has_room(self, name: str, weight: Tensor, shard_bytes: int) -> bool:
-        fits = self._header_size + _entry_size(name, self._entry(weight)) <= HEADER_BYTES
+        fits = self._header_size + _entry_size(name, self._entry(weight)) <= self._header_bytes
         return fits and self.size + weight.nbytes <= shard_bytes
 
     def add(self, name: str, weight: Tensor) -> None:
@@ -107,7 +109,7 @@ class _Shard:
     def finish(self) -> None:
         text = json.dumps({"__metadata__": {"format": "pt"}, **self.header}).encode()
         self.file.seek(0)
-        self.file.write((HEADER_BYTES - 8).to_bytes(8, "little") + text)
+        self.file.write((self._header_bytes - 8).to_bytes(8, "little") + text)
         self.file.close()
 
     def _entry(self, weight: Tensor) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Background writer thread for samples, TensorBoard, Weights & Biases and trace; not for metrics.jsonl.
 
-`submit` waits while `capacity` jobs are queued, `drain` and `close` until all are done, each for at most `PATIENCE_S`.
+`submit` waits while `capacity` jobs are queued, `drain` and `close` until all are done, each for at most `patience_s`.
 A disk or network that stalls longer causes a warning; until it recovers no call waits, and jobs beyond the capacity
 are dropped and counted.
 """
@@ -20,10 +20,15 @@ Job = Callable[[], None]
 class Background:
     """Runs jobs one at a time, in order, on its own daemon thread."""
 
-    def __init__(self, warn: Callable[[str], None], *, capacity: int = 16) -> None:
-        """`warn`: called when jobs are not done in time, and when they are done again."""
+    def __init__(self, warn: Callable[[str], None], *, capacity: int = 16, patience_s: float = PATIENCE_S) -> None:
+        """
+        Args:
+            warn: called when jobs are not done in time, and when they are done again.
+            patience_s: how long a call waits for the disk or network.
+        """
         self._jobs: queue.Queue[Job | None] = queue.Queue(capacity)
         self._warn = warn
+        self.patience_s = patience_s
         self._is_stalled = False
         self._dropped = 0
         self._failure: Exception | None = None
@@ -34,7 +39,7 @@ class Background:
         """Queue a job, or drop it where the one that is being done stalls. Raises what an earlier job raised."""
         self._raise_failure()
         try:
-            self._jobs.put(job, timeout=self._patience_s())
+            self._jobs.put(job, timeout=self._wait_s())
         except queue.Full:
             self._dropped += 1
             self._stall()
@@ -42,7 +47,7 @@ class Background:
     def drain(self) -> None:
         """Return once every job queued so far is done, or stalls. Raises as `submit` does."""
         with self._jobs.all_tasks_done:
-            is_done = self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, self._patience_s())
+            is_done = self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, self._wait_s())
         if not is_done:
             self._stall()
         self._raise_failure()
@@ -54,10 +59,10 @@ class Background:
         finally:
             with contextlib.suppress(queue.Full):  # then the thread hangs in a job; as a daemon it dies with us
                 self._jobs.put_nowait(None)
-        self._thread.join(self._patience_s())
+        self._thread.join(self._wait_s())
 
-    def _patience_s(self) -> float:
-        return 0.001 if self._is_stalled else PATIENCE_S
+    def _wait_s(self) -> float:
+        return 0.001 if self._is_stalled else self.patience_s
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -74,8 +79,9 @@ class Background:
         if not self._is_stalled:
             self._is_stalled = True
             self._warn(
-                f"the run's folder or a metrics service has taken nothing for {PATIENCE_S:g} s: the run continues, and "
-                "samples, charts and traces that find no place are dropped until it does. Check disk and network"
+                f"the run's folder or a metrics service has taken nothing for {self.patience_s:g} s: the run "
+                "continues, and samples, charts and traces that find no place are dropped until it does. Check disk "
+                "and network"
             )
 
     def _recover(self) -> None:

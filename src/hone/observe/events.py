@@ -28,7 +28,7 @@ FILE = "events.jsonl"
 BATCH_S = 0.1
 """Batching window before events are written."""
 MOST_WAITING = 20_000
-"""Events kept while the disk stalls; some megabytes."""
+"""Some megabytes."""
 OF_GROUPS = ("group_started", "sampled", "group_finished", "group_dropped")
 """Kinds with a list of groups; they are merged."""
 
@@ -65,7 +65,13 @@ class EventLog:
     """Appends to one run's events.jsonl. Every method may be called from any thread."""
 
     def __init__(
-        self, path: Path, *, resume_bytes: int | None, warn: Callable[[str], None], deadline_s: float = 10.0
+        self,
+        path: Path,
+        *,
+        resume_bytes: int | None,
+        warn: Callable[[str], None],
+        deadline_s: float = 10.0,
+        most_waiting: int = MOST_WAITING,
     ) -> None:
         """Continue the file after its last whole line, or begin a new one.
 
@@ -73,13 +79,14 @@ class EventLog:
             resume_bytes: `position()` at the checkpoint that the run resumes from; a shorter file lost its end, which
                 is warned of and recorded. None begins a new file.
             deadline_s: how long `position` and `close` wait for the disk.
+            most_waiting: events kept while the disk stalls.
         """
         size = _whole_bytes(path) if resume_bytes is not None else 0
         self._file = path.open("r+b" if size else "wb", buffering=0)
         if size:
             self._file.truncate(size)
             self._file.seek(size)
-        self._bytes, self._warn, self._deadline_s = size, warn, deadline_s
+        self._bytes, self._warn, self._deadline_s, self._most_waiting = size, warn, deadline_s, most_waiting
         self._changed = threading.Condition()
         self._waiting: list[dict[str, Any]] = []
         self._dropped = 0
@@ -93,7 +100,7 @@ class EventLog:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event. A full disk ends the record with a warning, not the run; while a disk stalls, events beyond
-        the newest `MOST_WAITING` are counted and dropped.
+        the first `most_waiting` are counted and dropped.
 
         Raises:
             ValueError: the kind is not in KINDS, a bug in Hone.
@@ -104,14 +111,16 @@ class EventLog:
         with self._changed:
             if self._has_failed or self._is_closing:
                 return
-            if len(self._waiting) < MOST_WAITING and not self._dropped:
+            if len(self._waiting) < self._most_waiting and not self._dropped:
                 self._waiting.append(event)
                 if len(self._waiting) == 1:
                     self._changed.notify_all()
                 return
             self._dropped += 1
         if self._dropped == 1:
-            self._warn(f"{FILE}: the disk takes nothing; {MOST_WAITING:,} events wait, more are counted and dropped")
+            self._warn(
+                f"{FILE}: the disk takes nothing; {self._most_waiting:,} events wait, more are counted and dropped"
+            )
 
     def position(self) -> int:
         """Length of the file, once all events so far are on the disk.

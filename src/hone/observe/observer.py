@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from hone.observe.background import Background
+from hone.observe.background import PATIENCE_S, Background
 from hone.observe.console import LogView, View, open_view
 from hone.observe.events import FILE, EventLog
 from hone.observe.metrics import find_metric
@@ -65,6 +65,7 @@ class Observer:
         decode: Callable[[Sequence[int]], str] | None = None,
         picture: Picture | None = None,
         callbacks: Sequence[OnMetrics] = (),
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Open the run's records in `folder`.
 
@@ -75,6 +76,7 @@ class Observer:
             decode: token ids to text, for the report's view of single tokens.
             picture: renders a response as an image, for the report.
             callbacks: called with each line of metrics; an exception ends the run.
+            patience_s: how long a call waits for a disk or network that stalls under all but metrics.jsonl.
         Raises:
             ConfigError: the package or key of Weights & Biases is missing.
             RunFolderError: metrics.jsonl does not match `resume`.
@@ -91,7 +93,7 @@ class Observer:
         self._trace = TraceFile(folder / "trace.json", title=title, resume=is_resumed) if settings.trace else None
         self._spans = Spans()
         self._timelines: dict[str, Timeline] = {}
-        self._background = Background(self._warn_of_gap)
+        self._background = Background(self._warn_of_gap, patience_s=patience_s)
         self._samples_max_bytes = int(settings.samples_max_mib * 2**20)
         self._recorder = self._new_recorder(resume)
         self._summary = RunSummary.begin(folder, title=title, versions=versions(), resume=is_resumed, warn=self.warn)

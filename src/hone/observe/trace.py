@@ -169,20 +169,20 @@ class TraceFile:
     A resumed run continues the file on the same clock, after whatever the interrupted process wrote last.
     """
 
-    def __init__(self, path: Path, *, title: str, resume: bool) -> None:
+    def __init__(self, path: Path, *, title: str, resume: bool, max_bytes: int = MAX_TRACE_BYTES) -> None:
         started_unix_s, size = _resume_point(path) if resume else (time.time(), 0)
         self._zero_s = time.perf_counter() - (time.time() - started_unix_s)
         self._file = path.open("r+b" if size else "wb", buffering=0)
         self._file.truncate(size)
         self._file.seek(size)
-        self._size = size
+        self._size, self._max_bytes = size, max_bytes
         self._lanes: set[str] = set()
         self.full = False
         if size == 0:
             self._put("[\n" + _metadata("process_name", 0, name=f"hone {title}", started_unix_s=started_unix_s))
 
     def write(self, events: Sequence[Event]) -> None:
-        """Append closed spans; beyond MAX_TRACE_BYTES they are let go and `full` is true."""
+        """Append closed spans; beyond `max_bytes` they are let go and `full` is true."""
         if self.full:
             return
         text = ""
@@ -198,7 +198,7 @@ class TraceFile:
                 f'"ts": {start_us:.1f}, "dur": {length_us:.1f}{args}}}'
             )
         self._put(text)
-        self.full = self._size > MAX_TRACE_BYTES
+        self.full = self._size > self._max_bytes
 
     def close(self) -> None:
         self._put("\n]\n")

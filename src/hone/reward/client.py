@@ -25,6 +25,7 @@ from hone.config.run import Section, key
 from hone.errors import RewardError
 from hone.reward.gathering import Gathering
 from hone.reward.http import (
+    FIRST_BACKOFF_S,
     Address,
     Addresses,
     Counts,
@@ -70,6 +71,8 @@ class ServiceSettings(Section):
     """PEM file, relative to the run file, with the authorities to trust for https; null: the public ones."""
     deadline_s: float = key(120.0, unit="seconds per request", gt=0)
     """What has no score by then has none, retries and a restart of the service included."""
+    first_backoff_s: float = key(FIRST_BACKOFF_S, unit="seconds", gt=0)
+    """Bound of the random wait before the first retry; it doubles with each further one, up to 30 s."""
     max_in_flight: int = key(64, unit="requests per URL", ge=1)
     """Requests at one time; others wait for their turn."""
     allow_other_fingerprint: bool = key(False)
@@ -108,6 +111,7 @@ class ServiceReward:
                 max_in_flight=settings.max_in_flight,
                 ready_path=READY_PATH,
                 ca_file=ca_file,
+                first_backoff_s=settings.first_backoff_s,
             )
         except (ValueError, OSError) as error:
             raise Unusable(f"args of `service`: {error}") from None

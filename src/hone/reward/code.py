@@ -44,7 +44,7 @@ from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
 
 START_AGAIN_S = 30.0
-"""A sandbox that could not be had is tried again after this long: a service may come back."""
+"""A service may come back."""
 TRIES = 2
 """A sandbox that fails or is lost under a program is replaced once; a second time settles whose fault it is."""
 _REMOTE_PLACES = 32
@@ -106,8 +106,19 @@ class CodeReward:
 
     hone_range = Range(0.0, 1.0)
 
-    def __init__(self, settings: CodeSettings) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: CodeSettings,
+        *,
+        sandboxes: Sequence[Sandbox] | None = None,
+        start_again_s: float = START_AGAIN_S,
+    ) -> None:
+        """
+        Args:
+            sandboxes: to try, best first; None: those that the settings allow.
+            start_again_s: until another try when no sandbox could be had.
+        """
+        self._settings, self._sandboxes, self._start_again_s = settings, sandboxes, start_again_s
         self.sandbox: Sandbox | None = None
         """The one in use, once started and available."""
         self._unavailable = "it was not started"
@@ -162,7 +173,8 @@ class CodeReward:
             if self.sandbox is not None or time.monotonic() < self._next_start:
                 return
             reasons: list[str] = []
-            for sandbox in _candidates(self._settings, reasons):
+            allowed = _allowed_sandboxes(self._settings, reasons) if self._sandboxes is None else self._sandboxes
+            for sandbox in allowed:
                 try:
                     await sandbox.start()
                 except SandboxUnavailable as error:
@@ -173,7 +185,7 @@ class CodeReward:
                 self.sandbox = sandbox
                 return
             self._unavailable = "; ".join(reasons) + _hint(self._settings)
-            self._next_start = time.monotonic() + START_AGAIN_S
+            self._next_start = time.monotonic() + self._start_again_s
 
     async def _judge(self, source: str, tests: Sequence[UnitTest]) -> Score:
         """The score of one program. Nothing that it does can make its score better than a wrong output would."""
@@ -257,7 +269,7 @@ def _always(score: Score) -> ScoreSample:
     return score_sample
 
 
-def _candidates(settings: CodeSettings, reasons: list[str]) -> list[Sandbox]:
+def _allowed_sandboxes(settings: CodeSettings, reasons: list[str]) -> list[Sandbox]:
     """Sandboxes that the settings allow, best first. A weaker kind is among them by explicit leave only."""
     limits = settings.limits()
     if settings.remote_url is not None:

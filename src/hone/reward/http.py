@@ -88,6 +88,7 @@ class Endpoints:
             the next request is the proof.
         max_response_bytes: a longer answer is cut off.
         too_long: what `check` gets in its place; None: it counts as invalid.
+        first_backoff_s: bound of the random wait before the first retry; it doubles with each further one.
         ca_file: PEM file with the authorities to trust for https; None: the usual public ones.
         transport: what carries the requests, in tests.
     Raises:
@@ -103,6 +104,7 @@ class Endpoints:
         ready_path: str | None = None,
         max_response_bytes: int = 32 << 20,
         too_long: Any = None,
+        first_backoff_s: float = FIRST_BACKOFF_S,
         ca_file: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
@@ -110,7 +112,7 @@ class Endpoints:
             raise ValueError("no URL")
         self._endpoints = [Endpoint(_base_url(url), max_in_flight) for url in urls]
         self._ready_path, self._max_response_bytes, self._too_long = ready_path, max_response_bytes, too_long
-        self.budget = RetryBudget()
+        self.budget, self._first_backoff_s = RetryBudget(), first_backoff_s
         self._news = asyncio.Event()
         self.counts = Counts()
         self._client = httpx.AsyncClient(
@@ -225,8 +227,12 @@ class Endpoints:
         if endpoint.failures >= EJECT_AFTER:
             self.counts.ejections += not endpoint.ejected
             endpoint.ejected, endpoint.ejected_at = True, time.monotonic()
-            endpoint.rest(backoff_s(endpoint.falls))
+            endpoint.rest(self.backoff_s(endpoint.falls))
             endpoint.falls += 1
+
+    def backoff_s(self, failures: int) -> float:
+        """Full jitter: uniform up to a bound that doubles, so that those who failed together do not return together."""
+        return random.uniform(0, min(MAX_BACKOFF_S, self._first_backoff_s * 2 ** min(failures, 32)))
 
     def _back_in_service(self, endpoint: Endpoint, *, failures: int) -> None:
         endpoint.failures = failures
@@ -315,7 +321,7 @@ class RetryingCall:
         self._failures += 1
         if self._failures >= self._max_tries:
             self.give_up(problem)
-        wait_s = max(backoff_s(self._failures - 1), self._endpoints.budget.spend())
+        wait_s = max(self._endpoints.backoff_s(self._failures - 1), self._endpoints.budget.spend())
         if time.monotonic() + wait_s >= self.deadline:
             self.give_up(problem)
         await asyncio.sleep(wait_s)
@@ -403,11 +409,6 @@ class RetryBudget:
         self._saved = min(MAX_SAVED_RETRIES, self._saved + (now - self._at) * RETRIES_PER_S) - 1
         self._at = now
         return max(0.0, -self._saved / RETRIES_PER_S)
-
-
-def backoff_s(failures: int) -> float:
-    """Full jitter: uniform up to a bound that doubles, so that those who failed together do not return together."""
-    return random.uniform(0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(failures, 32)))
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.reward.http import Counts, Endpoints, Refused, Unavailable, token_from
+from hone.reward.http import FIRST_BACKOFF_S, Counts, Endpoints, Refused, Unavailable, token_from
 
 __all__ = ["ChatAnswer", "ChatClient", "Refused", "Unavailable", "token_from"]
 
@@ -50,10 +50,16 @@ class ChatClient:
         model: str | None,
         token: str | None = None,
         max_in_flight: int = 64,
-        max_reply_bytes: int = MAX_REPLY_BYTES,
+        first_backoff_s: float = FIRST_BACKOFF_S,
     ) -> None:
         bases = [url.rstrip("/").removesuffix("/v1") for url in urls]
-        self._endpoints = Endpoints(bases, token=token, max_in_flight=max_in_flight, max_response_bytes=max_reply_bytes)
+        self._endpoints = Endpoints(
+            bases,
+            token=token,
+            max_in_flight=max_in_flight,
+            max_response_bytes=MAX_REPLY_BYTES,
+            first_backoff_s=first_backoff_s,
+        )
         self._named = {} if model is None else {"model": model}
 
     async def ask(

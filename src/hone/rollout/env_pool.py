@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hone.config.run import EnvironmentSection
 
 GRACE_S = 1.0
-"""What a process without any reply gets beyond the deadline of a step, which it keeps itself if it can."""
+"""Enough for a process that keeps the deadline itself and reports it."""
 
 
 class EnvironmentFault(Exception):
@@ -33,11 +33,15 @@ class EnvironmentFault(Exception):
 class EnvironmentPool:
     """All episodes of a run, in one process at a time."""
 
-    def __init__(self, settings: EnvironmentSection, folder: Path) -> None:
-        """`folder`: the run file's; `file.py:Class` is relative to it, and modules beside it can be imported."""
+    def __init__(self, settings: EnvironmentSection, folder: Path, *, grace_s: float = GRACE_S) -> None:
+        """
+        Args:
+            folder: the run file's; `file.py:Class` is relative to it, and modules beside it can be imported.
+            grace_s: what a process without any reply gets beyond the deadline of a step.
+        """
         place, _, name = str(settings.use).rpartition(":")
         place = str((folder / Path(place).expanduser()).resolve()) if place.endswith(".py") else place
-        self.timeout_s = settings.timeout_s
+        self.patience_s = settings.timeout_s + grace_s
         setup = (place, name, dict(settings.args), settings.timeout_s)
         self._workers = WorkerPool(__name__, folder, setup, num_workers=1)
 
@@ -96,7 +100,7 @@ class EpisodeHandle:
 
     async def _reply(self, session: WorkerSession) -> Observation | str:
         """The next reply. The deadline counts from the last one that the process sent to any episode."""
-        worker, patience_s = session.worker, self._pool.timeout_s + GRACE_S
+        worker, patience_s = session.worker, self._pool.patience_s
         while True:
             seen = worker.num_replies
             try:

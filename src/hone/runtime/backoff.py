@@ -16,10 +16,13 @@ class Restarts:
     Args:
         bound: restarts within any hour.
         clock: seconds.
+        first_wait_s: before the first restart within an hour.
     """
 
-    def __init__(self, bound: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.bound = bound
+    def __init__(
+        self, bound: int, clock: Callable[[], float] = time.monotonic, *, first_wait_s: float = FIRST_WAIT_S
+    ) -> None:
+        self.bound, self._first_wait_s = bound, first_wait_s
         self.total = 0
         """Restarts counted so far."""
         self._clock = clock
@@ -38,4 +41,4 @@ class Restarts:
             return None
         self._times.append(self._clock())
         self.total += 1
-        return min(FIRST_WAIT_S * 2 ** (len(self._times) - 1), LONGEST_WAIT_S)
+        return min(self._first_wait_s * 2 ** (len(self._times) - 1), LONGEST_WAIT_S)

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import httpx
 
 from hone.errors import ServiceError
-from hone.runtime.backoff import Restarts
+from hone.runtime.backoff import FIRST_WAIT_S, Restarts
 from hone.runtime.replicas import Replica, ReplicaLost
 from hone.services.launch import Launch
 from hone.services.log import TAIL_LINES, last_lines
@@ -24,24 +25,48 @@ from hone.services.state import ServiceState
 Say = Callable[[str], None]
 Begin = Callable[[Launch], Awaitable[ServiceProcess]]
 
-HEALTH_INTERVAL_S = 2.0
-"""Between two health checks of a service that is ready."""
-PROGRESS_INTERVAL_S = 10.0
-"""Between two messages about a service that is not."""
 SLEEP_PATH, WAKE_PATH = "/sleep?level=1", "/wake_up"
 """As vLLM has them, and `hone serve policy`; level 1: weights move to the host, the cache is dropped."""
+
+
+@dataclass(frozen=True)
+class ServiceIntervals:
+    """Intervals and deadlines of the supervision of services, in seconds."""
+
+    health_s: float = 2.0
+    """Between two health checks of a service that is ready."""
+    health_timeout_s: float = 5.0
+    """Of a health check."""
+    progress_s: float = 10.0
+    """Between two messages about a service that is not ready."""
+    port_timeout_s: float = 3.0
+    """For a port that a run killed a moment ago still holds."""
+    first_restart_s: float = FIRST_WAIT_S
+    """Before the first restart of a service; see `Restarts`."""
+    log_s: float = 0.25
+    """Between two looks into the logs."""
+
+
+DEFAULT_INTERVALS = ServiceIntervals()
 
 
 class Service:
     """One service through all its restarts."""
 
     def __init__(
-        self, launch: Launch, begin: Begin, *, client: httpx.AsyncClient, say: Say, changed: Callable[[], None]
+        self,
+        launch: Launch,
+        begin: Begin,
+        *,
+        client: httpx.AsyncClient,
+        say: Say,
+        changed: Callable[[], None],
+        intervals: ServiceIntervals,
     ) -> None:
-        self.launch = launch
+        self.launch, self._intervals = launch, intervals
         self.ready = asyncio.Event()
         """Set when it was ready for the first time."""
-        self.restarts = Restarts(launch.service.restarts)
+        self.restarts = Restarts(launch.service.restarts, first_wait_s=intervals.first_restart_s)
         self._begin, self._client, self._changed = begin, client, changed
         self._say: Say = lambda message: say(f"service {launch.name}: {message}")
         self._process: ServiceProcess | None = None
@@ -150,15 +175,15 @@ class Service:
             said = f"{self.launch.health_url} says {status or 'nothing'}"
             if now - began >= timeout_s:
                 return f"was not ready within start_timeout_s = {timeout_s:g} s; {said}"
-            if now - reported >= PROGRESS_INTERVAL_S:
+            if now - reported >= self._intervals.progress_s:
                 reported = now
                 self._say(f"not ready after {now - began:.0f} s; {said}")
-            await process.ended_within(0.1 if now - began < PROGRESS_INTERVAL_S else 0.5)
+            await process.ended_within(0.1 if now - began < self._intervals.progress_s else 0.5)
 
     async def _watch(self, process: ServiceProcess) -> None:
         """Wait until it ends or stops answering its health checks, and is lost."""
         heard, timeout_s = time.monotonic(), self.launch.service.silence_timeout_s
-        while not await process.ended_within(HEALTH_INTERVAL_S):
+        while not await process.ended_within(self._intervals.health_s):
             if await self._health() is not None:
                 heard = time.monotonic()
             elif time.monotonic() - heard >= timeout_s and not process.has_ended:

@@ -33,7 +33,7 @@ from hone.services.launch import Launch, plan_launches
 from hone.services.log import Excerpt
 from hone.services.ports import holder, is_free
 from hone.services.process import LocalServiceProcess, ServiceProcess
-from hone.services.service import Begin, Say, Service
+from hone.services.service import DEFAULT_INTERVALS, Begin, Say, Service, ServiceIntervals
 from hone.services.state import (
     TOKEN_FILE,
     kept_up,
@@ -46,11 +46,6 @@ from hone.services.state import (
 
 Relay = Callable[[str, str], None]
 """Shows one line of a service's log: its name, the line."""
-
-HEALTH_TIMEOUT_S = 5.0
-PORT_TIMEOUT_S = 3.0
-"""For a port that a run killed a moment ago still holds."""
-FOLLOW_INTERVAL_S = 0.25
 
 
 class Services:
@@ -66,6 +61,7 @@ class Services:
         relay: Relay,
         stop: asyncio.Event,
         may_share: bool = True,
+        intervals: ServiceIntervals = DEFAULT_INTERVALS,
     ) -> None:
         """
         Args:
@@ -73,7 +69,7 @@ class Services:
             stop: set when a service has failed, or to end all waiting.
             may_share: use what `hone up` keeps running; False starts each in any case.
         """
-        self._may_share = may_share
+        self._may_share, self._intervals = may_share, intervals
         self._folder, self._run_file, self._stop = folder, run_file, stop
         self._say, self._relay = say, relay
         self._launches = tuple(launches)
@@ -132,9 +128,11 @@ class Services:
         """Start and supervise one more service."""
         if self._client is None:
             # Services are local: proxies of the environment do not apply.
-            self._client = httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False)
+            self._client = httpx.AsyncClient(timeout=self._intervals.health_timeout_s, trust_env=False)
             self._following = asyncio.create_task(self._follow(), name="logs of services")
-        service = Service(launch, begin, client=self._client, say=self._say, changed=self._write)
+        service = Service(
+            launch, begin, client=self._client, say=self._say, changed=self._write, intervals=self._intervals
+        )
         if (before := self._services.get(launch.name)) is not None:  # of an earlier attempt at the stage
             service.restarts.total = before.restarts.total
         self._services[launch.name] = service
@@ -221,12 +219,12 @@ class Services:
         loaded = await asyncio.to_thread(load_rewards, launch.folder / Path(str(launch.service.reward)).expanduser())
         ours = await asyncio.to_thread(fingerprint, loaded)
         with contextlib.suppress(httpx.HTTPError, ValueError):
-            async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
+            async with httpx.AsyncClient(timeout=self._intervals.health_timeout_s, trust_env=False) as client:
                 return (await client.get(f"{url}/health")).json()["fingerprint"] == ours
         return False
 
     async def _see_that_port_is_free(self, launch: Launch) -> None:
-        deadline = time.monotonic() + PORT_TIMEOUT_S
+        deadline = time.monotonic() + self._intervals.port_timeout_s
         try:
             while not is_free(launch.port):
                 if time.monotonic() >= deadline:
@@ -249,7 +247,7 @@ class Services:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(FOLLOW_INTERVAL_S)
+            await asyncio.sleep(self._intervals.log_s)
             self._show_new_lines()
 
     def _show_new_lines(self) -> None:

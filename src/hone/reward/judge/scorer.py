@@ -115,7 +115,13 @@ class JudgeReward:
         functions = UserFunctions(processor, folder, timeout_s=timeout_s) if processor else None
         try:
             at = address_of(settings.url, settings.service, settings.token_env, services)
-            client = ChatClient(at.urls, model=settings.model, token=at.token, max_in_flight=settings.max_in_flight)
+            client = ChatClient(
+                at.urls,
+                model=settings.model,
+                token=at.token,
+                max_in_flight=settings.max_in_flight,
+                first_backoff_s=settings.first_backoff_s,
+            )
         except ValueError as error:
             raise Unusable(f"args of `judge`: {error}") from None
         return cls(settings, client, template, counter, functions)

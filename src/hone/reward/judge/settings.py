@@ -10,6 +10,7 @@ from pydantic import ValidationError, model_validator
 
 from hone.config.engine import JUDGE_ANSWER_TOKENS, ROLE_TOKENS, EngineSection
 from hone.config.run import Section, key
+from hone.reward.http import FIRST_BACKOFF_S
 from hone.reward.judge.guard import FLAGS, Flag
 from hone.reward.judge.parse import Method
 from hone.reward.resolve import Unusable
@@ -106,6 +107,8 @@ class JudgeSettings(Section):
     """Functions of your own around the judge."""
     deadline_s: float = key(300.0, unit="seconds per answer", gt=0)
     """An answer that cannot be had by then is a fault of infrastructure."""
+    first_backoff_s: float = key(FIRST_BACKOFF_S, unit="seconds", gt=0)
+    """Bound of the random wait before the first retry; it doubles with each further one, up to 30 s."""
     max_in_flight: int = key(64, unit="requests per URL", ge=1)
     """Requests at one time."""
     cache_items: int = key(16_384, unit="answers", ge=0)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 
 from hone.reward.sandbox.base import Limits, SandboxFault, SandboxUnavailable
 from hone.reward.sandbox.interpreter import Interpreter
-from hone.reward.sandbox.local import Command, LocalSession, SandboxSlots, user_of_place
+from hone.reward.sandbox.local import WARDEN, Command, LocalSession, SandboxSlots, user_of_place
 from hone.reward.sandbox.probe import prove
 
 
@@ -26,8 +26,8 @@ class BareProcess:
 
     name = "bare"
 
-    def __init__(self, limits: Limits, *, num_places: int, python: str | None = None) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, *, num_places: int, python: str | None = None, warden: str = WARDEN) -> None:
+        self._limits, self._warden = limits, warden
         self._python = python
         self._interpreter: Interpreter | None = None
         self._places = SandboxSlots(num_places)
@@ -54,7 +54,9 @@ class BareProcess:
             with tempfile.TemporaryDirectory(prefix="hone-code-", ignore_cleanup_errors=True) as folder:
                 if (user := user_of_place(number)) is not None:
                     os.chown(folder, user, user)
-                command = Command(self._interpreter.command, folder=folder, user_id=user, isolated=False)
+                command = Command(
+                    self._interpreter.command, folder=folder, user_id=user, isolated=False, warden=self._warden
+                )
                 session = LocalSession(command, source, self._limits, self._interpreter.packages)
                 async with self._places.started(session):
                     yield session

@@ -48,6 +48,8 @@ class Limits:
     """Standard output of a run; as much again for a returned value."""
     disk_bytes: int
     """Each file, and all files together."""
+    grace_s: float = 5.0
+    """Seconds beyond a run's own time, until a local sandbox that says nothing counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hone.reward.sandbox.base import Limits, SandboxFault, SandboxUnavailable
 from hone.reward.sandbox.interpreter import Interpreter
-from hone.reward.sandbox.local import Command, LocalSession, SandboxSlots, environment, user_of_place
+from hone.reward.sandbox.local import WARDEN, Command, LocalSession, SandboxSlots, environment, user_of_place
 from hone.reward.sandbox.probe import prove
 from hone.reward.sandbox.seccomp import seccomp_filter
 
@@ -33,8 +33,8 @@ class Bubblewrap:
 
     name = "bubblewrap"
 
-    def __init__(self, limits: Limits, *, num_places: int, python: str | None = None) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, *, num_places: int, python: str | None = None, warden: str = WARDEN) -> None:
+        self._limits, self._warden = limits, warden
         self._python = python
         self._places = SandboxSlots(num_places)
         self._arguments: tuple[str, ...] = ()
@@ -82,6 +82,7 @@ class Bubblewrap:
                     (program, *guarded, *rest),
                     user_id=user_of_place(number),
                     pass_fds=() if filter_fd is None else (filter_fd,),
+                    warden=self._warden,
                 )
                 session = LocalSession(command, source, self._limits, self._packages)
                 async with self._places.started(session):

@@ -24,8 +24,6 @@ from hone.reward.sandbox.base import Call, Input, Limits, ProgramEnding, Program
 WARDEN = (Path(__file__).parent / "inside.py").read_text()
 START_TIMEOUT_S = 30.0
 """Until a new sandbox must have answered."""
-GRACE_S = 5.0
-"""Beyond a run's own time, until a warden that says nothing counts as lost."""
 END_TIMEOUT_S = 1.0
 """Until a sandbox that was asked to end is killed."""
 MAX_HEADER_BYTES = 1 << 16
@@ -44,7 +42,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How to start one sandbox; `{warden}` is not substituted: the warden's source is the last argument."""
+    """How to start one sandbox."""
 
     arguments: tuple[str, ...]
     folder: str | None = None
@@ -54,6 +52,8 @@ class Command:
     isolated: bool = True
     """Whether it has process numbers of its own, so that everything in it can be killed at once."""
     pass_fds: tuple[int, ...] = ()
+    warden: str = WARDEN
+    """Source of the program that supervises the user's program inside; the last argument of the process."""
 
 
 def environment() -> dict[str, str]:
@@ -92,7 +92,7 @@ class LocalSession:
             try:
                 # From this very thread: Linux lets the sandbox live no longer than the thread that started it.
                 self._process = subprocess.Popen(
-                    [*self._command.arguments, "-c", WARDEN],
+                    [*self._command.arguments, "-c", self._command.warden],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
@@ -118,11 +118,13 @@ class LocalSession:
 
     async def run(self, given: Input) -> ProgramRun:
         try:
-            async with asyncio.timeout(self._limits.wall_s + GRACE_S):
+            async with asyncio.timeout(self._limits.wall_s + self._limits.grace_s):
                 await self._send(_as_message(given))
                 header, output = await self._receive()
         except TimeoutError:
-            raise SandboxLost(f"the sandbox said nothing {GRACE_S:g} s after the run's time was over") from None
+            raise SandboxLost(
+                f"the sandbox said nothing {self._limits.grace_s:g} s after the run's time was over"
+            ) from None
         try:
             return ProgramRun(
                 ProgramEnding(header["ending"]), output, str(header["detail"])[:200], float(header["elapsed_s"])

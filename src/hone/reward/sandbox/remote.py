@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from hone.reward.http import Endpoints, Refused, Unavailable
+from hone.reward.http import FIRST_BACKOFF_S, Endpoints, Refused, Unavailable
 from hone.reward.sandbox import inside
 from hone.reward.sandbox.base import (
     Call,
@@ -33,8 +33,7 @@ from hone.reward.sandbox.base import (
 from hone.reward.sandbox.probe import prove
 
 TRIES = 4
-ANSWER_GRACE_S = 10.0
-"""Beyond a run's own time: for its way there and back, and a place in the service's queue."""
+GRACE_S = 10.0
 PATH = "/run_code"
 _TOO_LONG = "longer than any answer to a bounded output"
 _CALLER = f"""
@@ -71,13 +70,20 @@ class Remote:
         *,
         num_places: int,
         token: str | None = None,
+        grace_s: float = GRACE_S,
+        first_backoff_s: float = FIRST_BACKOFF_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """
+        Args:
+            grace_s: beyond a run's own time, for its way there and back and a place in the service's queue.
+            first_backoff_s, transport: see `Endpoints`.
+        """
         self._url = url
         self._limits = limits
         self._num_places = num_places
         self._token = token
-        self._transport = transport
+        self._grace_s, self._first_backoff_s, self._transport = grace_s, first_backoff_s, transport
         self._endpoints: Endpoints | None = None
         self._free = asyncio.Semaphore(num_places)
 
@@ -90,6 +96,7 @@ class Remote:
                 max_in_flight=self._num_places,
                 max_response_bytes=16 * self._limits.output_bytes + (1 << 16),  # JSON writes a byte in up to six; twice
                 too_long=_TOO_LONG,
+                first_backoff_s=self._first_backoff_s,
                 transport=self._transport,
             )
         except ValueError as error:
@@ -105,7 +112,7 @@ class Remote:
         if self._endpoints is None:
             raise SandboxFault("the sandbox was not started")
         async with self._free:
-            yield RemoteSession(self._endpoints, source, self._limits)
+            yield RemoteSession(self._endpoints, source, self._limits, self._grace_s)
 
     async def close(self) -> None:
         endpoints, self._endpoints = self._endpoints, None
@@ -116,10 +123,10 @@ class Remote:
 class RemoteSession:
     """One program at the service, which sees each run as a program of its own."""
 
-    def __init__(self, endpoints: Endpoints, source: str, limits: Limits) -> None:
+    def __init__(self, endpoints: Endpoints, source: str, limits: Limits, grace_s: float) -> None:
         self._endpoints = endpoints
         self._source = source
-        self._limits = limits
+        self._limits, self._grace_s = limits, grace_s
 
     async def run(self, given: Input) -> ProgramRun:
         try:
@@ -132,7 +139,7 @@ class RemoteSession:
     async def _asked(self, given: Input, max_tries: int) -> ProgramRun:
         """Raises SandboxFault, and _Broken when this program breaks the service's sandbox each time."""
         mark = secrets.token_hex(16)  # not to be guessed, so that nothing a program prints is taken for a value
-        try_s = self._limits.wall_s * 2 + ANSWER_GRACE_S
+        try_s = self._limits.wall_s * 2 + self._grace_s
         call = self._endpoints.call(deadline_s=TRIES * try_s, try_s=try_s, max_tries=max_tries)
         is_broken = False
         try:
@@ -202,7 +209,8 @@ class RemoteSession:
     async def _is_well(self) -> bool:
         """Whether the service runs a program that breaks nothing, just now."""
         try:
-            run = await RemoteSession(self._endpoints, "print('well')", self._limits)._asked(Stdin(""), 1)
+            well = RemoteSession(self._endpoints, "print('well')", self._limits, self._grace_s)
+            run = await well._asked(Stdin(""), 1)
         except (_Broken, SandboxFault):
             return False
         return run.ending is ProgramEnding.FINISHED and run.output.strip() == b"well"
