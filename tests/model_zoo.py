@@ -95,6 +95,10 @@ TEXT: dict[str, dict[str, Any]] = {
 SEES = {"depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 32, "out_hidden_size": 32}
 ANGLES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}}
 OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": {**SIZES, **ANGLES},
+        "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 4, "hidden_size": 32},
+    },
     "qwen2_5_vl": {"text_config": {**SIZES, **ANGLES}, "vision_config": SEES},
     "qwen3_vl": {"text_config": {**SIZES, **ANGLES}, "vision_config": {**SEES, "deepstack_visual_indexes": [0]}},
     "qwen3_5": {"text_config": {**SIZES, **DELTA_RULE, **MIXED}, "vision_config": SEES},
@@ -109,6 +113,19 @@ OTHERS: dict[str, dict[str, Any]] = {
             "patch_size": 14,
         },
         "mm_tokens_per_image": 4,
+    },
+    "smolvlm": {
+        "text_config": {"model_type": "llama", **SIZES},
+        "vision_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 32,
+            "image_size": 28,
+            "patch_size": 7,
+        },
+        "pad_token_id": 0,
+        "image_token_id": 47,
     },
     "t5": {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4},
     "qwen3 in float8": {"model_type": "qwen3", **SIZES, "quantization_config": {"quant_method": "fp8"}},
@@ -125,6 +142,8 @@ WITH_ADAPTER = (
     "lfm2",
     "mamba2",
     "jamba",
+    "qwen2_5_vl",
+    "qwen3_vl",
 )
 """What is tried with LoRA too: every way in which layers are named and called."""
 

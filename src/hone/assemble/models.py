@@ -107,7 +107,14 @@ def starting_folder(source: Source) -> Path:
     folder = source.folder.path / "hf-start"
     random = named_model(loaded.config, source.tokenizer, loaded.run_file.parent, source.device)
     tokenizer = source.tokenizer
-    save_hf(folder, random.hf_config, random.named_weights(), tokenizer.hf, eos_ids=tokenizer.eos_ids)
+    save_hf(
+        folder,
+        random.hf_config,
+        random.named_weights(),
+        tokenizer.hf,
+        eos_ids=tokenizer.eos_ids,
+        processor=tokenizer.processor,
+    )
     return folder
 
 

@@ -388,7 +388,8 @@ def save_weights(job: Job, run: SftRun | RewardModelRun | PolicyRun, folder: Pat
     """What a run trains as a Hugging Face directory; a policy with what ends its responses."""
     eos_ids = () if run.progress.stage == "reward_model" else job.tokenizer.eos_ids
     dtype = getattr(torch, job.config.checkpoint.export_precision)
-    with hf_folder(folder, run.trainer.hf_config, job.tokenizer.hf, dtype=dtype, eos_ids=eos_ids) as aside:
+    tokenizer, config = job.tokenizer, run.trainer.hf_config
+    with hf_folder(folder, config, tokenizer.hf, dtype=dtype, eos_ids=eos_ids, processor=tokenizer.processor) as aside:
         run.trainer.write_weights(aside, dtype)
 
 

@@ -113,7 +113,15 @@ def export_run(loaded: Loaded, *, to: Path, step: int | None = None, best: bool 
     else:
         eos_ids = tokenizer.eos_ids if isinstance(model, CausalModel) else ()
         dtype = getattr(torch, loaded.config.checkpoint.export_precision)
-        save_hf(to, model.hf_config, model.named_weights(), tokenizer.hf, eos_ids=eos_ids, dtype=dtype)
+        save_hf(
+            to,
+            model.hf_config,
+            model.named_weights(),
+            tokenizer.hf,
+            eos_ids=eos_ids,
+            processor=tokenizer.processor,
+            dtype=dtype,
+        )
     return to
 
 

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hone.config.run import ModelSection
+from hone.data.pictures import processor_files
 from hone.errors import DataError
 
 Message = dict[str, Any]
@@ -42,9 +43,17 @@ class Tokenizer:
         eos_ids: every id that ends a response: `eos_id` and those of the model's generation_config.json.
         pad_id: fills unused places; EOS where the tokenizer has no pad token. Never carries loss.
         vocab_size: smallest vocabulary a model needs, added tokens included.
+        processor: files beside it that describe how pictures become input, by name; exported with it.
     """
 
-    def __init__(self, hf: PreTrainedTokenizerFast, *, eos_ids: Sequence[int] = (), name: str = "tokenizer") -> None:
+    def __init__(
+        self,
+        hf: PreTrainedTokenizerFast,
+        *,
+        eos_ids: Sequence[int] = (),
+        name: str = "tokenizer",
+        processor: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Raises DataError without an EOS token."""
         own_end, pad = _token_id(hf.eos_token_id), _token_id(hf.pad_token_id)
         ends = [own_end] if own_end is not None else []
@@ -55,6 +64,7 @@ class Tokenizer:
                 "`eos_token_id` in generation_config.json beside the model."
             )
         self.hf = hf
+        self.processor = dict(processor)
         self.eos_id: int = ends[0]
         self.eos_ids: tuple[int, ...] = tuple(ends)
         self.pad_id: int = pad if pad is not None else self.eos_id
@@ -180,7 +190,8 @@ def load_tokenizer(
         raise DataError(f"tokenizer {source}: {type(hf).__name__} is not a fast tokenizer (tokenizer.json), as needed")
     hf.chat_template = with_template_args(_chat_template(model, folder) or hf.chat_template, template_args)
     beside = resolve_model(model.path, folder) if model.path is not None else place
-    return Tokenizer(hf, eos_ids=_generation_eos(Path(beside)), name=f"tokenizer {source}")
+    processor = processor_files(beside, offline=offline)
+    return Tokenizer(hf, eos_ids=_generation_eos(Path(beside)), name=f"tokenizer {source}", processor=processor)
 
 
 def with_template_args(template: Any, template_args: Mapping[str, Any]) -> Any:

@@ -38,12 +38,16 @@ class Adapter(ABC):
     transposed = False
     """Whether the layers keep their weights as (in, out), as GPT-2's do."""
 
-    def __init__(self, settings: LoraSection, base: str, names: Sequence[str]) -> None:
+    def __init__(
+        self, settings: LoraSection, base: str, names: Sequence[str], weights: Sequence[str] | None = None
+    ) -> None:
         self.settings = settings
         self.base = base
         """Fingerprint of the base weights, before they were turned into another dtype; "" before there are any."""
         self.names = tuple(names)
         """Hugging Face names of the layers with an adapter, such as model.layers.0.mlp.up_proj."""
+        self.layer_of = dict(zip(weights or [f"{name}.weight" for name in names], names, strict=True))
+        """Layer with an adapter beside each weight, by the weight's name in the model's repository."""
         self.scale = settings.alpha / settings.rank
         self._is_on = True
 
@@ -71,8 +75,8 @@ class Adapter(ABC):
 
         The sum is made in float32 at least: in bfloat16 it may round small changes away, as any merged copy does.
         """
-        layer = name.removesuffix(".weight")
-        return self.merge(weight, *self.factors(layer)) if self._is_on and layer in self.names else weight
+        layer = self.layer_of.get(name)
+        return self.merge(weight, *self.factors(layer)) if self._is_on and layer is not None else weight
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """A layer's weight with the change that these factors make; see `merged`."""

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hone.errors import DataError
 from hone.model.base import CausalModel
@@ -25,7 +26,10 @@ from hone.model.repository_names import NamedPart, repository_parts
 
 
 class TransformersModel(CausalModel):
-    """Wraps an `AutoModelForCausalLM`; `.hf` is the module itself, for the engine's generic decoding."""
+    """Wraps a model of `auto_class`; `.hf` is the module itself, for the engine's generic decoding.
+
+    What is neither the language model nor its output layer, such as a vision tower, is frozen.
+    """
 
     def __init__(self, hf: PreTrainedModel, hf_config: PreTrainedConfig) -> None:
         super().__init__()
@@ -36,9 +40,14 @@ class TransformersModel(CausalModel):
         self.logit_map = LogitMap.of(hf_config.get_text_config(decoder=True))
         self.vocab_size = self.output_weight.shape[0]
         self.hidden_size = self.output_weight.shape[1]
-        self.max_positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
+        text_config = hf_config.get_text_config(decoder=True)
+        self.max_positions = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
         self._enabled: Checkpointing = "none"
         """The checkpointing last set on the module."""
+        if has_tower(hf_config):
+            learning = {id(weight) for weight in (*self.body.parameters(), self.output_weight)}
+            for weight in self.hf.parameters():
+                weight.requires_grad_(id(weight) in learning)
         if not self.output_weight.is_meta:
             self._check_logits()
 
@@ -50,9 +59,11 @@ class TransformersModel(CausalModel):
 
     @property
     def body(self) -> Any:
-        """The module that gives hidden states. Llama 4 has it under another name than it says: its `base_model` is the
-        whole."""
+        """The module that gives hidden states of text. Llama 4 has it under another name than it says: its `base_model`
+        is the whole."""
         whole: Any = self.hf
+        if has_tower(self.hf_config):
+            return whole.get_decoder()
         return whole.model if whole.base_model is whole else whole.base_model
 
     def hidden(self, layout: Layout) -> Tensor:
@@ -76,6 +87,13 @@ class TransformersModel(CausalModel):
         for name, weight in self._distinct().items():
             for part in self._parts[name]:
                 yield part.name, part.of(weight.detach())
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of the module's weights that are each one weight of the repository, under its name there."""
+        for name, weight in self._distinct().items():
+            (first, *others) = self._parts[name]
+            if not others and first.size == weight.shape:
+                yield first.name, weight
 
     @property
     def aliases(self) -> set[str]:
@@ -121,10 +139,23 @@ class TransformersModel(CausalModel):
             )
 
 
+def has_tower(config: PreTrainedConfig) -> bool:
+    """Whether the model has a vision tower beside its language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of Transformers' that makes models of this config, vision tower included."""
+    sees = has_tower(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy whose dropout rates are 0: the trainer must see the distribution that was sampled from."""
+    """A copy whose dropout rates are 0, also of its parts: the trainer must see the distribution that was sampled
+    from."""
     config = copy.deepcopy(config)
-    for key, value in config.to_dict().items():
-        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
-            setattr(config, key, 0.0)
+    for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
+        for key, value in part.to_dict().items():
+            if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+                setattr(part, key, 0.0)
     return config

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,15 +22,18 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.contents import Contents
 from hone.model.decoder import Decoder, unsupported
 from hone.model.fingerprint import weights_fingerprint
-from hone.model.hf import TransformersModel, without_dropout
+from hone.model.hf import TransformersModel, auto_class, has_tower, without_dropout
 from hone.model.shards import write_weights
 from hone.observe.whole import make_folder, sync, sync_tree
 
@@ -99,13 +103,15 @@ def init_config(architecture: Mapping[str, Any], *, vocab_size: int | None) -> P
     if model_type is None:
         raise DataError("model.init: no model_type. Name the architecture, for example model_type: qwen3.")
     if vocab_size is not None:
-        keys["vocab_size"] = vocab_size
+        text = keys.get("text_config")
+        keys |= {"vocab_size": vocab_size} if text is None else {"text_config": {**text, "vocab_size": vocab_size}}
     try:
         config = AutoConfig.for_model(model_type, **keys)
     except (ValueError, TypeError) as error:
         raise DataError(f"model.init: {error}") from error
-    if config.architectures is None and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # vLLM reads it
+    named = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if has_tower(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if config.architectures is None and model_type in named:
+        config.architectures = [named[model_type]]  # vLLM reads it
     return config
 
 
@@ -116,17 +122,19 @@ def save_hf(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     eos_ids: Sequence[int] = (),
+    processor: Mapping[str, str] = MappingProxyType({}),
     dtype: torch.dtype | None = None,
 ) -> None:
     """Writes a Hugging Face directory with these weights, which are read one after another.
 
     Args:
-        eos_ids: see `hf_folder`.
+        eos_ids, processor: see `hf_folder`.
         dtype: of the files; None keeps that of the weights.
     """
     stream = iter(weights)
     first = [next(stream)]
-    with hf_folder(folder, hf_config, tokenizer, dtype=dtype or first[0][1].dtype, eos_ids=eos_ids) as aside:
+    precision = dtype or first[0][1].dtype
+    with hf_folder(folder, hf_config, tokenizer, dtype=precision, eos_ids=eos_ids, processor=processor) as aside:
         write_weights(aside, _after(first, stream), dtype=dtype)
 
 
@@ -144,6 +152,7 @@ def hf_folder(
     *,
     dtype: torch.dtype,
     eos_ids: Sequence[int] = (),
+    processor: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Path]:
     """A Hugging Face directory without weights, to write them into (`shards.write_weights`, in this process or in
     another); an existing `folder` is replaced when all is written.
@@ -152,6 +161,7 @@ def hf_folder(
         dtype: of the weights.
         eos_ids: of a policy, the tokens that end a response: written to config.json and generation_config.json, with
             the tokenizer's padding token, so that Transformers and vLLM stop there too.
+        processor: names and contents of the files that describe how pictures become input (`data/pictures.py`).
     """
     with replaced_when_whole(folder) as aside:
         config = type(hf_config).from_dict(hf_config.to_dict())
@@ -167,6 +177,8 @@ def hf_folder(
         config.save_pretrained(aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
+        for name, content in processor.items():
+            (aside / name).write_text(content, encoding="utf-8")
         yield aside
 
 
@@ -258,7 +270,7 @@ def _transformers_model(
         hf: Any = make()
         return TransformersModel(hf.to(device), config)
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(without_dropout(config), dtype=dtype, trust_remote_code=trust_remote_code)
+        hf = auto_class(config).from_config(without_dropout(config), dtype=dtype, trust_remote_code=trust_remote_code)
     model = TransformersModel(hf, config)
     model.contents = Contents(partial(_made_whole, make, config), is_made_whole=True)
     return model
@@ -273,13 +285,13 @@ def _made_whole(make: Callable[[], PreTrainedModel], config: PreTrainedConfig) -
 def _init_transformers(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(without_dropout(config), dtype=dtype)
+        return auto_class(config).from_config(without_dropout(config), dtype=dtype)
 
 
 def _load_transformers(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = auto_class(config).from_pretrained(
         folder,
         config=without_dropout(config),
         dtype=dtype,
@@ -318,7 +330,7 @@ def exported_shapes(
         model = Decoder(config, dtype=torch.float32, device="meta")
     else:
         with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            hf = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
         model = TransformersModel(hf, config)
     return {name: tuple(weight.shape) for name, weight in model.own_weights()}
 

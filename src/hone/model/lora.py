@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from hone.config.run import LoraSection
 from hone.errors import DataError
 from hone.model.base import Adapter, CausalModel
 from hone.model.decoder import Decoder
 from hone.model.fingerprint import weights_fingerprint
-from hone.model.hf import TransformersModel
+from hone.model.hf import TransformersModel, auto_class, has_tower
 from hone.model.layout import Layout
 from hone.model.load import Implementation, is_ours, replaced_when_whole
 from hone.model.low_rank import FusedLinear
@@ -104,7 +104,8 @@ class PeftAdapter(Adapter):
         shell = nn.ModuleDict({"hf": model.hf})
         named = [f"hf.{name}" for name, _ in _linear_modules(model.hf) if name.rpartition(".")[2] in wanted]
         base = _fingerprint(model)
-        own = {name.removesuffix(".weight") for name, _ in model.own_weights()}
+        whole = {id(weight): name for name, weight in model.whole_weights()}
+        renamed = {name: whole.get(id(module.weight)) for name, module in _linear_modules(model.hf)}
         config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=named, lora_dropout=0.0)  # type: ignore[arg-type]
         config.fan_in_fan_out = _is_transposed(model.hf)
         with torch.random.fork_rng(devices=[]):
@@ -112,14 +113,14 @@ class PeftAdapter(Adapter):
         self._layers: dict[str, Any] = {
             name: module for name, module in model.hf.named_modules() if isinstance(module, LoraLayer)
         }
-        renamed = sorted(self._layers.keys() - own)
-        if renamed:
+        parts = [name for name in self._layers if renamed[name] is None]
+        if parts:
             raise DataError(
-                f"lora.targets: {renamed[0]} of {model.hf_config.model_type} has another name in the model's "
-                "repository, so an adapter of it cannot be merged. Take it out of lora.targets."
+                f"lora.targets: {parts[0]} of {model.hf_config.model_type} has several names or another shape in the "
+                "model's repository, so an adapter of it cannot be merged. Take it out of lora.targets."
             )
         self.transposed = config.fan_in_fan_out
-        super().__init__(settings, base, tuple(self._layers))
+        super().__init__(settings, base, tuple(self._layers), [str(renamed[name]) for name in self._layers])
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         layer = self._layers[name]
@@ -255,18 +256,22 @@ def check_targets(
     except ImportError as error:
         raise DataError(NO_PEFT) from error
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        hf = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     return wanted_layers(settings, linear_layers(hf))
 
 
 def linear_layers(hf: Any) -> list[str]:
-    """Last parts of the names of a Transformers model's linear layers, without the output layer's."""
+    """Last parts of the names of a Transformers model's linear layers, without those of the output layer and of a
+    vision tower."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name, _ in _linear_modules(hf)))
 
 
 def _linear_modules(hf: Any) -> Iterator[tuple[str, nn.Module]]:
     output = hf.get_output_embeddings()
+    reads = set(hf.get_decoder().modules() if has_tower(hf.config) else hf.modules())
     for name, module in hf.named_modules():
+        if module not in reads:
+            continue
         is_linear = type(module).__name__ in ("Linear", "Conv1D") and module is not output
         if is_linear and hf.config.model_type not in NEVER_CALLED.get(name.rpartition(".")[2], ()):
             yield name, module
@@ -303,6 +308,8 @@ def save_adapter(folder: Path, model: CausalModel, base: str) -> None:
         "bias": "none",
         "inference_mode": True,
     }
+    if has_tower(model.hf_config):  # whose layers may have the same last names
+        keys["target_modules"] = list(adapter.names)
     with replaced_when_whole(folder) as aside:
         (aside / "adapter_config.json").write_text(json.dumps(keys, indent=2) + "\n")
         tensors = {name: weight.cpu().contiguous() for name, weight in adapter.weights()}

@@ -10,35 +10,41 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
+
+from hone.model.hf import auto_class, has_tower
 
 SMALL_ENOUGH, TOO_LARGE = 1_000_000, 40_000_000
 """Parameters of an architecture that is its own miniature, and of one that would take too long."""
 VOCAB, INNER, EXPERTS = 256, 64, 4
 """Sizes in a miniature, at most."""
 LEAST_LAYERS = 2
+TOWER_BLOCKS = 2
+"""Blocks of a vision tower, and heads in each."""
+TOWER_WIDTHS = ("hidden_size", "embed_dim", "intermediate_size")
+"""Widths of a vision tower, which shrink as its number of heads does."""
 
 
 def miniature(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """The config of a small model of the same class, or None where none of the attempts can be built.
 
     Layers are the first ones, as many as it takes to have one of each kind; then the vocabulary, feed-forward blocks,
-    experts and attention heads become fewer as far as the class allows.
+    experts and attention heads become fewer as far as the class allows. A vision tower has two blocks.
     """
 
     def outline(keys: PreTrainedConfig) -> Any:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(keys)
+            return auto_class(keys).from_config(keys)
 
     whole = outline(config)
     if _size(whole) <= SMALL_ENOUGH:
         return config
     for changes in _ATTEMPTS:
         try:
-            keys = _shallow(config, whole)
+            keys = _shallow(config.get_text_config(decoder=True), whole.get_decoder() if has_tower(config) else whole)
             for change in changes:
                 keys |= change(keys)
-            small = type(config).from_dict(keys)
+            small = type(config).from_dict(_around(config, keys) if has_tower(config) else keys)
             if _size(outline(small)) <= TOO_LARGE and _computes(small):
                 return small
         except Exception:  # boundary: any class may want another ratio of sizes; the next attempt changes fewer
@@ -49,7 +55,7 @@ def miniature(config: PreTrainedConfig) -> PreTrainedConfig | None:
 def _computes(config: PreTrainedConfig) -> bool:
     """Whether the class runs in these sizes; raises whatever it raises if not."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = auto_class(config).from_config(config)
         return model.eval()(torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits.isfinite().all().item()
 
 
@@ -73,6 +79,27 @@ def _shallow(config: PreTrainedConfig, whole: Any) -> dict[str, Any]:
     name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     cut = {key: value[:depth] for key, value in keys.items() if isinstance(value, list) and len(value) == count}
     return keys | cut | ({name: depth} if name in keys else {})
+
+
+def _around(config: PreTrainedConfig, text: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a whole model around those of its language model, with a small vision tower."""
+    whole = config.to_dict()
+    tower = dict(whole["vision_config"])
+    depth = next(name for name in ("depth", "num_hidden_layers") if name in tower)
+    heads = next(name for name in ("num_heads", "num_attention_heads") if name in tower)
+    factor = max(1, tower[heads] // TOWER_BLOCKS)
+    tower |= {depth: min(tower[depth], TOWER_BLOCKS), heads: tower[heads] // factor}
+    for name in TOWER_WIDTHS:
+        if isinstance(tower.get(name), int):
+            tower[name] //= factor
+    for name in ("out_hidden_size", *(("hidden_size",) if config.model_type == "qwen2_vl" else ())):
+        tower |= {name: text["hidden_size"]} if name in tower else {}
+    tower |= {name: [0] for name in ("fullatt_block_indexes", "deepstack_visual_indexes") if name in tower}
+    ids = [
+        key for key, value in whole.items() if isinstance(value, int) and key.endswith(("_token_id", "_token_index"))
+    ]
+    marks = {key: text["vocab_size"] - 1 - place for place, key in enumerate(ids) if whole[key] >= text["vocab_size"]}
+    return whole | marks | {"text_config": text, "vision_config": tower}
 
 
 def _words(keys: dict[str, Any]) -> dict[str, Any]:

@@ -157,7 +157,8 @@ def check_critic(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, f
         return
     wanted = tokenizer.vocab_size if tokenizer is not None and policy is None else None
     if policy is not None and policy.is_dir():
-        wanted = getattr(read_config(policy, trust_remote_code=trust), "vocab_size", None)
+        text = read_config(policy, trust_remote_code=trust).get_text_config(decoder=True)
+        wanted = getattr(text, "vocab_size", None)
     found, limit = getattr(critic, "vocab_size", None), getattr(critic, "max_position_embeddings", None)
     if None not in (wanted, found) and wanted != found:
         findings.problems.append(

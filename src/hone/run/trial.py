@@ -25,8 +25,11 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 from transformers.utils import logging
 
 import hone
@@ -40,6 +43,7 @@ from hone.loop.gate import NOTICEABLE, mean_gap
 from hone.memory.calibration import state_folder
 from hone.model.base import CausalModel
 from hone.model.heads import reward_config
+from hone.model.hf import auto_class, has_tower
 from hone.model.load import init_config, init_model, read_config, save_hf
 from hone.model.lora import add_adapter, merged_copy
 from hone.model.miniature import miniature
@@ -76,7 +80,7 @@ async def try_model(config: RunConfig, architecture: PreTrainedConfig) -> ModelT
     """
     if config.model.trust_remote_code and "AutoModelForCausalLM" in (getattr(architecture, "auto_map", None) or {}):
         return ModelTrial(untried=f"model: {architecture.model_type} brings a class of its own, which was not tried")
-    if refused := refused_by_config(architecture):
+    if refused := refused_by_config(architecture) or refused_by_run(config, architecture):
         return ModelTrial(refused=refused)
     kept = state_folder() / "models" / f"{_key(config, architecture)}.json"
     if kept.is_file():
@@ -124,15 +128,32 @@ def refused_by_config(architecture: PreTrainedConfig) -> str:
             f"model: {kind} is an encoder-decoder: its responses do not continue its prompts, so engine, trainer and "
             f"rewards have no common sequence. {INSTEAD}."
         )
-    towers = [name for name in ("vision_config", "audio_config") if getattr(architecture, name, None) is not None]
-    if towers:
+    if getattr(architecture, "audio_config", None) is not None:
         return (
-            f"model: {kind} has {' and '.join(towers)}: Hone trains language models alone and would neither read what "
-            f"they are for nor keep their weights. {INSTEAD}, such as the text model of the same family."
+            f"model: {kind} has audio_config: Hone reads no sound and would not keep the weights for it. {INSTEAD}, "
+            "such as the text model of the same family."
         )
-    if type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if has_tower(architecture) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(architecture) in mapping:
         return ""
     return f"model: Transformers has no causal language model of model_type {kind}. {INSTEAD}."
+
+
+def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
+    """Why this run cannot train a model of this config that others could; "" if it can."""
+    if not has_tower(architecture):
+        return ""
+    kind = architecture.model_type
+    for key, value, needed in (
+        ("cluster.backend", config.cluster.backend, "local"),
+        ("cluster.engines.use", config.cluster.engines.use or "hone", "hone"),
+    ):
+        if value != needed and (key == "cluster.backend" or "rl" in config.stages):
+            return (
+                f"model: {kind} has a vision tower, and models with one train in one process with Hone's own engine so "
+                f"far (got {key} = {value}). Set {key}={needed}, or take a text model."
+            )
+    return ""
 
 
 def _key(config: RunConfig, architecture: PreTrainedConfig) -> str:
@@ -198,8 +219,9 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
     if not 0 < metrics["train/grad_norm"] < float("inf"):
         raise DataError(f"model: {kind} cannot be trained: its gradient has norm {metrics['train/grad_norm']:g}.")
     who = "engine and trainer compute" if own_engine else "the trainer computes"
+    depth = small.get_text_config(decoder=True).num_hidden_layers
     return ModelTrial(
-        proven=f"{kind} trains{' with an adapter' if has_adapter else ''}: in a miniature of {small.num_hidden_layers} "
+        proven=f"{kind} trains{' with an adapter' if has_adapter else ''}: in a miniature of {depth} "
         f"layers {who} Transformers' logprobs, gradients are finite, and Transformers loads the {names} exported"
     )
 
@@ -258,7 +280,7 @@ def _exported(model: CausalModel) -> tuple[Any, int]:
     weights = list(model.named_weights())
     with TemporaryDirectory(prefix="hone-trial-") as folder, _without_progress_bars():
         save_hf(Path(folder) / "hf", model.hf_config, weights)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(model.hf_config).from_pretrained(
             Path(folder) / "hf", dtype=torch.float32, output_loading_info=True
         )
     reference, report = loaded

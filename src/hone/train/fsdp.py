@@ -120,8 +120,8 @@ class ShardedWeights:
         self._factors: dict[str, list[WeightPart]] = {}
         """Of the two factors of an adapter beside a weight."""
         if self._adapter is not None:
-            for name in self._adapter.names:
-                self._factors[f"{name}.weight"] = [places.of(factor) for factor in self._adapter.factors(name)]
+            for name, layer in self._adapter.layer_of.items():
+                self._factors[name] = [places.of(factor) for factor in self._adapter.factors(layer)]
         trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         own = ((name, weight) for name, weight in trained_weights(model) if name not in places.buffers)
         of_own = {name: places.of(weight) for name, weight in own}

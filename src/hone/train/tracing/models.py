@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
-from hone.model.hf import TransformersModel, without_dropout
+from hone.model.hf import TransformersModel, auto_class, without_dropout
 from hone.model.load import Implementation, init_config, is_ours
 
 
@@ -27,7 +27,7 @@ def empty_model(architecture: Mapping[str, Any], implementation: Implementation)
             made: Decoder | PreTrainedModel = Decoder(config, dtype=torch.float32, device="meta")
         else:
             with torch.device("meta"):
-                made = AutoModelForCausalLM.from_config(without_dropout(config), dtype=torch.float32)
+                made = auto_class(config).from_config(without_dropout(config), dtype=torch.float32)
     made.to_empty(device="cpu")
     if isinstance(made, Decoder):
         return made
