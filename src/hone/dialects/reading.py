@@ -10,9 +10,9 @@ from typing import Any
 
 from hone.config.yaml_tree import read_yaml
 from hone.dialects.foreign import DialectError, ForeignKey, ForeignRun, Tool, hole
-from hone.dialects.hydra import flattened
 from hone.dialects.python_source import read_python
 from hone.dialects.shell import ShellCommand, read_script
+from hone.dialects.values import flattened
 
 MAX_BYTES = 4 << 20
 TOOLS: tuple[Tool, ...] = ("verl", "openrlhf", "trl", "mindspeed", "prime-rl")

@@ -1,4 +1,4 @@
-"""What the tables of several tools share: paths, rewards by data set, placement."""
+"""What the tables of several tools share: reasons, rewards by data set, placement, and rules with the same meaning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, UnknownValue, by, names, refused, whole
+from hone.dialects.rows import Condition, by, to, when
+from hone.dialects.values import names, number, positive, truth, whole
+from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, nothing, placed, put, refused
 
 PIPELINE = "pipeline parallelism: Hone shards weights over devices (FSDP2) instead; `hone plan` says whether it fits"
 EXPERTS = "expert parallelism: Hone shards experts like other weights; `hone plan` says whether it fits"
@@ -19,6 +21,17 @@ PROFILER = "profiling: every run writes trace.json, for Perfetto"
 RESUME = "resuming is a command: `hone train --resume RUN`"
 CUT = "samples from a cut distribution, while the ratio is taken with the whole one: biased; nearest: "
 RUNTIME = "environment of the job: set it where `hone train` is started"
+AS_READ = "rows are tokenised as they are read"
+CONSTANT = "unused by a constant schedule"
+NO_CRITIC = "no critic with this estimator"
+NO_K1 = "k1 has no gradient on average in a loss; nearest: k2 or k3"
+ADAMW = "the optimizer is AdamW; nearest: leave it out and tune the learning rate anew"
+NO_AUX_LOSS = "no load-balancing loss; nearest: 0, as RL of experts usually has it"
+QUANTISED = "quantised training is not supported; nearest: lora.rank without it"
+AS_THEY_ARE = "the trainer's weights are published as they are"
+ROUTER = "router replay is not supported"
+VLLM = placed({"cluster.engines.use": "vllm"}, "samples are drawn with vLLM")
+DEVICES = by(lambda job, value: placed({}, "see the line `devices`"), "cluster.pools", kind="placement")
 
 REWARDS_BY_DATA: tuple[tuple[str, dict[str, Any], str], ...] = (
     (r"gsm8k", {"use": "gsm8k"}, "the data source's reward: the number after ####"),
@@ -38,69 +51,107 @@ def reward_of_data(path: str) -> tuple[dict[str, Any], str] | None:
     return None
 
 
-def cluster(
-    job: ForeignJob, nodes: Any, per_node: Any, pools: dict[str, Any] | None = None
-) -> Iterator[tuple[str, KeyVerdict]]:
+def cluster(nodes: Any, per_node: Any, pools: dict[str, Any] | None = None) -> Iterator[tuple[str, KeyVerdict]]:
     """Settings of a cluster of several devices; none for one device."""
-    if not isinstance(nodes, int) or not isinstance(per_node, int) or nodes * per_node < 1:
+    if not isinstance(nodes, int) or not isinstance(per_node, int) or nodes * per_node <= 1:
         return
-    if nodes * per_node > 1:
-        settings: dict[str, Any] = {
-            "cluster.backend": "ray",
-            "cluster.nodes": nodes,
-            "cluster.devices_per_node": per_node,
-        }
-        if nodes > 1:
-            settings["cluster.address"] = "auto"
-        if pools:
-            settings["cluster.pools"] = pools
-        yield "devices", KeyVerdict("placement", settings, f"{nodes} x {per_node} devices")
+    settings: dict[str, Any] = {"cluster.backend": "ray", "cluster.nodes": nodes, "cluster.devices_per_node": per_node}
+    if nodes > 1:
+        settings["cluster.address"] = "auto"
+    if pools:
+        settings["cluster.pools"] = pools
+    yield "devices", placed(settings, f"{nodes} x {per_node} devices")
 
 
-def samples_per_step(job: ForeignJob, prompts: int, group: int, per_optimizer_step: int) -> KeyVerdict:
+def samples_per_step(prompts: int, group: int, per_optimizer_step: int, note: str = "") -> KeyVerdict:
     """`train.samples_per_optimizer_step`, from samples; nothing where it is the whole batch."""
     total = prompts * group
     if per_optimizer_step >= total:
-        return KeyVerdict("mapped", {}, "one optimizer step per update, as is Hone's default")
+        return put({}, "one optimizer step per update, as is Hone's default")
     if total % per_optimizer_step:
         fits = max(n for n in range(1, per_optimizer_step + 1) if total % n == 0)
         return refused(f"{per_optimizer_step} samples do not divide the {total} of an update; nearest: {fits}")
-    return KeyVerdict("mapped", {"train.samples_per_optimizer_step": per_optimizer_step}, "in samples of all devices")
+    return put({"train.samples_per_optimizer_step": per_optimizer_step}, f"{note}in samples of all devices")
+
+
+# ---- rows with the same meaning in several tools
 
 
 def width(key: str) -> Row:
     """A number of devices that divide something; 1 divides nothing and is left out."""
-    return by(
-        lambda job, value: KeyVerdict("placement", {} if whole(value) <= 1 else {key: whole(value)}),
-        key,
-        kind="placement",
-    )
+    return to(key, lambda value: whole(value) if whole(value) > 1 else None, kind="placement")
 
 
-def adapter(
-    key: str, convert: Callable[[Any], Any], has: Callable[[ForeignJob], Any], *, without: str = "no adapter"
-) -> Row:
-    """A setting of a LoRA adapter, for jobs that have one; `convert` gives None where Hone's default is meant."""
+def engine(key: str, convert: Callable[[Any], Any] = whole) -> Row:
+    """A setting of vLLM; -1 is its own default."""
+    return to(f"cluster.engines.{key}", lambda value: None if value == -1 else convert(value))
+
+
+def offload(*what: str) -> Row:
+    key = "cluster.trainer.offload"
+    return to(key, lambda value: list(what) if truth(value) else None, MEMORY, kind="placement")
+
+
+def cut(key: str, off: float, *others: float) -> Row:
+    """A bound of the sampler's distribution, refused unless it is off."""
 
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
-        if not has(job):
-            return KeyVerdict("automatic", {}, without)
-        converted = convert(value)
-        return KeyVerdict("mapped", {} if converted is None else {key: converted})
+        is_off = value is None or number(value) in (off, *others)
+        return nothing("off") if is_off else refused(f"{CUT}{key} = {off:g}")
 
     return by(read, key)
 
 
+def adapter(has: Condition) -> Callable[..., Row]:
+    """Maker of rows of a LoRA adapter, for jobs that have one."""
+    return lambda key, convert, why="no adapter": when(has, why, to(f"lora.{key}", convert))
+
+
 def targets(value: Any) -> list[str] | None:
     """Modules with an adapter; None for all linear ones, as is Hone's default."""
-    return None if value in (None, "all-linear", ["all-linear"]) else names(value)
+    megatron = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    return None if value in ("all-linear", ["all-linear"], "all", megatron) else names(value)
 
 
-def unknown_if_hole(job: ForeignJob, *keys: str) -> str | None:
-    """The first of these keys that is a hole."""
-    for key in keys:
-        try:
-            job.get(key)
-        except UnknownValue:
-            return key
-    return None
+def checkpointing() -> Row:
+    return to("train.activation_checkpointing", lambda value: "full" if truth(value) else None)
+
+
+def bfloat16() -> Row:
+    return to("run.precision", lambda value: "bfloat16" if truth(value) else None)
+
+
+def slice_of_rows(key: str) -> Row:
+    return to(key, lambda value: f"0:{positive(value)}" if positive(value) else None, "a slice of the rows")
+
+
+def critic_rows(uses_critic: Condition, rows: dict[str, Row]) -> dict[str, Row]:
+    return {name: when(uses_critic, NO_CRITIC, row) for name, row in rows.items()}
+
+
+def floor(lr: str, key: str, other: float = 1e-6) -> Row:
+    """The lowest learning rate, which Hone has as a fraction of the highest, the value of `lr`."""
+    return by(lambda job, v: put({key: number(v) / number(job.get(lr, other))}, "as a fraction of lr"), key)
+
+
+def overlong(buffer_tokens: Any, limit_tokens: Any, penalty: Any) -> KeyVerdict:
+    """The soft penalty of long responses, whose buffer Hone has as a fraction of the limit."""
+    frac = number(buffer_tokens) / number(limit_tokens)
+    settings = {"algorithm.overlong_buffer_frac": frac, "algorithm.overlong_penalty": number(penalty)}
+    return put(settings, f"{buffer_tokens} of {limit_tokens} tokens, as a fraction")
+
+
+def weighted(components: list[dict[str, Any]], weights: list[Any], note: str) -> KeyVerdict:
+    """Components of the reward with their weights; 1 is left out."""
+    if len(weights) != len(components):
+        return refused(f"{len(components)} rewards and {len(weights)} weights")
+    both = zip(components, weights, strict=True)
+    return put({"reward.components": [c | ({"weight": number(w)} if number(w) != 1 else {}) for c, w in both]}, note)
+
+
+def loggers(listed: list[str], project: Callable[[], Any]) -> KeyVerdict:
+    """W&B where it is named; metrics.jsonl and TensorBoard files are always there."""
+    settings = {"observe.wandb": str(project())} if "wandb" in listed or listed == ["all"] else {}
+    others = [name for name in listed if name not in ("console", "wandb", "tensorboard", "file", "none", "all")]
+    note = f"no logger for {', '.join(others)}: metrics.jsonl and TensorBoard files have it all" if others else LOGGING
+    return put(settings, note) if settings else nothing(note)

@@ -11,7 +11,10 @@ from hone.dialects.verdict import Dialect
 @cache
 def dialects() -> Mapping[str, Dialect]:
     """Every tool's dialect; imported when asked for."""
-    from hone.dialects import mindspeed, openrlhf, prime_rl, trl, verl
+    from hone.dialects import mindspeed, prime_rl
+    from hone.dialects.openrlhf import keys as openrlhf
+    from hone.dialects.trl import keys as trl
+    from hone.dialects.verl import keys as verl
 
     return {
         "verl": verl.DIALECT,

@@ -163,8 +163,8 @@ def read_row(job: ForeignJob, row: Row, value: Any) -> KeyVerdict:
     """A row's verdict on a value, checked against the type and bounds of our key."""
     try:
         verdict = row.read(job, value)
-    except UnknownValue as unknown:
-        return KeyVerdict("hole", {}, f"unknown without running the script: {unknown}")
+    except UnknownValue as error:
+        return KeyVerdict("hole", {}, f"unknown without running the script: {error}")
     except (ValueError, TypeError, OverflowError, ZeroDivisionError, AttributeError, KeyError) as error:
         return refused(f"{error} (got {shown(value)!r})")
     for name, converted in verdict.settings.items():

@@ -1,4 +1,4 @@
-"""Verdicts on foreign keys, and the rows of a tool's table that give them."""
+"""Verdicts on foreign keys, the job that rows look at, and what a tool's dialect consists of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hone.dialects.foreign import ForeignRun, holes_in, shown
-from hone.dialects.hydra import plain_value
+from hone.dialects.values import plain_value
 
 Kind = Literal["mapped", "default", "automatic", "placement", "refused", "hole", "secret"]
 """default: not in the foreign file, and written into ours because the tools' defaults differ. automatic: nothing to set
@@ -26,6 +26,33 @@ class KeyVerdict:
     """Our keys with their values."""
     note: str = ""
     """Change of unit; why it is automatic; why it is refused, and what to do."""
+
+
+def put(settings: Mapping[str, Any], note: str = "") -> KeyVerdict:
+    """Mapped to keys of ours."""
+    return KeyVerdict("mapped", settings, note)
+
+
+def default(settings: Mapping[str, Any], note: str) -> KeyVerdict:
+    return KeyVerdict("default", settings, note)
+
+
+def placed(settings: Mapping[str, Any], note: str = "") -> KeyVerdict:
+    return KeyVerdict("placement", settings, note)
+
+
+def nothing(why: str) -> KeyVerdict:
+    """Automatic here."""
+    return KeyVerdict("automatic", {}, why)
+
+
+def refused(why: str) -> KeyVerdict:
+    return KeyVerdict("refused", {}, why)
+
+
+def unknown(what: str) -> KeyVerdict:
+    """A hole: the command does not show it."""
+    return KeyVerdict("hole", {}, what)
 
 
 class UnknownValue(Exception):
@@ -74,6 +101,7 @@ class ForeignJob:
 
 
 Read = Callable[[ForeignJob, Any], KeyVerdict]
+"""A value as written -> its verdict."""
 
 
 @dataclass(frozen=True)
@@ -107,126 +135,3 @@ class Dialect:
     aliases: Mapping[str, str]
     version: Callable[[ForeignRun], str | None] = lambda foreign: None
     """The newest version that has the command's spelling; None: the newest of all."""
-
-
-def refused(note: str) -> KeyVerdict:
-    return KeyVerdict("refused", {}, note)
-
-
-def automatic(why: str) -> Row:
-    return Row("automatic", (), lambda job, value: KeyVerdict("automatic", {}, why), why)
-
-
-def placement(why: str = "placement and memory: `hone plan` says what is needed here") -> Row:
-    return Row("placement", (), lambda job, value: KeyVerdict("placement", {}, why), why)
-
-
-def missing(why: str, *about: str, off: tuple[Any, ...] = (None, False, 0, "", "none")) -> Row:
-    """Refused unless the value says that it is off."""
-
-    def read(job: ForeignJob, value: Any) -> KeyVerdict:
-        plain = job.plain(value)
-        is_off = any(plain == choice and type(plain) is type(choice) for choice in off) or plain in ([], {})
-        return KeyVerdict("automatic", {}, "off") if is_off else refused(why)
-
-    return Row("refused", about, read, why)
-
-
-def rewritten(what: str, *about: str, off: tuple[Any, ...] = (None, False, 0, "", "none")) -> Row:
-    """A hole unless the value is off: code of the author's own, which the command does not show."""
-    asked = missing(what, *about, off=off)
-
-    def read(job: ForeignJob, value: Any) -> KeyVerdict:
-        verdict = asked.read(job, value)
-        return KeyVerdict("hole", {}, what) if verdict.kind == "refused" else verdict
-
-    return Row("hole", about, read, what)
-
-
-def to(key: str, convert: Callable[[Any], Any], note: str = "", kind: Kind = "mapped") -> Row:
-    """One key of ours, whose value depends on nothing else. None sets nothing."""
-
-    def read(job: ForeignJob, value: Any) -> KeyVerdict:
-        plain = job.plain(value)
-        converted = convert(plain)
-        return KeyVerdict(
-            kind, {} if converted is None else {key: converted}, note if converted is not None else "none set"
-        )
-
-    return Row(kind, (key,), read, note)
-
-
-def by(read: Callable[[ForeignJob, Any], KeyVerdict], *about: str, note: str = "", kind: Kind = "mapped") -> Row:
-    """A row that looks at other keys; `read` gets plain data."""
-    return Row(kind, about, lambda job, value: read(job, job.plain(value)), note)
-
-
-def mapped(note: str = "", /, **settings: Any) -> KeyVerdict:
-    """A mapped verdict; `__` in names stands for a dot."""
-    return KeyVerdict("mapped", {name.replace("__", "."): value for name, value in settings.items()}, note)
-
-
-# ---- conversions; each raises ValueError for what it cannot convert
-
-
-def whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise ValueError("must be a whole number")
-    return int(value)
-
-
-def number(value: Any) -> float:
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            raise ValueError("must be a number") from None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("must be a number")
-    return value
-
-
-def truth(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off"):
-        return value.lower() in ("true", "yes", "on")
-    if isinstance(value, bool) or value in (0, 1):
-        return bool(value)
-    raise ValueError("must be true or false")
-
-
-def text(value: Any) -> str | None:
-    if value is None or isinstance(value, dict | list):
-        if value is None:
-            return None
-        raise ValueError("must be text")
-    return str(value)
-
-
-def positive(value: Any) -> int | None:
-    """-1, 0 and null: off."""
-    return None if value is None or number(value) <= 0 else whole(number(value))
-
-
-def zero_if_off(value: Any) -> int:
-    return 0 if value is None or number(value) < 0 else whole(number(value))
-
-
-def names(value: Any) -> list[str]:
-    """A list of text, or text with commas."""
-    if isinstance(value, str):
-        value = [part.strip() for part in value.replace(" ", ",").split(",") if part.strip()]
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError("must be a list of names")
-    return value
-
-
-def choice(**choices: Any) -> Callable[[Any], Any]:
-    """By name, `-` as `_`."""
-
-    def convert(value: Any) -> Any:
-        name = str(value).replace("-", "_")
-        if name not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return choices[name]
-
-    return convert

@@ -1,0 +1,274 @@
+"""Rules of OpenRLHF's keys that look at other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hone.dialects import shared
+from hone.dialects.foreign import ForeignRun
+from hone.dialects.rows import automatic, by, missing, table, to, under, where
+from hone.dialects.shared import ENVIRONMENT
+from hone.dialects.values import names, number, numbers, pair, positive, truth, whole
+from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, default, nothing, put, refused, unknown
+
+CREDITS = {
+    "gae": "gae",
+    "reinforce": "reinforce_pp",
+    "rloo": "leave_one_out",
+    "reinforce_baseline": "group_mean_whitened",
+    "group_norm": "group_norm",
+    "grpo": "group_norm",
+    "dr_grpo": "group_mean",
+}
+CORRECTIONS = {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "sequence_mask"}
+LEVELS = {
+    ("token", "clip"): "tis",
+    ("token", "mask"): "icepop",
+    ("seq", "clip"): "sequence_tis",
+    ("seq", "mask"): "sequence_mask",
+}
+REWARDS = ("reward.remote_url", "reward.model_name_or_path", "train.agent_func_path")
+
+uses_critic = where("algo.advantage.estimator", "gae", other="gae")
+kl_in_loss = where("algo.kl.use_loss")
+colocates_all = where("train.colocate_all")
+
+
+def evaluates(job: ForeignJob) -> bool:
+    return bool(job.get("eval.dataset"))
+
+
+def has_adapter(job: ForeignJob) -> bool:
+    return positive(job.get("ds.lora.rank", 0)) is not None
+
+
+def has_kl(job: ForeignJob) -> bool:
+    return number(job.get("algo.kl.init_coef", 0.01)) > 0
+
+
+# ---- algorithm
+
+
+def std_norm(job: ForeignJob, value: Any) -> KeyVerdict:
+    if not truth(value):
+        return nothing("off")
+    if job.get("algo.advantage.estimator", "gae") == "group_norm":
+        return put({"algorithm.credit": "group_mean"}, "no division by the standard deviation")
+    return refused("advantages of this estimator are always whitened; nearest: algorithm.credit = group_mean")
+
+
+def kl_coef(job: ForeignJob, value: Any) -> KeyVerdict:
+    if kl_in_loss(job):
+        return put({"algorithm.kl_loss_coef": number(value)}, "in the loss, because of use_loss")
+    return put({"algorithm.kl_reward_coef": number(value)}, "KL in the reward")
+
+
+def kl_estimator(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value == "k1" and kl_in_loss(job):
+        return refused(shared.NO_K1)
+    return put({"algorithm.kl_estimator": value}) if value in ("k1", "k2", "k3") else refused("must be k1, k2 or k3")
+
+
+def clip(job: ForeignJob, value: Any) -> KeyVerdict:
+    if job.get("actor.eps_clip_low_high") is not None:
+        return nothing("eps_clip_low_high wins")
+    return put({"algorithm.clip_low": number(value), "algorithm.clip_high": number(value)})
+
+
+def clips(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value is None:
+        return nothing("eps_clip is used")
+    low, high = pair(value)
+    return put({"algorithm.clip_low": low, "algorithm.clip_high": high})
+
+
+def correction(job: ForeignJob, value: Any) -> KeyVerdict:
+    if not truth(value):
+        return nothing("off, as here")
+    return _corrected(job, CORRECTIONS[str(job.get("algo.advantage.is_correction_type", "tis"))])
+
+
+def correction_level(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value == "off":
+        return nothing("off, as here")
+    if job.get("algo.advantage.is_correction_gating", "ratio") != "ratio":
+        return refused("bounds of the ratio only; nearest: is_correction_gating = ratio")
+    return _corrected(job, LEVELS[(str(value), str(job.get("algo.advantage.is_correction_mode", "mask")))])
+
+
+def _corrected(job: ForeignJob, kind: str) -> KeyVerdict:
+    bounds = numbers(job.get("algo.advantage.is_correction_threshold", [0.5, 5.0]))
+    low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
+    return put({"algorithm.correction": kind, "algorithm.correction_low": low, "algorithm.correction_high": high})
+
+
+def filter_range(job: ForeignJob, value: Any) -> KeyVerdict:
+    low, high = pair(value)
+    if (low, high) != (0, 1):
+        return refused("groups with equal rewards are dropped, not those outside bounds; nearest: 0 1")
+    return nothing("drops groups whose rewards are all equal, which for rewards of 0 and 1 is the same")
+
+
+# ---- rewards
+
+
+def reward_url(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value is None:
+        return nothing("none")
+    if job.values.get("train.agent_func_path"):
+        return unknown(ENVIRONMENT)
+    urls = names(value)
+    if len(urls) == 1 and urls[0].split(":")[0].endswith(".py"):
+        path = urls[0] if ":" in urls[0] else f"{urls[0]}:reward_func"
+        return put({"reward.components": [{"use": path}]}, "queries, prompts, labels: called as OpenRLHF does")
+    return unknown("what answers at the address is not in the command: name its function, file.py:reward_func")
+
+
+def reward_model(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value is None or job.values.get("reward.remote_url") or job.values.get("train.agent_func_path"):
+        return nothing("reward.remote_url is used")
+    return put({"reward.components": [{"use": "reward_model", "args": {"path": path}} for path in names(value)]})
+
+
+def overlong(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value is None:
+        return nothing("off")
+    limit = job.get("rollout.max_new_tokens")
+    if limit is None:
+        return refused("needs rollout.max_new_tokens: the buffer is a share of it")
+    return shared.overlong(value, limit, job.get("reward.overlong_penalty_factor", 1))
+
+
+def truncated(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value is None:
+        return nothing("off")
+    if number(value) < 0:
+        return refused("a fixed penalty; nearest: truncated_reward_factor = 0")
+    return put({"algorithm.truncated_reward_factor": number(value)})
+
+
+# ---- data and batches
+
+
+def prompts(job: ForeignJob, value: Any) -> KeyVerdict:
+    listed = names(value) if isinstance(value, list) or "," in str(value) else [str(value)]
+    paths = [part.rpartition("@")[2] for part in listed]
+    return put({"data.train": paths[0] if len(paths) == 1 else paths})
+
+
+def template(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value is None or "{}" not in str(value):
+        return nothing("none")
+    if truth(job.get("data.apply_chat_template", False)):
+        return nothing("unused with apply_chat_template")
+    return put({"data.template": str(value).replace("\\n", "\n").replace("{}", "{prompt}")}, "{} to {prompt}")
+
+
+def lengths(job: ForeignJob, value: Any) -> KeyVerdict:
+    new, total = job.get("rollout.max_new_tokens"), whole(value)
+    if new is None:
+        both = {"data.max_prompt_tokens": total // 2, "rollout.max_response_tokens": total - total // 2}
+        return put(both, "one limit for both: half for each, as nothing else is said")
+    left = total - whole(new)
+    if left < 1:
+        return refused(f"leaves no tokens for the prompt: {total} - {new}")
+    return put({"data.max_prompt_tokens": left}, f"{total} - max_new_tokens = {left}")
+
+
+def train_batch(job: ForeignJob, value: Any) -> KeyVerdict:
+    group = whole(job.get("rollout.n_samples_per_prompt", 1))
+    return shared.samples_per_step(whole(job.get("rollout.batch_size", 1024)), group, whole(value))
+
+
+def asynchronous(job: ForeignJob, value: Any) -> KeyVerdict:
+    if not truth(value):
+        return nothing("off, as here")
+    return put({"rollout.max_staleness": max(1, whole(job.get("train.async_queue_size", 1)))}, "policy updates")
+
+
+def optimizer(prefix: str, ours: str) -> dict[str, Row]:
+    """Rows of the actor's or the critic's optimizer."""
+
+    def schedule(job: ForeignJob, value: Any) -> KeyVerdict:
+        if value in ("cosine_with_min_lr", "cosine"):
+            final = number(job.get(f"{prefix}.min_lr_ratio", 0.1)) if value == "cosine_with_min_lr" else 0.0
+            return put({f"{ours}.schedule": "cosine", f"{ours}.final_lr_frac": final})
+        if value in ("constant", "constant_with_warmup", "linear"):
+            return put({f"{ours}.schedule": value.split("_")[0]})
+        return refused("nearest: constant, linear or cosine")
+
+    rows = {
+        "adam.lr": to(f"{ours}.lr", number),
+        "adam.betas": to(f"{ours}.betas", numbers),
+        "adam.eps": to(f"{ours}.eps", number),
+        "adam.weight_decay": to(f"{ours}.weight_decay", number),
+        "max_norm": to(f"{ours}.grad_clip", number),
+        "lr_warmup_ratio": to(f"{ours}.warmup_frac", number),
+        "lr_scheduler": by(schedule, f"{ours}.schedule"),
+        "min_lr_ratio": automatic("part of lr_scheduler"),
+        "optim": missing(shared.ADAMW, f"{ours}.lr", off=("adam", None)),
+        "muon.*": automatic("only read with optim = muon"),
+    }
+    return under(prefix, rows)
+
+
+# ---- the command as a whole
+
+
+def program(foreign: ForeignRun) -> str | None:
+    if any(word in foreign.program for word in ("ppo", "grpo", "reinforce")):
+        return None
+    return f"{foreign.program} is not RL of a policy from a reward; stages: [sft] and [reward_model] train these here"
+
+
+def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
+    if job.get("actor.loss_agg_mode") is None:
+        yield "aggregate", default({"algorithm.aggregate": "token_mean"}, "a mean over all tokens")
+    if not job.get("ds.param_dtype") and not job.given("ds.bf16"):
+        yield "precision", default({"run.precision": "bfloat16"}, "the tool computes in bfloat16")
+    if not any(job.values.get(key) for key in REWARDS):
+        yield "reward", unknown("the command names no reward: set reward.components")
+    yield "cluster.engines.use", shared.VLLM
+    yield from _placed(job)
+
+
+def _devices(job: ForeignJob, role: str) -> int:
+    return whole(job.get(f"{role}.num_nodes", 1)) * whole(job.get(f"{role}.num_gpus_per_node", 8))
+
+
+def _placed(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
+    """Pools as the flags place the roles: together, in pairs, or each on its own."""
+    per_node = whole(job.get("actor.num_gpus_per_node", 8))
+    if colocates_all(job) and not truth(job.get("train.async_enable", False)):
+        yield from shared.cluster(max(1, _devices(job, "actor") // per_node), per_node)
+        return
+    pools = _pools(job)
+    total = sum(pool["devices"] for pool in pools.values())
+    yield from shared.cluster(-(-total // per_node), per_node, pools)
+
+
+def _pools(job: ForeignJob) -> dict[str, Any]:
+    engines = whole(job.get("vllm.num_engines") or 0) * whole(job.get("vllm.tensor_parallel_size", 1))
+    pools: dict[str, Any] = {"policy": {"devices": _devices(job, "actor"), "roles": ["policy"]}}
+    if has_kl(job):
+        if truth(job.get("train.colocate_actor_ref", False)) or colocates_all(job):
+            pools["policy"]["roles"].append("reference")
+        else:
+            pools["reference"] = {"devices": _devices(job, "ref"), "roles": ["reference"]}
+    if uses_critic(job):
+        pools["critic"] = {"devices": _devices(job, "critic"), "roles": ["critic"]}
+    if job.values.get("reward.model_name_or_path") and not job.values.get("reward.remote_url"):
+        if "critic" in pools and truth(job.get("train.colocate_critic_reward", False)):
+            pools["critic"]["roles"].append("reward_model")
+        else:
+            pools["reward"] = {"devices": _devices(job, "reward"), "roles": ["reward_model"]}
+    if engines:
+        pools["rollout"] = {"devices": engines, "roles": ["rollout"]}
+    else:
+        pools["policy"]["roles"].insert(1, "rollout")
+    return pools
+
+
+LOSSES = {"ppo": {}, "gspo": {"algorithm.ratio": "sequence", "algorithm.aggregate": "sample_mean"}}
+loss = table(LOSSES, "algorithm.ratio", nearest="ppo or gspo")

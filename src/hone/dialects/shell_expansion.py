@@ -1,0 +1,255 @@
+"""Expansion of a shell word: variables, defaults, arrays and arithmetic; what is not known becomes a hole."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hone.dialects.foreign import hole, holes_in
+from hone.dialects.shell_words import bracket_end, quoted_end
+
+MAX_DEPTH = 12
+MAX_CHARS = 1_000_000
+"""Of a value: a script that doubles a variable in each line stops there."""
+NAME = re.compile(r"[A-Za-z_]\w*")
+Variables = dict[str, "str | list[str]"]
+
+
+@dataclass
+class ShellScope:
+    """Variables where a command stands."""
+
+    variables: Variables
+    exported: dict[str, str] = field(default_factory=dict)
+    arguments: list[str] | None = None
+    """Positional arguments; None: those of the script, which are unknown."""
+
+
+def expand(raw: str, scope: ShellScope, *, splits: bool = True) -> list[str]:
+    """A word as written -> the words that it becomes."""
+    words, current, started = [], "", False
+    for text, is_quoted, is_list in _pieces(raw, scope):
+        if is_list is not None:
+            items = is_list if is_quoted else [part for item in is_list for part in item.split()]
+            if not splits:
+                current, started = current + " ".join(items), True
+            elif items:
+                current += items[0]
+                for item in items[1:]:
+                    words.append(current)
+                    current = item
+                started = True
+        elif is_quoted or not splits:
+            current, started = current + text, True
+        else:
+            parts = _split(text)
+            for number, part in enumerate(parts):
+                if number:
+                    if started or current:
+                        words.append(current)
+                    current, started = "", False
+                current += part
+                started = started or bool(part)
+    if started or current:
+        words.append(current)
+    return [word[:MAX_CHARS] for word in words]
+
+
+def _split(text: str) -> list[str]:
+    """By white space outside of holes; a leading or trailing blank gives an empty part."""
+    if not _has_holes(text):
+        return re.split(r"\s+", text)
+    return re.split(r"\s+(?![^\ue000]*\ue001)", text)
+
+
+def _has_holes(text: str) -> bool:
+    return next(holes_in(text), None) is not None
+
+
+Piece = tuple[str, bool, "list[str] | None"]
+
+
+def _pieces(raw: str, scope: ShellScope, depth: int = 0) -> Iterator[Piece]:
+    """Parts of a word: text, whether it was quoted, and the items of an array."""
+    at = 0
+    while at < len(raw):
+        char = raw[at]
+        if char == "\\":
+            if raw[at + 1 : at + 2] != "\n":
+                yield raw[at + 1 : at + 2], True, None
+            at += 2
+        elif char == "'":
+            end = quoted_end(raw, at)
+            yield raw[at + 1 : end - 1] if raw[end - 1 : end] == "'" and end > at + 1 else raw[at + 1 : end], True, None
+            at = end
+        elif char == '"':
+            end = quoted_end(raw, at)
+            inner = raw[at + 1 : end - 1] if end > at + 1 and raw[end - 1] == '"' else raw[at + 1 : end]
+            yield "", True, None
+            for text, items in _in_quotes(inner, scope, depth):
+                yield text, True, items
+            at = end
+        elif char == "`":
+            end = quoted_end(raw, at)
+            yield hole(raw[at + 1 : end - 1]), True, None
+            at = end
+        elif char == "$":
+            text, items, at = _dollar(raw, at, scope, depth)
+            yield text, raw[at - 1 : at] == ")", items
+        elif char == "~" and at == 0 and raw[1:2] in ("", "/"):
+            yield "~", True, None
+            at += 1
+        else:
+            end = at
+            while end < len(raw) and raw[end] not in "\\'\"`$":
+                end += 1
+            end = max(end, at + 1)
+            yield raw[at:end], True, None
+            at = end
+
+
+def _in_quotes(text: str, scope: ShellScope, depth: int) -> Iterator[tuple[str, list[str] | None]]:
+    at = 0
+    while at < len(text):
+        char = text[at]
+        if char == "\\" and text[at + 1 : at + 2] in ('"', "\\", "$", "`", "\n"):
+            if text[at + 1] != "\n":
+                yield text[at + 1], None
+            at += 2
+        elif char == "`":
+            end = quoted_end(text, at)
+            yield hole(text[at + 1 : end - 1]), None
+            at = end
+        elif char == "$":
+            found, items, at = _dollar(text, at, scope, depth)
+            yield found, items
+        else:
+            end = at + 1
+            while end < len(text) and text[end] not in "\\`$":
+                end += 1
+            yield text[at:end], None
+            at = end
+
+
+def _dollar(text: str, at: int, scope: ShellScope, depth: int) -> tuple[str, list[str] | None, int]:
+    """What an expansion at `at` gives: text or items, and where it ends."""
+    if text.startswith("$((", at):
+        end = bracket_end(text, at + 1)
+        return _arithmetic(text[at + 3 : end - 2], scope, depth), None, end
+    if text.startswith("$(", at):
+        end = bracket_end(text, at + 1)
+        command = text[at + 2 : end - 1].strip()
+        return "." if command == "pwd" else hole(f"$({' '.join(command.split())})"), None, end
+    if text.startswith("${", at):
+        end = bracket_end(text, at + 1)
+        found, items = _braces(text[at + 2 : end - 1], scope, depth)
+        return found, items, end
+    if name := NAME.match(text, at + 1):
+        found, items = _variable(name[0], scope)
+        return found, items, name.end()
+    special = text[at + 1 : at + 2]
+    if special and special in "@*#?$!-0123456789":
+        found, items = _special(special, scope)
+        return found, items, at + 2
+    return "$", None, at + 1
+
+
+def _special(name: str, scope: ShellScope) -> tuple[str, list[str] | None]:
+    if name in "@*":
+        return "", list(scope.arguments or [])
+    if name.isdecimal() and name != "0" and scope.arguments is not None:
+        number = int(name)
+        return (scope.arguments[number - 1] if number <= len(scope.arguments) else ""), None
+    return hole(f"${name}"), None
+
+
+def _variable(name: str, scope: ShellScope) -> tuple[str, list[str] | None]:
+    value = scope.variables.get(name)
+    if value is None:
+        return {"HOME": "~", "PWD": "."}.get(name) or hole(f"${name}"), None
+    if isinstance(value, list):
+        return value[0] if value else "", None
+    return value, None
+
+
+_BRACES = re.compile(r"([A-Za-z_]\w*|[0-9@*])(\[[^\]]*\])?(.*)", re.DOTALL)
+
+
+def _braces(inner: str, scope: ShellScope, depth: int) -> tuple[str, list[str] | None]:
+    """`${...}`: a variable, its default, an array."""
+    found = _BRACES.fullmatch(inner)
+    if found is None or depth > MAX_DEPTH:
+        return hole(f"${{{inner}}}"), None
+    name, index, rest = found[1], found[2], found[3]
+    is_special = not (name[0].isalpha() or name[0] == "_")
+    is_set = name in scope.variables or (is_special and bool(scope.arguments))
+    if index in ("[@]", "[*]") and not rest:
+        value = scope.variables.get(name, [])
+        return ("", value) if isinstance(value, list) else ("", [value])
+    if index or (rest and rest[0] not in ":-=?+"):
+        return hole(f"${{{inner}}}"), None
+    plain, items = _special(name, scope) if is_special else _variable(name, scope)
+    if not rest:
+        return plain, items
+    if (operator := re.match(r":?[-=?+]", rest)) is None:
+        return hole(f"${{{inner}}}"), None
+    other = "".join(
+        text if listed is None else " ".join(listed)
+        for text, _, listed in _pieces(rest[operator.end() :], scope, depth + 1)
+    )
+    kind = operator[0][-1]
+    lacks = not is_set or (operator[0][0] == ":" and plain == "" and not items)
+    if kind == "+":
+        return ("" if lacks else other), None
+    if not lacks:
+        return plain, items
+    if kind == "?":
+        return hole(f"${name}"), None
+    if kind == "=" and not is_special:
+        scope.variables[name] = other
+    return other, None
+
+
+# ---- arithmetic
+
+
+_ALLOWED = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+
+
+def _arithmetic(text: str, scope: ShellScope, depth: int) -> str:
+    """Value of `$((...))`, or a hole where it names something unknown."""
+    plain = "".join(piece if items is None else " ".join(items) for piece, _, items in _pieces(text, scope, depth + 1))
+    named = NAME.sub(lambda name: _variable(name[0], scope)[0] if not _has_holes(plain) else name[0], plain)
+    if _has_holes(named) or len(named) > 500:
+        return hole(f"$(({' '.join(text.split())}))")
+    try:
+        tree = ast.parse(named.strip().lstrip("0 ") or "0", mode="eval")
+        return str(_number(tree.body, 0))
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
+        return hole(f"$(({' '.join(text.split())}))")
+
+
+def _number(node: ast.expr, depth: int) -> int:
+    if depth > 50:
+        raise ValueError("too deep")
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return int(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand, depth + 1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, _ALLOWED):
+        left, right = _number(node.left, depth + 1), _number(node.right, depth + 1)
+        if isinstance(node.op, ast.Add):
+            value = left + right
+        elif isinstance(node.op, ast.Sub):
+            value = left - right
+        elif isinstance(node.op, ast.Mult):
+            value = left * right
+        elif isinstance(node.op, ast.Mod):
+            value = abs(left) % abs(right) * (1 if left >= 0 else -1)
+        else:
+            value = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)  # the shell rounds to zero
+        if abs(value) < 1 << 63:
+            return value
+    raise ValueError("not arithmetic")

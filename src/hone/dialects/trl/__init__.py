@@ -1,0 +1,1 @@
+"""TRL: `trl grpo`, its YAML, and `GRPOConfig(...)` in Python. `keys` has the tables, `rules` what they call."""

@@ -1,0 +1,232 @@
+"""Tables of TRL's arguments."""
+
+from __future__ import annotations
+
+from hone.dialects import shared
+from hone.dialects.rows import automatic, by, each, missing, placement, rewritten, table, to, when, where
+from hone.dialects.shared import LOGGING, MEMORY, RESUME
+from hone.dialects.trl import rules
+from hone.dialects.trl.rules import OPTIMIZER
+from hone.dialects.values import number, pair, positive, text, truth, whole
+from hone.dialects.verdict import Dialect, Row, nothing, put, unknown
+
+_EVALUATES = "data.eval and eval.every"
+_BATCHING = automatic("continuous batching, always")
+_CHUNKED = automatic("logits are made in chunks")
+_HUB = automatic("`hone export` writes a directory that the hub's own command uploads")
+_BEST = automatic("checkpoint.best keeps and exports the best")
+_ENVIRONMENT = rewritten(shared.ENVIRONMENT, "rollout.environment.use")
+_CONSTRAINED = missing("constrained sampling is not supported")
+_adapter = shared.adapter(rules.uses_adapter)
+
+MODEL: dict[str, Row] = {
+    **each("model_name_or_path model", to("model.path", text)),
+    "model_revision": missing("download the revision and name its directory", "model.path", off=("main", None)),
+    "trust_remote_code": to("model.trust_remote_code", truth),
+    **each(
+        "dtype torch_dtype",
+        by(
+            lambda job, v: nothing("of the weights: master weights are float32; bf16 says what computes"),
+            "run.precision",
+        ),
+    ),
+    "attn_implementation": automatic("attention is Hone's own"),
+    "model_init_kwargs": by(rules.model_arguments, "model.path"),
+    "cast_lm_head_to_fp32": automatic("logits are float32"),
+    "disable_dropout": automatic("models train without dropout"),
+    "router_aux_loss_coef": missing(shared.NO_AUX_LOSS),
+    "chat_template_path": to("model.chat_template", text),
+    "use_peft": by(
+        lambda job, v: put({"lora.rank": whole(job.get("lora_r", 16))}) if truth(v) else nothing("off"), "lora.rank"
+    ),
+    "lora_r": _adapter("rank", whole),
+    "lora_alpha": _adapter("alpha", number),
+    "lora_target_modules": _adapter("targets", shared.targets),
+    "lora_dropout": automatic("adapters have no dropout: RL's trainer and sampler must agree"),
+    **each("lora_task_type task_type", automatic("a causal language model")),
+    "bias": missing("biases are not trained with an adapter", "lora.rank"),
+    "lora_modules_to_save": missing("adapters only", "lora.targets"),
+    "use_rslora": missing("alpha / rank scales the adapter; nearest: lora.alpha = alpha x sqrt(rank)", "lora.alpha"),
+    "use_dora": missing("DoRA is not supported; nearest: lora.rank", "lora.rank"),
+    **each("load_in_4bit load_in_8bit", missing(shared.QUANTISED, "lora.rank")),
+    **each("bnb_4bit_* use_bnb_nested_quant", automatic("only read with load_in_4bit")),
+}
+
+DATA: dict[str, Row] = {
+    **each("dataset_name train_dataset", rules.dataset("data.train", "data.train_split")),
+    "eval_dataset": rules.dataset("data.eval", "data.eval_split"),
+    "dataset_config": automatic("part of dataset_name"),
+    "dataset_train_split": to("data.train_split", text),
+    "dataset_test_split": by(lambda job, v: nothing("evaluation data is data.eval; set it to evaluate"), "data.eval"),
+    "dataset_streaming": automatic("rows are read as they are needed"),
+    "datasets": missing("a mixture of data sets: write it to one file", "data.train"),
+    "shuffle_dataset": to("data.shuffle", truth),
+    "max_prompt_length": to("data.max_prompt_tokens", whole),
+    "chat_template_kwargs": to(
+        "data.template_args", lambda value: value if isinstance(value, dict) and value else None
+    ),
+    **each("dataloader_* dataset_num_proc", automatic(shared.AS_READ)),
+    **each("remove_unused_columns no_remove_unused_columns", automatic("rewards see every column")),
+}
+
+SAMPLING: dict[str, Row] = {
+    "max_completion_length": to("rollout.max_response_tokens", whole),
+    "num_generations": to("rollout.group_size", whole),
+    "num_generations_eval": when(
+        lambda job: job.given("eval_dataset"), "no data to evaluate on", to("eval.samples", whole)
+    ),
+    "temperature": to("rollout.temperature", number),
+    "top_p": shared.cut("rollout.top_p", 1),
+    "top_k": shared.cut("rollout.top_k", 0, -1),
+    "min_p": shared.cut("rollout.min_p", 0),
+    "repetition_penalty": missing("samples must be of the policy's own distribution; nearest: 1", off=(1, None)),
+    "generation_kwargs": missing("set rollout's keys", "rollout.stop"),
+    "use_vllm": by(rules.vllm, "cluster.engines.use", kind="placement"),
+    "vllm_mode": placement("cluster.pools: together by default, or `rollout` on a pool of its own"),
+    "vllm_gpu_memory_utilization": rules.engine("gpu_memory_utilization", number),
+    "vllm_tensor_parallel_size": rules.engine("tensor_parallel_size"),
+    **each("vllm_max_model_length vllm_max_model_len", rules.engine("max_model_len")),
+    **each("vllm_structured_outputs_regex vllm_guided_decoding_regex", _CONSTRAINED),
+    "vllm_*": placement("of vLLM's server: Hone starts its engines itself"),
+    **each("use_transformers_* transformers_continuous_batching_config", _BATCHING),
+    "cache_implementation": automatic("Hone's own cache"),
+    "ds3_gather_for_generation": automatic("weights are published to the engine"),
+    **each("environment_factory rollout_func tools", _ENVIRONMENT),
+    "max_tool_calling_iterations": automatic("rollout.environment.max_turns, where there are turns"),
+    "max_staleness": to("rollout.max_staleness", whole, "policy updates"),
+    "max_inflight_tasks": automatic("rollout.max_concurrent_samples"),
+    "queue_maxsize": automatic("rollout.max_staleness bounds it"),
+    "weight_sync_steps": missing("weights are published after every update", off=(1, None)),
+}
+
+_PART = by(rules.batch_part, "train.prompts_per_step")
+BATCH: dict[str, Row] = {
+    "per_device_train_batch_size": by(
+        rules.batch, "train.prompts_per_step", note="samples of all devices / num_generations"
+    ),
+    **each("gradient_accumulation_steps generation_batch_size", _PART),
+    "steps_per_generation": by(rules.batch_part, "train.samples_per_optimizer_step"),
+    "num_processes": by(rules.batch_part, "cluster.devices_per_node"),
+    "num_iterations": to("train.passes_per_batch", whole),
+    "per_device_eval_batch_size": automatic("evaluation is batched by the engine"),
+    "auto_find_batch_size": automatic("out of memory, the ladder lowers what changes no result"),
+    "max_steps": rules.in_updates("run.steps", positive),
+    "num_train_epochs": by(rules.epochs, "run.epochs"),
+    "average_tokens_across_devices": automatic("losses are normalised over the whole optimizer step"),
+}
+
+_OF_CORRECTION = by(lambda job, v: nothing("part of vllm_importance_sampling_correction"), "algorithm.correction")
+_SAPO = when(where("loss_type", "sapo", other="dapo"), "only read by sapo", by(rules.taus, "algorithm.sapo_tau"))
+ALGORITHM: dict[str, Row] = {
+    "beta": by(rules.beta, "algorithm.kl_loss_coef"),
+    "epsilon": when(
+        rules.is_bounded, "not read by this loss", by(rules.epsilon, "algorithm.clip_low", "algorithm.clip_high")
+    ),
+    "epsilon_high": when(rules.is_bounded, "not read by this loss", to("algorithm.clip_high", number)),
+    "delta": to("algorithm.dual_clip", number),
+    "loss_type": by(rules.loss, "algorithm.aggregate", "algorithm.clip"),
+    "scale_rewards": by(rules.scale, "algorithm.credit"),
+    "normalize_advantages": missing(
+        "RLOO's advantages are not normalised; nearest: algorithm.credit = group_mean_whitened", "algorithm.credit"
+    ),
+    "importance_sampling_level": table({"token": None, "sequence": "sequence"}, "algorithm.ratio"),
+    **each("sapo_temperature_pos sapo_temperature_neg", _SAPO),
+    "vespo_*": automatic("only read by vespo"),
+    "mask_truncated_completions": to("algorithm.mask_truncated", lambda value: truth(value) or None),
+    "top_entropy_quantile": missing("tokens of all entropies count; nearest: 1.0", off=(1, None)),
+    "entropy_coef": to("algorithm.entropy_coef", number),
+    "use_adaptive_entropy": missing("a fixed entropy_coef; nearest: algorithm.entropy_coef", "algorithm.entropy_coef"),
+    "entropy_*": automatic("only read by use_adaptive_entropy"),
+    "sync_ref_model": by(rules.reference, "algorithm.reference_refresh_every"),
+    **each("ref_model_sync_steps ref_model_mixup_alpha", automatic("part of sync_ref_model")),
+    "use_bias_correction_kl": automatic("only differs with several optimizer steps per batch"),
+    "off_policy_mask_threshold": missing(
+        "masks by divergence; nearest: algorithm.correction = icepop", "algorithm.correction"
+    ),
+    "vllm_importance_sampling_correction": by(rules.correction, "algorithm.correction"),
+    "vllm_importance_sampling_*": _OF_CORRECTION,
+}
+
+REWARDS: dict[str, Row] = {
+    "reward_funcs": by(rules.rewards, "reward.components"),
+    "reward_model_name_or_path": to(
+        "reward.components", lambda value: [{"use": "reward_model", "args": {"path": str(value)}}]
+    ),
+    "reward_weights": automatic("weights of reward.components: part of reward_funcs"),
+    "multi_objective_aggregation": missing(
+        "the weighted sum is normalised in its group; nearest: sum_then_normalize",
+        "reward.components",
+        off=("sum_then_normalize", None),
+    ),
+    "reward_clip_range": to("algorithm.reward_clip", pair),
+}
+
+TRAINER: dict[str, Row] = {
+    "learning_rate": to(f"{OPTIMIZER}.lr", number),
+    "lr_scheduler_type": by(rules.schedule, f"{OPTIMIZER}.schedule"),
+    "lr_scheduler_kwargs": automatic("part of lr_scheduler_type"),
+    "warmup_steps": by(rules.warmup, f"{OPTIMIZER}.warmup_steps"),
+    "warmup_ratio": by(rules.warmup_ratio, f"{OPTIMIZER}.warmup_frac"),
+    "weight_decay": to(f"{OPTIMIZER}.weight_decay", number),
+    **each("adam_beta1 adam_beta2", by(rules.betas, f"{OPTIMIZER}.betas")),
+    "adam_epsilon": to(f"{OPTIMIZER}.eps", number),
+    "max_grad_norm": to(f"{OPTIMIZER}.grad_clip", number),
+    "optim": by(rules.optimizer, f"{OPTIMIZER}.lr"),
+    "optim_args": missing("the optimizer is AdamW", f"{OPTIMIZER}.lr"),
+    "bf16": by(lambda job, v: put({"run.precision": "bfloat16"} if v is None or truth(v) else {}), "run.precision"),
+    "fp16": missing("nearest: bf16", "run.precision"),
+    "tf32": automatic("matrix products follow run.precision"),
+    "gradient_checkpointing": shared.checkpointing(),
+    "gradient_checkpointing_kwargs": automatic("never reentrant"),
+    **each("use_liger_kernel use_liger_loss liger_kernel_config", _CHUNKED),
+    "pad_to_multiple_of": automatic("never padded"),
+    "torch_compile*": automatic("cluster.trainer.compile compiles layers"),
+    **each("torch_empty_cache_steps activation_offloading", automatic(MEMORY)),
+    "neftune_noise_alpha": missing("no noise in embeddings"),
+    "label_smoothing_factor": missing("no labels to smooth"),
+    "ddp_*": placement("of the launcher"),
+    **each("deepspeed fsdp*", placement("the trainer is FSDP2: cluster.trainer")),
+    **each("accelerate_config config_file", placement("cluster.devices_per_node")),
+    "config": by(lambda job, v: unknown("a configuration file: import it too, and merge"), kind="hole"),
+    "accelerator_config": placement("of the launcher"),
+    "parallelism_config": placement("cluster.trainer"),
+    "use_cpu": to("run.device", lambda value: "cpu" if truth(value) else None),
+    "local_rank": automatic("of the launcher: `hone train` starts its processes itself"),
+}
+
+FILES: dict[str, Row] = {
+    "output_dir": to("run.dir", text),
+    "run_name": automatic("the run's name is its folder's"),
+    "seed": to("seed", whole),
+    "data_seed": automatic("order follows `seed`"),
+    "full_determinism": automatic("a synchronous run on one process repeats bit for bit"),
+    "save_steps": by(rules.save_steps, "checkpoint.every"),
+    "save_strategy": by(rules.save_strategy, "checkpoint.every"),
+    "save_total_limit": to("checkpoint.keep", positive),
+    "save_*": automatic("checkpoints are whole, as safetensors"),
+    **each("load_best_model_at_end metric_for_best_model greater_is_better", _BEST),
+    "eval_steps": when(
+        lambda job: job.given("eval_dataset"), "set data.eval to evaluate", rules.in_updates("eval.every", positive)
+    ),
+    "eval_strategy": by(lambda job, v: nothing(_EVALUATES), "eval.every"),
+    "eval_on_start": automatic("evaluated before the first update where data.eval is set"),
+    **each("eval_* do_eval", automatic(_EVALUATES)),
+    "do_train": automatic("`hone train`"),
+    "report_to": by(rules.reports, "observe.wandb"),
+    "project": automatic("the project of report_to"),
+    **each("trackio_* log_* logging_* wandb_* include_num_input_tokens_seen skip_memory_metrics", automatic(LOGGING)),
+    "num_completions_to_print": automatic("samples/ has every response"),
+    "disable_tqdm": automatic("observe.console"),
+    **each("push_to_hub hub_*", _HUB),
+    "resume_from_checkpoint": automatic(RESUME),
+    "ignore_data_skip": automatic("a resumed run continues in the data exactly"),
+}
+
+ROWS: dict[str, Row] = {**MODEL, **DATA, **SAMPLING, **BATCH, **ALGORITHM, **REWARDS, **TRAINER, **FILES}
+WRITTEN = (
+    *("max_prompt_length", "max_completion_length", "num_generations", "per_device_train_batch_size"),
+    *("num_train_epochs", "learning_rate", "lr_scheduler_type", "adam_beta2", "beta", "epsilon", "loss_type"),
+    *("scale_rewards", "vllm_importance_sampling_correction", "save_steps", "seed", "gradient_checkpointing", "bf16"),
+)
+
+DIALECT = Dialect(ROWS, WRITTEN, rules.program, rules.whole_command, {"async_num_generations": "num_generations"})

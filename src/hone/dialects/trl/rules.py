@@ -1,0 +1,346 @@
+"""Rules of TRL's arguments that look at other arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hone.dialects import shared
+from hone.dialects.foreign import ForeignRun
+from hone.dialects.rows import by, to, when, where
+from hone.dialects.values import names, number, positive, truth, whole
+from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, default, nothing, placed, put, refused, unknown
+
+OPTIMIZER = "train.optimizer"
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm.aggregate": "sample_mean"},
+    "dr_grpo": {"algorithm.aggregate": "fixed_length"},
+    "dapo": {"algorithm.aggregate": "token_mean"},
+    "bnpo": {"algorithm.aggregate": "token_mean"},
+    "cispo": {"algorithm.clip": "cispo", "algorithm.aggregate": "token_mean"},
+    "sapo": {"algorithm.clip": "sapo", "algorithm.aggregate": "sample_mean"},
+}
+SCALES = {
+    "group": "group_norm",
+    "True": "group_norm",
+    "none": "group_mean",
+    "False": "group_mean",
+    "None": "group_mean",
+}
+CORRECTIONS = {
+    "token_truncate": "tis",
+    "token_mask": "icepop",
+    "sequence_truncate": "sequence_tis",
+    "sequence_mask": "sequence_mask",
+}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+}
+REWARDS = {"accuracy_reward": "math", "think_format_reward": "format"}
+
+uses_vllm = where("use_vllm")
+uses_adapter = where("use_peft")
+
+
+def is_bounded(job: ForeignJob) -> bool:
+    return job.get("loss_type", "dapo") not in ("sapo", "vespo")
+
+
+def is_rloo(job: ForeignJob) -> bool:
+    return "rloo" in job.foreign.program.lower()
+
+
+# ---- batches
+
+
+def processes(job: ForeignJob) -> int:
+    return whole(job.get("num_processes", 1) or 1)
+
+
+def _samples_of_optimizer_step(job: ForeignJob) -> int:
+    passes = whole(job.get("gradient_accumulation_steps", 1))
+    return whole(job.get("per_device_train_batch_size", 8)) * passes * processes(job)
+
+
+def _samples_together(job: ForeignJob) -> int:
+    """Samples that are drawn together: `generation_batch_size`, or what follows from the others."""
+    given = job.get("generation_batch_size")
+    if given is not None:
+        return whole(given)
+    passes = job.get("steps_per_generation") or job.get("gradient_accumulation_steps", 1)
+    return whole(job.get("per_device_train_batch_size", 8)) * processes(job) * whole(passes)
+
+
+def batch(job: ForeignJob, value: Any) -> KeyVerdict:
+    group = whole(job.get("num_generations", 8))
+    samples, step = _samples_together(job), _samples_of_optimizer_step(job)
+    if samples % group:
+        why = f"{samples} samples drawn together are no multiple of num_generations = {group}"
+        known = job.given("num_processes")
+        return refused(why) if known else unknown(f"{why}: the number of processes is not in the command")
+    more = shared.samples_per_step(samples // group, group, step)
+    if more.kind == "refused":
+        return more
+    settings = {"train.prompts_per_step": samples // group, **more.settings}
+    return put(settings, f"{samples} samples together / num_generations; samples to prompts")
+
+
+def batch_part(job: ForeignJob, value: Any) -> KeyVerdict:
+    return nothing("part of the batch: see per_device_train_batch_size")
+
+
+def updates(job: ForeignJob, steps: Any) -> int:
+    """Policy updates of so many optimizer steps."""
+    per_update = max(1, _samples_together(job) // _samples_of_optimizer_step(job))
+    return max(1, -(-whole(steps) // (per_update * whole(job.get("num_iterations", 1)))))
+
+
+def in_updates(key: str, convert=whole) -> Row:
+    """A number of optimizer steps."""
+
+    def read(job: ForeignJob, value: Any) -> KeyVerdict:
+        steps = None if value is None else convert(value)
+        return put({} if steps is None else {key: updates(job, steps)}, "optimizer steps to policy updates")
+
+    return by(read, key)
+
+
+def epochs(job: ForeignJob, value: Any) -> KeyVerdict:
+    if positive(job.get("max_steps", -1)) is not None:
+        return nothing("max_steps wins")
+    return put({"run.epochs": number(value)}, "passes over the prompts")
+
+
+def save_steps(job: ForeignJob, value: Any) -> KeyVerdict:
+    kind = str(job.get("save_strategy", "steps"))
+    if kind == "no":
+        return put({"checkpoint.every": 0}, "off: only at the end")
+    steps = 500 if value is None else number(value)
+    if kind == "epoch" or 0 < steps < 1:
+        return refused("a share of the run, or an epoch: give it in policy updates")
+    return put({"checkpoint.every": updates(job, steps)}, "optimizer steps to policy updates")
+
+
+def save_strategy(job: ForeignJob, value: Any) -> KeyVerdict:
+    if str(value) == "no":
+        return put({"checkpoint.every": 0}, "only at the end")
+    return nothing("see save_steps") if str(value) == "steps" else refused("once per epoch: give it in policy updates")
+
+
+# ---- algorithm
+
+
+def beta(job: ForeignJob, value: Any) -> KeyVerdict:
+    if not is_rloo(job):
+        return put({"algorithm.kl_loss_coef": number(value)}, "KL in the loss (k3)")
+    settings: dict[str, Any] = {"algorithm.kl_reward_coef": number(value)}
+    return put(settings | ({"algorithm.kl_estimator": "k1"} if value else {}), "KL in the reward")
+
+
+def epsilon(job: ForeignJob, value: Any) -> KeyVerdict:
+    both = {"algorithm.clip_low": number(value), "algorithm.clip_high": number(value)}
+    return put(both if job.get("epsilon_high") is None else {"algorithm.clip_low": number(value)})
+
+
+def loss(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value not in LOSSES:
+        return refused(f"no such loss here; nearest: {', '.join(LOSSES)}")
+    return put(LOSSES[value], "over the optimizer step; bnpo averages over a microbatch" if value == "bnpo" else "")
+
+
+def scale(job: ForeignJob, value: Any) -> KeyVerdict:
+    if is_rloo(job):
+        return nothing("not read by RLOO")
+    if str(value) not in SCALES:
+        return refused("a standard deviation over the batch; nearest: group, or algorithm.credit = group_mean_whitened")
+    return put({"algorithm.credit": SCALES[str(value)]})
+
+
+def taus(job: ForeignJob, value: Any) -> KeyVerdict:
+    parts = (("sapo_temperature_pos", 1.0), ("sapo_temperature_neg", 1.05))
+    return put({"algorithm.sapo_tau": [number(job.get(name, other)) for name, other in parts]})
+
+
+def correction(job: ForeignJob, value: Any) -> KeyVerdict:
+    if not truth(value):
+        return put({"algorithm.correction": "none"})
+    if not uses_vllm(job):
+        return nothing("only with vLLM")
+    mode = str(job.get("vllm_importance_sampling_mode", "sequence_mask"))
+    if mode not in CORRECTIONS:
+        return refused(f"vllm_importance_sampling_mode must be one of {', '.join(CORRECTIONS)}")
+    cap = job.get("vllm_importance_sampling_clip_max") or job.get("vllm_importance_sampling_cap") or 3.0
+    settings: dict[str, Any] = {"algorithm.correction": CORRECTIONS[mode], "algorithm.correction_high": number(cap)}
+    if "mask" in mode:
+        settings["algorithm.correction_low"] = number(job.get("vllm_importance_sampling_clip_min") or 0.0)
+    return put(settings)
+
+
+def reference(job: ForeignJob, value: Any) -> KeyVerdict:
+    if not truth(value) or number(job.get("beta", 0.0)) == 0:
+        return nothing("no reference that changes")
+    if number(job.get("ref_model_mixup_alpha", 0.6)) != 1:
+        return refused("a reference that is mixed with the policy; nearest: ref_model_mixup_alpha = 1")
+    steps = whole(job.get("ref_model_sync_steps", 512))
+    return put({"algorithm.reference_refresh_every": steps}, "policy updates")
+
+
+# ---- optimizer
+
+
+def schedule(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value not in SCHEDULES:
+        return refused("nearest: constant, linear or cosine")
+    settings: dict[str, Any] = {f"{OPTIMIZER}.schedule": SCHEDULES[value]}
+    if value == "cosine_with_min_lr":
+        extra = job.get("lr_scheduler_kwargs") or {}
+        if not isinstance(extra, dict):
+            return refused("lr_scheduler_kwargs must name min_lr_rate")
+        floor = number(extra.get("min_lr", 0.0)) / number(job.get("learning_rate", 1e-6))
+        settings[f"{OPTIMIZER}.final_lr_frac"] = number(extra.get("min_lr_rate", floor))
+    return put(settings)
+
+
+def warmup(job: ForeignJob, value: Any) -> KeyVerdict:
+    steps = number(value or 0)
+    if 0 < steps < 1:
+        return put({f"{OPTIMIZER}.warmup_frac": steps}, "of the optimizer steps")
+    return put({f"{OPTIMIZER}.warmup_steps": whole(steps)} if steps else {}, "optimizer steps")
+
+
+def warmup_ratio(job: ForeignJob, value: Any) -> KeyVerdict:
+    if not value or number(job.get("warmup_steps", 0) or 0) > 0:
+        return nothing("none, or warmup_steps wins")
+    return put({f"{OPTIMIZER}.warmup_frac": number(value)}, "of the optimizer steps")
+
+
+def betas(job: ForeignJob, value: Any) -> KeyVerdict:
+    parts = (("adam_beta1", 0.9), ("adam_beta2", 0.999))
+    return put({f"{OPTIMIZER}.betas": [number(job.get(name, other)) for name, other in parts]})
+
+
+def optimizer(job: ForeignJob, value: Any) -> KeyVerdict:
+    if "adamw" in str(value) or "8bit" in str(value) or str(value) in ("default_optim", "None"):
+        return nothing("AdamW; its moments are float32, sharded or offloaded instead of quantised")
+    return refused("the optimizer is AdamW; nearest: adamw_torch")
+
+
+# ---- models, data, rewards
+
+
+def dataset(key: str, split: str) -> Row:
+    """A name, or what `load_dataset` is called with in a Python file."""
+
+    def read(job: ForeignJob, value: Any) -> KeyVerdict:
+        if not isinstance(value, dict):
+            config = job.get("dataset_config")
+            return put({} if value is None else {key: f"{value}:{config}" if config else str(value)})
+        path = value.get("path")
+        if isinstance(path, list):
+            return put({key: path[0] if len(path) == 1 else path})
+        name, _, rows = str(value.get("split", "train")).partition("[")
+        config = value.get("config")
+        settings = {key: str(path) if config is None else f"{path}:{config}", split: name}
+        if rows and not re.fullmatch(r":\d+\]", rows):
+            return refused(f"a share of a split ({value['split']}): give rows in {key}_rows")
+        return put(settings | ({f"{key}_rows": f"0{rows[:-1]}"} if rows else {}))
+
+    return by(read, key)
+
+
+def rewards(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value is None:
+        return nothing("none here")
+    listed = value if isinstance(value, list) else names(value)
+    weights = job.get("reward_weights")
+    components = []
+    for item in map(str, listed):
+        component = _component(item)
+        if isinstance(component, KeyVerdict):
+            return component
+        components.append(component)
+    weights = [1.0] * len(listed) if weights is None else weights if isinstance(weights, list) else [weights]
+    return shared.weighted(components, weights, "completions: called as TRL does")
+
+
+def _component(item: str) -> dict[str, Any] | KeyVerdict:
+    """A reward function of TRL's or the author's own, or a model."""
+    name = item.rpartition(".")[2].rpartition(":")[2]
+    if name == "get_soft_overlong_punishment":
+        return refused("algorithm.overlong_buffer_frac and overlong_penalty are this reward")
+    if name in REWARDS and ".py:" not in item:
+        return {"use": REWARDS[name]}
+    if ":" in item:
+        return {"use": item}
+    if "/" in item:
+        return {"use": "reward_model", "args": {"path": item}}
+    if re.fullmatch(r"[\w.]+\.\w+", item):
+        module, _, function = item.rpartition(".")
+        return {"use": f"{module}:{function}"}
+    return refused(f"{item}: name your function as file.py:{item} in reward.components")
+
+
+def reports(job: ForeignJob, value: Any) -> KeyVerdict:
+    listed = [] if value in (None, "none") else names(value)
+    return shared.loggers(listed, lambda: job.get("project") or "hone")
+
+
+def vllm(job: ForeignJob, value: Any) -> KeyVerdict:
+    if not truth(value):
+        return placed({}, "Hone's own engine")
+    return placed({"cluster.backend": "ray", "cluster.engines.use": "vllm"})
+
+
+def engine(key: str, convert=whole) -> Row:
+    row = to(f"cluster.engines.{key}", lambda value: convert(number(value)), kind="placement")
+    return when(uses_vllm, "only with use_vllm", row)
+
+
+def model_arguments(job: ForeignJob, value: Any) -> KeyVerdict:
+    ours = ("attn_implementation", "torch_dtype", "dtype", "use_cache", "device_map", "low_cpu_mem_usage")
+    given = value if isinstance(value, dict) else {}
+    if given.get("trust_remote_code") is True:
+        return put({"model.trust_remote_code": True})
+    others = [name for name in given if name not in (*ours, "trust_remote_code")]
+    if others or (value and not given):
+        return refused(f"arguments of the model's class ({', '.join(others) or value}): edit its config.json")
+    return nothing("kernels and dtypes are Hone's own")
+
+
+# ---- the command as a whole
+
+
+def program(foreign: ForeignRun) -> str | None:
+    if re.search(r"grpo|rloo|gspo|openenv|openreward", foreign.program, re.IGNORECASE):
+        return None
+    keys = {key.key.replace("-", "_") for key in foreign.keys}
+    if foreign.program == "trl" and keys & {"num_generations", "max_completion_length", "reward_funcs"}:
+        return None
+    others = re.search(r"sft|dpo|distil|gkd|gold|sdft|kto", foreign.program, re.IGNORECASE)
+    if "num_generations" in keys and not others:
+        return None
+    return f"{foreign.program} is not GRPO or RLOO; stages: [sft] and [reward_model] train those here"
+
+
+IN_THE_CALL = {
+    ("reward_funcs", "reward_model_name_or_path"): "the reward functions are in the trainer's call: name them in "
+    "reward.components",
+    ("train_dataset", "dataset_name", "datasets"): "the data is in the trainer's call: name it in data.train",
+    ("model", "model_name_or_path"): "the model is in the trainer's call: name it in model.path",
+}
+RLOO = {"algorithm.credit": "leave_one_out", "algorithm.aggregate": "fixed_length", "algorithm.ratio": "sequence"}
+
+
+def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
+    if is_rloo(job):
+        yield "RLOO", default(RLOO, "each sample against its siblings; the ratio is the sequence's")
+    for keys, why in IN_THE_CALL.items():
+        if not any(job.given(key) for key in keys):
+            yield keys[0], unknown(why)
+    yield "data.chat", default({"data.chat": True}, "TRL's prompts are messages")
+    yield from shared.cluster(1, processes(job))

@@ -1,0 +1,1 @@
+"""verl: Hydra overrides of `verl.trainer.main_ppo` and its relatives. `keys` has the tables, `rules` what they call."""
