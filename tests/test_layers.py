@@ -13,7 +13,7 @@ import hone
 SOURCES = Path(hone.__file__).parent
 LAYERS = (
     ("types", "errors", "runtime"),
-    ("doctor",),
+    ("doctor", "devices"),
     ("config", "observe"),
     ("algo", "data", "dialects", "model", "plan"),
     ("memory",),

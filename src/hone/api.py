@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.config.load import Loaded, load_mapping
+from hone.devices import machine_kind
 from hone.errors import ConfigError, DataError
 from hone.reward.given import GIVEN
 from hone.run.folder import RunFolder
@@ -237,7 +238,7 @@ def _process_as_before() -> Iterator[None]:
 
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
-        with environment_restored("CUDA_VISIBLE_DEVICES"):
+        with environment_restored(machine_kind().variable):
             yield
     finally:
         torch.set_num_threads(threads)

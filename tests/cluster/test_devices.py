@@ -1,11 +1,15 @@
 """Which GPUs training and services see, from what the run file says and what this process may see."""
 
+import subprocess
+import sys
+
 import pytest
+import torch
 
 from hone.config.run import RunConfig
-from hone.errors import ServiceError
-from hone.services import gpus as devices
-from hone.services.gpus import Split, split_devices, visible_devices
+from hone.devices import AMD, ASCEND, NVIDIA, device_of, devices_here, machine_kind, peak_bytes, visible_devices
+from hone.errors import DataError, ServiceError
+from hone.services.gpus import Split, split_devices
 
 
 def config(training=None, **services):
@@ -64,4 +68,80 @@ def test_otherwise_the_driver_is_asked(monkeypatch, tmp_path):
     tool.write_text("#!/bin/sh\necho 0\necho 1\n")
     tool.chmod(0o755)
     assert visible_devices() == ["0", "1"]
-    assert devices.VARIABLE == "CUDA_VISIBLE_DEVICES"
+    assert devices_here("auto").resource == "GPU" and devices_here("cpu").resource == "CPU"
+
+
+def test_machines_of_other_vendors(tmp_path, monkeypatch):
+    """AMD's driver has a node for each CPU and GPU; Ascend's a file for each NPU, and one for all."""
+    for kind in (NVIDIA, AMD, ASCEND):
+        monkeypatch.delenv(kind.variable, raising=False)
+    amd, ascend = tmp_path / "amd", tmp_path / "ascend"
+    for node, number in enumerate(("0", "4098", "4098")):
+        (amd / f"sys/class/kfd/kfd/topology/nodes/{node}").mkdir(parents=True)
+        (amd / f"sys/class/kfd/kfd/topology/nodes/{node}/gpu_id").write_text(f"{number}\n")
+    (ascend / "dev").mkdir(parents=True)
+    for name in ("davinci0", "davinci1", "davinci2", "davinci_manager"):
+        (ascend / "dev" / name).touch()
+    assert (machine_kind(amd), visible_devices(amd)) == (AMD, ["0", "1"])
+    assert (machine_kind(ascend), visible_devices(ascend)) == (ASCEND, ["0", "1", "2"])
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert (visible_devices(amd), visible_devices(ascend)) == (["0", "1"], ["2"])
+
+
+BACKEND = """
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as set_up
+
+class Module:
+    is_initialized = is_available = lambda self: True
+    current_device = lambda self: 0
+    device_count = lambda self: 4
+    max_memory_allocated = lambda self: 123
+    mem_get_info = lambda self: (40, 100)
+    get_amp_supported_dtype = lambda self: []
+    def _is_in_bad_fork(self): return False
+    def manual_seed_all(self, seed): pass
+
+class Hooks(torch._C._acc.PrivateUse1Hooks):
+    is_available = lambda self: True
+    has_primary_context = lambda self, index: True
+    is_built = lambda self: True
+
+set_up("npu", Module(), Hooks())
+from hone.errors import DataError
+from hone import devices
+"""
+"""A backend of Python alone, as torch_npu is one of C++."""
+
+
+@pytest.mark.slow("a process of its own imports torch")
+def test_an_npu_is_one_of_torch_s_accelerators():
+    program = """
+kind = devices.torch_kind()
+print(devices.device_of("auto", "run.device"), kind.backend, kind.resource, devices.peak_bytes())
+print(devices.used_and_total_bytes(), devices.has_bfloat16(torch.device("npu")), devices.device_of("cpu", "k"))
+try: devices.device_of("cuda", "run.device")
+except DataError as error: print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", BACKEND + program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "npu hccl NPU 123",
+        "(60, 100) True cpu",
+        "run.device: cuda, but torch sees an accelerator of type `npu`. Set it to cpu or auto, or check the driver.",
+    ]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_an_accelerator_that_hone_does_not_know_is_refused_aloud(monkeypatch, wanted):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: torch.device("xpu"))
+    with pytest.raises(DataError, match=rf"run.device: {wanted}, but torch computes on .* `xpu` here, which Hone does"):
+        device_of(wanted, "run.device")
+    assert device_of("cpu", "run.device").type == "cpu" and peak_bytes() == 0
+
+
+def test_without_any_accelerator():
+    assert device_of("auto", "run.device").type == "cpu"
+    with pytest.raises(DataError, match=r"run.device: npu, but torch sees no GPU.* and that torch_npu is"):
+        device_of("npu", "run.device")

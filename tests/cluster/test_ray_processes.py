@@ -42,7 +42,7 @@ SAMPLING = Sampling(4, 1.0, 0, 1.0, 0.0, (), ())
 def cluster():
     with (
         pytest.MonkeyPatch.context() as patch,
-        RayCluster(ClusterSection(backend="ray"), name="first", has_gpus=False, num_devices=4, say=print) as cluster,
+        RayCluster(ClusterSection(backend="ray"), name="first", resource="CPU", num_devices=4, say=print) as cluster,
     ):
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         cluster.start()
@@ -109,7 +109,7 @@ def test_devices_that_others_have_are_waited_for_and_their_holder_is_named(clust
     settings = ClusterSection(backend="ray", address="auto", start_timeout_s=2)
     said = []
     with (
-        Joined(settings, name="second", has_gpus=False, num_devices=2, say=said.append) as second,
+        Joined(settings, name="second", resource="CPU", num_devices=2, say=said.append) as second,
         pytest.raises(ClusterError, match=r"2 CPUs were not free within cluster.start_timeout_s = 2 s.*first holds 4"),
     ):
         second.start()
@@ -117,7 +117,7 @@ def test_devices_that_others_have_are_waited_for_and_their_holder_is_named(clust
 
 def test_a_machine_that_is_too_small_is_refused_at_once(cluster):
     with (
-        Joined(ClusterSection(backend="ray"), name="second", has_gpus=True, num_devices=2, say=print) as second,
+        Joined(ClusterSection(backend="ray"), name="second", resource="GPU", num_devices=2, say=print) as second,
         pytest.raises(PlacementError, match="2 devices, this machine has 0 GPUs"),
     ):
         second.start()

@@ -161,7 +161,7 @@ class RayBackend:
             cluster = RayCluster(
                 job.config.cluster,
                 name=f"hone {job.loaded.name}",
-                has_gpus=job.device.type == "cuda",
+                resource=job.found.resource,
                 num_devices=job.topology.num_devices,
                 say=job.observer.say,
             )
@@ -366,7 +366,7 @@ class RayWorkers:
     def _routes(self) -> Routes:
         """How weights get to the engines: with CUDA IPC from the rank on the same GPU, else from rank 0."""
         job, trainer, engines = self._job, self._job.topology.trainer, self._job.topology.engines
-        on_gpu = job.device.type == "cuda"
+        on_gpu = job.device.type == "cuda"  # on Ascend NPUs weights go through Ray's object store
         transport = transport_of(job.config, job.topology, on_gpu=on_gpu)
         if transport == "ipc" and not on_gpu:
             raise PlacementError("cluster.transport = ipc shares a GPU's memory, and here is none. Nearest: auto.")

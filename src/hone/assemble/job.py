@@ -21,9 +21,9 @@ from hone.config.load import Loaded
 from hone.config.run import RunConfig, RunSection
 from hone.config.topology import Topology
 from hone.data.chat import Tokenizer
+from hone.devices import FoundDevices, device_of
 from hone.errors import ConfigError, HoneError, Stopped
 from hone.memory.guard import Guard
-from hone.model.device import device_of
 from hone.observe.observer import Observer
 from hone.run.folder import RunFolder
 from hone.runtime.processes import stop_signals_handled
@@ -47,6 +47,8 @@ class Job:
     compute: ThreadPoolExecutor
     stop: asyncio.Event
     device: torch.device
+    """Of whoever computes: of this process, or of the cluster's ranks and engines."""
+    found: FoundDevices
     services: Services
     memory: RunMemory
     topology: Topology

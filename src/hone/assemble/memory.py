@@ -14,9 +14,10 @@ from hone.config.load import Loaded
 from hone.config.render import resolved_yaml
 from hone.config.run import RunConfig
 from hone.config.yaml_tree import Where
+from hone.devices import is_accelerator
 from hone.errors import DataError, MemoryExhausted
 from hone.memory import calibration
-from hone.memory.gauges import GIB, Busy, CudaGauge, HostGauge, Meter, nvml_reader, ran_out_of_memory
+from hone.memory.gauges import GIB, Busy, DeviceGauge, HostGauge, Meter, nvml_reader, ran_out_of_memory
 from hone.memory.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS, Knob, Ladder, Predict
 from hone.memory.record import Expected, Record, comparison, table
 from hone.model.recompute import Checkpointing
@@ -52,9 +53,9 @@ class RunMemory:
         config = loaded.config
         budget = config.plan.memory_budget_gib
         budget_bytes = None if budget is None else int(budget * GIB)
-        is_gpu = device.type == "cuda"
-        gauge = CudaGauge(budget_bytes) if is_gpu else HostGauge(memory_limit_bytes())
-        reader = nvml_reader() if is_gpu else None
+        is_gpu = is_accelerator(device)
+        gauge = DeviceGauge(device, budget_bytes) if is_gpu else HostGauge(memory_limit_bytes())
+        reader = nvml_reader() if device.type == "cuda" else None
         self._device = calibration.device_key(gauge.kind)
         self._has_limit = is_gpu or budget is not None
         self._what = gauge.what

@@ -16,9 +16,9 @@ from hone.assemble.job import set_up_arithmetic
 from hone.config.load import load_config
 from hone.config.run import ModelSection, RunSection
 from hone.data.chat import load_tokenizer, resolve_model
+from hone.devices import DeviceName, give_back_memory, has_bfloat16, is_accelerator, module_of
 from hone.errors import DataError, RunFolderError
 from hone.model.load import load_model
-from hone.model.memory import give_back_memory
 from hone.rollout.local import LocalEngine
 from hone.run.folder import RunFolder
 from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, refuse_open_door
@@ -39,7 +39,7 @@ class PolicySettings(BaseModel):
     """What requests call it; None: the last part of its path."""
     chat_template: Path | None = None
     """Jinja file, instead of the tokenizer's own."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     threads: int = Field(0, ge=0)
@@ -99,7 +99,7 @@ def loader(model: str, version: int, name: str, settings: PolicySettings) -> Cal
         device = set_up_arithmetic(RunSection(device=settings.device, threads=settings.threads))
         precision = settings.precision
         if precision == "auto":
-            precision = "bfloat16" if device.type == "cuda" else "float32"
+            precision = "bfloat16" if has_bfloat16(device) else "float32"
         template = str(settings.chat_template) if settings.chat_template else None
         place = resolve_model(model, Path.cwd())
         tokenizer = load_tokenizer(ModelSection(path=place, chat_template=template), Path.cwd())
@@ -112,7 +112,7 @@ def loader(model: str, version: int, name: str, settings: PolicySettings) -> Cal
             timeout_s=STEP_TIMEOUT_S,
             version=version,
         )
-        held = partial(torch.cuda.memory_allocated, device) if device.type == "cuda" else _process_bytes
+        held = partial(module_of(device).memory_allocated, device) if is_accelerator(device) else _process_bytes
 
         def move(awake: bool) -> None:
             weights.to(device if awake else "cpu")

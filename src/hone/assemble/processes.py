@@ -22,6 +22,7 @@ from hone.cluster.actors import Seat
 from hone.config.load import Loaded
 from hone.config.topology import is_sharded
 from hone.data.chat import Tokenizer, load_tokenizer
+from hone.devices import is_accelerator
 from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
 from hone.rollout.engine import Engine
@@ -40,11 +41,13 @@ class ActorSpec:
     loaded: Loaded
     """Its paths hold wherever the process starts."""
     run_dir: Path
+    device_type: str
+    """torch's name of the devices that the run has."""
 
     @classmethod
     def of(cls, job: Job) -> ActorSpec:
         loaded = replace(job.loaded, run_file=job.loaded.run_file.absolute())
-        return cls(loaded, job.folder.path.absolute())
+        return cls(loaded, job.folder.path.absolute(), job.device.type)
 
 
 @dataclass
@@ -65,9 +68,10 @@ class ActorContext:
     def of(cls, spec: ActorSpec, processes: int) -> ActorContext:
         """Set the process up. `processes`: how many of them compute on this machine at a time."""
         loaded = spec.loaded
-        device = set_up_arithmetic(loaded.config.run, processes)
-        if device.type == "cuda":
-            device = torch.device("cuda", 0)  # Ray shows each process its own alone
+        # What the driver found, or a failure: a rank on a CPU among others on GPUs would be no replacement.
+        device = set_up_arithmetic(loaded.config.run.model_copy(update={"device": spec.device_type}), processes)
+        if is_accelerator(device):
+            device = torch.device(device.type, 0)  # Ray shows each process its own alone
         tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent, loaded.config.data.template_args)
         return cls(loaded, RunFolder(spec.run_dir), tokenizer, device)
 

@@ -29,13 +29,14 @@ from hone.services.launch import Launch, ReplicaPlace, plan_replica
 from hone.services.service import Service
 
 
-def load_reward_models(loaded: Loaded, processes: int) -> dict[str, RewardModel]:
+def load_reward_models(loaded: Loaded, processes: int, device_type: str) -> dict[str, RewardModel]:
     """In a process of the cluster: the reward models that score on devices, by their components' names, unloaded.
 
     Args:
         processes: how many compute on this machine at a time.
+        device_type: torch's name of the run's devices.
     """
-    set_up_arithmetic(loaded.config.run, processes)
+    set_up_arithmetic(loaded.config.run.model_copy(update={"device": device_type}), processes)
     folder = loaded.run_file.parent
     return {
         component_name(one): RewardModel.from_args(one.args, folder=folder, timeout_s=one.timeout_s)
@@ -171,7 +172,7 @@ class Scoring:
         processes = self._processes("reward_model", replica.devices)
         actor = await asyncio.to_thread(self._spawn, name, ScorerActor, replica.devices)
         try:
-            making = actor.build.remote(partial(load_reward_models, self._loaded, processes))
+            making = actor.build.remote(partial(load_reward_models, self._loaded, processes, self._job.device.type))
             await wait_for_one(name, making, "starting", self._settings.start_timeout_s, START_KEY)
         except BaseException:
             ray.kill(actor)

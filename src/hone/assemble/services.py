@@ -8,12 +8,23 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
+from hone.cluster.ray import machines_of
 from hone.config.derived import unused_services
 from hone.config.load import Loaded
 from hone.config.run import RunConfig
 from hone.config.topology import Topology
+from hone.devices import (
+    FoundDevices,
+    devices_here,
+    devices_of_machines,
+    is_accelerator,
+    machine_kind,
+    visible_devices,
+)
 from hone.errors import PlacementError
-from hone.services.gpus import VARIABLE, Split, split_devices, topology_here, visible_devices
+from hone.services.gpus import Split, split_devices, topology_on
 from hone.services.supervisor import Services
 
 
@@ -23,20 +34,41 @@ def claim_devices(config: RunConfig) -> Split:
         return Split(None)
     split = split_devices(config, visible_devices())
     if split.training is not None:
-        os.environ[VARIABLE] = split.training
+        os.environ[machine_kind().variable] = split.training
     return split
 
 
-def placed(config: RunConfig) -> Topology:
-    """Who works on which devices of this machine and its like. Comes before `claim_devices` hides some of them.
+def placed(config: RunConfig) -> tuple[Topology, FoundDevices]:
+    """Who works on which devices, of this machine and its like or of the Ray cluster that is joined.
+
+    Comes before `claim_devices` hides some of them.
 
     Raises:
-        PlacementError: what the run file asks for is impossible here.
+        PlacementError: what the run file asks for is impossible there.
+        ClusterError: there is no Ray at `cluster.address`.
     """
     if config.cluster.backend == "ray" and find_spec("ray") is None:
         raise PlacementError("cluster.backend = ray: Ray is not installed. Get it with hone-rl's extra `ray`.")
-    looks = config.cluster.backend == "ray" and config.run.device != "cpu"
-    return topology_here(config, visible_devices() if looks else ())
+    found = devices_found(config)
+    return topology_on(config, found), found
+
+
+def devices_found(config: RunConfig) -> FoundDevices:
+    """Devices of the run's machines; see `placed`."""
+    cluster, wanted = config.cluster, config.run.device
+    if cluster.backend == "ray" and cluster.address is not None and wanted != "cpu":
+        return devices_of_machines(machines_of(cluster), wanted, cluster.nodes)
+    return devices_here(wanted)
+
+
+def unseen_notes(device: torch.device, found: FoundDevices) -> list[str]:
+    """A note where a run of one process computes on the CPU of a machine whose driver lists accelerators."""
+    if is_accelerator(device) or found.device_type == "cpu":
+        return []
+    return [
+        f"the driver lists {found.per_node} {found.resource}s, and torch {torch.__version__} sees none: this run "
+        "computes on the CPU. Install torch for them, or set run.device=cpu."
+    ]
 
 
 def unused_notes(config: RunConfig) -> list[str]:

@@ -34,7 +34,7 @@ from hone.assemble.job import (
 from hone.assemble.memory import RunMemory, exhausted
 from hone.assemble.models import stage_weights
 from hone.assemble.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
-from hone.assemble.services import claim_devices, placed, unused_notes
+from hone.assemble.services import claim_devices, placed, unseen_notes, unused_notes
 from hone.assemble.workers import Backend, LocalBackend, Workers
 from hone.cluster.ray import environment_for_ray
 from hone.config.derived import correction, longest_tokens, samples_per_update
@@ -86,9 +86,11 @@ def train(
         HoneError: what went wrong; its `exit_code` is the process's. The newest checkpoint is then still there.
     """
     config = loaded.config
-    topology = placed(config)
+    topology, found = placed(config)
+    is_local = topology.backend == "local"
     split = claim_devices(config)
-    device = set_up_arithmetic(config.run)
+    own = set_up_arithmetic(config.run if is_local else config.run.model_copy(update={"device": "cpu"}))
+    device = own if is_local else torch.device(found.device_type)
     tokenizer = load_tokenizer(config.model, loaded.run_file.parent, config.data.template_args)
     refuse_untrainable(loaded, tokenizer)
     loaded = with_length(loaded, tokenizer)
@@ -134,7 +136,7 @@ def train(
                     relay=observer.relay,
                     stop=stop,
                 )
-                memory = RunMemory(loaded, folder, observer, device)
+                memory = RunMemory(loaded, folder, observer, own)
                 alarms = LiveAlarms(
                     settings,
                     observer,
@@ -151,13 +153,14 @@ def train(
                     compute,
                     stop,
                     device,
+                    found,
                     services,
                     memory,
                     topology,
                     alarms,
                 )
-                placement = topology_lines(topology) if topology.backend != "local" else []
-                for note in (*placement, *split.notes, *unused_notes(config)):
+                placement = [] if is_local else topology_lines(topology)
+                for note in (*unseen_notes(device, found), *placement, *split.notes, *unused_notes(config)):
                     observer.say(note)
                 try:
                     with located(loaded):

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
+from hone.devices import give_back_memory, peak_bytes
 from hone.errors import CheckpointError, EngineError, HoneError
-from hone.model.memory import give_back_memory
 from hone.rollout.engine import CacheUse, Caching, Engine, Request
 from hone.train.pairs import PairTrainer
 from hone.train.roles import Roles
@@ -66,7 +66,7 @@ class Vitals:
             host=socket.gethostname(),
             rss_bytes=psutil.Process().memory_info().rss,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            cuda_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
+            cuda_peak_bytes=peak_bytes(),
         )
 
 

@@ -1,7 +1,7 @@
 """Ray cluster of a run: started here or joined, its devices reserved in a placement group, actors spawned on them.
 
 A run reserves its devices at once, in one placement group: it has all of them or waits, and two runs never hold half of
-what each needs. A device is a GPU, or on machines without any a share of the cores. Not here: what the processes do
+what each needs. A device is an accelerator, or on machines without any a core. Not here: what the processes do
 (`actors.py`), and who works on which device (`config.topology`).
 """
 
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import psutil
 
 from hone.config.cluster import ClusterSection
+from hone.devices import RESOURCES, Accelerator, machine_kind
 from hone.errors import ClusterError, ClusterLost, PlacementError, Stopped
 from hone.runtime.processes import end_with, environment_restored
 from hone.runtime.scratch import Scratch
@@ -54,16 +55,16 @@ class RayCluster:
     Args:
         settings: the `cluster` section.
         name: of the run; shown to other runs that wait for the devices.
-        has_gpus: whether devices are GPUs; else each is a core.
+        resource: what Ray calls a device of the run: GPU, NPU, or CPU, where each is a core.
         num_devices: of the run.
         say: takes messages for the console.
     """
 
     def __init__(
-        self, settings: ClusterSection, *, name: str, has_gpus: bool, num_devices: int, say: Callable[[str], None]
+        self, settings: ClusterSection, *, name: str, resource: str, num_devices: int, say: Callable[[str], None]
     ) -> None:
         self._settings, self._name, self._say = settings, name, say
-        self._kind, self._num_devices = "GPU" if has_gpus else "CPU", num_devices
+        self._kind, self._num_devices = resource, num_devices
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._folder: Scratch | None = None
         self._group: PlacementGroup | None = None
@@ -89,6 +90,13 @@ class RayCluster:
         """
         self._on_thread(self._connect)
         self._on_thread(lambda: self._reserve(stopped))
+
+    def machines(self) -> list[dict[str, float]]:
+        """Ray's resources of each machine. Raises ClusterError: no Ray at `cluster.address`."""
+        import ray
+
+        self._on_thread(self._connect)
+        return self._on_thread(lambda: [node["Resources"] for node in ray.nodes() if node["Alive"]])
 
     def close(self) -> None:
         """Give the devices back and end what was started here. May be called twice."""
@@ -165,10 +173,9 @@ class RayCluster:
         if self._kind == "CPU":
             options["num_cpus"] = 1 / shared_by
         elif len(devices) == 1:
-            options["num_gpus"] = 1 / shared_by
-        else:  # Ray would divide such a request over GPUs of its own choice
-            environment["CUDA_VISIBLE_DEVICES"] = self._on_thread(lambda: self._gpu_ids(devices))
-            environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+            options |= self._request(1 / shared_by)
+        else:  # Ray would divide such a request over devices of its own choice
+            environment |= self._on_thread(lambda: self._seeing(devices))
         if environment:
             options["runtime_env"] = {"env_vars": environment}
         return self._on_thread(lambda: ray.remote(**options)(actor).remote(*args))
@@ -184,16 +191,24 @@ class RayCluster:
 
     # ---- on the thread
 
-    def _gpu_ids(self, devices: Sequence[int]) -> str:
-        """What the driver calls these devices, which are on one machine."""
+    def _request(self, share: float) -> dict[str, Any]:
+        """Options of an actor that takes this share of an accelerator."""
+        return {"num_gpus": share} if self._kind == "GPU" else {"resources": {self._kind: share}}
+
+    def _seeing(self, devices: Sequence[int]) -> dict[str, str]:
+        """Environment of a process that sees these devices, which are on one machine, by the names of its driver."""
         import ray
 
-        def look() -> str:
-            return ",".join(str(number) for number in ray.get_gpu_ids())
+        resource = self._kind
 
-        looking = ray.remote(num_cpus=_SHARE, num_gpus=_SHARE)(look)
+        def look() -> tuple[Accelerator, list[str]]:
+            return machine_kind(), ray.get_runtime_context().get_accelerator_ids()[resource]
+
+        looking = ray.remote(num_cpus=_SHARE, **self._request(_SHARE))(look)
         asked = [looking.options(scheduling_strategy=self._at(self._places[device])).remote() for device in devices]
-        return ",".join(ray.get(asked, timeout=self._settings.start_timeout_s))
+        found = ray.get(asked, timeout=self._settings.start_timeout_s)
+        kind = found[0][0]
+        return {kind.variable: ",".join(name for _, names in found for name in names), kind.kept_by_ray: "1"}
 
     def _connect(self) -> None:
         address, cores = self._settings.address, len(os.sched_getaffinity(0))
@@ -232,7 +247,7 @@ class RayCluster:
         """Wait for the run's devices, all at once."""
         import ray
 
-        each = {"GPU": 1.0, "CPU": 0.1} if self._kind == "GPU" else {"CPU": 1.0}
+        each = {"CPU": 1.0} if self._kind == "CPU" else {self._kind: 1.0, "CPU": 0.1}
         have = int(ray.cluster_resources().get(self._kind, 0))
         if self.is_own and have < self._num_devices:
             raise PlacementError(
@@ -256,6 +271,19 @@ class RayCluster:
         order = {node: number for number, node in enumerate(dict.fromkeys(where[i] for i in sorted(where)))}
         self._places = sorted(where, key=lambda bundle: (order[where[bundle]], bundle))
         self._nodes = [where[bundle] for bundle in self._places]
+
+
+def machines_of(settings: ClusterSection) -> list[dict[str, float]]:
+    """Ray's resources of each machine of the cluster at `cluster.address`, which is left again.
+
+    Raises:
+        ClusterError: there is no Ray to join.
+    """
+    cluster = RayCluster(settings, name="hone", resource="CPU", num_devices=0, say=print)
+    try:
+        return cluster.machines()
+    finally:
+        cluster.close()
 
 
 def _shows_token() -> bool:
@@ -404,7 +432,9 @@ def _holders() -> str:
     for node in ray.nodes():
         if node["Alive"]:
             total, left = node["Resources"], free.get(node["NodeID"], {})
-            kinds = (f"{left.get(kind, 0):g} of {total[kind]:g} {kind}s" for kind in ("GPU", "CPU") if kind in total)
+            kinds = (
+                f"{left.get(kind, 0):g} of {total[kind]:g} {kind}s" for kind in (*RESOURCES, "CPU") if kind in total
+            )
             machines.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}): {', '.join(kinds)} free")
     held = []
     for group in ray.util.placement_group_table().values():

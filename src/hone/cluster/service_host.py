@@ -16,8 +16,8 @@ import ray
 
 from hone.cluster.calls import START_KEY, wait_for_one
 from hone.cluster.ray import end_with_ray, own_address
+from hone.devices import machine_kind
 from hone.errors import HoneError, ServiceError
-from hone.services.gpus import VARIABLE
 from hone.services.launch import Launch, environment_with
 from hone.services.ports import HOST
 from hone.services.process import LocalServiceProcess, ServiceProcess
@@ -52,7 +52,7 @@ class ServiceHostActor:
             launch.command,
             log=launch.log,
             folder=launch.folder,
-            environment=environment_with(os.environ.get(VARIABLE, "")) | dict(launch.environment),
+            environment=environment_with(os.environ.get(machine_kind().variable, "")) | dict(launch.environment),
             stop_timeout_s=launch.service.stop_timeout_s,
         )
         return self._process.pid

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from hone.config.cluster import ClusterSection
 from hone.config.engine import EngineSection
 from hone.config.section import Section, key
+from hone.devices import DeviceName
 
 
 class RunSection(Section):
@@ -22,8 +23,9 @@ class RunSection(Section):
     """Length of the RL stage in passes over the prompts, in place of `steps`; null: `steps`."""
     threads: int = key(0, unit="CPU threads", ge=0)
     """Threads for computation; 0: all cores available to the process."""
-    device: Literal["auto", "cpu", "cuda"] = key("auto")
-    """Device of the policy; auto: a GPU if torch finds one."""
+    device: DeviceName = key("auto")
+    """Device of the policy; auto: the accelerator that torch finds, else the CPU. cuda: GPUs of NVIDIA and AMD; npu:
+    Ascend's, with torch_npu."""
     devices: tuple[int, ...] | None = key(None, unit="GPU numbers")
     """GPUs for training, as indices into CUDA_VISIBLE_DEVICES; null: all that no service uses."""
     precision: Literal["float32", "bfloat16"] = key("float32")

@@ -20,9 +20,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
+
+from hone.devices import module_of
+
+if TYPE_CHECKING:
+    import torch
 
 MIB, GIB = 2**20, 2**30
 BUSY_EVERY_S = 1.0
@@ -106,33 +111,31 @@ class HostGauge:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-class CudaGauge:
-    """What torch's allocator holds for tensors on the current GPU.
+class DeviceGauge:
+    """What torch's allocator holds for tensors on the process's accelerator.
 
     Args:
         budget_bytes: the allocator refuses to go beyond it; None leaves it the whole device.
     """
 
     kind: Literal["cpu", "gpu"] = "gpu"
-    what = "tensors in torch's CUDA allocator"
+    what = "tensors in torch's allocator on the device"
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
-        import torch
-
-        self._cuda = torch.cuda
-        self.capacity_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
+        self._torch = module_of(device)
+        self.capacity_bytes = self._torch.get_device_properties(self._torch.current_device()).total_memory
         if budget_bytes is not None and budget_bytes < self.capacity_bytes:
-            torch.cuda.set_per_process_memory_fraction(budget_bytes / self.capacity_bytes)
+            self._torch.set_per_process_memory_fraction(budget_bytes / self.capacity_bytes)
 
     def reset(self) -> None:
-        self._cuda.reset_peak_memory_stats()
+        self._torch.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:
-        return self._cuda.max_memory_allocated()
+        return self._torch.max_memory_allocated()
 
     def give_back(self) -> None:
         gc.collect()
-        self._cuda.empty_cache()
+        self._torch.empty_cache()
 
 
 class Meter:

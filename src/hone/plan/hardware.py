@@ -19,11 +19,11 @@ from typing import Any, Literal
 from hone.config.messages import nearest
 from hone.config.run import RunConfig
 from hone.config.topology import topology_of
+from hone.devices import AMD, NVIDIA, machine_kind, nvidia_smi, visible_devices
 from hone.errors import DataError
 from hone.plan.architecture import GIB
 
 THIS = "this"
-NVIDIA_SMI_TIMEOUT_S = 5.0
 MEASURED_SIZE = 512
 """Rows of the square matrices whose product is timed on this machine's CPU."""
 MEASURED_BYTES = 32 << 20
@@ -146,6 +146,12 @@ def _name_of(text: str) -> str | None:
 
 def this_machine() -> Hardware:
     """This machine: its NVIDIA GPUs where it has any that are known, else its CPU, whose speed is measured (50 ms)."""
+    kind = machine_kind()
+    if kind is not NVIDIA and (found := visible_devices()):
+        raise DataError(
+            f"--hardware this: {len(found)} accelerators of {kind.vendor}; which they are is not looked up. Name them, "
+            f"such as {len(found)}x{'MI300X-192G' if kind is AMD else 'Ascend910B-64G'}."
+        )
     gpus = _nvidia_gpus()
     if gpus:
         name, memory_bytes = gpus[0]
@@ -198,18 +204,6 @@ def _nvidia_gpus() -> list[tuple[str, int]]:
         return []
     rows = [line.rsplit(",", 1) for line in listing.splitlines() if "," in line]
     return [(name.strip(), int(mib) << 20) for name, mib in rows if mib.strip().isdigit()]
-
-
-def nvidia_smi(fields: str) -> str:
-    """A line of comma-separated fields for each GPU, memory in MiB.
-
-    Raises:
-        OSError: there is no such program.
-        subprocess.SubprocessError: it fails, or hangs.
-    """
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True)
-    return done.stdout
 
 
 def _measured_cpu() -> tuple[float, float]:

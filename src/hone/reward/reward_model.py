@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -32,12 +32,11 @@ from hone.config.engine import REWARD_MODEL_BATCH_TOKENS
 from hone.config.run import Section, key
 from hone.data.chat import resolve_model
 from hone.data.conversation import ConversationReader, UnreadableConversation
+from hone.devices import DeviceName, device_of, give_back_memory, has_bfloat16
 from hone.errors import DataError
 from hone.model.decoder import unsupported
-from hone.model.device import device_of
 from hone.model.heads import FORM, MEAN, STD, ScalarModel, Sequences, last_token_scores, load_scalar_model
 from hone.model.load import model_folder, read_config
-from hone.model.memory import give_back_memory
 from hone.reward.resolve import Unusable
 from hone.reward.signature import Range, all_faulty
 from hone.runtime.user_code import DETAIL_CHARACTERS, describe
@@ -56,7 +55,7 @@ class RewardModelSettings(Section):
     minimum: float | None = key(None)
     """The least that a response earns, as one does that the model cannot be shown; null: such a one earns the least of
     its prompt's responses, and alone nothing is known."""
-    device: Literal["auto", "cpu", "cuda"] = key("auto")
+    device: DeviceName = key("auto")
     """auto: a GPU when torch sees one, and bfloat16 there; float32 on a CPU."""
 
 
@@ -180,7 +179,7 @@ class LoadedRewardModel:
             raise DataError(f"{place}: {type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), as needed")
         form = getattr(config, FORM, None) or ("text" if tokenizer.chat_template is None else "chat")
         device = device_of(settings.device, "args.device")
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
         if unsupported(config) is None:
             model = OwnModel(load_scalar_model(place, dtype=dtype, device=device, config=config))
         else:

@@ -22,9 +22,9 @@ from hone.data.chat import Tokenizer, load_tokenizer, resolve_model, thinks, wit
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
 from hone.data.sources import Part
+from hone.devices import device_of, visible_devices
 from hone.errors import ConfigError, DataError, PlacementError, ServiceError
 from hone.loop.sft import imitation_rows
-from hone.model.device import device_of
 from hone.model.load import describe_model, init_config, read_config
 from hone.model.lora import check_targets
 from hone.reward.http import Address
@@ -33,7 +33,7 @@ from hone.rollout.env_pool import EnvironmentPool
 from hone.run.check_rewards import check_rewards
 from hone.run.report import CheckReport, Findings
 from hone.run.trial import starting_architecture, try_model
-from hone.services.gpus import split_devices, topology_here, visible_devices
+from hone.services.gpus import assumed_devices, split_devices, topology_on
 from hone.services.launch import engine_note, plan_launches
 from hone.services.ports import holder, is_free
 from hone.services.state import kept_up, runtime_folder
@@ -94,8 +94,11 @@ def check_settings(config: RunConfig, findings: Findings) -> None:
 
 def check_placement(config: RunConfig, findings: Findings) -> None:
     """Placement of roles on devices; whether a cluster's devices are free is known only when the run starts."""
+    if config.cluster.address is not None and config.cluster.devices_per_node is None:
+        findings.not_checked.append("placement: the Ray cluster at cluster.address is asked when the run starts")
+        return
     try:
-        findings.topology = topology_here(config, visible_devices())
+        findings.topology = topology_on(config, assumed_devices(config))
         findings.lines += topology_lines(findings.topology)
     except PlacementError as error:
         findings.problems.append(str(error))

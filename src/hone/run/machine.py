@@ -20,7 +20,7 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
-from hone.plan.hardware import nvidia_smi
+from hone.devices import nvidia_smi
 
 GIB = 1 << 30
 PACKAGES = ("torch", "transformers", "ray", "vllm")

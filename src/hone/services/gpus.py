@@ -6,18 +6,14 @@ GPU. On a machine without GPUs everything runs on the CPU, with a note that says
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import RunConfig
 from hone.config.topology import Topology, devices_asked_for, topology_of
+from hone.devices import FoundDevices, devices_here, machine_kind
 from hone.errors import PlacementError, ServiceError
-
-VARIABLE = "CUDA_VISIBLE_DEVICES"
-_LIST_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +25,6 @@ class Split:
     services: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """What differs from what the run file asks for, for people."""
-
-
-def visible_devices() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES lists, else the numbers of the machine's GPUs. Loads no GPU library."""
-    listed = os.environ.get(VARIABLE)
-    if listed is not None:
-        return [part.strip() for part in listed.split(",") if part.strip()]
-    try:
-        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.split() if done.returncode == 0 else []
 
 
 def split_devices(config: RunConfig, visible: Sequence[str]) -> Split:
@@ -65,7 +48,7 @@ def split_devices(config: RunConfig, visible: Sequence[str]) -> Split:
         if missing:
             raise ServiceError(
                 f"{key} = {list(devices)}: there are {len(visible)} GPUs here, numbers 0 to {len(visible) - 1}. "
-                f"Choose among those, or widen {VARIABLE}."
+                f"Choose among those, or widen {machine_kind().variable}."
             )
     taken = {number for devices in services.values() for number in devices}
     training = config.run.devices
@@ -77,13 +60,19 @@ def split_devices(config: RunConfig, visible: Sequence[str]) -> Split:
     )
 
 
-def topology_here(config: RunConfig, gpus: Sequence[str]) -> Topology:
-    """The topology of a run file on machines like this one, whose devices are the default of `devices_per_node`.
+def assumed_devices(config: RunConfig) -> FoundDevices:
+    """Devices of the run's machines without asking Ray: this machine's; elsewhere what the run file says."""
+    here, said = devices_here(config.run.device), config.cluster.devices_per_node
+    return here if config.cluster.address is None or said is None else replace(here, per_node=said)
 
-    Without GPUs a machine has as many devices as cores, or as many as the pools ask for.
+
+def topology_on(config: RunConfig, found: FoundDevices) -> Topology:
+    """The topology of a run file on machines whose devices are the default of `devices_per_node`.
+
+    Without accelerators a machine has as many devices as cores, or as many as the pools ask for.
 
     Args:
-        gpus: GPUs of this machine (`visible_devices`), including those of services.
+        found: devices of each machine, including those of services.
     Raises:
         PlacementError: every rule that the run file breaks on this machine.
     """
@@ -91,12 +80,14 @@ def topology_here(config: RunConfig, gpus: Sequence[str]) -> Topology:
     if cluster.backend == "local":
         return topology_of(config)
     asked = -(-devices_asked_for(config) // cluster.nodes) if cluster.pools else 0
-    found = len(gpus) or max(asked, len(os.sched_getaffinity(0)))
-    wanted = cluster.devices_per_node or found
-    if gpus and cluster.address is None and wanted > found:
+    has_cores = found.device_type == "cpu"
+    each = max(asked, found.per_node) if has_cores else found.per_node
+    wanted = cluster.devices_per_node or each
+    if not has_cores and wanted > each:
+        larger = "; or join Ray on larger machines with cluster.address" if cluster.address is None else ""
+        machine = "this machine has" if cluster.address is None else "the cluster's machines have"
         raise PlacementError(
-            f"cluster.devices_per_node = {wanted}, and this machine has {found} GPUs. Nearest: {found}; or join Ray on "
-            "larger machines with cluster.address."
+            f"cluster.devices_per_node = {wanted}, and {machine} {each} {found.resource}s. Nearest: {each}{larger}."
         )
     settled = config.model_copy(update={"cluster": cluster.model_copy(update={"devices_per_node": wanted})})
     broken = [f"{breach.keys[0]} {breach.message}" for rule in CLUSTER_RULES for breach in rule(settled)]

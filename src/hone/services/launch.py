@@ -14,7 +14,8 @@ from hone.config.engine import SERVICE_SEQUENCES
 from hone.config.rules.engines import PORT_WORD
 from hone.config.rules.files import find_program, served_by
 from hone.config.run import RunConfig, ServiceSection
-from hone.services.gpus import VARIABLE, Split
+from hone.devices import machine_kind
+from hone.services.gpus import Split
 from hone.services.ports import HOST, free_port
 
 HONES_OWN = frozenset({"use", "max_num_seqs", "max_model_len"})
@@ -201,7 +202,7 @@ def environment_with(devices: str) -> dict[str, str]:
     """This process's, with the service's GPUs, and this Python's programs first on the PATH."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     # Without a terminal Python keeps its output back, and with it the last lines before a crash.
-    return {**os.environ, VARIABLE: devices, "PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, machine_kind().variable: devices, "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def _fingerprint(service: ServiceSection, command: list[str], folder: Path, devices: str) -> str:

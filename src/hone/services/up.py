@@ -19,9 +19,10 @@ from pathlib import Path
 import psutil
 
 from hone.config.load import Loaded
+from hone.devices import visible_devices
 from hone.errors import ConfigError, DataError, ServiceError
 from hone.runtime.processes import stop_signals_handled
-from hone.services.gpus import split_devices, visible_devices
+from hone.services.gpus import split_devices
 from hone.services.log import Follower, last_lines
 from hone.services.state import Supervision, read_state
 from hone.services.supervisor import Services

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, Shape, divide_over_ranks
+from hone.devices import is_accelerator
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.model.heads import ScalarModel
@@ -70,7 +71,7 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
         on_host: shares wait in host memory, where the optimizer works on them too.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
-    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device)) if on_host else OffloadPolicy()
     for module in (*layers_of(model), model):
         fully_shard(module, mesh=mesh.sharding, mp_policy=policy, offload_policy=offload)
         assert isinstance(module, FSDPModule)
@@ -305,7 +306,7 @@ class ShardedAdamW(AdamW):
 
 def _zeros_like(parameter: DTensor, *, on_host: bool) -> DTensor:
     """Divided as a parameter is, with each rank's share on the host if it is to wait there."""
-    if on_host and parameter.to_local().is_cuda:
+    if on_host and is_accelerator(parameter.to_local().device):
         host = torch.zeros_like(parameter, device="cpu", pin_memory=True, requires_grad=False)
     else:
         host = torch.zeros_like(parameter, requires_grad=False)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hone.devices import kind_of
+
 REPLICATE, SHARD, TENSOR, DATA, SEQUENCE = "replicate", "shard", "tensor", "data", "sequence"
 """Names of the dimensions of a mesh."""
 
@@ -88,7 +90,7 @@ def make_mesh(
 def process_group(
     device: torch.device, *, rank: int, world_size: int, address: str, timeout_s: float
 ) -> Iterator[None]:
-    """Inside, this process is one of those that train together; gloo joins CPUs, NCCL joins GPUs.
+    """Inside, this process is one of those that train together; gloo joins CPUs, NCCL joins GPUs, HCCL joins NPUs.
 
     Args:
         address: where they meet: `tcp://host:port` of a free port on rank 0's machine, or `file:///path` of a file
@@ -97,15 +99,16 @@ def process_group(
     Raises:
         torch.distributed.DistError: not all came in time.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    kind = kind_of(device)
+    if kind is not None:
+        torch.accelerator.set_device_index(device.index or 0)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "gloo" if kind is None else kind.backend,
         init_method=address,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=None if kind is None else device,
     )
     try:
         yield

@@ -23,6 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hone.devices import is_accelerator, synchronize
 from hone.errors import CheckpointError
 from hone.model.shards import DTYPE_NAMES, raw_bytes
 
@@ -164,12 +165,11 @@ class HostCopies:
             if not share.is_written:
                 continue
             if name not in self._buffers:
-                pinned = share.tensor.is_cuda
+                pinned = is_accelerator(share.tensor.device)
                 self._buffers[name] = torch.empty_like(share.tensor, device="cpu", pin_memory=pinned)
             self._buffers[name].copy_(share.tensor, non_blocking=True)
             self._shares[name] = Share(self._buffers[name], share.offset)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        synchronize()
         return sum(share.tensor.nbytes for share in self._shares.values())
 
     def write(self, folder: Path, rank: int, world_size: int, stem: str = "tensors") -> dict[str, FileFacts]:
