@@ -47,7 +47,7 @@ class Job:
     compute: ThreadPoolExecutor
     stop: asyncio.Event
     device: torch.device
-    """Of whoever computes: of this process, or of the cluster's ranks and engines."""
+    """Of this process, or of the ranks and engines of a cluster."""
     found: FoundDevices
     services: Services
     memory: RunMemory
