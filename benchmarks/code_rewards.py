@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from hone.reward.code import CodeReward
 from hone.reward.sandbox.bare import BareProcess
 from hone.reward.sandbox.base import SandboxUnavailable
-from hone.types import Group, Prompt, Sample
+from hone.types import Group, Prompt, Sample, VersionSpan
 
 ADD = "print(sum(map(int, input().split())))"
 CALL = "from typing import List\ndef add(a: int, b: int) -> int:\n    return a + b"
@@ -74,7 +74,7 @@ def plain(load: Load, parallel: int) -> None:
 
 async def scored(reward: CodeReward, load: Load) -> None:
     samples = tuple(
-        Sample("p", n, (1,), (0.0,), (0,), "stop", f"```python\n{program}\n```")
+        Sample("p", n, (1,), (0.0,), (VersionSpan(0, 1),), "stop", f"```python\n{program}\n```")
         for n, program in enumerate(load.programs)
     )
     scores = await reward.score(Group(Prompt("p", 0, "", (1,), answer=load.tests), samples))

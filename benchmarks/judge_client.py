@@ -23,7 +23,7 @@ import httpx
 
 from hone.reward.judge.prompt import GRM, JudgeTemplate, neutraliser
 from hone.reward.judge.scorer import JudgeReward
-from hone.types import Group, Prompt, Sample
+from hone.types import Group, Prompt, Sample, VersionSpan
 
 GROUP = 16
 QUESTION, RESPONSE = "What is 48/2? " * 8, "Half of 48 is 24. " * 40
@@ -74,7 +74,10 @@ async def judged(url: str, texts: list[str], in_flight: int) -> float:
     groups = [
         Group(
             prompt,
-            tuple(Sample("p", i, (1,), (0.0,), (0,), "stop", text) for i, text in enumerate(texts[n : n + GROUP])),
+            tuple(
+                Sample("p", i, (1,), (0.0,), (VersionSpan(0, 1),), "stop", text)
+                for i, text in enumerate(texts[n : n + GROUP])
+            ),
         )
         for n in range(0, len(texts), GROUP)
     ]

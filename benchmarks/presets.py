@@ -53,7 +53,7 @@ from hone.train.critic import Critic  # noqa: E402
 from hone.train.learner import Passes  # noqa: E402
 from hone.train.policy import PolicyTrainer  # noqa: E402
 from hone.train.roles import Reference, Roles  # noqa: E402
-from hone.types import Group, Prompt, Sample  # noqa: E402
+from hone.types import Group, Prompt, Sample, VersionSpan  # noqa: E402
 
 FOLDER = ROOT / "runs" / "presets"
 EXAMPLE = ROOT / "examples" / "gsm8k-arithmetic" / "run.yaml"
@@ -240,7 +240,7 @@ def toy_groups() -> list[Group]:
     groups = []
     for n in range(2):
         prompt = Prompt(f"p{n}", n, "", (1, 2, 3 + n))
-        sample = Sample(prompt.id, 0, tuple(range(10, 18)), (-6.0,) * 8, (0,) * 8, "stop", "")
+        sample = Sample(prompt.id, 0, tuple(range(10, 18)), (-6.0,) * 8, (VersionSpan(0, 8),), "stop", "")
         samples = tuple(replace(sample, index=i, token_ids=(i, *sample.token_ids[1:])) for i in range(4))
         groups.append(Group(prompt, samples, {}, (0.0, 1.0, 0.0, 1.0)))
     return groups

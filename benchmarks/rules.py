@@ -24,7 +24,7 @@ from math_verify import parse, verify
 
 from hone.config.run import RewardComponent, RewardSection
 from hone.reward.rewards import Rewards
-from hone.types import Group, Prompt, Sample
+from hone.types import Group, Prompt, Sample, VersionSpan
 
 GROUP_SIZE = 8
 LIMIT_S = 3.0
@@ -38,7 +38,7 @@ KINDS: dict[str, Callable[[int, int], tuple[str, str]]] = {
 
 
 def group(gold: str, *texts: str) -> Group:
-    samples = tuple(Sample("p", n, (1,), (0.0,), (0,), "stop", text) for n, text in enumerate(texts))
+    samples = tuple(Sample("p", n, (1,), (0.0,), (VersionSpan(0, 1),), "stop", text) for n, text in enumerate(texts))
     return Group(Prompt("p", 0, "", (1,), answer=gold), samples)
 
 

@@ -1,15 +1,15 @@
 """The shared nouns: what a prompt, a sample, a score, a group and a batch are. No behaviour beyond validation.
 
-Everything here is frozen, and everything but `Batch` is plain Python (token ids and logprobs are tuples), so
-that recording, checking and serving need no torch. Lifecycle of a sample:
+Everything here is frozen, and only `Batch` has tensors, so that recording, checking and serving need no torch. What
+there is per token is a read-only NumPy array: one process carries all samples of a run. Lifecycle of a sample:
 
     Prompt --engine--> Sample (tokens, sampler logprobs, version) --reward--> Group (scores, rewards)
            --collate--> Batch (flat tensors) --credit--> advantages_T --trainer--> new weights
 
 Worked example, two samples of one prompt, "2+2=" (4 tokens), answers "4$" and "22$" where $ is EOS:
 
-    samples[0].token_ids = (id("4"), EOS)           samples[0].sampler_logprobs = (-0.3, -0.1)
-    samples[1].token_ids = (id("2"), id("2"), EOS)  rewards = (1.0, 0.0)
+    samples[0].token_ids = [id("4"), EOS]           samples[0].sampler_logprobs = [-0.3, -0.1]
+    samples[1].token_ids = [id("2"), id("2"), EOS]  rewards = (1.0, 0.0)
     Batch: T = 5 response tokens, S = 2 samples, sample_T = [0, 0, 1, 1, 1]
 """
 
@@ -21,14 +21,53 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+TokenIds = NDArray[np.int32]
+"""(n,) int32, read-only."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+def read_only(values: ArrayLike | bytes, dtype: DTypeLike) -> NDArray[Any]:
+    """(n,) array that cannot be changed: one that is so already, the bytes of one, or a copy of any numbers."""
+    if isinstance(values, bytes):
+        return np.frombuffer(values, dtype)
+    if isinstance(values, np.ndarray) and values.dtype == dtype and not values.flags.writeable:
+        return values
+    array = np.array(values, dtype)
+    array.setflags(write=False)
+    return array
+
+
+class WithArrays:
+    """Base of frozen dataclasses whose fields may be arrays: equal if all their bits are, and pickled as bytes, which
+    are read-only again when they are read."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(_bits(getattr(self, name)) == _bits(getattr(other, name)) for name in self.__slots__)
+
+    def __hash__(self) -> int:
+        values = (getattr(self, name) for name in self.__slots__)
+        return hash(tuple(value for value in values if isinstance(value, str | int)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(_bits(getattr(self, name)) for name in self.__slots__)
+
+
+def _bits(value: Any) -> Any:
+    return value.tobytes() if isinstance(value, np.ndarray) else value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt(WithArrays):
     """One task instance: what the policy sees, and what a reward needs to judge the answer."""
 
     id: str
@@ -37,13 +76,30 @@ class Prompt:
     """Position in the stream of this run (epoch order); the loop resumes from it."""
     text: str
     """The rendered prompt, template applied; for people and for rewards. Never re-tokenised."""
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     answer: Any = None
     """The gold answer, from the mapped column."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every column of the row but the prompt's, for rewards."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The {role, content} messages that `text` renders, when `data.chat`; for rewards with a template of their own."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
+
+
+class VersionSpan(NamedTuple):
+    """Consecutive tokens that one policy version (number of updates made) sampled."""
+
+    version: int
+    num_tokens: int
+
+
+def version_spans(versions: ArrayLike) -> tuple[VersionSpan, ...]:
+    """Spans of (n,) versions, one per token."""
+    each = np.asarray(versions, np.int64)
+    starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
+    return tuple(map(VersionSpan, each[starts].tolist(), np.diff(starts, append=len(each)).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +113,45 @@ class Turn:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sampled token sequence for a prompt. All per-token tuples have one length."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample(WithArrays):
+    """One sampled token sequence for a prompt. All arrays have one length; any numbers given for one are copied."""
 
     prompt_id: str
     index: int
     """0 .. group_size - 1: with (seed, step, prompt) the key of its randomness."""
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     """What followed the prompt, the stop token included when the policy wrote it."""
-    sampler_logprobs: tuple[float, ...]
+    sampler_logprobs: NDArray[np.float32]
     """Natural log, of the distribution really sampled from (temperature and truncation applied)."""
-    versions: tuple[int, ...]
-    """Policy version (number of updates made) that sampled each token."""
+    versions: tuple[VersionSpan, ...]
+    """Which policy versions sampled the tokens, in order; never descending."""
     finish_reason: FinishReason
     text: str
     """Decoded response without special tokens, for rewards and people."""
-    loss_mask: tuple[bool, ...] | None = None
+    loss_mask: NDArray[np.bool_] | None = None
     """False marks tokens the policy did not write (tools, environment). None: it wrote all of them."""
     turns: tuple[Turn, ...] = ()
     """The turns of a sample that met an environment, in order; the mask is True on exactly these."""
     fault: str = ""
     """Why the environment failed; the sample ends there and is not scored."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
+        object.__setattr__(self, "sampler_logprobs", read_only(self.sampler_logprobs, np.float32))
+        if self.loss_mask is not None:
+            object.__setattr__(self, "loss_mask", read_only(self.loss_mask, np.bool_))
+        counts = {len(self.token_ids), len(self.sampler_logprobs), sum(span.num_tokens for span in self.versions)}
+        if len(counts | ({len(self.loss_mask)} if self.loss_mask is not None else set())) > 1:
+            masked = "no mask" if self.loss_mask is None else f"a mask of {len(self.loss_mask)}"
+            raise ValueError(
+                f"a sample has {len(self.token_ids)} tokens, {len(self.sampler_logprobs)} logprobs, versions of "
+                f"{sum(span.num_tokens for span in self.versions)} tokens, and {masked}"
+            )
+
+    def token_versions(self) -> list[int]:
+        """The version of each token."""
+        return [span.version for span in self.versions for _ in range(span.num_tokens)]
 
     @property
     def reasoning(self) -> str:
@@ -178,7 +251,7 @@ class Batch:
     carry no loss, so no per-token column covers them. A column is (T,) or (S,) as its suffix says.
     """
 
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: tuple[TokenIds, ...]
     """N prompts' token ids; samples of one prompt are adjacent."""
     prompt_S: Tensor
     """(S,) int64: which prompt each sample answers, non-decreasing."""

@@ -42,13 +42,13 @@ class OpenAIEngine:
 
     async def generate(self, request, on_sample=None):
         from hone.rollout.sampling import request_key, sample_seed
-        from hone.types import Sample
+        from hone.types import Sample, VersionSpan
 
         sampling, root = request.sampling, request_key(request.seed, request.stream, request.prompt.index)
         samples = []
         for index in range(request.first_sample, request.first_sample + request.num_samples):
             body = {
-                "prompt": list(request.prompt.token_ids),
+                "prompt": request.prompt.token_ids.tolist(),
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
@@ -67,7 +67,7 @@ class OpenAIEngine:
                     index=index,
                     token_ids=ids,
                     sampler_logprobs=tuple(choice["logprobs"]["token_logprobs"]),
-                    versions=(self.version,) * len(ids),
+                    versions=(VersionSpan(self.version, len(ids)),),
                     finish_reason=choice["finish_reason"],
                     text=self._decode(ids),
                 )

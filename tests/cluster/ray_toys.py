@@ -11,7 +11,7 @@ import torch
 
 from hone.errors import DataError
 from hone.model.fingerprint import weights_fingerprint
-from hone.types import Sample
+from hone.types import Sample, VersionSpan
 
 
 class PickyError(Exception):
@@ -92,7 +92,15 @@ class ToyEngine:
         return tuple(samples)
 
     def sample(self, request, index):
-        return Sample(request.prompt.id, index, (request.prompt.token_ids[0],), (-0.5,), (self.version,), "stop", "")
+        return Sample(
+            request.prompt.id,
+            index,
+            (request.prompt.token_ids[0],),
+            (-0.5,),
+            (VersionSpan(self.version, 1),),
+            "stop",
+            "",
+        )
 
     async def load(self, weights, version):
         self.held = await asyncio.to_thread(lambda: [(name, weight.clone()) for name, weight in weights])

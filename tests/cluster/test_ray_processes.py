@@ -142,7 +142,7 @@ def test_engine_and_trainer_in_processes_of_their_own(cluster):
         told = []
         samples = await engine.generate(request_of(samples=4), lambda sample: told.append((sample, time.monotonic())))
         assert [sample.index for sample in samples] == [0, 1, 2, 3]
-        assert [sample.versions for sample in samples] == [(1,)] * 4
+        assert [sample.versions for sample in samples] == [((1, 1),)] * 4
         assert [sample for sample, _ in told] == list(samples)
         assert told[-1][1] - told[0][1] > 0.3, "each is told when it is finished, not when all are"
         together = await asyncio.gather(*(engine.generate(request_of(samples=2)) for _ in range(20)))

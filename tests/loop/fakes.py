@@ -15,7 +15,7 @@ from hone.loop.run import PolicyRun
 from hone.rollout.engine import Sampling
 from hone.train.tensor_files import LiveSnapshot
 from hone.train.trainer import measured
-from hone.types import Group, Position, Progress, Prompt, Sample, Score
+from hone.types import Group, Position, Progress, Prompt, Sample, Score, VersionSpan
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
@@ -77,7 +77,7 @@ class Engine:
         await asyncio.sleep(self.clock.choice([0, 0, 0.2, 1, 7]))
         self.active -= 1
         return tuple(
-            Sample(request.prompt.id, i, (1 + i % 2,), (-0.5,), (version,), "stop", "2")
+            Sample(request.prompt.id, i, (1 + i % 2,), (-0.5,), (VersionSpan(version, 1),), "stop", "2")
             for i in range(request.num_samples)
         )
 

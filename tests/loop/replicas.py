@@ -8,7 +8,7 @@ from fakes import InlineExecutor, Observer
 from hone.errors import EngineError
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.router import Router
-from hone.types import Prompt, Sample
+from hone.types import Prompt, Sample, VersionSpan
 
 SAMPLING = Sampling(max_tokens=4, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop=(), stop_token_ids=())
 
@@ -50,7 +50,9 @@ class FakeReplica:
         for index in range(request.first_sample, request.first_sample + request.num_samples):
             await self.living(self.seconds())
             token = token_of(request.prompt.index, index)
-            samples.append(Sample(request.prompt.id, index, (token,), (-0.5,), (self.version,), "stop", str(token)))
+            samples.append(
+                Sample(request.prompt.id, index, (token,), (-0.5,), (VersionSpan(self.version, 1),), "stop", str(token))
+            )
             if on_sample is not None:
                 on_sample(samples[-1])
         return tuple(samples)

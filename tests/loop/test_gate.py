@@ -19,7 +19,7 @@ from hone.rollout.local import LocalEngine
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.train.roles import Reference, Roles
-from hone.types import Group, Prompt, Score
+from hone.types import Group, Prompt, Score, version_spans
 
 ARCHITECTURE = {
     "model_type": "qwen3",
@@ -144,7 +144,7 @@ def test_a_dropped_final_token_is_named(model):
             sample,
             token_ids=sample.token_ids[:-1],
             sampler_logprobs=sample.sampler_logprobs[:-1],
-            versions=sample.versions[:-1],
+            versions=version_spans(sample.token_versions()[:-1]),
         )
 
     groups = [replace(group, samples=tuple(map(cut, group.samples))) for group in groups]

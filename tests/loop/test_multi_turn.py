@@ -22,7 +22,7 @@ from hone.rollout.env import Observation
 from hone.rollout.episodes import EpisodeEngine
 from hone.rollout.local import LocalEngine
 from hone.train.roles import Roles
-from hone.types import Group, Prompt, Score
+from hone.types import Group, Prompt, Score, version_spans
 
 ENVIRONMENT = '''
 import random
@@ -92,7 +92,7 @@ def test_rewards_are_sums_over_turns_and_metrics_tell_of_them(finished):
     samples = [recorded.sample for recorded in step]
     assert metrics["rollout/turns_mean"] == sum(len(s.turns) for s in samples) / 32 > 2
     assert metrics["rollout/response_tokens_mean"] == sum(len(s.token_ids) for s in samples) / 32
-    tool_tokens = sum(s.loss_mask.count(False) for s in samples)
+    tool_tokens = sum((~s.loss_mask).sum() for s in samples)
     assert metrics["rollout/tool_tokens_mean"] == tool_tokens / 32
     assert metrics["train/masked_frac"] == pytest.approx(tool_tokens / sum(len(s.token_ids) for s in samples))
     assert metrics["rollout/env_liked_mean"] == sum(t.metrics.get("liked", 0) for s in samples for t in s.turns) / 32
@@ -138,7 +138,7 @@ def test_an_asynchronous_run_meets_environments_too(tmp_path):
     assert main(["train", str(write_run(tmp_path)), "rollout.max_staleness=1"]) == 0
     samples = [recorded.sample for step in range(1, 7) for recorded in read_samples(tmp_path / "run", step)]
     assert len(samples) == 6 * 32 and sum(len(sample.turns) for sample in samples) > 2 * len(samples)
-    assert all(sample.versions == tuple(sorted(sample.versions)) for sample in samples)
+    assert all(list(sample.versions) == sorted(sample.versions) for sample in samples)
 
 
 def test_samples_that_the_environment_fails_are_unscored_and_the_rest_is_trained_on(tmp_path):
@@ -248,10 +248,11 @@ def test_the_gate_looks_at_the_end_of_every_turn(model):
         at, (first, second) = sample.turns[0].end - 1, sample.turns
         columns = {
             name: (*getattr(sample, name)[:at], *getattr(sample, name)[at + 1 :])
-            for name in ("token_ids", "sampler_logprobs", "versions", "loss_mask")
+            for name in ("token_ids", "sampler_logprobs", "loss_mask")
         }
         turns = (replace(first, end=at), replace(second, start=second.start - 1, end=second.end - 1))
-        return replace(sample, **columns, turns=turns)
+        versions = version_spans([*sample.token_versions()[:at], *sample.token_versions()[at + 1 :]])
+        return replace(sample, **columns, versions=versions, turns=turns)
 
     run, groups = two_turn_run(model)
     with pytest.raises(GateError, match=r"do not end with a stop token.* final token"):

@@ -8,11 +8,11 @@ import pytest
 from hone.config.run import EvalSection
 from hone.loop.evaluate import metrics_of, pass_at_k
 from hone.loop.run import staleness_shares, summarize
-from hone.types import Group, Prompt, Sample
+from hone.types import Group, Prompt, Sample, VersionSpan
 
 
 def group(*rewards: float | None) -> Group:
-    samples = tuple(Sample("p", i, (1, 2), (-1.0, -1.0), (0, 0), "stop", "") for i in range(len(rewards)))
+    samples = tuple(Sample("p", i, (1, 2), (-1.0, -1.0), (VersionSpan(0, 2),), "stop", "") for i in range(len(rewards)))
     return Group(Prompt("p", 0, "", (7,)), samples, {}, rewards)
 
 
@@ -32,7 +32,10 @@ def test_without_dropped_groups_it_is_the_accuracy():
 
 def test_ages_are_shares_of_the_samples_up_to_the_bound():
     def aged(*versions: int) -> Group:
-        samples = tuple(Sample("p", i, (1, 2), (-1.0, -1.0), (v, 9), "stop", "") for i, v in enumerate(versions))
+        samples = tuple(
+            Sample("p", i, (1, 2), (-1.0, -1.0), (VersionSpan(v, 1), VersionSpan(9, 1)), "stop", "")
+            for i, v in enumerate(versions)
+        )
         return Group(Prompt("p", 0, "", (7,)), samples, {}, (0.0,) * len(versions))
 
     shares = staleness_shares([aged(5, 4), aged(4, 3)], version=5, most=3)
@@ -75,7 +78,9 @@ def test_evaluation_by_hand():
 
 def sized(*pairs: tuple[int, float | None], prompt: tuple[int, ...] = (7,)) -> Group:
     """A group of samples of these lengths and rewards."""
-    samples = tuple(Sample("p", i, (1,) * n, (-1.0,) * n, (0,) * n, "stop", "") for i, (n, _) in enumerate(pairs))
+    samples = tuple(
+        Sample("p", i, (1,) * n, (-1.0,) * n, (VersionSpan(0, n),), "stop", "") for i, (n, _) in enumerate(pairs)
+    )
     return Group(Prompt("p", 0, "", prompt), samples, {}, tuple(reward for _, reward in pairs))
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hone.types import Fault, Group, Prompt, Sample, Score
+from hone.types import Fault, Group, Prompt, Sample, Score, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ def make_group(index: int = 0, texts: tuple[str, ...] = ("4", "22"), rewards=(1.
             index=i,
             token_ids=(*map(ord, text), 0),
             sampler_logprobs=tuple(-0.125 * (position + 1) for position in range(len(text) + 1)),
-            versions=(step,) * (len(text) + 1),
+            versions=(VersionSpan(step, len(text) + 1),),
             finish_reason="stop",
             text=text,
         )

@@ -175,7 +175,7 @@ def test_nothing_heavy_is_imported(tmp_path):
 import sys
 from pathlib import Path
 import hone.observe.observer
-heavy = {"torch", "numpy", "transformers", "tensorboard", "wandb", "tensorflow"} & set(sys.modules)
+heavy = {"torch", "transformers", "tensorboard", "wandb", "tensorflow"} & set(sys.modules)
 assert not heavy, heavy
 sys.path.insert(0, sys.argv[2])
 from observed import Settings

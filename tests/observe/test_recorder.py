@@ -5,11 +5,13 @@ import struct
 from dataclasses import replace
 from datetime import date
 
+import numpy as np
 import pytest
 from observed import make_group
 
 from hone.observe.background import Background
 from hone.observe.recorder import Recorder, read_samples, recorded_steps, samples_file
+from hone.types import version_spans
 
 
 @pytest.fixture
@@ -35,14 +37,14 @@ def test_every_field_comes_back_exactly(tmp_path, background):
     background.drain()
     first, second = read_samples(tmp_path, 7)
     assert (first.sample, second.sample) == group.samples
-    assert first.prompt == "2+2=" and first.prompt_token_ids == (50, 43, 50, 61) and first.answer == "4"
+    assert first.prompt == "2+2=" and first.prompt_token_ids.tolist() == [50, 43, 50, 61] and first.answer == "4"
     assert (first.reward, first.advantage, first.scores, first.faults) == (1.0, 0.1 + 0.2, {"exact": 1.0}, {})
     assert (second.reward, second.scores, second.faults) == (None, {"exact": None}, {"exact": "infra: time-out"})
 
 
 def test_mixed_versions_and_masks_come_back(tmp_path, background):
     group = make_group()
-    sample = replace(group.samples[1], versions=(3, 3, 4), loss_mask=(True, False, True))
+    sample = replace(group.samples[1], versions=version_spans([3, 3, 4]), loss_mask=(True, False, True))
     group = replace(group, samples=(group.samples[0], sample))
     recorder(tmp_path, background).record("rl", 0, [group], None)
     background.drain()
@@ -56,10 +58,11 @@ def test_any_float32_logprob_comes_back_to_the_bit(tmp_path, background):
     values = [struct.unpack("f", struct.pack("I", bits.getrandbits(31) | 1 << 31))[0] for _ in range(2000)]
     values = (*(v for v in values if not math.isnan(v)), -math.inf, -0.0, -(2.0**-149))
     group = make_group(texts=("4",), rewards=(1.0,))
-    sample = replace(group.samples[0], sampler_logprobs=values)
+    columns = {"token_ids": range(len(values)), "versions": version_spans([0] * len(values))}
+    sample = replace(group.samples[0], sampler_logprobs=values, **columns)
     recorder(tmp_path, background).record("rl", 0, [replace(group, samples=(sample,))], None)
     background.drain()
-    assert read_samples(tmp_path, 0)[0].sample.sampler_logprobs == values
+    assert read_samples(tmp_path, 0)[0].sample.sampler_logprobs.tobytes() == np.array(values, np.float32).tobytes()
 
 
 def test_several_records_of_one_step_are_kept_together_and_stages_apart(tmp_path, background):

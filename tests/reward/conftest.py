@@ -7,13 +7,15 @@ import pytest
 
 from hone.config.run import RewardComponent, RewardSection
 from hone.reward.rewards import Rewards
-from hone.types import Group, Prompt, Sample
+from hone.types import Group, Prompt, Sample, VersionSpan
 
 
 @pytest.fixture
 def make_group() -> Callable[..., Group]:
     def make(*texts: str, answer: object = "24", prompt_id: str = "p1") -> Group:
-        samples = tuple(Sample(prompt_id, i, (5, 1), (-0.5, -0.1), (0, 0), "stop", t) for i, t in enumerate(texts))
+        samples = tuple(
+            Sample(prompt_id, i, (5, 1), (-0.5, -0.1), (VersionSpan(0, 2),), "stop", t) for i, t in enumerate(texts)
+        )
         return Group(Prompt(prompt_id, 0, "48/2=", (6, 10), answer=answer), samples)
 
     return make

@@ -6,11 +6,11 @@ import pytest
 
 from hone.config.run import RewardComponent, RewardSection
 from hone.reward.rewards import Rewards
-from hone.types import Group, Prompt, Sample
+from hone.types import Group, Prompt, Sample, VersionSpan
 
 
 def sample(text: str, index: int = 0) -> Sample:
-    return Sample("p", index, (1,), (0.0,), (0,), "stop", text)
+    return Sample("p", index, (1,), (0.0,), (VersionSpan(0, 1),), "stop", text)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hone.reward.foreign import Unfit, adapted
 from hone.reward.resolve import Unusable, load, resolve
 from hone.reward.rewards import component_metrics, first_fault
 from hone.reward.signature import check_scores, declared_range, overrun_score
-from hone.types import Fault, Group, Prompt, Sample, Score
+from hone.types import Fault, Group, Prompt, Sample, Score, VersionSpan, version_spans
 
 SOURCE = """
 import asyncio, sys
@@ -106,7 +106,8 @@ COLUMNS = {"answer": "4", "level": 3, "source": "sums"}
 
 def make_group(*texts: str, messages: tuple[Mapping[str, str], ...] | None = None, columns=COLUMNS) -> Group:
     samples = tuple(
-        Sample("p", i, (5,) * len(t), (-0.5,) * len(t), (0,) * len(t), "stop", t) for i, t in enumerate(texts)
+        Sample("p", i, (5,) * len(t), (-0.5,) * len(t), (VersionSpan(0, len(t)),), "stop", t)
+        for i, t in enumerate(texts)
     )
     return Group(Prompt("p", 0, "2+2=", (6, 10), answer="4", columns=columns, messages=messages), samples)
 
@@ -142,7 +143,8 @@ def test_trl_s_rewards_of_token_ids_alone(score):
 def test_token_ids_that_did_not_come_are_not_made_up(score):
     group = make_group("4", "55")
     for ids in ((), (-1, -1)):  # a service was sent the text alone, or the number of its tokens
-        without = replace(group, samples=(group.samples[0], replace(group.samples[1], token_ids=ids)))
+        columns = {"token_ids": ids, "sampler_logprobs": ids, "versions": version_spans([0] * len(ids))}
+        without = replace(group, samples=(group.samples[0], replace(group.samples[1], **columns)))
         found = score("overlong", without)
         assert found.rewards == (None, None)
         assert first_fault(found) == (

@@ -12,7 +12,7 @@ from random_search import examples
 
 from hone.reward.rules.answer import after_reasoning, final_answer, last_boxed
 from hone.reward.rules.mathematics import UnreadableMath, gold_answer, score_response
-from hone.types import Fault, Group, Prompt, Sample
+from hone.types import Fault, Group, Prompt, Sample, VersionSpan
 
 NOTHING = "no \\boxed{} and no ####"
 
@@ -180,7 +180,7 @@ BOMBS = (r"\boxed{9^{9^9}}", r"\boxed{(10^7)!}", r"\boxed{10^{10^{10}}}", r"\box
 
 
 def group(*texts: str, answer: object = "4") -> Group:
-    samples = tuple(Sample("p", i, (5,), (-0.5,), (0,), "stop", text) for i, text in enumerate(texts))
+    samples = tuple(Sample("p", i, (5,), (-0.5,), (VersionSpan(0, 1),), "stop", text) for i, text in enumerate(texts))
     return Group(Prompt("p", 0, "2+2=", (6, 10), answer=answer), samples)
 
 

@@ -10,7 +10,7 @@ from hone.config.run import RewardComponent, RewardSection
 from hone.errors import RewardError
 from hone.reward.pool import RewardPool
 from hone.reward.rewards import Component, Rewards, UnscoredBound, component_metrics, first_fault
-from hone.types import Fault, Group, Prompt, Sample, Score
+from hone.types import Fault, Group, Prompt, Sample, Score, VersionSpan
 
 
 @dataclass
@@ -175,7 +175,7 @@ def test_variance_share_is_of_scored_samples_and_left_out_where_nothing_varies(m
 
 @given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=2, max_size=9), st.floats(-3, 3))
 def test_shares_sum_to_1(scores, weight):
-    samples = tuple(Sample("p", i, (5,), (-0.5,), (0,), "stop", "x") for i in range(len(scores)))
+    samples = tuple(Sample("p", i, (5,), (-0.5,), (VersionSpan(0, 1),), "stop", "x") for i in range(len(scores)))
     rewards = tuple(a + weight * b for a, b in scores)
     typed = {"a": tuple(Score(a) for a, _ in scores), "b": tuple(Score(b) for _, b in scores)}
     group = Group(Prompt("p", 0, "", ()), samples).scored(typed, rewards)

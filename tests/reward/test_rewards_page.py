@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
 from hone.config.run import RewardSection
 from hone.reward.rewards import Rewards
-from hone.types import Fault, Group, Prompt, Sample
+from hone.types import Fault, Group, Prompt, Sample, VersionSpan
 from hone_poster import PosterSettings
 from hone_poster.scoring import score_posters
 
@@ -30,7 +30,7 @@ def section(page: str, name: str) -> RewardSection:
 
 
 def group(*texts: str, answer: object = "4") -> Group:
-    samples = tuple(Sample("p", i, (5,), (-0.5,), (0,), "stop", text) for i, text in enumerate(texts))
+    samples = tuple(Sample("p", i, (5,), (-0.5,), (VersionSpan(0, 1),), "stop", text) for i, text in enumerate(texts))
     return Group(Prompt("p", 0, "2+2=", (6, 10), answer=answer, columns={"answer": answer}), samples)
 
 

@@ -13,13 +13,13 @@ from hone.config.rewards import BUILTIN_REWARDS
 from hone.errors import ConfigError
 from hone.reward.resolve import Unusable, load, resolve
 from hone.reward.signature import check_scores, declared_range
-from hone.types import Fault, Group, Prompt, Sample
+from hone.types import Fault, Group, Prompt, Sample, VersionSpan
 
 
 def group(*texts: str, answer: object = "4", columns=None, num_tokens=None, mask=None, finish="stop") -> Group:
     def sample(index: int, text: str) -> Sample:
         n = len(text) if num_tokens is None else num_tokens
-        return Sample("p", index, (5,) * n, (-0.5,) * n, (0,) * n, finish, text, loss_mask=mask)
+        return Sample("p", index, (5,) * n, (-0.5,) * n, (VersionSpan(0, n),), finish, text, loss_mask=mask)
 
     samples = tuple(sample(i, text) for i, text in enumerate(texts))
     return Group(Prompt("p", 0, "2+2=", (6, 10), answer=answer, columns=columns or {}), samples)

@@ -14,7 +14,7 @@ from hone.data.chat import character_tokenizer
 from hone.errors import ConfigError
 from hone.model.heads import ScalarModel, reward_config
 from hone.model.load import init_model, save_hf
-from hone.types import Fault, Group, Prompt, Sample
+from hone.types import Fault, Group, Prompt, Sample, VersionSpan
 
 SIZES = {
     "hidden_size": 16,
@@ -97,7 +97,8 @@ def test_text_is_scored_never_the_policys_tokens(save_model, make_rewards, make_
     save_model()
     one, other = make_group("24", "7"), make_group("24", "7")
     samples = tuple(
-        Sample("p1", i, (9, 9, 9), (0.0,) * 3, (0,) * 3, "length", sample.text) for i, sample in enumerate(one.samples)
+        Sample("p1", i, (9, 9, 9), (0.0,) * 3, (VersionSpan(0, 3),), "length", sample.text)
+        for i, sample in enumerate(one.samples)
     )
     assert score(make_rewards, one).rewards == score(make_rewards, Group(other.prompt, samples)).rewards
 

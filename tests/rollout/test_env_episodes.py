@@ -15,7 +15,7 @@ from hone.rollout.env import Observation, episode_metrics
 from hone.rollout.env_pool import EnvironmentFault
 from hone.rollout.episodes import EpisodeEngine, Rounds
 from hone.rollout.local import LocalEngine
-from hone.types import Group, Sample, Turn
+from hone.types import Group, Sample, Turn, VersionSpan, version_spans
 
 
 def tokens(text):
@@ -69,7 +69,9 @@ class ScriptedEngine:
             reason = "stop" if text.endswith("$") else "length"
             logprobs = tuple(-0.1 * (i + 1) for i in range(len(ids)))
             samples.append(
-                Sample("p0", index, ids, logprobs, (self.version,) * len(ids), reason, text.removesuffix("$"))
+                Sample(
+                    "p0", index, ids, logprobs, version_spans([self.version] * len(ids)), reason, text.removesuffix("$")
+                )
             )
         self.version += 1
         return tuple(samples)
@@ -106,15 +108,15 @@ def test_a_sample_of_two_turns_by_hand():
     """The policy says `DE$`, the tool `XYZ`, the policy `F$`."""
     said = [Observation("XYZ", reward=0.25, metrics={"calls": 1.0}), Observation(None, reward=1.0)]
     sample, asked = calls(["DE$", "F$"], lambda episode, turn, text: said[turn])
-    assert sample.token_ids == (3, 4, EOS, 23, 24, 25, 5, EOS)
-    assert sample.loss_mask == (True, True, True, False, False, False, True, True)
+    assert sample.token_ids.tolist() == [3, 4, EOS, 23, 24, 25, 5, EOS]
+    assert sample.loss_mask.tolist() == [True, True, True, False, False, False, True, True]
     assert sample.sampler_logprobs == pytest.approx((-0.1, -0.2, -0.3, 0, 0, 0, -0.1, -0.2))
-    assert sample.versions == (3, 3, 3, 3, 3, 3, 4, 4), "a tool's tokens have the version of the token before"
+    assert sample.versions == ((3, 6), (4, 2)), "a tool's tokens have the version of the token before"
     assert sample.turns == (Turn(0, 3, 0.25, {"calls": 1.0}), Turn(6, 8, 1.0))
     assert (sample.text, sample.finish_reason, sample.fault) == ("DEXYZF", "stop", "")
     first, second = asked
     assert (first.first_sample, first.first_position, first.sampling.max_tokens) == (0, 0, 12)
-    assert second.prompt.token_ids == (1, 2, 3, 4, EOS, 23, 24, 25)
+    assert second.prompt.token_ids.tolist() == [1, 2, 3, 4, EOS, 23, 24, 25]
     assert (second.num_samples, second.first_position, second.sampling.max_tokens) == (1, 6, 6)
     assert replace(second, **{k: getattr(first, k) for k in ("prompt", "sampling", "first_position")}) == first
 
@@ -196,14 +198,16 @@ def test_an_engine_that_fails_fails_the_call():
 def test_metrics_are_means_over_samples():
     def sample(fault="", **calls):
         turns = (Turn(0, 1, metrics=calls), Turn(2, 3, metrics=calls))
-        return Sample("p", 0, (5, 6, 7), (0.0,) * 3, (0,) * 3, "stop", "", (True, False, True), turns, fault)
+        return Sample(
+            "p", 0, (5, 6, 7), (0.0,) * 3, (VersionSpan(0, 3),), "stop", "", (True, False, True), turns, fault
+        )
 
     assert episode_metrics([sample(calls=1.0), sample(), sample("broken", calls=9.0)], "rollout/") == {
         "rollout/turns_mean": 2.0,
         "rollout/tool_tokens_mean": 1.0,
         "rollout/env_calls_mean": 1.0,  # (2 + 0) / 2: the broken one says nothing
     }
-    assert episode_metrics([Sample("p", 0, (5,), (0.0,), (0,), "stop", "")], "rollout/") == {}
+    assert episode_metrics([Sample("p", 0, (5,), (0.0,), (VersionSpan(0, 1),), "stop", "")], "rollout/") == {}
 
 
 # ---- with the real engine
@@ -276,7 +280,7 @@ def test_a_sample_cut_in_two_requests_goes_on_as_if_it_were_one():
             sampling=replace(whole_request.sampling, max_tokens=30 - len(head)),
         )
         ((tail,),) = generate(model, [rest])
-        assert (tail.index, head + tail.token_ids) == (sample.index, sample.token_ids)
+        assert (tail.index, [*head, *tail.token_ids]) == (sample.index, sample.token_ids.tolist())
 
 
 def test_collate_gives_loss_to_what_the_policy_wrote():
@@ -288,7 +292,7 @@ def test_collate_gives_loss_to_what_the_policy_wrote():
 
 
 def ids(groups):
-    return [[sample.token_ids for sample in group] for group in groups]
+    return [[tuple(sample.token_ids) for sample in group] for group in groups]
 
 
 # ---- rounds

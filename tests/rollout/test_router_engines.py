@@ -109,18 +109,15 @@ def test_samples_are_those_of_a_run_in_which_nothing_dies(weights, requests, cal
     assert down["replica"] == NAMES[0] and "planted" in down["why"] and requeued, "the fault really happened"
     for ours, theirs in zip(groups, calm, strict=True):
         for a, b in zip(ours, theirs, strict=True):
-            assert (a.index, a.token_ids, a.versions, a.finish_reason) == (
-                b.index,
-                b.token_ids,
-                b.versions,
-                b.finish_reason,
-            )
+            assert (a.index, a.versions, a.finish_reason) == (b.index, b.versions, b.finish_reason)
+            assert a.token_ids.tolist() == b.token_ids.tolist()
             np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-5)
 
 
 def test_the_dead_one_is_replaced_and_given_the_weights(weights, requests, calm):
     groups, witness = draw(weights, requests, decode=dies_after(3), bound=1)
-    assert [[s.token_ids for s in group] for group in groups] == [[s.token_ids for s in group] for group in calm]
+    ours, theirs = ([[s.token_ids.tolist() for s in group] for group in drawn] for drawn in (groups, calm))
+    assert ours == theirs
     kinds = [kind for kind, fields in witness.events if fields.get("replica") == NAMES[0] and kind != "requeued"]
     assert [kind for kind in kinds if kind not in ("sampled", "replica_state")] == [
         "replica_up", "published", "replica_down", "replica_restarting", "replica_up", "published"

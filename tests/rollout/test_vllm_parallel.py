@@ -15,7 +15,7 @@ def test_two_ranks_sample_what_one_process_does_with_old_and_new_weights(tmp_pat
     try:
         for model in (first, second, first):
             for (mine,), (theirs,) in zip(vllm.generate(requests), tiny_engines.generate(model, requests), strict=True):
-                assert mine.token_ids == theirs.token_ids
+                assert mine.token_ids.tolist() == theirs.token_ids.tolist()
                 assert mine.sampler_logprobs == pytest.approx(theirs.sampler_logprobs, abs=1e-4)
             vllm.load(second if model is first else first, vllm.engine.version + 1)
     finally:

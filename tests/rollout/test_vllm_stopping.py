@@ -31,7 +31,7 @@ def test_vllm_stops_at_the_eos_of_an_export(tmp_path):
     model = model_for_vllm()
     prompts = [[number, 6, 7] for number in range(1, 30)]
     samples = generate(model, [request(prompt, temperature=0.0, max_tokens=12) for prompt in prompts])
-    responses = zip(prompts, (sample.token_ids for (sample,) in samples), strict=True)
+    responses = zip(prompts, (sample.token_ids.tolist() for (sample,) in samples), strict=True)
     prompt, ids = next((p, ids) for p, ids in responses if EOS not in ids and ids[3] not in ids[:3])
     save_hf(tmp_path / "hf", model.hf_config, model.named_weights(), eos_ids=(EOS, ids[3]))
     (tmp_path / "generate.py").write_text(GENERATE)

@@ -16,7 +16,7 @@ from hone.errors import RewardError
 from hone.reward.rewards import Rewards
 from hone.reward.verl_client import compute_score
 from hone.reward.wire import RewardReply, RewardRequest, items_of, score_of
-from hone.types import Group, Prompt, Sample
+from hone.types import Group, Prompt, Sample, VersionSpan
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,9 @@ def served(folder):
 
 def group_of(*texts, answer="4", prompt_id="p", columns=None) -> Group:
     samples = tuple(
-        Sample(prompt_id, number, tuple(range(len(text))), (-0.5,) * len(text), (0,) * len(text), "stop", text)
+        Sample(
+            prompt_id, number, tuple(range(len(text))), (-0.5,) * len(text), (VersionSpan(0, len(text)),), "stop", text
+        )
         for number, text in enumerate(texts)
     )
     return Group(Prompt(prompt_id, 0, "2+2=", (1, 2), answer=answer, columns=columns or {}), samples)
@@ -100,7 +102,9 @@ def test_a_response_beyond_the_limit_earns_the_declared_minimum_and_its_siblings
 @pytest.mark.parametrize("text", ["a" * (3 << 20), "\ud800語" * (1 << 20)], ids=["ascii", "wide"])
 def test_hone_sends_no_more_of_a_response_than_shows_that_it_is_too_long(served, text):
     group = group_of("4", answer="4")
-    group = replace(group, samples=(replace(group.samples[0], text=text, token_ids=(7,) * (1 << 18)),))
+    count = 1 << 18
+    tokens = {"token_ids": [7] * count, "sampler_logprobs": [0.0] * count, "versions": (VersionSpan(0, count),)}
+    group = replace(group, samples=(replace(group.samples[0], text=text, **tokens),))
     body = RewardRequest(reward="words", items=items_of(group)).model_dump(mode="json")
     (result,) = RewardReply.model_validate(served.post("/v1/rewards", body).json()).results
     assert (result.score, result.flags) == (0.0, ["model_fault"])

@@ -21,11 +21,13 @@ from hone.reward.wire import (
     plain,
 )
 from hone.serve.queue import MicroBatcher, RateEstimate, ScoreCache, ScoredGroup, ScoreQueue, batched
-from hone.types import Fault, Group, Prompt, Sample, Score, Turn
+from hone.types import Fault, Group, Prompt, Sample, Score, Turn, VersionSpan
 
 
 def group_of(*texts):
-    samples = tuple(Sample("p", i, (7, 8), (-0.25, -1e-3), (3, 3), "stop", text) for i, text in enumerate(texts))
+    samples = tuple(
+        Sample("p", i, (7, 8), (-0.25, -1e-3), (VersionSpan(3, 2),), "stop", text) for i, text in enumerate(texts)
+    )
     return Group(Prompt("p", 0, "2+2=", (1,), answer="4"), samples)
 
 

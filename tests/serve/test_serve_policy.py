@@ -29,7 +29,7 @@ from hone.rollout.engine import Request, Sampling
 from hone.serve.openai import CompletionRequest
 from hone.serve.policy import PolicyService
 from hone.serve.streaming import GrowingText
-from hone.types import Fault, Group, Prompt, Sample, Score
+from hone.types import Fault, Group, Prompt, Sample, Score, VersionSpan
 
 CHARACTERS = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz\n"
 CONTEXT = 96
@@ -437,7 +437,10 @@ def test_text_that_is_told_stays():
 def test_a_served_model_judges_end_to_end(judge_folder, tmp_path):
     """Its questions are the built-in ones, through its chat template; its answers are parsed as any judge's."""
     prompt = Prompt("p", 0, "2+2=", (5,), answer="4")
-    group = Group(prompt, tuple(Sample("p", i, (5,), (-0.1,), (0,), "stop", text) for i, text in enumerate(["4", "5"])))
+    group = Group(
+        prompt,
+        tuple(Sample("p", i, (5,), (-0.1,), (VersionSpan(0, 1),), "stop", text) for i, text in enumerate(["4", "5"])),
+    )
 
     async def score(url: str, **args: object) -> tuple[Score, ...]:
         settings = {"url": url, "response_length": 32, "reference": True, **args}

@@ -16,7 +16,7 @@ from hone.model.load import init_model
 from hone.train.learner import Learner, Passes
 from hone.train.policy import PolicyTrainer
 from hone.train.roles import Reference, Roles
-from hone.types import Batch, Group, Prompt, Sample
+from hone.types import Batch, Group, Prompt, Sample, VersionSpan
 
 VOCAB, MAX_TOKENS = 13, 6
 ARCHITECTURE = {
@@ -92,7 +92,7 @@ def make_groups(seed: int = 0, *, num_groups: int = 5, group_size: int = 4) -> l
                 tokens = samples[0].token_ids
             logprobs = tuple(-0.5 - 0.1 * draw(0, 30) for _ in tokens)
             mask = None if draw(0, 3) else tuple(i != 1 for i in range(len(tokens)))
-            samples.append(Sample(prompt.id, g, tokens, logprobs, (0,) * len(tokens), "stop", "", mask))
+            samples.append(Sample(prompt.id, g, tokens, logprobs, (VersionSpan(0, len(tokens)),), "stop", "", mask))
         rewards = [float(draw(0, 3)) for _ in samples]
         if n == 1:
             rewards[1] = None

@@ -18,12 +18,12 @@ from hone.data.pack import (
     plan_microbatches,
 )
 from hone.errors import DataError
-from hone.types import Group, Prompt, Sample, Turn
+from hone.types import Group, Prompt, Sample, Turn, VersionSpan
 
 
 def sample(tokens, logprobs=None, mask=None):
     logprobs = tuple(logprobs or [-1.0] * len(tokens))
-    return Sample("p", 0, tuple(tokens), logprobs, (0,) * len(tokens), "stop", "", mask)
+    return Sample("p", 0, tuple(tokens), logprobs, (VersionSpan(0, len(tokens)),), "stop", "", mask)
 
 
 def group(prompt, samples, rewards):
@@ -53,7 +53,7 @@ def test_collate_flattens_in_order():
             group([7], [sample([], [])], [0.5]),
         ]
     )
-    assert batch.prompts == ((9, 8), (7,))
+    assert [prompt.tolist() for prompt in batch.prompts] == [[9, 8], [7]]
     assert batch.prompt_S.tolist() == [0, 0, 1]
     assert batch.length_S.tolist() == [2, 1, 0]
     assert batch.token_ids_T.tolist() == [4, 5, 6]
@@ -179,7 +179,7 @@ def test_rewards_of_turns_are_at_the_turns_last_tokens():
 
     def played(index, *turns):
         mask = (True, True, False, False, True)
-        return Sample("p", index, (1, 2, 3, 4, 5), (-1.0,) * 5, (0,) * 5, "stop", "", mask, turns=turns)
+        return Sample("p", index, (1, 2, 3, 4, 5), (-1.0,) * 5, (VersionSpan(0, 5),), "stop", "", mask, turns=turns)
 
     first = played(0, Turn(0, 2, reward=0.5), Turn(4, 5, reward=2.0))
     second = played(1, Turn(0, 0, reward=9.0), Turn(0, 2, reward=-1.0), Turn(4, 5))

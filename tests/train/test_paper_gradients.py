@@ -315,7 +315,11 @@ def values(hf: Qwen3ForSequenceClassification) -> list[Tensor]:
 
 
 def own_tokens(sample: Sample) -> Tensor:
-    return torch.tensor(sample.loss_mask or (True,) * len(sample.token_ids))
+    return (
+        torch.ones(len(sample.token_ids), dtype=torch.bool)
+        if sample.loss_mask is None
+        else torch.tensor(sample.loss_mask)
+    )
 
 
 def sequences(**columns: list[Tensor]) -> list[Sequence]:

@@ -11,11 +11,10 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from hone.errors import DataError
 from hone.types import Batch, Group, Sample, Totals
@@ -28,17 +27,14 @@ def collate(groups: Sequence[Group]) -> Batch:
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards or (None,) * len(group.samples)]
     lengths = np.fromiter((len(s.token_ids) for s in samples), np.int64, len(samples))
-    num_tokens = int(lengths.sum())
-
-    def flat(columns: Iterator[Sequence[float]], dtype: type) -> NDArray:
-        return np.fromiter(chain.from_iterable(columns), dtype, num_tokens)
 
     reward_S = np.array([math.nan if reward is None else reward for reward in rewards], np.float32)
     mask_T = np.repeat((~np.isnan(reward_S)).astype(np.float32), lengths)
     if any(s.loss_mask is not None for s in samples):
-        mask_T *= flat((_mask(s) for s in samples), np.float32)
+        mask_T *= joined([_mask(s) for s in samples], np.float32)
     # Environment tokens may carry any logprob, even NaN; 0 x NaN would reach the loss.
-    sampler_logprobs_T = np.where(mask_T > 0, flat((s.sampler_logprobs for s in samples), np.float32), 0)
+    sampler_logprobs_T = joined([s.sampler_logprobs for s in samples], np.float32)
+    sampler_logprobs_T[mask_T == 0] = 0
     group_sizes = [len(group.samples) for group in groups]
     columns = {"truncated_S": torch.tensor([float(s.finish_reason == "length") for s in samples])}
     if any(group.greedy for group in groups):
@@ -49,7 +45,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         prompts=tuple(group.prompt.token_ids for group in groups),
         prompt_S=torch.from_numpy(np.repeat(np.arange(len(groups)), group_sizes)),
         length_S=torch.from_numpy(lengths),
-        token_ids_T=torch.from_numpy(flat((s.token_ids for s in samples), np.int64)),
+        token_ids_T=torch.from_numpy(joined([s.token_ids for s in samples], np.int64)),
         loss_mask_T=torch.from_numpy(mask_T),
         sampler_logprobs_T=torch.from_numpy(sampler_logprobs_T),
         reward_S=torch.from_numpy(reward_S),
@@ -98,8 +94,13 @@ def _turn_rewards(samples: Sequence[Sample], lengths: Indices) -> torch.Tensor:
     return torch.from_numpy(reward_T)
 
 
-def _mask(sample: Sample) -> tuple[bool, ...]:
-    return sample.loss_mask or (True,) * len(sample.token_ids)
+def joined(arrays: Sequence[ArrayLike], dtype: type) -> NDArray:
+    """Arrays one after another, as a new one."""
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe")
+
+
+def _mask(sample: Sample) -> NDArray[np.bool_]:
+    return np.ones(len(sample.token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
 
 
 @dataclass(frozen=True)

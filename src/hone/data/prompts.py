@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hone.config.run import DataSection, SftSection
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
@@ -24,15 +25,15 @@ from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import LoadReport, Tally, nothing_left
 from hone.data.sources import BadRow, Part, SourceRow, read_rows, source_name, source_of
 from hone.errors import DataError
-from hone.types import Prompt
+from hone.types import Prompt, TokenIds, read_only
 
 
 class SftRow(NamedTuple):
     """A prompt and its target response as token ids, EOS included."""
 
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
-    loss_mask: tuple[bool, ...] | None = None
+    prompt: TokenIds
+    response: TokenIds
+    loss_mask: NDArray[np.bool_] | None = None
     """Which response tokens are targets; None: all."""
 
 
@@ -105,7 +106,9 @@ def load_sft_rows(
     if not prompts:
         raise DataError(nothing_left(loading.report()))
     responses = tokenizer.encode_responses([loading.responses[prompt.id] for prompt in prompts])
-    imitated = [SftRow(prompt.token_ids, tuple(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
+    imitated = [
+        SftRow(prompt.token_ids, read_only(ids, np.int32)) for prompt, ids in zip(prompts, responses, strict=True)
+    ]
     return imitated, loading.report()
 
 
@@ -174,7 +177,7 @@ class _Loading(Tally):
                         draft.id,
                         len(prompts),
                         draft.text,
-                        tuple(ids),
+                        np.array(ids, np.int32),
                         answer=draft.answer,
                         columns=draft.columns,
                         messages=draft.messages,

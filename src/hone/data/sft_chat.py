@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hone.config.run import DataSection, SftSection
@@ -21,6 +22,7 @@ from hone.data.render import Malformed, Renderer, column
 from hone.data.report import LoadReport, Tally, nothing_left
 from hone.data.sources import read_rows, source_name
 from hone.errors import DataError
+from hone.types import read_only
 
 Segment = tuple[str, bool]
 """A stretch of a rendered conversation, and whether the assistant wrote it."""
@@ -102,7 +104,9 @@ def tokenised(tokenizer: Tokenizer, segments: Sequence[Segment], field: str = "m
         response += ids
         mask += [position < stop for position in range(len(ids))]
     last = max(position for position, wanted in enumerate(mask) if wanted)
-    return SftRow(tuple(prompt), tuple(response[: last + 1]), tuple(mask[: last + 1]))
+    return SftRow(
+        read_only(prompt, np.int32), read_only(response[: last + 1], np.int32), read_only(mask[: last + 1], np.bool_)
+    )
 
 
 def _length_with_end(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:

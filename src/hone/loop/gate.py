@@ -14,10 +14,13 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.config.run import RunConfig
+from hone.data.pack import joined
 from hone.errors import GateError
 from hone.rollout.engine import Engine, Sampling
 from hone.train.trainer import Trainer
@@ -122,7 +125,7 @@ def check_final_tokens(groups: Sequence[Group], sampling: Sampling, eos_ids: Col
         return  # a stop string may end a response on any token
     stop_ids = {*eos_ids, *sampling.stop_token_ids}
     stopped = [s.token_ids[:end] for g in groups for s in g.samples for end in stops(s)]
-    missing = sum(not token_ids or token_ids[-1] not in stop_ids for token_ids in stopped)
+    missing = sum(not len(token_ids) or int(token_ids[-1]) not in stop_ids for token_ids in stopped)
     if missing:
         raise GateError(
             f"first-step gate: {missing} of {len(stopped)} responses that stopped do not end with a stop token. "
@@ -140,29 +143,28 @@ def stops(sample: Sample) -> list[int]:
 def check_mask(groups: Sequence[Group], batch: Batch) -> None:
     """Exactly the policy's own tokens of scored samples may carry loss."""
     expected = [
-        float(reward is not None and own)
+        written(sample) & (reward is not None)
         for group in groups
         for sample, reward in zip(group.samples, group.rewards, strict=True)
-        for own in written(sample)
     ]
-    expected_T = torch.tensor(expected, device=batch.loss_mask_T.device)
+    expected_T = torch.from_numpy(joined(expected, np.float32)).to(batch.loss_mask_T.device)
     if expected_T.shape != batch.loss_mask_T.shape or not torch.equal(expected_T, batch.loss_mask_T.float()):
         wrong = "another number of tokens"
         if expected_T.shape == batch.loss_mask_T.shape:
-            wrong = f"{int((expected_T != batch.loss_mask_T).sum())} of {len(expected)} tokens"
+            wrong = f"{int((expected_T != batch.loss_mask_T).sum())} of {len(expected_T)} tokens"
         raise GateError(
             f"first-step gate: the loss mask differs from what the policy wrote in {wrong}. Likely cause: a mask that "
             "is off by one, so that prompt or tool tokens are trained on and final tokens are not. Nothing was trained."
         )
 
 
-def written(sample: Sample) -> Sequence[bool]:
+def written(sample: Sample) -> NDArray[np.bool_]:
     """Which tokens the policy wrote: what its turns say, where it had turns, and not what the mask claims."""
-    if not sample.turns:
-        return sample.loss_mask or (True,) * len(sample.token_ids)
-    own = [False] * len(sample.token_ids)
+    if not sample.turns and sample.loss_mask is not None:
+        return sample.loss_mask
+    own = np.full(len(sample.token_ids), not sample.turns)
     for turn in sample.turns:
-        own[turn.start : turn.end] = [True] * (turn.end - turn.start)
+        own[turn.start : turn.end] = True
     return own
 
 

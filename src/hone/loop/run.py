@@ -247,12 +247,13 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
     scored = rewards[~np.isnan(rewards)]
     passed = [r >= threshold for group in (*groups, *dropped) for r in group.rewards if r is not None]
     lengths = np.array([len(sample.token_ids) for sample in samples])
-    staleness = np.array([version - sample.versions[0] for sample in samples if sample.versions] or [0])
+    staleness = np.array([version - sample.versions[0].version for sample in samples if sample.versions] or [0])
     spreads = [max(r) - min(r) for group in groups if (r := [x for x in group.rewards if x is not None])]
     equal = [
         r[0] for group in (*groups, *dropped) if (r := [x for x in group.rewards if x is not None]) and max(r) == min(r)
     ]
     num_groups = len(groups) + len(dropped)
+    distinct = {group.prompt.token_ids.tobytes() for group in groups}
     return (
         {
             "rollout/reward_mean": float(scored.mean()),
@@ -262,7 +263,7 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
             "rollout/zero_std_group_frac": sum(spread == 0 for spread in spreads) / max(1, len(spreads)),
             "rollout/all_right_group_frac": sum(reward >= threshold for reward in equal) / num_groups,
             "rollout/all_wrong_group_frac": sum(reward < threshold for reward in equal) / num_groups,
-            "rollout/repeated_prompt_frac": 1 - len({group.prompt.token_ids for group in groups}) / len(groups),
+            "rollout/repeated_prompt_frac": 1 - len(distinct) / len(groups),
             "rollout/pass_rate": sum(passed) / len(passed),
             "rollout/groups_dropped": float(len(dropped)),
             "rollout/response_tokens_mean": float(lengths.mean()),
@@ -291,7 +292,7 @@ def _length_metrics(lengths: NDArray[np.int64], rewards: NDArray[np.float64], th
 
 def staleness_shares(groups: Sequence[Group], *, version: int, most: int) -> dict[str, float]:
     """How much of what training begins with at `version` is how old, up to `most`; nothing of a run that never is."""
-    ages = [version - sample.versions[0] for group in groups for sample in group.samples if sample.versions]
+    ages = [version - sample.versions[0].version for group in groups for sample in group.samples if sample.versions]
     if most == 0 or not ages:
         return {}
     return {f"rollout/staleness_{age}_frac": ages.count(age) / len(ages) for age in range(most + 1)}

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hone.algo.algorithm import Algorithm
 from hone.config.derived import longest_tokens
 from hone.config.run import AlgorithmSection, RunConfig, SftSection
 from hone.data.chat import Tokenizer
+from hone.data.pack import joined
 from hone.data.prompts import SftRow, epoch_order, load_sft_rows
 from hone.data.report import LoadReport
 from hone.data.sft_chat import load_chat_rows
@@ -94,15 +96,15 @@ def rows_of_step(step: int, *, count: int, num_rows: int, seed: int) -> list[int
 def batch_of(rows: Sequence[SftRow], device: torch.device) -> Batch:
     """A batch that imitates: advantage 1, and loss on every response token that the row's mask does not exclude."""
     lengths = torch.tensor([len(row.response) for row in rows], device=device)
-    tokens = torch.tensor([token for row in rows for token in row.response], device=device)
+    tokens = torch.from_numpy(joined([row.response for row in rows], np.int64)).to(device)
     ones = torch.ones(len(tokens), device=device)
-    masks = [row.loss_mask or (True,) * len(row.response) for row in rows]
+    masks = [np.ones(len(row.response)) if row.loss_mask is None else row.loss_mask for row in rows]
     return Batch(
         prompts=tuple(row.prompt for row in rows),
         prompt_S=torch.arange(len(rows), device=device),
         length_S=lengths,
         token_ids_T=tokens,
-        loss_mask_T=torch.tensor([wanted for mask in masks for wanted in mask], dtype=torch.float32, device=device),
+        loss_mask_T=torch.from_numpy(joined(masks, np.float32)).to(device),
         sampler_logprobs_T=torch.zeros_like(ones),
         reward_S=torch.ones(len(rows), device=device),
         columns={"advantages_T": ones},

@@ -29,6 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.types import TokenIds
+
 Ints = NDArray[np.int64]
 
 WHOLE_GROUP_TOKENS = 64
@@ -146,7 +148,7 @@ class Layout:
     @classmethod
     def from_flat(
         cls,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[TokenIds | Sequence[int]],
         prompt_S: Ints | Tensor,
         length_S: Ints | Tensor,
         token_ids_T: Ints | Tensor,
@@ -159,9 +161,7 @@ class Layout:
         prompt_length_N = np.fromiter((len(prompts[i]) for i in used_N), np.int64, len(used_N))
         if not prompt_length_N.all():
             raise ValueError(f"prompt {used_N[prompt_length_N.argmin()]} has no tokens; a layout needs at least one")
-        prompt_tokens = np.fromiter(
-            chain.from_iterable(prompts[i] for i in used_N), np.int64, int(prompt_length_N.sum())
-        )
+        prompt_tokens = np.concatenate([np.empty(0, np.int64), *(prompts[i] for i in used_N)])
         places = _place(prompt_length_N, prompt_R, samples.length_R)
         token_ids_X = np.zeros(round_size(places.size), np.int64)
         token_ids_X[_ranges(places.prompt_start_N, prompt_length_N)] = prompt_tokens

@@ -233,8 +233,8 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 def versions_of(samples: Iterable[Sample]) -> tuple[int, int] | None:
     """Oldest and newest version among the samples' tokens, as in events; None without a token."""
-    written = [sample.versions for sample in samples if sample.versions]
-    return (min(map(min, written)), max(map(max, written))) if written else None
+    versions = [span.version for sample in samples for span in sample.versions]
+    return (min(versions), max(versions)) if versions else None
 
 
 def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:

@@ -14,15 +14,17 @@ import contextlib
 import gzip
 import json
 import zlib
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hone.observe.background import Background
 from hone.observe.whole import set_aside, sync, write_whole
-from hone.types import Group, Sample, Turn
+from hone.types import Group, Sample, TokenIds, Turn, WithArrays, read_only, version_spans
 
 NUM_CHECKED = 32
 """Newest files that are read when a run is resumed, to see whether they are whole."""
@@ -136,15 +138,15 @@ class Recorder:
             mark.unlink()
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedSample:
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedSample(WithArrays):
     """One sample as recorded: `types.Sample` with its prompt, its verdicts and its advantage."""
 
     stage: str
     step: int
     prompt_id: str
     prompt: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     answer: Any
     sample: Sample
     scores: Mapping[str, float | None]
@@ -154,6 +156,9 @@ class RecordedSample:
     reward: float | None
     advantage: float | None
     """Mean over the sample's tokens; None where the group was not trained on."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_token_ids", read_only(self.prompt_token_ids, np.int32))
 
 
 def read_samples(run_folder: Path, step: int, stage: str = "rl") -> list[RecordedSample]:
@@ -205,19 +210,19 @@ def _encode(group: Group, advantages: Sequence[float] | None) -> str:
     columns: dict[str, Any] = {
         "prompt_id": prompt.id,
         "prompt": prompt.text,
-        "prompt_token_ids": prompt.token_ids,
+        "prompt_token_ids": prompt.token_ids.tolist(),
         "answer": prompt.answer,
         "index": [s.index for s in samples],
         "response": [s.text for s in samples],
-        "token_ids": [s.token_ids for s in samples],
-        "versions": [s.versions[0] if len(set(s.versions)) == 1 else s.versions for s in samples],
+        "token_ids": [s.token_ids.tolist() for s in samples],
+        "versions": [s.versions[0].version if len(s.versions) == 1 else s.token_versions() for s in samples],
         "finish_reason": [s.finish_reason for s in samples],
         "rewards": group.rewards,
         "advantages": advantages,
         "scores": {name: [score.value for score in scores] for name, scores in group.scores.items()},
     }
     if any(s.loss_mask is not None for s in samples):
-        columns["loss_mask"] = [s.loss_mask for s in samples]
+        columns["loss_mask"] = [None if s.loss_mask is None else s.loss_mask.tolist() for s in samples]
     if any(s.turns for s in samples):
         columns["turns"] = [[(t.start, t.end, t.reward, t.metrics) for t in s.turns] for s in samples]
         columns["sample_faults"] = [s.fault for s in samples]
@@ -233,9 +238,9 @@ def _encode(group: Group, advantages: Sequence[float] | None) -> str:
 _JSON = json.JSONEncoder(separators=(",", ":"), default=str)
 
 
-def _float32_list(values: Sequence[float]) -> str:
+def _float32_list(values: NDArray[np.float32]) -> str:
     """JSON list with the nine digits that tell any float32 from its neighbours: a third of the time of `repr`."""
-    text = ("%.9g," * len(values) % tuple(values))[:-1]
+    text = ("%.9g," * len(values) % tuple(values.tolist()))[:-1]
     if "n" in text:
         text = text.replace("inf", "Infinity").replace("nan", "NaN")
     return f"[{text}]"
@@ -252,12 +257,12 @@ def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSamp
         sample = Sample(
             prompt_id=line["prompt_id"],
             index=line["index"][i],
-            token_ids=tuple(token_ids),
-            sampler_logprobs=tuple(array("f", line["sampler_logprobs"][i])),
-            versions=tuple(versions) if isinstance(versions, list) else (versions,) * len(token_ids),
+            token_ids=np.array(token_ids, np.int32),
+            sampler_logprobs=np.array(line["sampler_logprobs"][i], np.float32),
+            versions=version_spans(versions if isinstance(versions, list) else [versions] * len(token_ids)),
             finish_reason=line["finish_reason"][i],
             text=line["response"][i],
-            loss_mask=None if mask is None else tuple(mask),
+            loss_mask=None if mask is None else np.array(mask, np.bool_),
             turns=tuple(Turn(*turn) for turn in at("turns", i) or ()),
             fault=at("sample_faults", i) or "",
         )
@@ -268,7 +273,7 @@ def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSamp
                 step=step,
                 prompt_id=line["prompt_id"],
                 prompt=line["prompt"],
-                prompt_token_ids=tuple(line["prompt_token_ids"]),
+                prompt_token_ids=np.array(line["prompt_token_ids"], np.int32),
                 answer=line["answer"],
                 sample=sample,
                 scores={name: values[i] for name, values in line["scores"].items()},

@@ -239,7 +239,7 @@ def _sample_rows(samples: Sequence[RecordedSample], pictures: Mapping[str, str])
             "index": sample.index,
             "num_tokens": len(sample.token_ids),
             "finish_reason": sample.finish_reason,
-            "versions": sorted(set(sample.versions)),
+            "versions": sorted({span.version for span in sample.versions}),
             "reward": _short(recorded.reward),
             "advantage": _short(recorded.advantage),
             "scores": {name: _short(value) for name, value in recorded.scores.items()},
@@ -249,8 +249,8 @@ def _sample_rows(samples: Sequence[RecordedSample], pictures: Mapping[str, str])
             row["picture"] = pictures[_place(recorded)]
         if len(sample.token_ids) <= tokens_left:
             tokens_left -= len(sample.token_ids)
-            row["token_ids"] = sample.token_ids
-            row["logprobs"] = [None if not math.isfinite(p) else round(p, 3) for p in sample.sampler_logprobs]
+            row["token_ids"] = sample.token_ids.tolist()
+            row["logprobs"] = [None if not math.isfinite(p) else round(p, 3) for p in sample.sampler_logprobs.tolist()]
         rows.append(row)
     return rows
 
@@ -262,7 +262,9 @@ def _pieces(
     kept = run_folder / "samples" / "tokens.json"
     if decode is None:
         return json.loads(kept.read_text()) if kept.exists() else {}
-    pieces = {str(token): decode([token]) for token in sorted({t for s in samples for t in s.sample.token_ids})}
+    pieces = {
+        str(token): decode([token]) for token in sorted({t for s in samples for t in s.sample.token_ids.tolist()})
+    }
     if pieces:
         write_whole(kept, json.dumps(pieces))
     return pieces

@@ -144,13 +144,13 @@ def _trl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_ForeignCall]:
         "log_extra": logged.__setitem__,
     }
     if all(_has_tokens(sample) for sample in samples):
-        offered["completion_ids"] = [list(sample.token_ids) for sample in samples]
+        offered["completion_ids"] = [sample.token_ids.tolist() for sample in samples]
     return [_ForeignCall({**columns, **offered, **args}, logged)]
 
 
 def _has_tokens(sample: Sample) -> bool:
     """A service may be sent a response without them, or with their number alone."""
-    return not sample.text or (bool(sample.token_ids) and min(sample.token_ids) >= 0)
+    return not sample.text or bool(len(sample.token_ids) and sample.token_ids.min() >= 0)
 
 
 def _said(sample: Sample) -> list[dict[str, str]]:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, Literal, NoReturn, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, FiniteFloat, model_validator
 
-from hone.types import Fault, FinishReason, Group, Prompt, Sample, Score, Turn
+from hone.types import Fault, FinishReason, Group, Prompt, Sample, Score, Turn, version_spans
 
 SCHEMA_VERSION = "1"
 MAX_JSON_DEPTH = 64
@@ -29,6 +30,8 @@ SUM_TOLERANCE = 1e-6
 """How far a score may be from the weighted sum of its components, relative to their size where that is above 1."""
 
 Mode = Literal["pointwise", "groupwise"]
+Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+Float32 = Annotated[FiniteFloat, Field(ge=float(np.finfo(np.float32).min), le=float(np.finfo(np.float32).max))]
 
 MAX_RESPONSE_TOKENS = 1 << 18
 """As many as a response of the longest text that is taken could have; each costs memory here."""
@@ -92,11 +95,11 @@ class Item(Wire):
     """`length`: the response was cut."""
     response_tokens: int | None = Field(default=None, ge=0, le=MAX_RESPONSE_TOKENS)
     """Length of the response, for those who do not send its ids."""
-    response_token_ids: Annotated[list[int] | None, FailFast()] = None
+    response_token_ids: Annotated[list[Int32] | None, FailFast()] = None
     """Its tokens, in the policy's vocabulary."""
-    prompt_token_ids: Annotated[list[int] | None, FailFast()] = None
-    sampler_logprobs: Annotated[list[FiniteFloat] | None, FailFast()] = None
-    versions: Annotated[list[int] | None, FailFast()] = None
+    prompt_token_ids: Annotated[list[Int32] | None, FailFast()] = None
+    sampler_logprobs: Annotated[list[Float32] | None, FailFast()] = None
+    versions: Annotated[list[Int32] | None, FailFast()] = None
     loss_mask: Annotated[list[bool] | None, FailFast()] = None
     turns: Annotated[list[TurnItem], FailFast()] = []
 
@@ -263,7 +266,7 @@ def items_of(group: Group, *, trace: bool = False) -> list[Item]:
         "extra_info": plain(prompt.columns, "columns"),
     }
     if trace:
-        row["prompt_token_ids"] = list(prompt.token_ids)
+        row["prompt_token_ids"] = prompt.token_ids.tolist()
     return [Item.model_validate(row | _sample_fields(sample, trace)) for sample in group.samples]
 
 
@@ -273,15 +276,15 @@ def _sample_fields(sample: Sample, trace: bool) -> dict[str, Any]:
         "index": sample.index,
         "solution_str": sample.text,
         "finish_reason": sample.finish_reason,
-        "response_token_ids": list(sample.token_ids),
+        "response_token_ids": sample.token_ids.tolist(),
     }
     if (start := sendable(sample.text)) is not sample.text:
         return fields | {"solution_str": start, "response_token_ids": None}
     if trace:
         fields |= {
-            "sampler_logprobs": list(sample.sampler_logprobs),
-            "versions": list(sample.versions),
-            "loss_mask": None if sample.loss_mask is None else list(sample.loss_mask),
+            "sampler_logprobs": sample.sampler_logprobs.tolist(),
+            "versions": sample.token_versions(),
+            "loss_mask": None if sample.loss_mask is None else sample.loss_mask.tolist(),
             "turns": [
                 {"start": turn.start, "end": turn.end, "reward": turn.reward, "metrics": dict(turn.metrics)}
                 for turn in sample.turns
@@ -356,7 +359,7 @@ def _prompt(item: Item) -> Prompt:
         id=item.group_id or item.id,
         index=0,
         text=text,
-        token_ids=tuple(item.prompt_token_ids or ()),
+        token_ids=np.array(item.prompt_token_ids or (), np.int32),
         answer=item.ground_truth,
         columns={**item.extra_info, **source},
         messages=messages,
@@ -370,12 +373,12 @@ def _sample(item: Item, prompt_id: str, place: int) -> Sample:
     return Sample(
         prompt_id=prompt_id,
         index=place if item.index is None else item.index,
-        token_ids=tuple(ids),
-        sampler_logprobs=tuple(item.sampler_logprobs or [0.0] * len(ids)),
-        versions=tuple(item.versions or [0] * len(ids)),
+        token_ids=np.array(ids, np.int32),
+        sampler_logprobs=np.array(item.sampler_logprobs or [0.0] * len(ids), np.float32),
+        versions=version_spans(item.versions or [0] * len(ids)),
         finish_reason=item.finish_reason,
         text=item.solution_str,
-        loss_mask=None if item.loss_mask is None else tuple(item.loss_mask),
+        loss_mask=None if item.loss_mask is None else np.array(item.loss_mask, np.bool_),
         turns=tuple(Turn(turn.start, turn.end, turn.reward, turn.metrics) for turn in item.turns),
     )
 

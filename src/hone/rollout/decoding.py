@@ -24,6 +24,7 @@ from hone.model.layout import filled, round_size
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.engine import CacheUse
 from hone.rollout.stepper import closing_moves
+from hone.types import TokenIds
 
 PREFILL_TOKENS: int = RolloutSection.model_fields["prefill_tokens"].default
 _LEAST_COLUMNS = 16
@@ -75,7 +76,7 @@ class DecoderStepper:
 
     # ---- prompts
 
-    def add_prompts(self, prompts: Sequence[tuple[int, ...]]) -> list[int]:
+    def add_prompts(self, prompts: Sequence[TokenIds]) -> list[int]:
         self._forget_unused_prompts()
         ids = list(range(self._next_prompt_id, self._next_prompt_id + len(prompts)))
         self._next_prompt_id += len(prompts)
@@ -90,7 +91,7 @@ class DecoderStepper:
     def release_prompt(self, prompt_id: int) -> None:
         self._prompt_released_N[self._slot_of_prompt[prompt_id]] = True
 
-    def _prefill(self, prompts: list[tuple[int, ...]], ids: list[int]) -> None:
+    def _prefill(self, prompts: list[TokenIds], ids: list[int]) -> None:
         device = self._prompt_hidden_NH.device
         length_N = np.array([len(prompt) for prompt in prompts])
         first = len(self._prompt_ids)
@@ -98,7 +99,7 @@ class DecoderStepper:
         self._prompt_store.reserve(max(first + len(prompts), min(2 * first, self._max_rows)), width, live=first)
         position_X = np.concatenate([np.arange(length) for length in length_N])
         prompt_X = np.repeat(np.arange(len(prompts)), length_N)
-        token_X = np.concatenate([np.array(prompt) for prompt in prompts])
+        token_X = np.concatenate(prompts, dtype=np.int64)
         hidden_NH = self._model(
             torch.from_numpy(filled(token_X)).to(device),
             torch.from_numpy(filled(position_X)).to(device),

@@ -88,7 +88,7 @@ class Request:
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {self.num_samples} (prompt {self.prompt.id})")
-        if not self.prompt.token_ids:
+        if not len(self.prompt.token_ids):
             raise ValueError(f"prompt {self.prompt.id} has no tokens; there is nothing to predict from")
 
 

@@ -98,7 +98,7 @@ def episode_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
     """
     if not any(sample.turns for sample in samples):
         return {}
-    tool_tokens = sum(not written for sample in samples for written in sample.loss_mask or ())
+    tool_tokens = sum(int((~sample.loss_mask).sum()) for sample in samples if sample.loss_mask is not None)
     metrics = {
         f"{prefix}turns_mean": sum(len(sample.turns) for sample in samples) / len(samples),
         f"{prefix}tool_tokens_mean": tool_tokens / len(samples),

@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hone.errors import DataError
 from hone.rollout.engine import Engine, OnSample, Request
 from hone.rollout.env import Episode, Observation, episode_seed
 from hone.rollout.env_pool import EnvironmentFault, EnvironmentPool, EpisodeHandle
 from hone.runtime.user_code import describe
-from hone.types import FinishReason, Sample, Turn
+from hone.types import FinishReason, Sample, TokenIds, Turn, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,10 +130,10 @@ class Draft:
         self.environment = environment
         self._request, self._encode = request, encode
         self._index = first_turn.index
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._written: list[bool] = []
+        self._token_ids = np.empty(0, np.int32)
+        self._logprobs = np.empty(0, np.float32)
+        self._versions: list[VersionSpan] = []
+        self._written = np.empty(0, np.bool_)
         self._texts: list[str] = []
         self._turns: list[Turn] = []
         self._finish_reason: FinishReason = "stop"
@@ -166,7 +169,8 @@ class Draft:
             self._finish_reason = "length"
             return False
         count = len(token_ids)
-        self._append(token_ids, [0.0] * count, [self._versions[-1]] * count, written=False)
+        versions = (VersionSpan(self._versions[-1].version, count),)
+        self._append(np.array(token_ids, np.int32), np.zeros(count, np.float32), versions, written=False)
         self._texts.append(said.text)
         return True
 
@@ -175,7 +179,7 @@ class Draft:
         request, count = self._request, len(self._token_ids)
         return replace(
             request,
-            prompt=replace(request.prompt, token_ids=(*request.prompt.token_ids, *self._token_ids)),
+            prompt=replace(request.prompt, token_ids=np.concatenate([request.prompt.token_ids, self._token_ids])),
             num_samples=1,
             sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - count),
             first_sample=self._index,
@@ -186,23 +190,26 @@ class Draft:
         return Sample(
             prompt_id=self._request.prompt.id,
             index=self._index,
-            token_ids=tuple(self._token_ids),
-            sampler_logprobs=tuple(self._logprobs),
+            token_ids=self._token_ids,
+            sampler_logprobs=self._logprobs,
             versions=tuple(self._versions),
             finish_reason=self._finish_reason,
             text="".join(self._texts),
-            loss_mask=tuple(self._written),
+            loss_mask=self._written,
             turns=tuple(self._turns),
             fault=self._fault,
         )
 
     def _append(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, written: bool
+        self, token_ids: TokenIds, logprobs: NDArray[np.float32], versions: Sequence[VersionSpan], *, written: bool
     ) -> None:
-        self._token_ids += token_ids
-        self._logprobs += logprobs
-        self._versions += versions
-        self._written += [written] * len(token_ids)
+        self._token_ids = np.concatenate([self._token_ids, token_ids])
+        self._logprobs = np.concatenate([self._logprobs, logprobs])
+        self._written = np.concatenate([self._written, np.full(len(token_ids), written)])
+        for version, count in versions:
+            if self._versions and self._versions[-1].version == version:
+                count += self._versions.pop().num_tokens
+            self._versions.append(VersionSpan(version, count))
 
 
 class Rounds:

@@ -289,7 +289,7 @@ class Router:
             if instance.lost.done():
                 return
             instance.see()
-            if max(sample.versions, default=-1) > (instance.version or 0):
+            if sample.versions and sample.versions[-1].version > (instance.version or 0):
                 instance.held.append(partial(accept, sample))
             else:
                 accept(sample)

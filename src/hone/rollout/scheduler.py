@@ -17,7 +17,7 @@ from hone.rollout.rows import RowJob, Rows
 from hone.rollout.sampling import sample
 from hone.rollout.stepper import Stepper, closing_moves
 from hone.rollout.stop_strings import Decode, text_up_to_stop
-from hone.types import Sample
+from hone.types import Sample, version_spans
 
 
 class Scheduler:
@@ -177,15 +177,15 @@ class Scheduler:
         rows = self._rows
         for row in done.tolist():
             job, length = rows.jobs[row], int(rows.length[row])
-            token_ids = rows.tokens[row, :length].tolist()
+            token_ids = rows.tokens[row, :length]
             finished = Sample(
                 prompt_id=job.request.prompt.id,
                 index=int(rows.sample_index[row]),
-                token_ids=tuple(token_ids),
-                sampler_logprobs=tuple(rows.logprobs[row, :length].tolist()),
-                versions=tuple(rows.versions[row, :length].tolist()),
+                token_ids=token_ids,
+                sampler_logprobs=rows.logprobs[row, :length],
+                versions=version_spans(rows.versions[row, :length]),
                 finish_reason="stop" if stopped_B[row] else "length",
-                text=cut_texts[row] if row in cut_texts else self._decode(token_ids),
+                text=cut_texts[row] if row in cut_texts else self._decode(token_ids.tolist()),
             )
             job.samples.append(finished)
             if job.on_sample is not None:

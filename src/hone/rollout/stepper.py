@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from hone.rollout.engine import CacheUse
+from hone.types import TokenIds
 
 
 class Stepper(Protocol):
@@ -22,7 +23,7 @@ class Stepper(Protocol):
         """Whether rows may be added while `count` are live."""
         ...
 
-    def add_prompts(self, prompts: Sequence[tuple[int, ...]]) -> list[int]:
+    def add_prompts(self, prompts: Sequence[TokenIds]) -> list[int]:
         """Compute prompts; returns an id for each, good until released and without rows."""
         ...
 

@@ -19,6 +19,7 @@ from transformers import Cache, DynamicCache
 
 from hone.model.hf import TransformersModel
 from hone.rollout.engine import CacheUse
+from hone.types import TokenIds
 
 
 class TransformersStepper:
@@ -40,14 +41,14 @@ class TransformersStepper:
         )
 
     def clear(self, *, will_return: bool = False) -> None:
-        self._prompts: dict[int, tuple[int, ...]] = {}
+        self._prompts: dict[int, TokenIds] = {}
         self._next_prompt_id = 0
         self._forget_rows()
 
     def can_add_rows(self, count: int) -> bool:
         return count == 0
 
-    def add_prompts(self, prompts: Sequence[tuple[int, ...]]) -> list[int]:
+    def add_prompts(self, prompts: Sequence[TokenIds]) -> list[int]:
         ids = list(range(self._next_prompt_id, self._next_prompt_id + len(prompts)))
         self._next_prompt_id += len(prompts)
         self._prompts.update(zip(ids, prompts, strict=True))
@@ -63,7 +64,7 @@ class TransformersStepper:
         prompts = [self._prompts[prompt_id] for prompt_id in used.tolist()]
         width = max(map(len, prompts))
         real_NP = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        token_NP = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+        token_NP = torch.tensor([[0] * (width - len(p)) + p.tolist() for p in prompts], device=device)
         row_B = torch.from_numpy(which_B).to(device)
         self._cache = DynamicCache(config=self._model.hf.config)
         logits_NV = self._forward(token_NP, real_NP, (real_NP.cumsum(1) - 1).clamp_min(0))

@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ from hone.rollout.vllm_args import CPU_ENVIRONMENT, ENVIRONMENT, VllmPlace, chec
 from hone.rollout.vllm_cache import VllmCache
 from hone.rollout.vllm_weights import complete, in_parts, published_shapes
 from hone.rollout.worker import EngineWorker
-from hone.types import Sample
+from hone.types import Sample, version_spans
 
 SHUTDOWN_S = 30.0
 
@@ -165,9 +166,9 @@ class VllmEngine:
                 f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, which leaves no room for a response in the "
                 f"engine's {self._max_positions} positions. Lower data.max_prompt_tokens."
             )
-        if max(prompt.token_ids) >= self._vocab_size:  # vLLM would fail in the middle of a step
+        if prompt.token_ids.max() >= self._vocab_size:  # vLLM would fail in the middle of a step
             raise DataError(
-                f"prompt {prompt.id} has token {max(prompt.token_ids)}, and the model knows {self._vocab_size}. Do "
+                f"prompt {prompt.id} has token {prompt.token_ids.max()}, and the model knows {self._vocab_size}. Do "
                 "tokenizer and model belong together?"
             )
         loop = asyncio.get_running_loop()
@@ -257,7 +258,7 @@ class VllmEngine:
         request = group.request
         for index in range(request.first_sample, request.first_sample + request.num_samples):
             name = str(next(self._numbers))
-            prompt = tokens_input(list(request.prompt.token_ids), cache_salt=f"load {self._loads}")
+            prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=f"load {self._loads}")
             self._llm.add_request(name, prompt, _vllm_sampling(group, index))
             self._rows[name] = _VllmRow(group, index)
 
@@ -305,9 +306,9 @@ class VllmEngine:
         sample = Sample(
             prompt_id=group.request.prompt.id,
             index=row.index,
-            token_ids=tuple(row.token_ids),
-            sampler_logprobs=tuple(row.logprobs),
-            versions=tuple(row.versions),
+            token_ids=np.array(row.token_ids, np.int32),
+            sampler_logprobs=np.array(row.logprobs, np.float32),
+            versions=version_spans(row.versions),
             finish_reason="stop" if stopped else "length",
             text=self._decode(row.token_ids) if cut is None else cut,
         )

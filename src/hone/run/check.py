@@ -217,9 +217,9 @@ def check_steps(stream: PromptStream, prompts_per_step: int, findings: Findings)
     steps = list(zip(*[epoch] * prompts_per_step, strict=False))
     twice: list[tuple[int, Prompt, Prompt]] = []
     for number, step in enumerate(steps, start=1):
-        firsts: dict[tuple[int, ...], Prompt] = {}
+        firsts: dict[bytes, Prompt] = {}
         for prompt in step:
-            if (first := firsts.setdefault(prompt.token_ids, prompt)) is not prompt:
+            if (first := firsts.setdefault(prompt.token_ids.tobytes(), prompt)) is not prompt:
                 twice.append((number, first, prompt))
     if twice:
         number, first, second = twice[0]
@@ -237,7 +237,7 @@ def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, find
             rows, report = imitation_rows(config, tokenizer, folder)
             findings.lines.append(f"sft: {report}")
             findings.lines.append(
-                f"  imitates {tokenizer.decode(rows[0].response)!r}, {len(rows[0].response)} tokens with EOS"
+                f"  imitates {tokenizer.decode(rows[0].response.tolist())!r}, {len(rows[0].response)} tokens with EOS"
             )
         if "reward_model" in config.stages:
             for part in ("train", "eval"):
@@ -253,9 +253,9 @@ def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, find
 
 def preview(prompt: Prompt, tokenizer: Tokenizer) -> str:
     """A prompt as the model reads it, special tokens included, and as tokens."""
-    text = tokenizer.spell(prompt.token_ids)
+    text = tokenizer.spell(prompt.token_ids.tolist())
     text = text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"
-    first = ", ".join(map(str, prompt.token_ids[:12])) + (", ..." if len(prompt.token_ids) > 12 else "")
+    first = ", ".join(map(str, prompt.token_ids[:12].tolist())) + (", ..." if len(prompt.token_ids) > 12 else "")
     return f"  {text!r} -> {len(prompt.token_ids)} tokens: {first}"
 
 

@@ -26,7 +26,7 @@ from hone.errors import ConfigError
 from hone.reward.http import Address
 from hone.reward.rewards import Rewards, component_name
 from hone.run.report import Findings
-from hone.types import Fault, Group, Prompt, Sample, Score
+from hone.types import Fault, Group, Prompt, Sample, Score, version_spans
 
 MAX_SAMPLES_OF_USER_REWARDS = 1024
 """A user's reward may be slow or cost money; the pure built-in ones see every row, and give gold answers one score."""
@@ -216,9 +216,10 @@ async def judged(
     )
 
 
-def sample_of(prompt: Prompt, index: int, text: str, token_ids: tuple[int, ...]) -> Sample:
-    zeros = (0,) * len(token_ids)
-    return Sample(prompt.id, index, token_ids, tuple(map(float, zeros)), zeros, "stop", text)
+def sample_of(prompt: Prompt, index: int, text: str, token_ids: Sequence[int]) -> Sample:
+    count = len(token_ids)
+    versions = version_spans([0] * count)
+    return Sample(prompt.id, index, np.array(token_ids, np.int32), np.zeros(count, np.float32), versions, "stop", text)
 
 
 def services_away(scores: Mapping[str, Score], config: RunConfig) -> list[str]:

@@ -52,7 +52,7 @@ from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine, refuse_to_compile
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
-from hone.types import Group, Prompt, Sample
+from hone.types import Group, Prompt, Sample, VersionSpan
 
 PROMPTS = ((3, 1, 4, 1, 5), (2, 7))
 REWARDS = (0.0, 1.0, 0.0, 1.0)
@@ -317,14 +317,14 @@ def _made_up(vocab_size: int) -> list[Group]:
     """Groups that no engine has drawn, for runs whose engine is not Hone's."""
     groups = []
     for number, tokens in enumerate(PROMPTS):
-        prompt = Prompt(str(number), number, "", tuple(token % vocab_size for token in tokens))
+        prompt = Prompt(str(number), number, "", np.array(tokens, np.int32) % vocab_size)
         samples = tuple(
             Sample(
                 prompt_id=prompt.id,
                 index=index,
-                token_ids=tuple((11 * index + 5 * place + number) % vocab_size for place in range(RESPONSE_TOKENS)),
-                sampler_logprobs=(0.0,) * RESPONSE_TOKENS,
-                versions=(0,) * RESPONSE_TOKENS,
+                token_ids=(11 * index + 5 * np.arange(RESPONSE_TOKENS, dtype=np.int32) + number) % vocab_size,
+                sampler_logprobs=np.zeros(RESPONSE_TOKENS, np.float32),
+                versions=(VersionSpan(0, RESPONSE_TOKENS),),
                 finish_reason="length",
                 text="",
             )

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jinja2
+import numpy as np
 
 from hone.data.chat import Tokenizer
 from hone.errors import DataError, EngineError
@@ -238,7 +239,10 @@ class PolicyService:
                 if isinstance(what, Sample):
                     choice = choices[number * asked.n + what.index]
                     num_tokens += len(what.token_ids)
-                    yield choice.end(what, _answer_text(what, asked)), head | {"weight_version": what.versions[-1]}
+                    yield (
+                        choice.end(what, _answer_text(what, asked)),
+                        head | {"weight_version": what.versions[-1].version},
+                    )
                     continue
                 choice = choices[number * asked.n + what.sample_index]
                 if (news := choice.token(what, self._token_texts([what.id])[0])) is not None:
@@ -393,12 +397,12 @@ class PolicyService:
             "created": int(time.time()),
             "model": self.policy.name,
             "usage": _usage(prompts, sum(len(sample.token_ids) for sample in samples)),
-            "weight_version": max(sample.versions[-1] for sample in samples),
+            "weight_version": max(sample.versions[-1].version for sample in samples),
             "seed": drawn.seed,
         }
 
     def _choice(self, asked: SamplingRequest, index: int, sample: Sample) -> dict[str, Any]:
-        told = {"token_ids": list(sample.token_ids), "weight_versions": list(sample.versions)}
+        told = {"token_ids": sample.token_ids.tolist(), "weight_versions": sample.token_versions()}
         return {"index": index, "finish_reason": sample.finish_reason} | (told if asked.return_token_ids else {})
 
     def _logprobs(self, tokens: Sequence[Token], text_before: int = 0) -> CompletionLogprobs:
@@ -431,7 +435,7 @@ class Drawn:
 
 
 def _tokens(sample: Sample) -> list[Token]:
-    per_token = zip(sample.token_ids, sample.sampler_logprobs, sample.versions, strict=True)
+    per_token = zip(sample.token_ids.tolist(), sample.sampler_logprobs.tolist(), sample.token_versions(), strict=True)
     return [Token(sample.index, place, *values) for place, values in enumerate(per_token)]
 
 
@@ -447,7 +451,7 @@ def _chat_limit(asked: ChatRequest) -> int | None:
 
 def _request(ids: tuple[int, ...], sampling: Sampling, num_samples: int, seed: int) -> rollout.Request:
     # Index 0 for every prompt: a sample is the same whether its prompt was asked alone or with others.
-    return rollout.Request(Prompt("request", 0, "", ids), num_samples, sampling, seed, "eval")
+    return rollout.Request(Prompt("request", 0, "", np.array(ids, np.int32)), num_samples, sampling, seed, "eval")
 
 
 def _sampling(asked: SamplingRequest, max_tokens: int) -> Sampling:

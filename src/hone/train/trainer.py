@@ -24,7 +24,7 @@ from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import token_logprobs
 from hone.train.tensor_files import Snapshot
-from hone.types import Batch, Totals
+from hone.types import Batch, TokenIds, Totals
 
 
 class Keepable(Protocol):
@@ -110,7 +110,7 @@ def measured(trainer: Trainer, batch: Batch, needs: Collection[str]) -> dict[str
 class PreparedBatch:
     """A batch as the microbatch routine reads it: indices in numpy on the host, columns in one tensor on the device."""
 
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[TokenIds]
     shape: Shape
     token_ids_T: Indices
     names: tuple[str, ...]

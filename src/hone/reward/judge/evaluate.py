@@ -15,11 +15,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from hone.errors import DataError
 from hone.reward.judge.scorer import JudgeReward
 from hone.types import Group, Prompt, Sample, Score
 
 PAIRS_AT_ONCE = 16
+NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.float32)
+"""Ids and logprobs: a judge reads text."""
 CANARY_PROMPTS = 8
 
 
@@ -33,8 +37,8 @@ class JudgedPair:
 
     def group(self, *, swapped: bool) -> Group:
         texts = (self.rejected, self.chosen) if swapped else (self.chosen, self.rejected)
-        samples = tuple(Sample(self.prompt.id, n, (), (), (), "stop", text) for n, text in enumerate(texts))
-        return Group(self.prompt, samples)
+        samples = (Sample(self.prompt.id, n, *NO_TOKENS, (), "stop", text) for n, text in enumerate(texts))
+        return Group(self.prompt, tuple(samples))
 
 
 @dataclass
@@ -112,7 +116,7 @@ def read_pairs(path: Path) -> list[JudgedPair]:
 def _prompt(row: dict[str, Any], number: int) -> Prompt:
     given = row["prompt"]
     text, messages = (given, None) if isinstance(given, str) else ("", tuple(given))
-    return Prompt(f"row {number}", number, text, (), row.get("answer"), row, messages)
+    return Prompt(f"row {number}", number, text, NO_TOKENS[0], row.get("answer"), row, messages)
 
 
 def _verdict(scores: Sequence[Score]) -> float | None:

@@ -50,11 +50,11 @@ def length(group: Group, settings: LengthSettings) -> list[Score]:
 
 
 def _length_score(sample: Sample, settings: LengthSettings) -> Score:
-    written = sample.token_ids if sample.loss_mask is None else [own for own in sample.loss_mask if own]
-    if sample.text and not sample.token_ids:
+    written = len(sample.token_ids) if sample.loss_mask is None else int(sample.loss_mask.sum())
+    if sample.text and not len(sample.token_ids):
         return Score(None, Fault.INFRA, "its tokens did not come with it, so its length is not known")
     truncated = float(sample.finish_reason == "length")
-    return Score(0.0 - settings.penalty(len(written)), metrics={"truncated": truncated})
+    return Score(0.0 - settings.penalty(written), metrics={"truncated": truncated})
 
 
 class RepetitionSettings(Section):
