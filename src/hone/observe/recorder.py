@@ -240,7 +240,7 @@ _JSON = json.JSONEncoder(separators=(",", ":"), default=str)
 
 def _float32_list(values: NDArray[np.float32]) -> str:
     """JSON list with the nine digits that tell any float32 from its neighbours: a third of the time of `repr`."""
-    text = ("%.9g," * len(values) % tuple(values.tolist()))[:-1]
+    text = ("%.9g," * len(values) % tuple(values.tolist())).replace("-0,", "-0.0,")[:-1]  # -0 would be read as an int
     if "n" in text:
         text = text.replace("inf", "Infinity").replace("nan", "NaN")
     return f"[{text}]"
