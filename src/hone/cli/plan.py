@@ -16,7 +16,7 @@ from hone.cli.arguments import AsJson, examples
 from hone.config.load import Loaded, load_config
 from hone.config.render import inline
 from hone.config.topology import topology_lines
-from hone.errors import DataError, MemoryExhausted
+from hone.errors import MemoryExhausted
 from hone.memory.calibration import with_experience
 from hone.observe.whole import write_whole
 from hone.plan.hardware import THIS, find_hardware, in_cluster
@@ -36,7 +36,6 @@ EXAMPLES = examples(
     "hone plan run.yaml --hardware 8xH100-80G --preset recommended --write better.yaml --html plan.html",
     "hone plan run.yaml --hardware 8xH100-80G --trace",
     "hone plan --compare runs/sums",
-    "hone plan --audit examples/audit/practice-a.yaml",
 )
 
 
@@ -89,9 +88,6 @@ def plan_command(
         Path | None, typer.Option(metavar="FILE", help="Write the preset as a run file (--preset recommended).")
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures.")] = None,
-    audit: Annotated[
-        Path | None, typer.Option(metavar="RECIPE.yaml", help="Check another system's settings and claims instead.")
-    ] = None,
     trace: Annotated[
         bool,
         typer.Option(
@@ -105,18 +101,15 @@ def plan_command(
 ) -> None:
     """Predict memory of every phase on every kind of device and the time of a step, and say whether it fits.
 
-    Exit code 0 when it fits or is tight, 4 when it does not fit. An audit: 0, or 2 when the recipe cannot work.
+    Exit code 0 when it fits or is tight, 4 when it does not fit.
     """
-    if audit is not None:
-        _audit(audit, as_json=as_json)
-        return
     if compare is not None:
         from hone.cli.compare import show_comparison
 
         show_comparison(compare, as_json=as_json)
         return
     if run_file is None:
-        raise typer.BadParameter("name a run file, a recipe with --audit, or a run's folder with --compare")
+        raise typer.BadParameter("name a run file, or a run's folder with --compare")
     if write is not None and write.absolute().parent != run_file.absolute().parent:
         reason = f"must be beside {run_file}, whose relative paths start there"
         raise typer.BadParameter(reason, param_hint="--write")
@@ -177,18 +170,6 @@ def _as_dict(today: Plan, proposals: list[Proposal], price: float | None, traced
         found["proposals"] = [proposal.as_dict() for proposal in proposals]
         found["beyond"] = beyond(today)
     return found
-
-
-def _audit(path: Path, *, as_json: bool) -> None:
-    from hone.plan.audit.report import audit
-
-    found = audit(path)
-    if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
-    else:
-        typer.echo("\n".join([found.read.recipe.name, *found.lines()]))
-    if not found.is_sound:
-        raise typer.Exit(DataError.exit_code)
 
 
 # ---- printing

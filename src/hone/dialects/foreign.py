@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hone.config.messages import is_secret_key, is_secret_value
 from hone.errors import HoneError
 
-Tool = Literal["verl", "openrlhf", "trl", "mindspeed", "prime-rl"]
+Tool = Literal["verl", "openrlhf", "trl", "mindspeed", "prime-rl", "nanochat"]
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _HOLE = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
@@ -34,6 +34,17 @@ class ForeignKey:
 
 
 @dataclass(frozen=True)
+class ForeignService:
+    """A server that a script starts in the background, before the command."""
+
+    name: str
+    words: tuple[str, ...]
+    port: int
+    devices: tuple[int, ...]
+    line: int | None
+
+
+@dataclass(frozen=True)
 class ForeignRun:
     """One command of a foreign file."""
 
@@ -46,6 +57,7 @@ class ForeignRun:
     environment: tuple[ForeignKey, ...] = ()
     """Environment variables that the script sets."""
     notes: tuple[str, ...] = field(default=())
+    services: tuple[ForeignService, ...] = ()
 
 
 def hole(name: str) -> str:

@@ -9,17 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 from hone.config.yaml_tree import read_yaml
-from hone.dialects.foreign import DialectError, ForeignKey, ForeignRun, Tool, hole
+from hone.dialects.foreign import DialectError, ForeignKey, ForeignRun, ForeignService, Tool, hole
 from hone.dialects.python_source import read_python
 from hone.dialects.shell import ShellCommand, read_script
 from hone.dialects.values import flattened
 
 MAX_BYTES = 4 << 20
-TOOLS: tuple[Tool, ...] = ("verl", "openrlhf", "trl", "mindspeed", "prime-rl")
+TOOLS: tuple[Tool, ...] = ("verl", "openrlhf", "trl", "mindspeed", "prime-rl", "nanochat")
 
 _VERL = re.compile(r"(^|[/.])verl[/.]|(^|[/.])recipe[/.].*main|main_ppo|main_dapo")
 _OPENRLHF = re.compile(r"openrlhf[./]cli[./](\w+)")
 _TRL_SCRIPT = re.compile(r"(trl|examples)/(scripts|experimental|sft|research_projects)/[\w/]*?(\w+)\.py$")
+_NANOCHAT = re.compile(r"(^|/)scripts[./](chat_rl|chat_sft|base_train|mid_train)\b")
 _TRL_VERBS = ("grpo", "rloo", "sft", "dpo", "kto", "reward", "ppo", "env", "vllm-serve", "async_grpo")
 _MINDSPEED = ("megatron_training", "rl_config", "actor_config", "generate_config")
 _TRL_KEYS = ("model_name_or_path", "dataset_name", "per_device_train_batch_size", "num_generations", "output_dir")
@@ -46,10 +47,11 @@ def read_foreign(text: str, source: str, tool: Tool | None = None) -> ForeignRun
         return _of_tool(_toml(text, source), tool)
     if ending in ("yaml", "yml"):
         return _of_tool(_yaml(text, source, tool), tool)
-    found = [command for command in map(_recognised, read_script(text)) if command is not None]
+    commands = read_script(text)
+    found = [command for command in map(_recognised, commands) if command is not None]
     found = [command for command in found if tool in (None, command.tool)]
     if found:
-        return _chosen(found, source)
+        return _chosen(found, source, services_of(commands))
     try:
         return _of_tool(_yaml(text, source, tool), tool)
     except DialectError:
@@ -66,12 +68,12 @@ def _of_tool(foreign: ForeignRun, tool: Tool | None) -> ForeignRun:
     return foreign
 
 
-def _chosen(found: list[ForeignRun], source: str) -> ForeignRun:
+def _chosen(found: list[ForeignRun], source: str, services: tuple[ForeignService, ...]) -> ForeignRun:
     """The first command that trains by RL, else the first."""
     best = min(found, key=lambda command: (not _is_rl(command.program), command.line or 0))
     others = [f"line {command.line}: {command.program}" for command in found if command is not best]
     notes = (f"the file has {len(found)} commands; read the one of line {best.line}, and not {', '.join(others)}",)
-    return ForeignRun(best.tool, best.program, best.keys, source, best.line, best.environment, notes if others else ())
+    return replace(best, source=source, notes=notes if others else (), services=services)
 
 
 def _is_rl(program: str) -> bool:
@@ -164,6 +166,8 @@ def _recognised(command: ShellCommand) -> ForeignRun | None:
             return _flags("trl", f"trl {rest[0]}", rest[1:], command)
         if found := _TRL_SCRIPT.search(word):
             return _flags("trl", word, [*_launched(words[:at]), *rest], command)
+        if _NANOCHAT.search(word):
+            return _flags("nanochat", word, [*_launched(words[:at]), *rest], command)
         if word.endswith(".py") and any(f"--{key}" in text for key in _OPENRLHF_KEYS):
             return _flags("openrlhf", f"openrlhf.cli.{word.rpartition('/')[2].removesuffix('.py')}", rest, command)
         if word.endswith(".py") and any(f"--{key}" in text for key in _TRL_KEYS[:4]):
@@ -178,6 +182,26 @@ def _recognised(command: ShellCommand) -> ForeignRun | None:
     if sum(word.split("=")[0].lstrip("-") in _TRL_KEYS for word in words if word.startswith("--")) > 1:
         return _flags("trl", "trl grpo", words, command)
     return None
+
+
+_NO_SERVICE = re.compile(r"(^|/)(tensorboard|jupyter.*|ray|tail|trl|mlflow)$")
+
+
+def services_of(commands: Iterable[ShellCommand]) -> tuple[ForeignService, ...]:
+    """Servers that a script starts in the background: commands with a port."""
+    found: dict[str, ForeignService] = {}
+    for command in commands:
+        words = [word for word in command.words if word != "nohup"]
+        text = " ".join(words)
+        port = re.search(r"--port[= ](\d{1,5})(?=\s|$)", text)
+        if not command.is_background or port is None or _NO_SERVICE.search(words[0]) or _recognised(command):
+            continue
+        visible = dict(command.environment).get("CUDA_VISIBLE_DEVICES", "")
+        devices = tuple(int(number) for number in visible.split(",")) if re.fullmatch(r"\d+(,\d+)*", visible) else ()
+        program = next((word for word in words if word.endswith(".py")), words[0])
+        name = re.sub(r"\W", "_", program.rpartition("/")[2].removesuffix(".py")) or "service"
+        found[name] = ForeignService(name, tuple(words), int(port[1]), devices, command.line)
+    return tuple(found.values())
 
 
 def _launched(words: list[str]) -> list[str]:
@@ -242,7 +266,7 @@ def _flags(tool: Tool, program: str, words: list[str], command: ShellCommand) ->
             keep()
             name, equals, value = word.lstrip("-").partition("=")
             values = [value] if equals else []
-        elif word.strip() and word != "\\":
+        elif word.strip() and word not in ("\\", "--"):
             if name:
                 values.append(word)
             elif "\ue000" in word:

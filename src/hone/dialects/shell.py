@@ -30,6 +30,8 @@ class ShellCommand:
     line: int
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that the script exported before it, and those written in front of it."""
+    is_background: bool = False
+    """Followed by `&`."""
 
 
 def read_script(text: str) -> list[ShellCommand]:
@@ -190,8 +192,6 @@ class _ScriptReader:
             raw.append(token.text)
             self.at += 1
             while (token := self._peek()) is not None and token.text in ("<", ">", ">>", "&>", ">&", ">|"):
-                if raw and raw[-1].isdecimal():
-                    raw.pop()
                 self.at += 2  # with the file's name
         if not raw:
             return
@@ -215,7 +215,8 @@ class _ScriptReader:
             self._call(words, scope, depth)
             return
         environment = tuple({**scope.exported, **dict(assigned)}.items())
-        self.commands.append(ShellCommand(tuple(words), line, environment))
+        is_background = (token := self._peek()) is not None and token.text == "&"
+        self.commands.append(ShellCommand(tuple(words), line, environment, is_background))
 
     def _call(self, words: list[str], scope: ShellScope, depth: int) -> None:
         inner = _ScriptReader(self.functions[words[0]])

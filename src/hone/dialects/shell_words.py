@@ -50,7 +50,8 @@ def tokens_of(text: str) -> Iterator[ShellToken]:
         else:
             end, lines = _word_end(text, at)
             end = max(end, at + 1)
-            yield ShellToken("word", text[at:end], line)
+            if not (text[at:end].isdecimal() and text[end : end + 1] in ("<", ">")):  # 2>&1: a descriptor, not a word
+                yield ShellToken("word", text[at:end], line)
             at, line = end, line + lines
 
 

@@ -11,7 +11,7 @@ from hone.dialects.verdict import Dialect
 @cache
 def dialects() -> Mapping[str, Dialect]:
     """Every tool's dialect; imported when asked for."""
-    from hone.dialects import mindspeed, prime_rl
+    from hone.dialects import mindspeed, nanochat, prime_rl
     from hone.dialects.openrlhf import keys as openrlhf
     from hone.dialects.trl import keys as trl
     from hone.dialects.verl import keys as verl
@@ -22,4 +22,5 @@ def dialects() -> Mapping[str, Dialect]:
         "trl": trl.DIALECT,
         "mindspeed": mindspeed.DIALECT,
         "prime-rl": prime_rl.DIALECT,
+        "nanochat": nanochat.DIALECT,
     }

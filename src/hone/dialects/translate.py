@@ -11,9 +11,21 @@ from typing import Any
 from hone.config import schema
 from hone.config.messages import nearest
 from hone.dialects.defaults import defaults_of, newest_version
-from hone.dialects.foreign import ForeignRun, holes_in, looks_secret, shown
+from hone.dialects.foreign import ForeignRun, ForeignService, holes_in, looks_secret, shown
 from hone.dialects.tables import dialects
-from hone.dialects.verdict import GAPS, Dialect, ForeignJob, KeyVerdict, Kind, Row, Rows, UnknownValue, refused
+from hone.dialects.verdict import (
+    GAPS,
+    Dialect,
+    ForeignJob,
+    KeyVerdict,
+    Kind,
+    Row,
+    Rows,
+    UnknownValue,
+    put,
+    refused,
+    unknown,
+)
 
 HOLE = "???"
 """Value of a required key that is not known."""
@@ -108,6 +120,7 @@ def translate(foreign: ForeignRun, version: str | None = None) -> Imported:
     else:
         others += _defaults(job, dialect)
         others += [Line(name, None, verdict, tuple(verdict.settings)) for name, verdict in _whole(job, dialect)]
+        others += [_service(service) for service in foreign.services]
     others += [
         Line(key.key, "[hidden]", KeyVerdict("secret", {}, "left out: secrets come from the environment"), (), key.line)
         for key in foreign.environment
@@ -138,6 +151,23 @@ def _with_room(imported: Imported) -> Imported:
 
 
 _LONGEST = ("data.max_prompt_tokens", "rollout.max_response_tokens")
+
+
+def _service(service: ForeignService) -> Line:
+    """A server of the script as a service of the run file, which starts, watches and stops it."""
+    words = [str(shown(word)) for word in service.words]
+    about = ("services",)
+    label = f"service {service.name}"
+    if any("[hidden]" in word for word in words):
+        return Line(label, "[hidden]", KeyVerdict("secret", {}, "its command has a secret: write it by hand"), about)
+    if next(holes_in(service.words), None) is not None:
+        return Line(label, " ".join(words), unknown("words of its command are unknown"), about, service.line)
+    prefix = f"services.{service.name}"
+    command = [word.replace(str(service.port), "{port}") for word in words]
+    settings: dict[str, Any] = {f"{prefix}.command": command, f"{prefix}.port": service.port}
+    settings |= {f"{prefix}.devices": list(service.devices)} if service.devices else {}
+    note = "started with the run, which waits for its /health, watches and stops it"
+    return Line(label, " ".join(words), put(settings, note), about, service.line)
 
 
 def _whole(job: ForeignJob, dialect: Dialect) -> Iterator[tuple[str, KeyVerdict]]:

@@ -74,7 +74,7 @@ class ForeignJob:
     def name(self, key: str) -> str:
         """A key as the table names it: without Hydra's signs, with dots and underscores."""
         plain = key.lstrip("+~") if self.foreign.tool == "verl" else key
-        if self.foreign.tool in ("trl", "openrlhf"):
+        if self.foreign.tool in ("trl", "openrlhf", "nanochat"):
             plain = plain.replace("-", "_")
         return self.aliases.get(plain, plain)
 

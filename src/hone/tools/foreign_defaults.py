@@ -63,6 +63,23 @@ MINDSPEED: Defaults = {
 PRIME: Defaults = {"orchestrator.group_size": 1}
 """Only what the tables ask for; the tool is not released as a wheel."""
 
+NANOCHAT: Defaults = {
+    "device_batch_size": 8,
+    "examples_per_step": 16,
+    "num_samples": 16,
+    "max_new_tokens": 256,
+    "temperature": 1.0,
+    "top_k": 50,
+    "matrix_lr": 0.02,
+    "weight_decay": 0.0,
+    "num_epochs": 1,
+    "save_every": 60,
+    "eval_every": 60,
+    "eval_examples": 400,
+    "source": "sft",
+}
+"""Of `scripts/chat_rl.py`; the tool is not released as a wheel."""
+
 
 def main() -> None:
     folder = Path(sys.argv[1])
@@ -72,6 +89,7 @@ def main() -> None:
         _write(tool, found)
     _write("mindspeed", [("2.2", {"*": MINDSPEED})])
     _write("prime-rl", [("0.5", {"*": PRIME})])
+    _write("nanochat", [("0.1.0", {"*": NANOCHAT})])
 
 
 def _version(path: Path) -> str:

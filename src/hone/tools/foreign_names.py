@@ -14,7 +14,14 @@ from hone.dialects.translate import find_row
 from hone.observe.whole import write_whole
 
 FILE = Path(schema.__file__).parent / "foreign_names.json"
-_TITLES = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL", "mindspeed": "MindSpeed-RL", "prime-rl": "prime-rl"}
+_TITLES = {
+    "verl": "verl",
+    "openrlhf": "OpenRLHF",
+    "trl": "TRL",
+    "mindspeed": "MindSpeed-RL",
+    "prime-rl": "prime-rl",
+    "nanochat": "nanochat",
+}
 
 
 def foreign_names_text() -> str:

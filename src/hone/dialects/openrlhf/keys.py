@@ -16,7 +16,8 @@ _adapter = shared.adapter(rules.has_adapter)
 
 PLACEMENT: dict[str, Row] = {
     **each("*.num_nodes *.num_gpus_per_node vllm.num_engines", shared.DEVICES),
-    **each("train.colocate_actor_ref train.colocate_critic_reward train.colocate_all", shared.DEVICES),
+    **each("train.colocate_actor_ref train.colocate_all", shared.DEVICES),
+    "train.colocate_critic_reward": by(rules.second_group, "cluster.pools", kind="placement"),
     "vllm.tensor_parallel_size": shared.width("cluster.engines.tensor_parallel_size"),
     **each("vllm.sync_backend vllm.sync_with_ray", _PUBLISHED),
     "vllm.enable_prefix_caching": shared.engine("enable_prefix_caching", truth),

@@ -10,7 +10,7 @@ from hone.dialects.foreign import ForeignRun
 from hone.dialects.rows import automatic, by, missing, table, to, under, where
 from hone.dialects.shared import ENVIRONMENT
 from hone.dialects.values import names, number, numbers, pair, positive, truth, whole
-from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, default, nothing, put, refused, unknown
+from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, default, nothing, placed, put, refused, unknown
 
 CREDITS = {
     "gae": "gae",
@@ -211,6 +211,13 @@ def optimizer(prefix: str, ours: str) -> dict[str, Row]:
         "muon.*": automatic("only read with optim = muon"),
     }
     return under(prefix, rows)
+
+
+def second_group(job: ForeignJob, value: Any) -> KeyVerdict:
+    if truth(value) and colocates_all(job):
+        why = "beside colocate_all OpenRLHF asks for a second set of devices and waits for it: here all roles share one"
+        return placed({}, why)
+    return placed({}, "see the line `devices`")
 
 
 # ---- the command as a whole

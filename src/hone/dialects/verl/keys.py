@@ -255,7 +255,18 @@ _MANAGERS = (None, "naive", "dapo", "batch", "prime", "rate_limited")
 _MANAGER = missing("the weighted sum of reward.components", "reward.components", off=_MANAGERS)
 _SANDBOX = missing("code is run by `use: code`, in a sandbox of Hone's own or a remote one", "reward.components")
 _PART_OF_OVERLONG = automatic("part of overlong_buffer's `enable`")
+_PART_OF_MODEL = automatic("part of reward_model.enable")
+_JUDGE: dict[str, Row] = {
+    "tensor_model_parallel_size": rules.of_judge("tensor_parallel_size"),
+    "gpu_memory_utilization": rules.of_judge("gpu_memory_utilization", number),
+    **{key: rules.of_judge(key) for key in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")},
+    **{key: rules.of_judge(key, truth) for key in ("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager")},
+    **each("prompt_length response_length", _PART_OF_MODEL),
+}
 REWARDS: dict[str, Row] = {
+    **under("reward_model.rollout", _JUDGE),
+    **under("reward_model", _JUDGE),
+    **each("reward_model.sampling_config.** reward_model.data_processor_config.**", _PART_OF_MODEL),
     **{f"{prefix}.path": by(rules.reward_function, "reward.components") for prefix in rules.REWARD_FUNCTIONS},
     **{f"{prefix}.**": automatic("part of custom_reward_function.path") for prefix in rules.REWARD_FUNCTIONS},
     **{f"{prefix}.enable": by(rules.reward_model, "reward.components") for prefix in rules.REWARD_MODELS},
@@ -272,7 +283,7 @@ REWARDS: dict[str, Row] = {
     ),
     **each("reward.sandbox_fusion.url reward_model.sandbox_fusion.**", _SANDBOX),
     "reward.sandbox_fusion.**": automatic("part of sandbox_fusion.url"),
-    **each("reward.reward_model.model_path reward_model.model.**", automatic("part of reward_model.enable")),
+    **each("reward.reward_model.model_path reward_model.model.**", _PART_OF_MODEL),
     "reward.reward_model.**": placement("of the reward model's engine: `services` and their `engine`"),
     "reward_model.**": placement("of the reward model: placement and memory"),
 }

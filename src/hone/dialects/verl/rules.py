@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from hone.dialects import shared
@@ -358,7 +359,35 @@ def reward_model(job: ForeignJob, value: Any) -> KeyVerdict:
         )
     if not path:
         return refused("no path of the reward model was given")
+    if has_judge(job):
+        return _judge(job, path)
     return put({"reward.components": [{"use": "reward_model", "args": {"path": str(path)}}]})
+
+
+def has_judge(job: ForeignJob) -> bool:
+    """A generative reward model: one with functions that write its prompt and read its answer."""
+    return bool(job.get("reward_model.data_processor_config.path")) and truth(job.get("reward_model.enable", False))
+
+
+def of_judge(key: str, convert: Callable[[Any], Any] = whole) -> Row:
+    """A setting of the judge's engine."""
+    row = to(f"services.judge.engine.{key}", convert)
+    return when(has_judge, "placement of the reward model's engine", replace(row, to=(f"services.*.engine.{key}",)))
+
+
+def _judge(job: ForeignJob, path: Any) -> KeyVerdict:
+    """The engine is a service of the run; lengths, functions and sampling are the reward's arguments."""
+    prefixes = ("reward_model.rollout", "reward_model")
+    args: dict[str, Any] = {"service": "judge"}
+    for name in ("prompt_length", "response_length", "max_model_len"):
+        value = next((found for p in prefixes if (found := job.get(f"{p}.{name}")) is not None), None)
+        args |= {} if value is None else {name: whole(value)}
+    for section in ("sampling_config", "data_processor_config"):
+        start = f"reward_model.{section}."
+        found = {key.removeprefix(start): job.plain(v) for key, v in job.values.items() if key.startswith(start)}
+        args |= {section: found} if found else {}
+    settings = {"services.judge.policy": str(path), "reward.components": [{"use": "judge", "args": args}]}
+    return put(settings, "a judge: its engine is a service of the run, its functions are called as verl does")
 
 
 def reward_by_data(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
@@ -467,7 +496,7 @@ def _placed(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
     nodes, per_node = job.get("trainer.nnodes", 1), job.get("trainer.n_gpus_per_node", 8)
     is_split = job.get("actor_rollout_ref.hybrid_engine", True) is False or is_asynchronous(job)
     if not is_split or not job.given("rollout.n_gpus_per_node"):
-        yield from shared.cluster(nodes, per_node)
+        yield from _together(job, nodes, per_node)
         return
     nodes, per_node = whole(nodes), whole(per_node)
     more_nodes, more = whole(job.get("rollout.nnodes", 1)), whole(job.get("rollout.n_gpus_per_node"))
@@ -479,6 +508,17 @@ def _placed(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
         yield from shared.cluster(nodes, per_node + more, pools)
     else:
         yield from shared.cluster(nodes + more_nodes, max(per_node, more), pools)
+
+
+def _together(job: ForeignJob, nodes: Any, per_node: Any) -> Iterator[tuple[str, KeyVerdict]]:
+    """One pool of all roles; services of the script may have further devices of the machine."""
+    further = [device for service in job.foreign.services for device in service.devices]
+    if not (has_judge(job) or further) or not isinstance(nodes, int) or not isinstance(per_node, int):
+        yield from shared.cluster(nodes, per_node)
+        return
+    roles = [*_train_roles(job), "rollout", *(["judge"] if has_judge(job) else [])]
+    pools = {"all": {"devices": nodes * per_node, "roles": roles}}
+    yield from shared.cluster(nodes, max(per_node, *(device + 1 for device in further), 1), pools)
 
 
 def _train_roles(job: ForeignJob) -> list[str]:
