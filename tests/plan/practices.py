@@ -94,8 +94,8 @@ def practice_a() -> Iterator[Claim]:
     yield Claim(
         "0.4 for the policy's engine and 0.3 for the judge leave enough for the trainer",
         "wrong",
-        f"they leave {left:.1f} GiB; the trainer takes {idle:.1f} idle and {one:.1f} to {four:.1f} in an update of 1 to "
-        "4 sequences. Engines that sleep in turn make room",
+        f"they leave {left:.1f} GiB; the trainer takes {idle:.1f} idle and {one:.1f} to {four:.1f} in an update of 1 "
+        "to 4 sequences. Engines that sleep in turn make room",
         (left, idle, one, four),
     )
     lost = (engine.workspace_bytes - judge(tokens=8192).workspace_bytes) / GIB
@@ -242,8 +242,8 @@ def page() -> str:
         "# Common practices, checked",
         "",
         "Settings and sentences of guides that many runs follow, against the arithmetic of `hone plan`. The commands",
-        "themselves are in `tests/dialects/practices`. `hone import` reads them; `hone check` and `hone plan` refuse of the",
-        "imported files what cannot work. This page is written by `tests/plan/practices.py`.",
+        "themselves are in `tests/dialects/practices`. `hone import` reads them; they refuse what",
+        "cannot work, or `hone plan` does of the imported file. This page is written by `tests/plan/practices.py`.",
     ]
     for name, (title, claims) in PRACTICES.items():
         lines += ["", f"## {name}: {title}", "", "| Practice | Verdict | What comes out |", "|---|---|---|"]
