@@ -8,12 +8,15 @@ LIGHT  := pydantic ruamel.yaml rapidfuzz typer rich psutil numpy packaging
 SEED   := $(or $(SEED),$(shell date +%s))
 # One more than there are cores, up to 4: a quarter of the tests' time is waiting for processes and services.
 WORKERS := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
-ORDERS := 2 4 1
+ORDERS ?= 2 4 1
 STAMP  := $(VENV)/.installed
 RUN    := $(VENV)/bin/python -m
 VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 VLLM_PIP   := $(VLLM)/bin/python -m pip -q --disable-pip-version-check
+
+# Tests start hundreds of Python processes, each of which would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow test-pythons test-orders test-vllm lint format bench docs clean
@@ -52,7 +55,7 @@ test-slow: $(STAMP)  ## the tests that take longer than 20 s each, and a longer 
 	$(RUN) pytest -q -m "(slow or property) and not gpu and not vllm" --hypothesis-profile search --timeout 900 \
 	    -n $(WORKERS) --dist worksteal
 
-# Each order on another number of workers; the second run finds a Ray token in the home directory, the others none.
+# Each order on another number of workers; the one with four finds a Ray token in the home directory, the others none.
 test-orders: $(STAMP)  ## the tests of `make test` in three random orders, about 17 minutes (SEED=n repeats them)
 	@home=$$(mktemp -d) && trap 'rm -rf "$$home"' EXIT && for workers in $(ORDERS); do \
 	    seed=$$(($(SEED) + workers)); echo "random order $$seed, $$workers workers (make test-orders SEED=$(SEED))"; \

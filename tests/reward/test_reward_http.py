@@ -267,7 +267,7 @@ def test_an_endpoint_that_fails_is_left_alone_until_it_is_ready():
 def test_without_a_ready_path_one_request_is_the_proof():
     calls = iter(range(1000))
     with FaultyServer(lambda request: Answer(500) if next(calls) < 6 else None) as server:
-        answers, endpoints = ask(server, times=20, at_once=True, max_in_flight=20)
+        answers, endpoints = ask(server, times=20, at_once=True, max_in_flight=20, deadline_s=30)
     assert answers == [good_reply(BODY)] * 20
     assert endpoints.counts.ejections >= 1
 
