@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import schema
-
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 QUAINT = re.compile(
@@ -69,15 +67,12 @@ def test_a_quaint_line_is_found():
     assert quaint("fine\n# The run goes\n# on, and Nobody waits") == ["2: goes \non", "3: Nobody"]
 
 
-def test_the_keys_of_the_migration_table_exist():
-    page = (ROOT / "docs" / "migrate.md").read_text("utf-8")
-    cells = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.startswith("| `")]
-    names = []
-    for cell in cells:
-        for name in re.findall(r"`([\w.*]+)(?:: [^`]*)?`", cell):  # `algorithm.clip_low`, `.clip_high`
-            names.append(names[-1].rpartition(".")[0] + name if name.startswith(".") else name)
-    keys = [*schema.all_keys(), "cluster.pools", "rollout.environment"]
-    assert len(names) > 60 and [name for name in names if "." in name and name not in keys] == []
+def test_the_chinese_readme_has_the_code_of_the_english_one():
+    english, chinese = (
+        re.findall(r"^```.*?^```", (ROOT / name).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for name in ("README.md", "README.zh-CN.md")
+    )
+    assert len(english) > 10 and chinese == english
 
 
 def test_the_files_of_the_architecture_exist():
