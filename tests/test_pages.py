@@ -72,7 +72,7 @@ def test_the_chinese_readme_has_the_code_of_the_english_one():
         re.findall(r"^```.*?^```", (ROOT / name).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
         for name in ("README.md", "README.zh-CN.md")
     )
-    assert len(english) > 10 and chinese == english
+    assert len(english) >= 10 and chinese == english
 
 
 def test_the_files_of_the_architecture_exist():

@@ -242,8 +242,8 @@ def page() -> str:
         "# Common practices, checked",
         "",
         "Settings and sentences of guides that many runs follow, against the arithmetic of `hone plan`. The commands",
-        "themselves are in `tests/dialects/practices`. `hone import` reads them, and `hone check` and `hone plan` refuse",
-        "what cannot work in the imported files. This page is written by `tests/plan/practices.py`.",
+        "themselves are in `tests/dialects/practices`. `hone import` reads them; `hone check` and `hone plan`",
+        "refuse what cannot work in the imported files. This page is written by `tests/plan/practices.py`.",
     ]
     for name, (title, claims) in PRACTICES.items():
         lines += ["", f"## {name}: {title}", "", "| Practice | Verdict | What comes out |", "|---|---|---|"]
