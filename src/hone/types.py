@@ -16,7 +16,7 @@ Worked example, two samples of one prompt, "2+2=" (4 tokens), answers "4$" and "
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -66,6 +66,29 @@ def _bits(value: Any) -> Any:
     return value.tobytes() if isinstance(value, np.ndarray) else value
 
 
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a prompt, as the model sees it: its place among the tokens, and where its pixels come from."""
+
+    digest: str
+    """Hash of everything that its pixels and their normalisation depend on."""
+    start: int
+    """Place of its first token in the prompt's `token_ids`."""
+    rows: int
+    """Of its tokens."""
+    columns: int
+    mean: tuple[float, ...]
+    """(3,) of red, green and blue: the model's input is (pixel / 255 - mean) / std."""
+    std: tuple[float, ...]
+    read: Callable[..., NDArray[Any]] = field(compare=False, repr=False)
+    """Decodes it: (height, width, 3) uint8, in the size that the model sees; a keyword `resample` names another filter
+    than the processor's. It can be pickled."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt(WithArrays):
     """One task instance: what the policy sees, and what a reward needs to judge the answer."""
@@ -83,6 +106,8 @@ class Prompt(WithArrays):
     """Every column of the row but the prompt's, for rewards."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The {role, content} messages that `text` renders, when `data.chat`; for rewards with a template of their own."""
+    pictures: tuple[Picture, ...] = ()
+    """In the order of their tokens, which `token_ids` has in full."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
@@ -267,6 +292,8 @@ class Batch:
     """(S,) float32, NaN where unscored."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Added on the way, by name: old_logprobs_T, ref_logprobs_T, advantages_T, ..."""
+    pictures: tuple[tuple[Picture, ...], ...] = ()
+    """Each prompt's; empty where no prompt has any."""
 
     def with_column(self, name: str, value: Tensor) -> Batch:
         return replace(self, columns={**self.columns, name: value})

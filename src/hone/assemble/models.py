@@ -19,6 +19,7 @@ from hone.errors import DataError
 from hone.memory.guard import Guard
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel, load_scalar_model, reward_config
+from hone.model.hf import has_tower
 from hone.model.load import init_model, load_model, model_folder, read_config, save_hf
 from hone.model.lora import AdapterOff, add_adapter
 from hone.run.folder import RunFolder
@@ -55,10 +56,14 @@ def model_before(
     stage: str, loaded: Loaded, folder: RunFolder, tokenizer: Tokenizer, device: torch.device
 ) -> CausalModel:
     """As `starting_model`, where no job is running."""
-    weights = weights_before(stage, loaded.config, folder)
+    weights, settings = weights_before(stage, loaded.config, folder), loaded.config.model
     if weights is None:
-        return named_model(loaded.config, tokenizer, loaded.run_file.parent, device)
-    return load_model(weights, dtype=torch.float32, device=device, implementation=loaded.config.model.implementation)
+        model = named_model(loaded.config, tokenizer, loaded.run_file.parent, device)
+    else:
+        model = load_model(weights, dtype=torch.float32, device=device, implementation=settings.implementation)
+    if has_tower(model.hf_config) and "vision" not in settings.freeze:
+        model.requires_grad_(True)
+    return model
 
 
 def weights_before(stage: str, config: RunConfig, folder: RunFolder) -> Path | None:

@@ -47,6 +47,8 @@ class ModelSection(Section):
     """Run Python code shipped with the model. Weights are read from safetensors only, in any case."""
     implementation: Literal["auto", "hone", "transformers"] = key("auto")
     """auto: Hone's own decoder for Llama, Mistral, Qwen2 and Qwen3, Transformers' class for the rest."""
+    freeze: tuple[Literal["vision"], ...] = key(("vision",))
+    """Parts that are not trained. A frozen vision tower computes a picture once for the whole run; `[]` trains it."""
 
 
 class DataSection(Section):
@@ -67,6 +69,14 @@ class DataSection(Section):
     prompt_column: str = key("prompt")
     """Column with the prompt: text, or a list of {role, content} messages. Nested fields have dotted
     names such as `reward_model.ground_truth`, in every key that names a column."""
+    image_columns: tuple[str, ...] = key(())
+    """Columns with pictures, with `chat`: a path, a data URL, bytes, or a list of them. They stand where the text says
+    `<image>` or messages have image parts, else in front of the first user message."""
+    image_root: str | None = key(None)
+    """Folder that paths of pictures start from, and must stay in; null: the run file's."""
+    max_image_pixels: int = key(1_003_520, unit="pixels", ge=784)
+    """Larger pictures are scaled down to this, or to the model's own limit if that is lower; a side has at least one
+    token."""
     answer_column: str | None = key(None)
     """Column with the gold answer, passed to rewards; null: none."""
     id_column: str | None = key(None)

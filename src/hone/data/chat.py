@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hone.config.run import ModelSection
-from hone.data.pictures import processor_files
+from hone.data.pictures import PICTURE_TOKEN, processor_files
 from hone.errors import DataError
 
 Message = dict[str, Any]
@@ -70,6 +70,14 @@ class Tokenizer:
         self.pad_id: int = pad if pad is not None else self.eos_id
         self.vocab_size: int = max(hf.get_vocab().values()) + 1
         self._alphabet = alphabet_of(hf)
+
+    @property
+    def picture_id(self) -> int:
+        """The token that stands at pictures. Raises DataError without one."""
+        found = self.hf.get_vocab().get(PICTURE_TOKEN)
+        if found is None:
+            raise DataError(f"pictures in prompts: the tokenizer has no {PICTURE_TOKEN}. Take a Qwen-VL model's.")
+        return found
 
     def encode_prompts(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]:
         """Token ids of whole prompts, in one batch.

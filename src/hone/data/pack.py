@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from hone.errors import DataError
-from hone.types import Batch, Group, Sample, Totals
+from hone.types import Batch, Group, Picture, Sample, Totals
 
 Indices = NDArray[np.int64]
 
@@ -50,7 +50,13 @@ def collate(groups: Sequence[Group]) -> Batch:
         sampler_logprobs_T=torch.from_numpy(sampler_logprobs_T),
         reward_S=torch.from_numpy(reward_S),
         columns=columns,
+        pictures=pictures_of([group.prompt.pictures for group in groups]),
     )
+
+
+def pictures_of(pictures: Sequence[tuple[Picture, ...]]) -> tuple[tuple[Picture, ...], ...]:
+    """As `Batch.pictures`, from those of each prompt."""
+    return tuple(pictures) if any(pictures) else ()
 
 
 def first_prompts(batch: Batch, count: int) -> Batch:
@@ -65,6 +71,7 @@ def first_prompts(batch: Batch, count: int) -> Batch:
         loss_mask_T=batch.loss_mask_T[:num_tokens],
         sampler_logprobs_T=batch.sampler_logprobs_T[:num_tokens],
         reward_S=batch.reward_S[:num_samples],
+        pictures=batch.pictures[:count],
     )
 
 

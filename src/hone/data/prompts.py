@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from hone.config.run import DataSection, SftSection
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
+from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import LoadReport, Tally, nothing_left
 from hone.data.sources import BadRow, Part, SourceRow, read_rows, source_name, source_of
 from hone.errors import DataError
-from hone.types import Prompt, TokenIds, read_only
+from hone.types import Picture, Prompt, TokenIds, read_only
 
 
 class SftRow(NamedTuple):
@@ -35,6 +36,8 @@ class SftRow(NamedTuple):
     response: TokenIds
     loss_mask: NDArray[np.bool_] | None = None
     """Which response tokens are targets; None: all."""
+    pictures: tuple[Picture, ...] = ()
+    """Of the prompt."""
 
 
 class PromptStream:
@@ -84,7 +87,7 @@ def load_prompts(
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
     source, split, rows = source_of(data, part, lacking="there is nothing to evaluate on")
-    loading = _Loading(data, tokenizer, source_name(source))
+    loading = _Loading(data, tokenizer, source_name(source), folder)
     prompts = loading.prompts(read_rows(source, folder, split=split, rows=rows))
     return PromptStream(prompts, loading.report(), loading.where, seed=seed, shuffle=data.shuffle and part == "train")
 
@@ -101,13 +104,14 @@ def load_sft_rows(
             "sft.response_column: not set, and neither is data.answer_column; which column has the responses?"
         )
     source = sft.data or data.train
-    loading = _Loading(data, tokenizer, source_name(source), sft=sft)
+    loading = _Loading(data, tokenizer, source_name(source), folder, sft=sft)
     prompts = loading.prompts(read_rows(source, folder, split=data.train_split, rows=sft.rows))
     if not prompts:
         raise DataError(nothing_left(loading.report()))
     responses = tokenizer.encode_responses([loading.responses[prompt.id] for prompt in prompts])
     imitated = [
-        SftRow(prompt.token_ids, read_only(ids, np.int32)) for prompt, ids in zip(prompts, responses, strict=True)
+        SftRow(prompt.token_ids, read_only(ids, np.int32), pictures=prompt.pictures)
+        for prompt, ids in zip(prompts, responses, strict=True)
     ]
     return imitated, loading.report()
 
@@ -145,15 +149,24 @@ class _PromptDraft:
     answer: Any
     columns: dict[str, Any]
     messages: tuple[Message, ...] | None
+    pictures: tuple[Picture, ...]
 
 
 class _Loading(Tally):
     """One pass over one source, row by row."""
 
-    def __init__(self, data: DataSection, tokenizer: Tokenizer, source: str, *, sft: SftSection | None = None) -> None:
+    def __init__(
+        self,
+        data: DataSection,
+        tokenizer: Tokenizer,
+        source: str,
+        folder: Path,
+        *,
+        sft: SftSection | None = None,
+    ) -> None:
         super().__init__(data, source, max_tokens=data.max_prompt_tokens)
         self.tokenizer = tokenizer
-        self.renderer = Renderer(data, tokenizer)
+        self.renderer = Renderer(data, tokenizer, folder)
         self.sft = sft
         self.responses: dict[str, str] = {}
         """Prompt id -> target text, when `sft` is given."""
@@ -166,9 +179,15 @@ class _Loading(Tally):
         """The well-formed rows that are short enough."""
         drafts = [draft for row in self.rows(rows) if (draft := self.draft(row)) is not None]
         whole_ids = self.tokenizer.encode_prompts([draft.text for draft in drafts], rendered=self.data.chat)
-        token_ids = [shortened(ids, self.data) for ids in whole_ids]
         prompts: list[Prompt] = []
-        for draft, ids in zip(drafts, token_ids, strict=True):
+        for draft, whole in zip(drafts, whole_ids, strict=True):
+            ids, pictures = shortened(whole, self.data), draft.pictures
+            if pictures:
+                try:
+                    ids, pictures = with_picture_tokens(whole, pictures, self.tokenizer.picture_id)
+                except BrokenPicture as error:
+                    self.reject(f"{draft.where} {self.data.prompt_column}: {error}")
+                    continue
             if not ids:
                 self.reject(f"{draft.where} {self.data.prompt_column}: the prompt is empty")
             elif self.fits(len(ids)):
@@ -181,6 +200,7 @@ class _Loading(Tally):
                         answer=draft.answer,
                         columns=draft.columns,
                         messages=draft.messages,
+                        pictures=pictures,
                     )
                 )
         self.kept = len(prompts)
@@ -192,15 +212,16 @@ class _Loading(Tally):
             rendered = self.renderer.render(values)
             text = self.spelled(rendered.text, data.prompt_column, rendered=data.chat)
             answer = column(values, data.answer_column) if data.answer_column is not None else rendered.answer
-            row_id = self.row_id(row, answer)
+            row_id = self.row_id(row, answer, rendered.pictures)
             if self.sft is not None:
                 field = self.sft.response_column or data.answer_column or data.prompt_column
                 response = column(values, field) if self.sft.response_column else answer
                 self.responses[row_id] = self.spelled(as_text(response, field), field)
         except Malformed as error:
             return self.reject(f"{row.where} {error.field}: {error}")
-        others = {k: v for k, v in values.items() if k != data.prompt_column}
-        return _PromptDraft(row.where, row_id, text, answer, others, rendered.messages)
+        shown = {data.prompt_column, *data.image_columns}  # a reward sees pictures on the prompt
+        others = {k: v for k, v in values.items() if k not in shown}
+        return _PromptDraft(row.where, row_id, text, answer, others, rendered.messages, rendered.pictures)
 
     def spelled(self, text: str, field: str, *, rendered: bool = False) -> str:
         """`text`, after checking that the tokenizer can encode it."""
@@ -210,7 +231,7 @@ class _Loading(Tally):
             raise Malformed(field, str(error)) from error
         return text
 
-    def row_id(self, row: SourceRow, answer: Any) -> str:
+    def row_id(self, row: SourceRow, answer: Any, pictures: Sequence[Picture]) -> str:
         """Stable: the id column, else a hash of what the row asks and answers; equal rows get `#2`, `#3`, ..."""
         name = self.data.id_column
         if name is not None:
@@ -218,7 +239,8 @@ class _Loading(Tally):
             if row_id in self.where:
                 raise Malformed(name, f"{row_id!r} is also the id of {self.where[row_id]}; ids must be unique")
         else:
-            content = json.dumps([self.renderer.asks(row.values), answer], sort_keys=True, default=str)
+            asks = [*self.renderer.asks(row.values), *(picture.digest for picture in pictures)]
+            content = json.dumps([asks, answer], sort_keys=True, default=str)
             base = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
             self.repeats[base] += 1
             row_id = base if self.repeats[base] == 1 else f"{base}#{self.repeats[base]}"

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import deque
 from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+import numpy as np
 
 from hone.config.rules.files import flat
 from hone.config.run import DataSection
 from hone.data.chat import Message, Tokenizer
+from hone.data.pictures import BrokenPicture, PictureProcessor, source_of_picture
 from hone.errors import DataError
+from hone.types import Picture
 
 _PLACEHOLDER = re.compile(r"\{\{(\w+(?:\.\w+)*)\}\}|\{(\w+(?:\.\w+)*)\}")
 
@@ -49,6 +55,47 @@ def as_text(value: Any, field: str) -> str:
     if isinstance(value, int | float):
         return str(value)
     raise Malformed(field, f"got {type(value).__name__}; must be text or a number")
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
+
+
+def _parts(content: Any, field: str) -> list[dict[str, Any]]:
+    """A message's content as parts {"type": "text", "text"} and {"type": "image", "image"}; an image that comes from a
+    column is None. Raises Malformed for parts of another type."""
+    if isinstance(content, str):
+        pieces = content.split(PLACE)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
+        for piece in pieces[1:]:
+            parts += [{"type": "image", "image": None}, {"type": "text", "text": piece}]
+        return [part for part in parts if part.get("text") != ""] or parts
+    found: list[dict[str, Any]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": part["text"]})
+        elif kind == "image_url":
+            url = part.get("image_url")
+            found.append({"type": "image", "image": url.get("url") if isinstance(url, Mapping) else url})
+        elif kind == "image":
+            found.append({"type": "image", "image": next((part[k] for k in IMAGE_KEYS if part.get(k)), None)})
+        else:
+            raise Malformed(field, f"a part of type {kind!r}; text, image and image_url can be read")
+    return found
+
+
+def _plain(message: Message) -> Message:
+    """The message with its content as text, if that is all it has: some templates take nothing else."""
+    content = message["content"]
+    is_text = all(part["type"] == "text" for part in content)
+    return {**message, "content": "".join(part["text"] for part in content)} if is_text else message
+
+
+PLACE = "<image>"
+"""Where a text says that a picture stands, as in datasets of other tools."""
+IMAGE_KEYS = ("image", "url", "path", "base64")
+"""Where a part {"type": "image"} of a message may have its picture."""
 
 
 class RowTemplate:
@@ -87,17 +134,22 @@ class Rendered(NamedTuple):
     """The prompt of one row."""
 
     text: str
+    """With one picture token for each picture."""
     messages: tuple[Message, ...] | None = None
     """What `text` renders, with `data.chat`."""
     answer: str | None = None
     """The removed assistant turn, with `data.last_turn: answer`."""
+    pictures: tuple[Picture, ...] = ()
+    """In the order of `text`, not placed yet."""
 
 
 class Renderer:
     """A row to the text of its prompt, as `data` says."""
 
-    def __init__(self, data: DataSection, tokenizer: Tokenizer) -> None:
+    def __init__(self, data: DataSection, tokenizer: Tokenizer, folder: Path = Path()) -> None:
+        """`folder` is the run file's, for paths of pictures."""
         self.data, self.tokenizer = data, tokenizer
+        self.image_root = folder / Path(data.image_root or "").expanduser()
         self.system = [{"role": "system", "content": data.system}] if data.system is not None else []
         self.template = (
             RowTemplate(data.template, prompt_column=data.prompt_column) if data.template is not None else None
@@ -113,9 +165,10 @@ class Renderer:
             if not isinstance(value, str):
                 raise Malformed(name, f"got {type(value).__name__}; must be text (messages need data.chat=true)")
             return Rendered(value)
-        messages, answer = self._without_answer(self.messages(value))
+        messages, answer = self._without_answer(self.messages(value, may_show=True))
+        messages, pictures = self._with_pictures(messages, values)
         try:
-            return Rendered(self.tokenizer.render(messages), tuple(messages), answer)
+            return Rendered(self.tokenizer.render(messages), tuple(messages), answer, pictures)
         except jinja2.TemplateError as error:
             raise Malformed(name, f"the chat template refuses it: {error}") from error
 
@@ -144,9 +197,51 @@ class Renderer:
         names = [name for _, name in self.template.parts] if self.template is not None else [self.data.prompt_column]
         return [column(values, name) for name in names if name is not None]
 
-    def messages(self, value: Any, name: str | None = None) -> list[Message]:
+    @cached_property
+    def processor(self) -> PictureProcessor:
+        """Of the model's pictures. Raises DataError for a model that has none, or another family's."""
+        return PictureProcessor.of(self.tokenizer.processor, most_pixels=self.data.max_image_pixels)
+
+    def _with_pictures(
+        self, messages: list[Message], values: Mapping[str, Any]
+    ) -> tuple[list[Message], tuple[Picture, ...]]:
+        """The messages with a part `{"type": "image"}` for each picture, and the pictures in their order.
+
+        Raises Malformed, naming the column.
+        """
+        own = [(name, value) for name in self.data.image_columns for value in _listed(column(values, name))]
+        if not own and not any(isinstance(message["content"], list) for message in messages):
+            return messages, ()
+        name, waiting = self.data.prompt_column, deque(own)
+        messages = [{**message, "content": _parts(message["content"], name)} for message in messages]
+        places = [part for message in messages for part in message["content"] if part["type"] == "image"]
+        if waiting and not any(part.get("image") is None for part in places):
+            first = next((m for m in messages if m["role"] == "user"), messages[0])
+            new = [{"type": "image", "image": None} for _ in waiting]
+            first["content"] = [*new, *first["content"]]
+            places = [part for message in messages for part in message["content"] if part["type"] == "image"]
+        pictures: list[Picture] = []
+        for part in places:
+            field, value = (name, part.pop("image", None))
+            if value is None:
+                if not waiting:
+                    raise Malformed(name, f"has more places for pictures than data.image_columns give ({len(own)})")
+                field, value = waiting.popleft()
+            try:
+                pictures.append(self.processor.picture(source_of_picture(value, self.image_root)))
+            except BrokenPicture as error:
+                raise Malformed(field, f"picture {len(pictures) + 1}: {error}") from error
+        if waiting:
+            raise Malformed(
+                waiting[0][0], f"{len(waiting)} of {len(own)} pictures have no place: the text says <image> less often"
+            )
+        return [_plain(message) for message in messages], tuple(pictures)
+
+    def messages(self, value: Any, name: str | None = None, *, may_show: bool = False) -> list[Message]:
         """Text as one user message, or the row's own messages; the system message first unless they bring one.
 
+        Args:
+            may_show: messages may have parts that are pictures, which only prompts can.
         Raises Malformed for anything else, naming column `name` (by default the prompt's).
         """
         name = name or self.data.prompt_column
@@ -158,4 +253,6 @@ class Renderer:
                 raise Malformed(name, f"message {number} is no {{role, content}} object")
             if not isinstance(message.get("content"), str | list):
                 raise Malformed(name, f"message {number} has {type(message.get('content')).__name__} as content")
+            if not may_show and any(part["type"] == "image" for part in _parts(message["content"], name)):
+                raise Malformed(name, f"message {number} has a picture; only prompts can (data.prompt_column)")
         return messages if messages[0]["role"] == "system" else [*self.system, *messages]

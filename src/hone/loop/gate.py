@@ -11,8 +11,11 @@ warned, and continues. `canary.py` compares again after some publishes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import permutations
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +27,14 @@ from hone.data.pack import joined
 from hone.errors import GateError
 from hone.rollout.engine import Engine, Sampling
 from hone.train.trainer import Trainer
-from hone.types import Batch, Group, Sample
+from hone.types import Batch, Group, Picture, Sample
 
 NOTICEABLE = {"float32": 1e-3, "bfloat16": 3e-2}
 """Mean |trainer - sampler| logprob, nats, from which a cause is looked for. Dense models stay well below."""
 LARGEST = 0.2
 """Mean |trainer - sampler| logprob, nats, that no rounding explains."""
+
+Pictures = tuple[tuple[Picture, ...], ...]
 
 TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 
@@ -168,7 +173,10 @@ def written(sample: Sample) -> NDArray[np.bool_]:
     return own
 
 
-UNKNOWN = "unknown: not the temperature, not a shift by one, not swapped prompts; suspect the model implementations"
+UNKNOWN = (
+    "unknown: not the temperature, not a shift by one, not swapped prompts or pictures; suspect the implementations of "
+    "the model"
+)
 
 
 def likely_cause(trainer: Trainer, batch: Batch, trainer_T: Tensor, gap: float, *, temperature: float) -> str | None:
@@ -178,6 +186,10 @@ def likely_cause(trainer: Trainer, batch: Batch, trainer_T: Tensor, gap: float, 
         "tokens and logprobs are shifted against each other by one (off-by-one)": shifted_gap(trainer_T, batch),
         "prompts are swapped: responses were matched with their neighbour's prompt": swapped_gap(trainer, batch),
     }
+    for name, pictures in wrong_pictures(batch):
+        at_T = trainer.logprobs(replace(batch, pictures=pictures))
+        found = mean_gap(at_T, batch.sampler_logprobs_T, batch.loss_mask_T)
+        explained[name] = min(found, explained.get(name, found))
     for other in TEMPERATURES:
         at_T = trainer.logprobs(batch, temperature=other)
         name = f"wrong temperature: the engine sampled at about {other:g}, the trainer uses {temperature:g}"
@@ -206,12 +218,77 @@ def shifted_gap(trainer_T: Tensor, batch: Batch) -> float:
     return min(later, mean_gap(trainer_T[:-1], sampler_T[1:], mask_T[1:]))
 
 
+def wrong_pictures(batch: Batch) -> Iterator[tuple[str, Pictures]]:
+    """What an engine may do to the pictures of prompts: in words, and what the trainer computes if it does the same."""
+    every, n = batch.pictures, len(batch.pictures)
+    if not every:
+        return
+    for order in orders(max(map(len, every))):
+        pictures = tuple(reordered(own, order) for own in every)
+        if pictures != every:
+            yield "the engine shows the pictures of a prompt in another order", pictures
+    yield "the engine leaves out the last picture of a prompt", tuple(own[:-1] for own in every)
+    yield "the engine leaves out the first picture of a prompt", tuple(own[1:] for own in every)
+    yield "the engine leaves out all pictures", ((),) * n
+    for shift in (1, n - 1):
+        others = [every[(i + shift) % n] or every[i] for i in range(n)]
+        pictures = tuple(
+            tuple(showing(a, other[k % len(other)]) for k, a in enumerate(own))
+            for own, other in zip(every, others, strict=True)
+        )
+        if pictures != every:
+            yield "the engine shows another prompt's pictures", pictures
+    for resample in ("nearest", "bilinear", "bicubic", "lanczos"):
+        pictures = tuple(tuple(resized(picture, resample) for picture in own) for own in every)
+        yield f"the engine resizes pictures otherwise, about as {resample}", pictures
+
+
+def orders(count: int) -> Iterator[tuple[int, ...]]:
+    """Other orders of so many pictures: all of the first three, and for more reversed and moved by one."""
+    yield from (order for order in permutations(range(min(count, 3))) if order != tuple(range(len(order))))
+    if count > 3:
+        forward = tuple(range(count))
+        yield from (forward[::-1], (*forward[1:], 0), (count - 1, *forward[:-1]))
+
+
+def reordered(pictures: Sequence[Picture], order: Sequence[int]) -> tuple[Picture, ...]:
+    """Each place with another picture, as far as there are as many; the others as they are."""
+    kept = [number for number in order if number < len(pictures)]
+    whole = [*kept, *range(len(kept), len(pictures))]
+    return tuple(showing(place, pictures[number]) for place, number in zip(pictures, whole, strict=True))
+
+
+def showing(place: Picture, other: Picture) -> Picture:
+    """The pixels of another picture in the place of this one; one of another size is stretched."""
+    if place.digest == other.digest:
+        return place
+    if (place.rows, place.columns) == (other.rows, other.columns):
+        return replace(other, start=place.start)
+    size = place.rows / other.rows, place.columns / other.columns
+    digest = f"{other.digest} as {place.rows} x {place.columns}"
+    return replace(place, digest=digest, mean=other.mean, std=other.std, read=partial(read_in_size, other.read, size))
+
+
+def read_in_size(read: Callable[..., NDArray[Any]], factors: tuple[float, float], **named: Any) -> NDArray[Any]:
+    """A picture's pixels, with the sides multiplied by these factors; the nearest pixel counts."""
+    pixels = read(**named)
+    height, width = (round(side * factor) for side, factor in zip(pixels.shape, factors, strict=False))
+    rows, columns = (np.arange(new) * old // new for new, old in zip((height, width), pixels.shape, strict=False))
+    return pixels[rows][:, columns]
+
+
+def resized(picture: Picture, resample: str) -> Picture:
+    """The picture, read with another filter."""
+    return replace(picture, digest=f"{picture.digest} {resample}", read=partial(picture.read, resample=resample))
+
+
 def swapped_gap(trainer: Trainer, batch: Batch) -> float:
     """The smaller gap when every response is put behind the next or the previous prompt."""
     n = len(batch.prompts)
     gaps = []
     for shift in (1, n - 1):
         prompts = tuple(batch.prompts[(i + shift) % n] for i in range(n))
-        swapped_T = trainer.logprobs(replace(batch, prompts=prompts))
+        pictures = tuple(batch.pictures[(i + shift) % n] for i in range(n)) if batch.pictures else ()
+        swapped_T = trainer.logprobs(replace(batch, prompts=prompts, pictures=pictures))
         gaps.append(mean_gap(swapped_T, batch.sampler_logprobs_T, batch.loss_mask_T))
     return min(gaps)

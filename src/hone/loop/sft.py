@@ -18,7 +18,7 @@ from hone.algo.algorithm import Algorithm
 from hone.config.derived import longest_tokens
 from hone.config.run import AlgorithmSection, RunConfig, SftSection
 from hone.data.chat import Tokenizer
-from hone.data.pack import joined
+from hone.data.pack import joined, pictures_of
 from hone.data.prompts import SftRow, epoch_order, load_sft_rows
 from hone.data.report import LoadReport
 from hone.data.sft_chat import load_chat_rows
@@ -108,4 +108,5 @@ def batch_of(rows: Sequence[SftRow], device: torch.device) -> Batch:
         sampler_logprobs_T=torch.zeros_like(ones),
         reward_S=torch.ones(len(rows), device=device),
         columns={"advantages_T": ones},
+        pictures=pictures_of([row.pictures for row in rows]),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hone.errors import DataError
+from hone.model.attention import shared_prompt_attention
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import LogitMap
 from hone.model.recompute import Checkpointing, contexts
 from hone.model.repository_names import NamedPart, repository_parts
+from hone.model.vision import LAYOUT_ATTENTION, SEEING, Vision, with_pictures
 
 
 class TransformersModel(CausalModel):
@@ -44,6 +46,13 @@ class TransformersModel(CausalModel):
         self.max_positions = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
         self._enabled: Checkpointing = "none"
         """The checkpointing last set on the module."""
+        self.vision: Vision | None = None
+        """Reads pictures; None: this class's prompts cannot have any."""
+        if hf_config.model_type in SEEING and "sliding_attention" not in (
+            getattr(text_config, "layer_types", None) or ()
+        ):
+            self.vision = Vision(self.hf.base_model, hf_config)
+            self.body.set_attn_implementation(LAYOUT_ATTENTION)
         if has_tower(hf_config):
             learning = {id(weight) for weight in (*self.body.parameters(), self.output_weight)}
             for weight in self.hf.parameters():
@@ -73,6 +82,10 @@ class TransformersModel(CausalModel):
             self.hf.gradient_checkpointing_enable({"use_reentrant": False, **how})
             self._enabled = self.checkpointing
         self.hf.train(recompute)  # Transformers recomputes only in training mode; dropout is 0 in either
+        if self.vision is not None:
+            return self._hidden_of_layout(layout, self.vision)
+        if layout.pictures:
+            raise DataError(no_pictures(self.hf_config.model_type))
         part = self.sequences.rows_of(layout)
         positions = {} if part.position_1l is None else {"position_ids": part.position_1l}
         out = self.body(
@@ -82,6 +95,29 @@ class TransformersModel(CausalModel):
             **positions,
         )
         return part.dealt(out.last_hidden_state.flatten(0, 1).index_select(0, part.needed_W))
+
+    def _hidden_of_layout(self, layout: Layout, vision: Vision) -> Tensor:
+        """As `hidden`, each prompt and its pictures computed once."""
+        embedded_XH = self.hf.get_input_embeddings()(layout.token_ids_X)
+        position_3X = layout.grid_position_3X
+        if position_3X is None:
+            position_3X = layout.position_X.expand(3, -1)
+        embedded_1XH, deeper = with_pictures(embedded_XH[None], [layout.pictures], vision)
+        out = self.body(
+            inputs_embeds=embedded_1XH,
+            position_ids=position_3X[:, None],
+            use_cache=False,
+            attend=shared_prompt_attention(layout),
+            **deeper,
+        )
+        hidden_W = out.last_hidden_state[0].index_select(0, layout.needed_W)
+        return hidden_W.index_select(0, layout.needed_U)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `CausalModel.load_weights`."""
+        super().load_weights(weights)
+        if self.vision is not None:
+            self.vision.forget()
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self._distinct().items():
@@ -137,6 +173,14 @@ class TransformersModel(CausalModel):
             raise DataError(
                 f"model: {self.hf_config.model_type} has {what}, which Hone cannot train yet. Take another."
             )
+
+
+def no_pictures(model_type: str) -> str:
+    """That prompts of this architecture cannot have pictures."""
+    return (
+        f"data.image_columns: prompts of {model_type} cannot have pictures; those of {', '.join(SEEING)} can (with "
+        "full attention in every layer). Take one of them, or leave the pictures out."
+    )
 
 
 def has_tower(config: PreTrainedConfig) -> bool:

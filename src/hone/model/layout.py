@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.types import TokenIds
+from hone.types import Picture, TokenIds
 
 Ints = NDArray[np.int64]
 
@@ -105,6 +105,10 @@ class Layout:
     Filler stands where the first token does."""
     spans_R: Ints
     """(R, 4) of each distinct sample: start and length of its prompt in X, start of its response, response tokens."""
+    pictures: tuple[Picture, ...] = ()
+    """Those of all prompts, in the order of X; `start` is their place in X."""
+    grid_position_3X: Tensor | None = None
+    """(3, X) where there are pictures: positions in time, height and width; see `grid_positions`."""
 
     def rows(self) -> PaddedRows:
         """For models that know no layouts."""
@@ -153,8 +157,10 @@ class Layout:
         length_S: Ints | Tensor,
         token_ids_T: Ints | Tensor,
         device: torch.device | str = "cpu",
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> Layout:
-        """As `build`, from flat arrays: the (S,) response lengths and their (T,) tokens in sample order."""
+        """As `build`, from flat arrays: the (S,) response lengths and their (T,) tokens in sample order; and the
+        pictures of each prompt, if there are any."""
         prompt_S, length_S, token_ids_T = (np.asarray(a, np.int64) for a in (prompt_S, length_S, token_ids_T))
         samples = _merge_identical(prompt_S, length_S, token_ids_T)
         used_N, prompt_R = np.unique(samples.prompt_R, return_inverse=True)
@@ -172,6 +178,13 @@ class Layout:
         needed_W, needed_U = np.unique(predict_U, return_inverse=True)
         expand_T = _ranges(start_U[samples.row_S], length_S) if len(samples.length_R) < len(length_S) else None
         blocks, query_slot_3X = _blocks(places, prompt_length_N, prompt_R)
+        used = [pictures[i] for i in used_N] if pictures else []
+        placed = [
+            replace(picture, start=int(start) + picture.start)
+            for start, own in zip(places.prompt_start_N, used, strict=False)
+            for picture in own
+        ]
+        grid_position_3X = _grid_positions(places, prompt_length_N, prompt_R, used) if placed else None
 
         def put(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
@@ -190,6 +203,8 @@ class Layout:
             spans_R=np.stack(
                 (places.prompt_start_N[prompt_R], prompt_length_N[prompt_R], places.start_R, samples.length_R), axis=1
             ),
+            pictures=tuple(placed),
+            grid_position_3X=None if grid_position_3X is None else put(grid_position_3X),
         )
 
 
@@ -251,6 +266,42 @@ def _place(prompt_length_N: Ints, prompt_R: Ints, length_R: Ints) -> _TokenPlace
     response_X[inputs_at] = np.repeat(np.arange(len(inputs_R)), inputs_R)
     prompt_end_R = (prompt_start_N + prompt_length_N)[prompt_R]
     return _TokenPlaces(size, prompt_start_N, group_size_N, start_R, inputs_R, prompt_end_R, position_X, response_X)
+
+
+def _grid_positions(
+    places: _TokenPlaces, prompt_length_N: Ints, prompt_R: Ints, pictures: Sequence[Sequence[Picture]]
+) -> Ints:
+    """(3, X) positions of all tokens where prompts have pictures; of filler 0."""
+    position_3X = np.stack([filled(places.position_X)] * 3)
+    shift_N = np.zeros_like(prompt_length_N)
+    for number, own in enumerate(pictures):
+        start, length = places.prompt_start_N[number], prompt_length_N[number]
+        position_3X[:, start : start + length], following = grid_positions(length, own)
+        shift_N[number] = following - length
+    responses = _ranges(places.start_R, places.inputs_R)
+    position_3X[:, responses] += np.repeat(shift_N[prompt_R], places.inputs_R)
+    return position_3X
+
+
+def grid_positions(length: int, pictures: Sequence[Picture]) -> tuple[Ints, int]:
+    """(3, length) positions in time, height and width of a prompt's tokens, and the one of the token behind it.
+
+    Text counts on all three; a picture's tokens have one position in time, and count their rows and columns from it.
+    Behind it, text counts from its larger side (M-RoPE, arXiv:2409.12191).
+    """
+    position_3P = np.empty((3, length), np.int64)
+    done, following = 0, 0
+    for picture in pictures:
+        end, size = picture.start + picture.num_tokens, picture.start - done
+        position_3P[:, done : picture.start] = np.arange(following, following + size)
+        following += size
+        place = np.arange(picture.num_tokens)
+        position_3P[:, picture.start : end] = following
+        position_3P[1, picture.start : end] += place // picture.columns
+        position_3P[2, picture.start : end] += place % picture.columns
+        done, following = end, following + max(picture.rows, picture.columns)
+    position_3P[:, done:] = np.arange(following, following + length - done)
+    return position_3P, following + length - done
 
 
 def _blocks(

@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.config.run import RolloutSection
+from hone.errors import DataError
 from hone.model.decoder import Attend, Decoder
+from hone.model.hf import no_pictures
 from hone.model.layout import filled, round_size
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.engine import CacheUse
 from hone.rollout.stepper import closing_moves
-from hone.types import TokenIds
+from hone.types import Picture, TokenIds
 
 PREFILL_TOKENS: int = RolloutSection.model_fields["prefill_tokens"].default
 _LEAST_COLUMNS = 16
@@ -76,7 +78,9 @@ class DecoderStepper:
 
     # ---- prompts
 
-    def add_prompts(self, prompts: Sequence[TokenIds]) -> list[int]:
+    def add_prompts(self, prompts: Sequence[TokenIds], pictures: Sequence[tuple[Picture, ...]] = ()) -> list[int]:
+        if pictures:
+            raise DataError(no_pictures(self._model.hf_config.model_type))
         self._forget_unused_prompts()
         ids = list(range(self._next_prompt_id, self._next_prompt_id + len(prompts)))
         self._next_prompt_id += len(prompts)

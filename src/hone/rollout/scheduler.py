@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.data.pack import pictures_of
 from hone.rollout.engine import CacheUse
 from hone.rollout.rows import RowJob, Rows
 from hone.rollout.sampling import sample
@@ -134,7 +135,9 @@ class Scheduler:
             free -= count
         new = [job for job, _ in starting if job.prompt_id is None]
         if new:
-            ids = self._stepper.add_prompts([job.request.prompt.token_ids for job in new])
+            prompts = [job.request.prompt for job in new]
+            pictures = pictures_of([prompt.pictures for prompt in prompts])
+            ids = self._stepper.add_prompts([prompt.token_ids for prompt in prompts], pictures)
             for job, prompt_id in zip(new, ids, strict=True):
                 job.prompt_id = prompt_id
         row_prompts: list[int] = []

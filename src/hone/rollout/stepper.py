@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from hone.rollout.engine import CacheUse
-from hone.types import TokenIds
+from hone.types import Picture, TokenIds
 
 
 class Stepper(Protocol):
@@ -23,8 +23,12 @@ class Stepper(Protocol):
         """Whether rows may be added while `count` are live."""
         ...
 
-    def add_prompts(self, prompts: Sequence[TokenIds]) -> list[int]:
-        """Compute prompts; returns an id for each, good until released and without rows."""
+    def add_prompts(self, prompts: Sequence[TokenIds], pictures: Sequence[tuple[Picture, ...]] = ()) -> list[int]:
+        """Compute prompts; returns an id for each, good until released and without rows.
+
+        Args:
+            pictures: of each prompt; empty where none has any.
+        """
         ...
 
     def release_prompt(self, prompt_id: int) -> None:

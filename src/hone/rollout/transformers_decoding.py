@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from hone.model.hf import TransformersModel
+from hone.errors import DataError
+from hone.model.hf import TransformersModel, no_pictures
+from hone.model.layout import grid_positions
+from hone.model.vision import with_pictures
 from hone.rollout.engine import CacheUse
-from hone.types import TokenIds
+from hone.types import Picture, TokenIds
 
 
 class TransformersStepper:
@@ -41,17 +45,19 @@ class TransformersStepper:
         )
 
     def clear(self, *, will_return: bool = False) -> None:
-        self._prompts: dict[int, TokenIds] = {}
+        self._prompts: dict[int, tuple[TokenIds, tuple[Picture, ...]]] = {}
         self._next_prompt_id = 0
         self._forget_rows()
 
     def can_add_rows(self, count: int) -> bool:
         return count == 0
 
-    def add_prompts(self, prompts: Sequence[TokenIds]) -> list[int]:
+    def add_prompts(self, prompts: Sequence[TokenIds], pictures: Sequence[tuple[Picture, ...]] = ()) -> list[int]:
+        if pictures and self._model.vision is None:
+            raise DataError(no_pictures(self._model.hf_config.model_type))
         ids = list(range(self._next_prompt_id, self._next_prompt_id + len(prompts)))
         self._next_prompt_id += len(prompts)
-        self._prompts.update(zip(ids, prompts, strict=True))
+        self._prompts.update(zip(ids, zip(prompts, pictures or ((),) * len(prompts), strict=True), strict=True))
         return ids
 
     def release_prompt(self, prompt_id: int) -> None:
@@ -61,16 +67,43 @@ class TransformersStepper:
         self._model.hf.eval()  # the trainer may have left it in training mode, to recompute activations
         device = self._model.output_weight.device
         used, which_B = np.unique(np.array(prompt_ids), return_inverse=True)
-        prompts = [self._prompts[prompt_id] for prompt_id in used.tolist()]
+        prompts, pictures = zip(*(self._prompts[prompt_id] for prompt_id in used.tolist()), strict=True)
         width = max(map(len, prompts))
         real_NP = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         token_NP = torch.tensor([[0] * (width - len(p)) + p.tolist() for p in prompts], device=device)
         row_B = torch.from_numpy(which_B).to(device)
         self._cache = DynamicCache(config=self._model.hf.config)
-        logits_NV = self._forward(token_NP, real_NP, (real_NP.cumsum(1) - 1).clamp_min(0))
+        self._shift_B = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+        if any(pictures):
+            logits_NV = self._see(token_NP, real_NP, pictures)
+        else:
+            logits_NV = self._forward(token_NP, real_NP, (real_NP.cumsum(1) - 1).clamp_min(0))
         self._select(row_B)
         self._real_BW = real_NP[row_B]
         return logits_NV[row_B]
+
+    def _see(self, token_NP: Tensor, real_NP: Tensor, pictures: Sequence[tuple[Picture, ...]]) -> Tensor:
+        """Compute prompts of which some have pictures; returns as `_forward`."""
+        vision, device = self._model.vision, token_NP.device
+        assert vision is not None
+        width = token_NP.shape[1]
+        position_3NP = torch.zeros(3, *token_NP.shape, dtype=torch.int64)
+        places = list[list[Picture]]()
+        for row, (own, length) in enumerate(zip(pictures, real_NP.sum(1).tolist(), strict=True)):
+            position_3P, following = grid_positions(length, own)
+            position_3NP[:, row, width - length :] = torch.from_numpy(position_3P)
+            self._shift_B[row] = following - length
+            places.append([replace(picture, start=width - length + picture.start) for picture in own])
+        embedded_NPH, deeper = with_pictures(self._model.hf.get_input_embeddings()(token_NP), places, vision)
+        out = self._model.body(
+            inputs_embeds=embedded_NPH,
+            position_ids=position_3NP.to(device),
+            attention_mask=real_NP,
+            past_key_values=self._cache,
+            use_cache=True,
+            **deeper,
+        )
+        return self._model.logits(out.last_hidden_state[:, -1])
 
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
         if count == 0:
@@ -83,7 +116,8 @@ class TransformersStepper:
 
     def advance(self, token_ids_B: Tensor) -> Tensor:
         self._real_BW = F.pad(self._real_BW, (0, 1), value=1)
-        return self._forward(token_ids_B[:, None], self._real_BW, self._real_BW.sum(1, keepdim=True) - 1)
+        position_B = self._real_BW.sum(1) - 1 + self._shift_B
+        return self._forward(token_ids_B[:, None], self._real_BW, position_B[:, None])
 
     def _forward(self, token_ids_BX: Tensor, real_BW: Tensor, position_BX: Tensor) -> Tensor:
         named: dict[str, Any] = {"past_key_values" if self._attends else "cache_params": self._cache}
@@ -96,11 +130,13 @@ class TransformersStepper:
 
     def _select(self, row_B: Tensor) -> None:
         row: Any = row_B  # typed there as one class of tensor
+        self._shift_B = self._shift_B[row_B]
         self._cache.reorder_cache(row)  # which layers with states have too; batch_select_indices they have not
 
     def _forget_rows(self) -> None:
         self._cache = DynamicCache()
         self._real_BW = torch.zeros(0, 0, dtype=torch.int64)
+        self._shift_B = torch.zeros(0, dtype=torch.int64)  # of positions: pictures take fewer than they have tokens
 
 
 def held_by(cache: Cache) -> Iterator[Tensor]:

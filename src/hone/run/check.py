@@ -217,9 +217,9 @@ def check_steps(stream: PromptStream, prompts_per_step: int, findings: Findings)
     steps = list(zip(*[epoch] * prompts_per_step, strict=False))
     twice: list[tuple[int, Prompt, Prompt]] = []
     for number, step in enumerate(steps, start=1):
-        firsts: dict[bytes, Prompt] = {}
+        firsts: dict[tuple[object, ...], Prompt] = {}
         for prompt in step:
-            if (first := firsts.setdefault(prompt.token_ids.tobytes(), prompt)) is not prompt:
+            if (first := firsts.setdefault((prompt.token_ids.tobytes(), *prompt.pictures), prompt)) is not prompt:
                 twice.append((number, first, prompt))
     if twice:
         number, first, second = twice[0]
@@ -252,11 +252,17 @@ def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, find
 
 
 def preview(prompt: Prompt, tokenizer: Tokenizer) -> str:
-    """A prompt as the model reads it, special tokens included, and as tokens."""
-    text = tokenizer.spell(prompt.token_ids.tolist())
+    """A prompt as the model reads it, special tokens included, and as tokens; a picture's token is written once, with
+    the number of times that it stands there."""
+    ids, pieces, done = prompt.token_ids.tolist(), list[str](), 0
+    for picture in prompt.pictures:
+        pieces += [tokenizer.spell(ids[done : picture.start + 1]), f"x{picture.num_tokens}"]
+        done = picture.start + picture.num_tokens
+    text = "".join([*pieces, tokenizer.spell(ids[done:])])
     text = text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"
-    first = ", ".join(map(str, prompt.token_ids[:12].tolist())) + (", ..." if len(prompt.token_ids) > 12 else "")
-    return f"  {text!r} -> {len(prompt.token_ids)} tokens: {first}"
+    first = ", ".join(map(str, ids[:12])) + (", ..." if len(ids) > 12 else "")
+    seen = f", {sum(p.num_tokens for p in prompt.pictures)} of them of {len(prompt.pictures)} pictures"
+    return f"  {text!r} -> {len(ids)} tokens{seen if prompt.pictures else ''}: {first}"
 
 
 def check_template(

@@ -43,10 +43,11 @@ from hone.loop.gate import NOTICEABLE, mean_gap
 from hone.memory.calibration import state_folder
 from hone.model.base import CausalModel
 from hone.model.heads import reward_config
-from hone.model.hf import auto_class, has_tower
+from hone.model.hf import auto_class, has_tower, no_pictures
 from hone.model.load import init_config, init_model, read_config, save_hf
 from hone.model.lora import add_adapter, merged_copy
 from hone.model.miniature import miniature
+from hone.model.vision import SEEING
 from hone.observe.whole import make_folder, write_whole
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine, refuse_to_compile
@@ -142,8 +143,10 @@ def refused_by_config(architecture: PreTrainedConfig) -> str:
 def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
     """Why this run cannot train a model of this config that others could; "" if it can."""
     if not has_tower(architecture):
-        return ""
+        return no_pictures(architecture.model_type) if config.data.image_columns else ""
     kind = architecture.model_type
+    if config.data.image_columns and kind not in SEEING:
+        return no_pictures(kind)
     for key, value, needed in (
         ("cluster.backend", config.cluster.backend, "local"),
         ("cluster.engines.use", config.cluster.engines.use or "hone", "hone"),

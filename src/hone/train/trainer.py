@@ -24,7 +24,7 @@ from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import token_logprobs
 from hone.train.tensor_files import Snapshot
-from hone.types import Batch, TokenIds, Totals
+from hone.types import Batch, Picture, TokenIds, Totals
 
 
 class Keepable(Protocol):
@@ -111,6 +111,8 @@ class PreparedBatch:
     """A batch as the microbatch routine reads it: indices in numpy on the host, columns in one tensor on the device."""
 
     prompts: Sequence[TokenIds]
+    pictures: Sequence[Sequence[Picture]]
+    """As `Batch.pictures`."""
     shape: Shape
     token_ids_T: Indices
     names: tuple[str, ...]
@@ -123,7 +125,8 @@ class PreparedBatch:
         own = {"loss_mask_T": batch.loss_mask_T, "sampler_logprobs_T": batch.sampler_logprobs_T}
         columns = [(own[name] if name in own else batch.columns[name]).to(device, dtype) for name in names]
         columns_CT = torch.stack(columns) if columns else torch.empty((0, len(batch.token_ids_T)), device=device)
-        return cls(batch.prompts, Shape.of(batch), batch.token_ids_T.cpu().numpy(), tuple(names), columns_CT)
+        token_ids_T = batch.token_ids_T.cpu().numpy()
+        return cls(batch.prompts, batch.pictures, Shape.of(batch), token_ids_T, tuple(names), columns_CT)
 
 
 def lay_out(batch: PreparedBatch, samples: Indices) -> tuple[Layout, Tensor]:
@@ -135,7 +138,12 @@ def lay_out(batch: PreparedBatch, samples: Indices) -> tuple[Layout, Tensor]:
     if not len(samples):
         return Layout.idle(device), torch.from_numpy(index).to(device)
     layout = Layout.from_flat(
-        batch.prompts, batch.shape.prompt_S[samples], batch.shape.length_S[samples], batch.token_ids_T[index], device
+        batch.prompts,
+        batch.shape.prompt_S[samples],
+        batch.shape.length_S[samples],
+        batch.token_ids_T[index],
+        device,
+        pictures=batch.pictures,
     )
     return layout, torch.from_numpy(index).to(device, non_blocking=True)
 

@@ -202,6 +202,14 @@ def adapter_is_beside_linear_layers(config: RunConfig) -> Iterator[Breach]:
         )
 
 
+def adapter_leaves_the_tower_frozen(config: RunConfig) -> Iterator[Breach]:
+    if config.lora.rank and "vision" not in config.model.freeze:
+        yield Breach(
+            ("model.freeze", "lora.rank"),
+            "must name vision with an adapter, which is beside layers of the language model. Leave it at its default",
+        )
+
+
 def adapter_has_a_stage(config: RunConfig) -> Iterator[Breach]:
     lora, stages = config.lora, config.stages
     if lora.rank and not any(trains_adapter(config, stage) for stage in stages):
@@ -249,6 +257,7 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], Iterator[Breach]], ...] = (
     adapter_settings_have_a_rank,
     adapter_is_beside_linear_layers,
     adapter_has_a_stage,
+    adapter_leaves_the_tower_frozen,
     adapter_is_beside_something_learnt,
     reference_is_beneath_the_adapter,
 )

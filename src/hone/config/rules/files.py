@@ -98,6 +98,7 @@ def _columns(config: RunConfig) -> Columns:
     columns = [("data.template", name) for name in sorted(named - {"prompt"})]
     if "prompt" in named:
         columns.append(("data.prompt_column", data.prompt_column))
+    columns += [("data.image_columns", name) for name in data.image_columns]
     optional = (("data.answer_column", data.answer_column), ("data.id_column", data.id_column))
     return columns + [(key, column) for key, column in optional if column is not None]
 

@@ -78,6 +78,12 @@ def template_or_chat(config: RunConfig) -> Iterator[Breach]:
         yield Breach(
             ("data.template", "data.chat"), "contradicts data.chat = true: set one of them off (null, or false)"
         )
+    if data.image_columns and not data.chat:
+        keys = ("data.image_columns", "data.chat")
+        yield Breach(keys, "needs data.chat = true: the chat template says where a picture stands")
+    if data.image_columns and data.too_long != "drop":
+        keys = ("data.too_long", "data.image_columns")
+        yield Breach(keys, f"must be drop where prompts have pictures, which cannot be cut (got {data.too_long})")
     if data.system is not None and not data.chat:
         yield Breach(("data.system", "data.chat"), "is only used by a chat template: set data.chat to true, or drop it")
     if data.last_turn == "answer" and not data.chat:

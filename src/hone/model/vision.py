@@ -1,0 +1,185 @@
+"""Vision towers of the Qwen-VL family: pictures to the features that stand at their tokens.
+
+The language model of these classes then computes a shared-prompt layout as Hone's own decoder does, through an
+attention function in Transformers' registry. Not here: what a picture's tokens are (`data/pictures.py`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from hone.types import Picture
+
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types whose prompts may have pictures."""
+LAYOUT_ATTENTION = "hone_layout"
+"""Name in Transformers' registry of attention over a layout, or of plain attention where none is given."""
+PATCHES_PER_PASS = 4096
+"""Patches that the tower computes together, one picture at least; memory, never the result."""
+KEPT_BYTES = 1 << 28
+"""Features of a frozen tower that are kept, those used last."""
+
+
+@dataclass(frozen=True)
+class PictureFeatures:
+    """What a vision tower makes of one picture with n tokens."""
+
+    embedded: Tensor
+    """(n, h) instead of the tokens' embeddings."""
+    deeper: tuple[Tensor, ...]
+    """(n, h) each, to be added behind the first layers (Qwen3-VL)."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.embedded, *self.deeper))
+
+
+class Vision:
+    """The vision tower of a model, called once for each distinct picture.
+
+    Args:
+        model: Transformers' module that has the tower and the language model.
+    """
+
+    def __init__(self, model: nn.Module, config: PreTrainedConfig) -> None:
+        keys: Any = config
+        self._model = (model,)  # in a tuple: its parameters belong to the model that has this
+        self._patch, self._frames = keys.vision_config.patch_size, keys.vision_config.temporal_patch_size
+        self._merge = keys.vision_config.spatial_merge_size
+        self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
+        self.num_computed = 0
+        """Pictures that went through the tower."""
+
+    @property
+    def tower(self) -> nn.Module:
+        model: Any = self._model[0]
+        return model.visual
+
+    def forget(self) -> None:
+        """The tower's weights have changed."""
+        self._kept.clear()
+
+    def features(self, pictures: Sequence[Picture]) -> list[PictureFeatures]:
+        """Those of each picture, equal pictures computed once; of a frozen tower those that are kept are not computed
+        again."""
+        is_frozen = not any(weight.requires_grad for weight in self.tower.parameters())
+        distinct = {picture.digest: picture for picture in pictures}
+        found = {digest: self._kept[digest] for digest in distinct if is_frozen and digest in self._kept}
+        missing = [picture for digest, picture in distinct.items() if digest not in found]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_frozen):
+            for part in self._passes(missing):
+                found |= zip((picture.digest for picture in part), self._computed(part), strict=True)
+        if is_frozen:
+            self._keep(found)
+        return [found[picture.digest] for picture in pictures]
+
+    def _keep(self, found: dict[str, PictureFeatures]) -> None:
+        for digest, features in found.items():
+            self._kept[digest] = features
+            self._kept.move_to_end(digest)
+        size = sum(features.num_bytes for features in self._kept.values())
+        while size > KEPT_BYTES:
+            size -= self._kept.popitem(last=False)[1].num_bytes
+
+    def _passes(self, pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
+        part, size = list[Picture](), 0
+        for picture in pictures:
+            patches = picture.num_tokens * self._merge**2
+            if part and size + patches > PATCHES_PER_PASS:
+                yield part
+                part, size = [], 0
+            part.append(picture)
+            size += patches
+        if part:
+            yield part
+
+    def _computed(self, pictures: Sequence[Picture]) -> list[PictureFeatures]:
+        self.num_computed += len(pictures)
+        weight = next(self.tower.parameters())
+        patches = torch.from_numpy(np.concatenate([self.patches(picture) for picture in pictures]))
+        grid = torch.tensor([[1, p.rows * self._merge, p.columns * self._merge] for p in pictures])
+        model: Any = self._model[0]
+        out = model.get_image_features(patches.to(weight.device), grid.to(weight.device), return_dict=True)
+        layers = getattr(out, "deepstack_features", None) or []
+        return [
+            PictureFeatures(embedded, tuple(layer[number] for layer in layers))
+            for number, embedded in enumerate(out.pooler_output)
+        ]
+
+    def patches(self, picture: Picture) -> np.ndarray:
+        """(patches, 3 * frames * patch * patch) float32: normalised, squares of `merge` x `merge` patches together, the
+        one frame repeated."""
+        rgb, patch, merge = picture.read(), self._patch, self._merge
+        size = picture.rows * merge * patch, picture.columns * merge * patch
+        if rgb.shape != (*size, 3):
+            raise ValueError(f"picture {picture.digest[:12]}: {rgb.shape}, expected {(*size, 3)}")
+        mean, std = (np.asarray(values, np.float32) for values in (picture.mean, picture.std))
+        image = (rgb.astype(np.float32) / 255 - mean) / std
+        shape = picture.rows, merge, patch, picture.columns, merge, patch, 3
+        squares = image.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
+        frames = np.broadcast_to(squares[:, :, :, :, :, None], (*squares.shape[:5], self._frames, patch, patch))
+        return frames.reshape(picture.num_tokens * merge**2, -1)
+
+
+def with_pictures(
+    embedded_NWH: Tensor, pictures: Sequence[Sequence[Picture]], vision: Vision
+) -> tuple[Tensor, dict[str, Any]]:
+    """Embeddings of rows of tokens with pictures in place of theirs, and what the language model takes besides.
+
+    Args:
+        pictures: of each row, in order; `start` is their place in it.
+    """
+    rows, width = embedded_NWH.shape[:2]
+    placed = [replace(p, start=row * width + p.start) for row, own in enumerate(pictures) for p in own]
+    if not placed:
+        return embedded_NWH, {}
+    found = vision.features(placed)
+    place_P = places_of(placed, embedded_NWH.device)
+    embedded = torch.cat([features.embedded for features in found]).to(embedded_NWH.dtype)
+    seen = embedded_NWH.flatten(0, 1).index_copy(0, place_P, embedded).view_as(embedded_NWH)
+    if not found[0].deeper:
+        return seen, {}
+    mask = torch.zeros(rows * width, dtype=torch.bool, device=place_P.device).index_fill_(0, place_P, True)
+    layers = [torch.cat(layer) for layer in zip(*(features.deeper for features in found), strict=True)]
+    return seen, {"visual_pos_masks": mask.view(rows, width), "deepstack_visual_embeds": layers}
+
+
+def places_of(pictures: Sequence[Picture], device: torch.device) -> Tensor:
+    """Indices of the tokens of all pictures, picture by picture."""
+    return torch.cat([torch.arange(p.start, p.start + p.num_tokens, device=device) for p in pictures])
+
+
+def attend_in_layout(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attend: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None,
+    **named: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a layer for Transformers' registry.
+
+    Args:
+        query, key, value: (1, heads, X, D), of a layout's tokens; anything else without `attend`.
+        attend: see `attention.shared_prompt_attention`; None: torch's scaled dot product.
+    """
+    if attend is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+    layer: Any = module.layer_idx
+    return attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
+
+
+AttentionInterface.register(LAYOUT_ATTENTION, attend_in_layout)
+AttentionMaskInterface.register(LAYOUT_ATTENTION, sdpa_mask)

@@ -1,0 +1,139 @@
+"""Pictures of rows: where they stand in the tokens, in which size, and how broken ones are named."""
+
+import base64
+import json
+
+import pytest
+from pictures import LETTERS, MARKS, TEMPLATE, save_picture
+from PIL import Image
+
+from hone.config.run import DataSection, SftSection
+from hone.data.chat import Tokenizer, character_tokenizer
+from hone.data.pictures import CLIP_MEAN, PictureProcessor
+from hone.data.prompts import load_prompts, load_sft_rows
+from hone.errors import DataError
+
+PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessorFast", "min_pixels": 784, "max_pixels": 784 * 64}
+
+
+def tokenizer_of(processor=PROCESSOR) -> Tokenizer:
+    hf = character_tokenizer(LETTERS)
+    hf.add_special_tokens({"additional_special_tokens": MARKS})
+    hf.chat_template = TEMPLATE
+    return Tokenizer(hf, processor={"preprocessor_config.json": json.dumps(processor)} if processor else {})
+
+
+def load(tmp_path, rows, *, processor=PROCESSOR, **data):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = DataSection(train="rows.jsonl", chat=True, shuffle=False, **{"image_columns": ("image",), **data})
+    return load_prompts(section, tokenizer_of(processor), tmp_path, seed=0).rows()
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path):
+    save_picture(tmp_path / "a.png", 1, width=84, height=56)
+    save_picture(tmp_path / "b.png", 2, width=30, height=29)
+
+
+def test_pictures_stand_in_front_of_the_question(tmp_path):
+    (prompt,) = load(tmp_path, [{"prompt": "how many?", "image": ["a.png", "b.png"]}])
+    first, second = prompt.pictures
+    assert (first.rows, first.columns, second.rows, second.columns) == (2, 3, 1, 1)
+    marks = tokenizer_of().hf.convert_tokens_to_ids(MARKS)
+    expected = [marks[0], *[marks[1]] * 6, marks[2], marks[0], marks[1], marks[2]]
+    assert list(prompt.token_ids[: len(expected)]) == expected and (first.start, second.start) == (1, 9)
+    assert first.read().shape == (56, 84, 3) and second.read().shape == (28, 28, 3)
+    assert first.mean == CLIP_MEAN and "image" not in prompt.columns
+    assert prompt.text.endswith("how many?=") and prompt.text.count(MARKS[1]) == 2
+
+
+def test_marks_in_the_text_say_where(tmp_path):
+    content = [{"type": "text", "text": "x"}, {"type": "image", "image": "b.png"}, {"type": "text", "text": "y"}]
+    encoded = base64.b64encode((tmp_path / "b.png").read_bytes()).decode()
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+    rows = [
+        {"prompt": "x<image>y", "image": "b.png"},
+        {"prompt": [{"role": "user", "content": content}], "image": []},
+        {"prompt": [{"role": "user", "content": [content[0], url, content[2]]}], "image": []},
+        {"prompt": [{"role": "user", "content": [content[0], {"type": "image"}, content[2]]}], "image": ["b.png"]},
+    ]
+    prompts = load(tmp_path, rows)
+    assert len({tuple(prompt.token_ids) for prompt in prompts}) == 1 and len({p.pictures for p in prompts}) == 1
+    assert len({prompt.id for prompt in prompts}) == 4
+
+
+def test_prompts_with_other_pictures_have_other_ids(tmp_path):
+    rows = [{"prompt": "how many?", "image": name} for name in ("a.png", "b.png", "a.png")]
+    ids = [prompt.id for prompt in load(tmp_path, rows)]
+    assert len(set(ids)) == 3 and ids[2] == f"{ids[0]}#2"
+
+
+def test_sizes_are_those_of_transformers_processor(tmp_path):
+    """The bytes of the resized picture, and the number of tokens; the settings bound both."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+    for seed, (width, height) in enumerate([(20, 20), (84, 56), (500, 90), (33, 301), (612, 640)]):
+        save_picture(tmp_path / "c.png", seed, width=width, height=height)
+        (prompt,) = load(tmp_path, [{"prompt": "a", "image": "c.png"}])
+        own = prompt.pictures[0]
+        assert (own.rows * 28, own.columns * 28) == smart_resize(height, width, 28, 784, 784 * 64)
+        processor = Qwen2VLImageProcessorPil(min_pixels=784, max_pixels=784 * 64)
+        image = Image.open(tmp_path / "c.png")
+        theirs = processor(images=[image], do_rescale=False, do_normalize=False)["pixel_values"]
+        rgb = own.read().reshape(own.rows, 2, 14, own.columns, 2, 14, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        assert (theirs.reshape(*rgb.shape[:5], 2, 14, 14)[:, :, :, :, :, 1] == rgb).all()
+        (smaller,) = load(tmp_path, [{"prompt": "a", "image": "c.png"}], max_image_pixels=784 * 4)
+        assert smaller.pictures[0].num_tokens <= 4 or smaller.pictures[0].columns == 1  # as Qwen's rule has it
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"image": "no.png"}, r"rows.jsonl:1 image: picture 1: .*no.png cannot be read: No such file"),
+        ({"image": ["a.png", "broken.png"]}, r"rows.jsonl:1 image: picture 2: is no picture that can be decoded"),
+        ({"image": "https://example.org/a.png"}, r"is a URL; nothing is fetched"),
+        ({"image": "../a.png"}, r"is outside of"),
+        ({"image": "data:image/png;base64,!"}, r"data URL must be"),
+        ({"image": 3}, r"got int; must be a path"),
+        ({"image": "long.png"}, r"the longer side may be 200 times"),
+        ({"prompt": "a<image>", "image": ["a.png", "b.png"]}, r"1 of 2 pictures have no place"),
+        (
+            {"prompt": "a<image><image>", "image": "a.png"},
+            r"more places for pictures than data.image_columns give \(1\)",
+        ),
+        ({"prompt": "a<|image_pad|>", "image": "a.png"}, r"1 pictures, but the rendered prompt has .* 2 times"),
+    ],
+)
+def test_broken_pictures_are_named(tmp_path, row, message):
+    (tmp_path / "broken.png").write_bytes((tmp_path / "a.png").read_bytes()[:200])
+    save_picture(tmp_path / "long.png", 0, width=402, height=2)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, [{"prompt": "a", **row}])
+
+
+def test_a_model_of_another_family_is_refused(tmp_path):
+    rows = [{"prompt": "a", "image": "a.png"}]
+    with pytest.raises(DataError, match=r"the model has no preprocessor_config\.json; those of Qwen2-VL"):
+        load(tmp_path, rows, processor=None)
+    with pytest.raises(DataError, match="the model's processor is Gemma3ImageProcessor"):
+        load(tmp_path, rows, processor={"image_processor_type": "Gemma3ImageProcessor"})
+
+
+def test_a_file_that_changes_during_a_run_ends_it(tmp_path):
+    (prompt,) = load(tmp_path, [{"prompt": "a", "image": "a.png"}])
+    save_picture(tmp_path / "a.png", 9, width=84, height=56)
+    with pytest.raises(DataError, match=r"a.png: could be read when prompts were loaded, and now has changed"):
+        prompt.pictures[0].read()
+
+
+def test_supervised_rows_have_the_prompts_pictures(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "image": "a.png", "answer": "6"}))
+    data = DataSection(train="rows.jsonl", chat=True, image_columns=("image",), answer_column="answer")
+    (row,), _ = load_sft_rows(data, SftSection(), tokenizer_of(), tmp_path)
+    assert row.pictures[0].num_tokens == 6 and len(row.prompt) == 6 + 2 + 2
+
+
+def test_a_processor_in_the_new_form_is_read():
+    files = {"processor_config.json": json.dumps({"image_processor": {**PROCESSOR, "patch_size": 16}})}
+    processor = PictureProcessor.of(files, most_pixels=10**6)
+    assert processor.side == 32 and processor.size(64, 96) == (2, 3)

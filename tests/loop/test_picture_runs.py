@@ -1,0 +1,82 @@
+"""Runs whose prompts have pictures: check, both stages, resuming, and what they leave."""
+
+import json
+
+import pytest
+from pictures import save_picture, save_seeing_model
+from tiny import metrics_of, weights_of
+from transformers import AutoModelForImageTextToText
+
+from hone import assemble
+from hone.cli.main import main
+from hone.config.load import load_config
+from hone.errors import HoneError
+
+RUN = """
+stages: [sft, rl]
+run: {{dir: {folder}/run, steps: 3, threads: 1, device: cpu}}
+model: {{path: {folder}/model}}
+data: {{train: rows.jsonl, eval: rows.jsonl, answer_column: answer, chat: true, image_columns: [images],
+  max_prompt_tokens: 64}}
+sft: {{epochs: 1, rows_per_step: 4}}
+reward: {{components: [{{use: "rewards.py:length"}}]}}
+rollout: {{group_size: 2, max_response_tokens: 4}}
+train: {{prompts_per_step: 4, tokens_per_microbatch: 256, optimizer: {{lr: 1e-3}}}}
+checkpoint: {{every: 1}}
+observe: {{console: quiet, tensorboard: false, trace: false}}
+"""
+REWARD = """
+def length(group):
+    assert len(group.prompt.pictures) == group.prompt.columns["count"]
+    return [float(s.text == group.prompt.answer) + 0.1 * len(s.token_ids) for s in group.samples]
+"""
+
+
+def write_run(folder, *, settings=""):
+    folder.mkdir(exist_ok=True)
+    save_seeing_model(folder / "model")
+    rows = []
+    for i in range(8):
+        save_picture(folder / f"{i}.png", i, 30 + 20 * i, 60)
+        images = [f"{i}.png", f"{(i + 1) % 8}.png"][: i % 3]
+        rows.append({"prompt": f"how many {i}?", "answer": str(i % 3), "images": images, "count": len(images)})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "run.yaml").write_text(RUN.format(folder=folder) + settings)
+    return folder / "run.yaml"
+
+
+def test_check_shows_pictures_and_refuses_what_cannot_have_them(tmp_path):
+    report = assemble.check_run(load_config(write_run(tmp_path)))
+    assert not report.problems
+    shown = "'<|vision_start|><|image_pad|>x4<|vision_end|>how many 1?=' -> 18 tokens, 4 of them of 1 pictures"
+    assert any(shown in line for line in report.lines)
+    cluster = load_config(tmp_path / "run.yaml", ["cluster.backend=ray"])
+    assert any("train in one process with Hone's own engine" in why for why in assemble.check_run(cluster).problems)
+    (tmp_path / "3.png").write_bytes(b"no picture")
+    broken = assemble.check_run(load_config(tmp_path / "run.yaml"))
+    assert any("rows.jsonl:3 images: picture 2: is no picture" in problem for problem in broken.problems)
+
+
+@pytest.mark.slow("two runs of two stages")
+@pytest.mark.parametrize("overrides", [[], ["model.freeze=[]"]], ids=["frozen", "learning"])
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, overrides):
+    whole, torn = (write_run(tmp_path / name) for name in ("whole", "torn"))
+    assert main(["train", str(whole), *overrides]) == 0 and main(["train", str(torn), *overrides]) == 0
+    newest = torn.parent / "run" / "checkpoints" / "step-000003" / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-7])
+    assert main(["train", "--resume", str(torn.parent / "run")]) == 0
+    assert weights_of(torn.parent) == weights_of(whole.parent)
+    assert metrics_of(torn.parent) == metrics_of(whole.parent)
+    first = next(line for line in metrics_of(whole.parent) if "gate/logprob_gap" in line)
+    assert first["gate/logprob_gap"] < 1e-5
+    AutoModelForImageTextToText.from_pretrained(whole.parent / "run" / "hf")
+    assert (whole.parent / "run" / "hf" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.slow("a run of two stages")
+def test_an_adapter_learns_from_pictures(tmp_path):
+    run_file = write_run(tmp_path, settings="lora: {rank: 2}\n")
+    assert main(["train", str(run_file)]) == 0
+    with pytest.raises(HoneError, match=r"model.freeze"):
+        load_config(run_file, ["model.freeze=[]"])

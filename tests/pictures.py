@@ -1,0 +1,113 @@
+"""Pictures of noise, prompts that have some, and Transformers' own forward pass of such a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from model_zoo import OTHERS
+from PIL import Image
+from torch import Tensor
+
+from hone.data.chat import character_tokenizer
+from hone.model.hf import TransformersModel
+from hone.model.load import init_model, save_hf
+from hone.types import Picture, Prompt
+
+MARK = 40
+"""Token id that stands at a picture's tokens."""
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def seeing_model(model_type: str, *, seed: int = 0) -> TransformersModel:
+    """A tiny one with weights so large that pictures matter."""
+    keys = {"model_type": model_type, **OTHERS[model_type], "image_token_id": MARK, "vision_start_token_id": 41}
+    model = init_model(keys, vocab_size=None, seed=seed, dtype=torch.float32, device="cpu")
+    assert isinstance(model, TransformersModel)
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.hf.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0.0, weight[0].numel() ** -0.5, generator=generator)
+    model.hf.get_input_embeddings().weight.data.normal_(0.0, 1.0, generator=generator)
+    return model
+
+
+def noise(seed: int, rows: int, columns: int, side: int, *, resample: str = "") -> np.ndarray:
+    generator = np.random.default_rng([seed, len(resample)])
+    return generator.integers(0, 256, (rows * side, columns * side, 3), dtype=np.uint8)
+
+
+def picture(model: TransformersModel, seed: int, rows: int, columns: int, start: int = 0) -> Picture:
+    """One of rows x columns tokens."""
+    keys: Any = model.hf_config
+    side = keys.vision_config.patch_size * keys.vision_config.spatial_merge_size
+    read = partial(noise, seed, rows, columns, side)
+    return Picture(f"{seed} {rows} {columns}", start, rows, columns, (0.5, 0.4, 0.3), (0.2, 0.3, 0.25), read)
+
+
+def prompt_with(pictures: Sequence[Picture], *, index: int = 0) -> Prompt:
+    """Words, each picture between two marks, and words."""
+    ids, placed = [3, 1, 4 + index], list[Picture]()
+    for number, own in enumerate(pictures):
+        ids += [41, *[MARK] * own.num_tokens, 42, 5 + number]
+        at = len(ids) - own.num_tokens - 2
+        placed.append(Picture(own.digest, at, own.rows, own.columns, own.mean, own.std, own.read))
+    return Prompt(str(index), index, "", np.array([*ids, 9, 2]), pictures=tuple(placed))
+
+
+def forward(model: TransformersModel, prompt: Prompt, response: Sequence[int]) -> Tensor:
+    """(len(response),) logprobs of Transformers' whole model on one sample, as its own processor would feed it."""
+    ids = torch.tensor([[*prompt.token_ids.tolist(), *map(int, response)]])
+    named: dict[str, Any] = {}
+    if prompt.pictures:
+        assert model.vision is not None
+        pixels = np.concatenate([model.vision.patches(own) for own in prompt.pictures])
+        grid = [[1, own.rows * 2, own.columns * 2] for own in prompt.pictures]
+        is_prompt = torch.arange(ids.shape[1]) < len(prompt.token_ids)
+        types = ((ids[0] == MARK) & is_prompt).int()[None]
+        named = {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.tensor(grid)}
+        named["mm_token_type_ids"] = types
+    logits = model.hf(ids, use_cache=False, **named).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1)
+    return logits.gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0]
+
+
+TEMPLATE = """{%- for message in messages -%}
+{%- if message.content is string -%}{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}={%- endif -%}"""
+MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789=?"
+PIXELS = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 64}
+
+
+def save_seeing_model(folder: Path, model_type: str = "qwen2_5_vl") -> None:
+    """A tiny model of the family as its repository has it, with a tokenizer of characters and picture marks."""
+    tokenizer = character_tokenizer(LETTERS)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    ids = dict(zip(("vision_start_token_id", "image_token_id", "vision_end_token_id"), (41, 42, 43), strict=True))
+    assert tokenizer.convert_tokens_to_ids(MARKS) == list(ids.values())
+    model = seeing_model(model_type)
+    config = type(model.hf_config).from_dict({**model.hf_config.to_dict(), **ids})
+    save_hf(folder / "weights", config, model.named_weights())
+    for file in (folder / "weights").iterdir():
+        file.rename(folder / file.name)
+    (folder / "weights").rmdir()
+    tower: Any = config.vision_config
+    processor = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": tower.patch_size, **PIXELS}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def save_picture(file: Path, seed: int, width: int, height: int) -> None:
+    Image.fromarray(noise(seed, height, width, 1)).save(file)
