@@ -31,7 +31,7 @@ import torch
 import hone
 from hone.doctor.watch import Alarm, by_importance
 from hone.errors import ConfigError, HoneError
-from hone.run.diagnosis import diagnose
+from hone.run.status import diagnose
 from hone.types import Batch, Group
 
 STEPS = 80

@@ -30,7 +30,7 @@ from hone.plan.hardware import find_hardware
 from hone.plan.planner import plan
 from hone.plan.presets import named_config
 from hone.train.tracing.compare import compared, full_microbatch, over_depth
-from hone.train.tracing.models import with_layers
+from hone.train.tracing.local import with_layers
 from hone.train.tracing.sharded import trace_sharded
 
 BOUND = 0.05

@@ -7,13 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algo.advantage import CREDIT, STD_FLOOR, Outcomes, group_mean, group_norm, whiten
+from hone.algo.advantage import (
+    CREDIT,
+    STD_FLOOR,
+    Outcomes,
+    discounted_returns,
+    gae,
+    group_mean,
+    group_norm,
+    token_rewards,
+    whiten,
+)
 from hone.algo.algorithm import Algorithm
-from hone.algo.control import ALARM_STEPS, MAX_KL_ERROR, steer_kl
 from hone.algo.kl import KL, MAX_LOG_RATIO
 from hone.algo.loss import LossTokens, covariance_outliers
-from hone.algo.returns import discounted_returns, gae, token_rewards
-from hone.algo.shaping import clip_rewards, keep_fraction, overlong_penalty
+from hone.algo.shaping import ALARM_STEPS, MAX_KL_ERROR, clip_rewards, keep_fraction, overlong_penalty, steer_kl
 from hone.config.layers import preset_names
 from hone.config.run import AlgorithmSection
 from hone.tools.algorithm_page import algorithms_page

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hone.algo.control import ALARM_STEPS, normalized, observe_rewards, reward_std, steer_kl
+from hone.algo.shaping import ALARM_STEPS, normalized, observe_rewards, reward_std, steer_kl
 from hone.types import Control
 
 

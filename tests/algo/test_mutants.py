@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algo import algorithm, correction, loss, returns
+from hone.algo import advantage, algorithm, correction, loss
 from hone.algo.segments import segment_mean, segment_sum
 from hone.data import pack
 from hone.rollout import sampling, scheduler
@@ -58,7 +58,7 @@ def normaliser_per_microbatch(model, batch, samples, algorithm, totals, **option
 
 
 def tool_tokens_as_steps(reward_T, value_T, sample_T, mask_T, **options):
-    return returns.gae(reward_T, value_T, sample_T, torch.ones_like(mask_T), **options)
+    return advantage.gae(reward_T, value_T, sample_T, torch.ones_like(mask_T), **options)
 
 
 def unclamped_mask(tokens, low, high):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.algo.returns import discounted_returns, discounted_sums, gae, token_rewards
+from hone.algo.advantage import discounted_returns, discounted_sums, gae, token_rewards
 
 
 def float64(*values: float) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from hone.data.chat import character_tokenizer
 from hone.model.load import init_model, save_hf
-from hone.services.ports import free_port
+from hone.services.process import free_port
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

@@ -13,7 +13,7 @@ from test_services import Watched
 from hone.config.run import ServiceSection
 from hone.data.chat import character_tokenizer
 from hone.model.load import init_model, save_hf
-from hone.reward.judge.figures import EngineFigures, read_metrics
+from hone.reward.judge.asking import EngineFigures, read_metrics
 from hone.reward.judge.scorer import JudgeReward
 from hone.services.launch import engine_note
 from hone.types import Group, Prompt, Sample

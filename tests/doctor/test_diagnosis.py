@@ -17,7 +17,7 @@ from hone.doctor.watch import watch_lines
 from hone.errors import ConfigError, StoppedByAlarm
 from hone.observe.events import read_events
 from hone.observe.report import write_report
-from hone.run.diagnosis import diagnose
+from hone.run.status import diagnose
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))
 from tiny import write_run

@@ -25,9 +25,8 @@ from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.train.roles import Reference, Roles
 from hone.train.tracing.compare import full_microbatch, over_depth
-from hone.train.tracing.local import trace_local
+from hone.train.tracing.local import trace_local, with_layers
 from hone.train.tracing.memory import LiveMemory, fake_tensors
-from hone.train.tracing.models import with_layers
 
 TINY = {
     "model_type": "qwen3",

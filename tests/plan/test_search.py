@@ -6,10 +6,10 @@ import pytest
 
 from hone.errors import DataError
 from hone.plan.hardware import find_hardware
+from hone.plan.inputs import changed, setting
 from hone.plan.knobs import scoring, whole_run
 from hone.plan.planner import plan
 from hone.plan.search import GOALS, beyond, propose
-from hone.plan.settings import changed, setting
 
 RAY = ("cluster.backend=ray", "cluster.engines.use=vllm")
 ALGORITHM = (

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hone.reward.code import NoProgram, last_program
 from hone.reward.sandbox.base import Call, ProgramEnding, ProgramRun, Stdin
 from hone.reward.sandbox.cases import BadTests, UnitTest, read_tests, same_text, same_value
-from hone.reward.snippet import NoProgram, last_program
 
 RESPONSES = [
     ("```python\nprint(1)\n```", "print(1)"),

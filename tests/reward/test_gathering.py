@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from faulty_server import Answer, FaultyServer, good_reply, score_of
 
-from hone.reward.client import MAX_REQUEST_ITEMS
-from hone.reward.gathering import Gathering
+from hone.reward.client import MAX_REQUEST_ITEMS, Gathering
 from hone.reward.wire import Item
 from hone.types import Score
 

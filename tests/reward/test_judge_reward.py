@@ -11,8 +11,7 @@ import pytest
 from chat_endpoint import Reply, Script, endpoint, says
 
 from hone.reward.judge.guard import FLAGS, flags_of
-from hone.reward.judge.length import ByteBound
-from hone.reward.judge.prompt import GRM, JudgeTemplate, fence_code, fill, neutraliser
+from hone.reward.judge.prompt import GRM, ByteBound, JudgeTemplate, fence_code, fill, neutraliser
 from hone.reward.judge.scorer import JudgeReward
 from hone.reward.resolve import Unusable
 from hone.types import Fault, Group, Score
@@ -382,7 +381,7 @@ def test_what_is_too_long_is_cut_without_its_reasoning_first_or_scored_lowest_or
 def test_a_tokenizer_counts_exactly_and_cuts_to_the_token(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from hone.reward.judge.length import TokenizerCounter
+    from hone.reward.judge.prompt import TokenizerCounter
 
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

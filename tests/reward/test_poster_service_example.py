@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from hone.config.load import load_config
-from hone.services.ports import free_port
+from hone.services.process import free_port
 from hone_poster.table import GROUND_TRUTH
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -15,9 +15,8 @@ from hone.reward.code import CodeSettings
 from hone.reward.sandbox import local
 from hone.reward.sandbox.bare import BareProcess
 from hone.reward.sandbox.base import Limits, ProgramEnding, SandboxFault, SandboxUnavailable, Stdin
-from hone.reward.sandbox.bubblewrap import Bubblewrap
-from hone.reward.sandbox.interpreter import Interpreter
-from hone.reward.sandbox.seccomp import seccomp_filter
+from hone.reward.sandbox.bubblewrap import Bubblewrap, seccomp_filter
+from hone.reward.sandbox.local import Interpreter
 
 LIMITS = Limits(cpu_s=20, wall_s=60.0, memory_bytes=512 << 20, processes=8, output_bytes=1 << 16, disk_bytes=8 << 20)
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS

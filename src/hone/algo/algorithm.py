@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hone.algo.advantage import CREDIT, Outcomes, critic_advantage
-from hone.algo.control import ALARM_STEPS, steer_kl
 from hone.algo.correction import CORRECTION
 from hone.algo.kl import KL, MAX_LOG_RATIO, k3
 from hone.algo.loss import (
@@ -28,7 +27,7 @@ from hone.algo.loss import (
     covariance_outliers,
     log_ratio,
 )
-from hone.algo.shaping import Shaping, informative
+from hone.algo.shaping import ALARM_STEPS, Shaping, informative, steer_kl
 from hone.algo.value import explained_variance
 from hone.config.run import AlgorithmSection
 from hone.types import Batch, Control, Totals

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hone.algo.loss import Ragged
@@ -46,3 +47,13 @@ def explained_variance(value_T: Tensor, return_T: Tensor, mask_T: Tensor) -> flo
     if len(known_T) == 0 or float(known_T.max() - known_T.min()) == 0:
         return None
     return float(1 - error_T.var(correction=0) / known_T.var(correction=0))
+
+
+def pairwise_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Tensor:
+    """(P,) -log sigmoid(chosen - rejected - margin), in nats.
+
+    Without a margin the negative log-likelihood of the preferences under Bradley and Terry's model (1952), as in
+    InstructGPT (arXiv:2203.02155, equation 1); the margin is Llama 2's (arXiv:2307.09288, section 3.2.2). Equal scores
+    and no margin give log 2.
+    """
+    return -F.logsigmoid(chosen_P - rejected_P - margin_P)

@@ -24,11 +24,10 @@ from hone.model.recompute import Checkpointing
 from hone.observe.observer import Observer
 from hone.observe.whole import write_whole
 from hone.plan.hardware import Hardware, memory_limit_bytes
-from hone.plan.inputs import resolve
+from hone.plan.inputs import changed, resolve, with_value
 from hone.plan.ledger import Ledger, Moment
+from hone.plan.page import timeline
 from hone.plan.planner import plan_inputs
-from hone.plan.settings import changed, with_value
-from hone.plan.svg import timeline
 from hone.plan.workload import workload_of
 from hone.rollout.local import LocalEngine
 from hone.run.folder import RunFolder

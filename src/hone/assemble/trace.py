@@ -15,9 +15,8 @@ from hone.plan.planner import Plan
 from hone.plan.pools import pools_of
 from hone.plan.presets import named_config, policy_config
 from hone.train.tracing.compare import Point, compared, full_microbatch, over_depth
-from hone.train.tracing.local import trace_local
+from hone.train.tracing.local import trace_local, with_layers
 from hone.train.tracing.memory import Moments
-from hone.train.tracing.models import with_layers
 from hone.train.tracing.sharded import trace_sharded
 from hone.types import Batch
 

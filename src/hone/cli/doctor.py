@@ -14,7 +14,7 @@ from hone.cli.arguments import AsJson, examples
 
 if TYPE_CHECKING:
     from hone.doctor.watch import Alarm
-    from hone.run.diagnosis import Diagnosis
+    from hone.run.status import Diagnosis
 
 EXAMPLES = examples(
     "hone doctor",
@@ -43,7 +43,7 @@ def doctor(
     if run_dir is None:
         _machine(as_json=as_json)
         return
-    from hone.run.diagnosis import diagnose
+    from hone.run.status import diagnose
 
     found = diagnose(run_dir)
     if as_json:

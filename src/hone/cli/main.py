@@ -22,7 +22,6 @@ from hone.cli import (
     compare_runs,
     doctor,
     evaluate,
-    evaluate_judge,
     explain,
     export,
     importing,
@@ -55,7 +54,7 @@ app.command("compare", epilog=compare_runs.EXAMPLES)(compare_runs.compare)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
 app.command("import", epilog=importing.EXAMPLES)(importing.import_command)
 app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
-app.command("eval-judge", epilog=evaluate_judge.EXAMPLES)(evaluate_judge.evaluate_judge)
+app.command("eval-judge", epilog=evaluate.JUDGE_EXAMPLES)(evaluate.evaluate_judge)
 app.command("export", epilog=export.EXAMPLES)(export.export)
 app.command("up", epilog=services.UP_EXAMPLES)(services.up)
 app.command("status", epilog=services.STATUS_EXAMPLES)(services.status)

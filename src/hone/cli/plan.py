@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from hone.config.render import inline
 from hone.config.topology import topology_lines
 from hone.errors import MemoryExhausted
 from hone.memory.calibration import with_experience
+from hone.memory.record import Compared, Record, comparison, table
 from hone.observe.whole import write_whole
 from hone.plan.hardware import THIS, find_hardware, in_cluster
 from hone.plan.knobs import whole_run
@@ -28,6 +30,7 @@ from hone.plan.verdict import level_of
 
 if TYPE_CHECKING:
     from hone.assemble.trace import Trace
+
 
 EXAMPLES = examples(
     "hone plan run.yaml",
@@ -104,8 +107,6 @@ def plan_command(
     Exit code 0 when it fits or is tight, 4 when it does not fit.
     """
     if compare is not None:
-        from hone.cli.compare import show_comparison
-
         show_comparison(compare, as_json=as_json)
         return
     if run_file is None:
@@ -289,3 +290,38 @@ def _yaml_lines(tree: dict[str, Any], indent: str = "") -> Iterator[str]:
             yield from _yaml_lines(value, indent + "  ")
         else:
             yield f"{indent}{name}: {value}"
+
+
+def show_comparison(folder: Path, *, as_json: bool) -> None:
+    """Print the comparison of a run, finished or not.
+
+    Raises:
+        RunFolderError: no run there, or one of a version that measured nothing.
+    """
+    record, found = comparison(folder)
+    if as_json:
+        typer.echo(json.dumps(_comparison_json(record, found), indent=2))
+        return
+    for line in table(found, record) or ["no step is finished yet"]:
+        typer.echo(line)
+    for change in record.changes:
+        typer.echo(f"  {change.sentence}")
+
+
+def _comparison_json(record: Record, found: Sequence[Compared]) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "measured_by": record.what,
+        "limit_bytes": record.limit_bytes,
+        "phases": [
+            {
+                "stage": row.stage,
+                "phase": row.phase,
+                "measured_bytes": row.measured_bytes,
+                "planned_bytes": row.expected.bytes if row.expected else None,
+                "moment": row.expected.moment if row.expected else None,
+            }
+            for row in found
+        ],
+        "changes": [asdict(change) for change in record.changes],
+    }

@@ -19,8 +19,7 @@ from hone.cluster.ray import end_with_ray, own_address
 from hone.devices import machine_kind
 from hone.errors import HoneError, ServiceError
 from hone.services.launch import Launch, environment_with
-from hone.services.ports import HOST
-from hone.services.process import LocalServiceProcess, ServiceProcess
+from hone.services.process import HOST, LocalServiceProcess, ServiceProcess
 
 BEAT_S = 2.0
 """`ServiceHostActor.ended` returns None after this time."""

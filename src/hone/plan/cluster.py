@@ -22,11 +22,10 @@ from hone.plan.activations import (
     output_gradient_bytes,
     saved_per_token,
 )
-from hone.plan.architecture import GIB, Architecture
+from hone.plan.architecture import GIB, Architecture, adapter_parameters
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import EnginePlan
 from hone.plan.ledger import Moment, Term, moment, term
-from hone.plan.lora import adapter_parameters
 from hone.plan.workload import Workload
 
 CONTEXT_BYTES = 512 << 20

@@ -8,10 +8,9 @@ from typing import Any
 from hone.config.cluster import PoolSection
 from hone.config.engine import ROLE_TOKENS, EngineSection
 from hone.config.topology import service_devices
-from hone.plan.inputs import Inputs
+from hone.plan.inputs import Inputs, changed, setting
+from hone.plan.planner import cluster_violations
 from hone.plan.pools import judge_requests
-from hone.plan.rules import cluster_violations
-from hone.plan.settings import changed, setting
 
 Block = Mapping[str, Sequence[Any]]
 """Values to try by key; all combinations are tried."""

@@ -25,9 +25,8 @@ from hone.plan.activations import (
     output_gradient_bytes,
     saved_per_token,
 )
-from hone.plan.architecture import Architecture
+from hone.plan.architecture import Architecture, adapter_parameters
 from hone.plan.ledger import Moment, Term, moment, term
-from hone.plan.lora import adapter_parameters
 from hone.plan.workload import Workload
 
 PROCESS_BYTES = 440 << 20

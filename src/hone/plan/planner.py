@@ -5,27 +5,30 @@ Closed forms only: a plan takes milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hone.config.cluster import PoolSection, Role
 from hone.config.render import inline
+from hone.config.rules.division import heads_divide
+from hone.config.rules.engines import ENGINE_RULES
+from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import RunConfig
 from hone.config.topology import ROLES, needed_roles, service_devices
 from hone.errors import DataError
 from hone.plan import cluster, local
 from hone.plan.architecture import GIB
-from hone.plan.cures import best_cure
+from hone.plan.cluster import PoolPlan
+from hone.plan.engine import EnginePlan
 from hone.plan.hardware import Hardware
-from hone.plan.inputs import Inputs, implementation_of, microbatch, resolve
+from hone.plan.inputs import Inputs, changed, implementation_of, microbatch, plain, resolve
 from hone.plan.ledger import Ledger, Moment
 from hone.plan.pools import pools_of
-from hone.plan.rules import cluster_violations, violations
 from hone.plan.schedule import step_time
-from hone.plan.settings import changed, plain
 from hone.plan.time import StepTime
-from hone.plan.verdict import Verdict, judge
+from hone.plan.verdict import Verdict, best_cure, judge
 from hone.plan.workload import workload_of
 
 FORMAT = 2
@@ -231,3 +234,41 @@ def _cluster_settings(inputs: Inputs, use: str) -> dict[str, Any]:
         "cluster.pools": pools,
         "cluster.engines.use": use,
     }
+
+
+def violations(inputs: Inputs, pools: Sequence[PoolPlan]) -> list[str]:
+    """Every rule that is broken, as lines that name key, value and cure."""
+    found = [*_sequence_fits_the_model(inputs)]
+    if not inputs.is_local:
+        found += cluster_violations(inputs)
+    engines = (engine for pool in pools for engine in (pool.engine, pool.judge) if isinstance(engine, EnginePlan))
+    return found + [problem for problem in (engine.problem() for engine in engines) if problem]
+
+
+def _sequence_fits_the_model(inputs: Inputs) -> Iterator[str]:
+    longest, limit = inputs.workload.lengths.longest, inputs.architecture.max_positions
+    if limit and longest > limit:
+        lengths = inputs.workload.lengths
+        yield (
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {lengths.max_prompt} + {lengths.max_response} = "
+            f"{longest}, but the model has {limit} positions. Take {longest - limit} off."
+        )
+
+
+def cluster_violations(inputs: Inputs) -> list[str]:
+    """Those of the `cluster` section, of judges' engines there, and of heads and devices that do not divide."""
+    topology, hardware, arch = inputs.topology, inputs.hardware, inputs.architecture
+    each = inputs.config.cluster.devices_per_node or hardware.per_node
+    cluster = inputs.config.cluster.model_copy(update={"devices_per_node": each})
+    config = inputs.config.model_copy(update={"cluster": cluster})
+    breaches = [breach for rule in (*CLUSTER_RULES, *ENGINE_RULES) for breach in rule(config)]
+    breaches += heads_divide(config, {"num_attention_heads": arch.heads, "num_key_value_heads": arch.kv_heads})
+    found = [f"{breach.keys[0]}: {breach.message}." for breach in breaches]
+    if topology.num_devices > hardware.devices:
+        are = "is" if hardware.devices == 1 else "are"
+        found.insert(
+            0,
+            f"the pools of the run file have {topology.num_devices} devices, and {hardware.title} {are} planned for. "
+            "Leave --hardware without a number, or make the pools smaller.",
+        )
+    return found

@@ -17,11 +17,10 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from hone.errors import DataError
-from hone.plan.inputs import Inputs
+from hone.plan.inputs import Inputs, Settings, changed, plain, setting
 from hone.plan.knobs import Block, scoring, whole_run
 from hone.plan.ledger import gib, percent
 from hone.plan.planner import Plan, cluster_settings, plan_inputs
-from hone.plan.settings import Settings, changed, plain, setting
 from hone.plan.time import StepTime
 from hone.plan.verdict import TIGHT_FRAC
 

@@ -13,7 +13,8 @@ infrastructure, never a number. How requests travel is `http.py`'s business, wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +24,6 @@ from pydantic import ValidationError
 
 from hone.config.run import Section, key
 from hone.errors import RewardError
-from hone.reward.gathering import Gathering
 from hone.reward.http import (
     FIRST_BACKOFF_S,
     Address,
@@ -243,3 +243,88 @@ def _score(result: ItemResult) -> Score:
     parts = {name: part.score for name, part in result.components.items() if part.score is not None}
     parts = parts if len(result.components) > 1 else {}
     return replace(score, detail=score.detail[:DETAIL_CHARACTERS], metrics=parts | dict(score.metrics))
+
+
+GATHER_S = 0.01
+"""How long the first of several items waits for others: little beside a request, and a step of a small engine."""
+
+
+class Gathering:
+    """Client-side batching: items that are ready at about the same time share a request. Use in one event loop.
+
+    A caller may stop waiting for its item: an item that was not sent leaves the queue, and a request without waiting
+    callers is cancelled.
+
+    Args:
+        ask: scores items, whose ids differ, with one request; what it raises, everybody who waits for one gets.
+        max_requests: requests at one time; more items wait, and go together.
+        max_items: asked for the most items of a request, whenever one is made.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Sequence[Item]], Awaitable[Mapping[str, Score]]],
+        *,
+        max_requests: int,
+        max_items: Callable[[], int],
+    ) -> None:
+        self._ask, self._max_requests, self._max_items = ask, max_requests, max_items
+        self._line: deque[tuple[Item, asyncio.Future[_GatheredRequest]]] = deque()
+        """Items, each with the future that tells which request it went with."""
+        self._num_requests = 0
+        self._is_gathering = False
+
+    async def score(self, item: Item) -> Score:
+        """The item's score; raises what `ask` does."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[_GatheredRequest] = loop.create_future()
+        self._line.append((item, turn))
+        if not self._is_gathering:
+            self._is_gathering = True
+            loop.call_later(GATHER_S if self._max_items() > 1 else 0, self._gathered)
+        try:
+            request = await turn
+            return (await asyncio.shield(request.scores))[item.id]
+        finally:
+            if turn.done() and not turn.cancelled():
+                await turn.result().leave()
+
+    def _gathered(self) -> None:
+        self._is_gathering = False
+        self._send()
+
+    def _send(self) -> None:
+        while self._num_requests < self._max_requests and (batch := self._next_batch()):
+            request = _GatheredRequest(asyncio.ensure_future(self._ask([item for item, _ in batch])), len(batch))
+            self._num_requests += 1
+            request.scores.add_done_callback(self._ended)
+            for _, turn in batch:
+                turn.set_result(request)
+
+    def _next_batch(self) -> list[tuple[Item, asyncio.Future[_GatheredRequest]]]:
+        """The first in line, as many as fit and differ in their ids."""
+        max_items, batch, ids = self._max_items(), [], set()
+        while self._line and len(batch) < max_items and self._line[0][0].id not in ids:
+            item, turn = self._line.popleft()
+            if not turn.cancelled():
+                batch.append((item, turn))
+                ids.add(item.id)
+        return batch
+
+    def _ended(self, _scores: asyncio.Future[Mapping[str, Score]]) -> None:
+        self._num_requests -= 1
+        self._send()
+
+
+class _GatheredRequest:
+    """One request, and how many wait for it."""
+
+    def __init__(self, scores: asyncio.Future[Mapping[str, Score]], num_waiting: int) -> None:
+        self.scores, self._num_waiting = scores, num_waiting
+
+    async def leave(self) -> None:
+        """Stop waiting. The request is cancelled when nothing waits for it any more."""
+        self._num_waiting -= 1
+        if not self._num_waiting and not self.scores.done():
+            self.scores.cancel()
+            await asyncio.gather(self.scores, return_exceptions=True)

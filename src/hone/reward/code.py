@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,6 @@ from hone.reward.sandbox.bubblewrap import Bubblewrap
 from hone.reward.sandbox.cases import BadTests, UnitTest, read_tests
 from hone.reward.sandbox.remote import Remote
 from hone.reward.signature import Range, ScoreSample
-from hone.reward.snippet import NoProgram, last_program
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
 
@@ -290,3 +290,61 @@ def _hint(settings: CodeSettings) -> str:
     if settings.remote_url is not None or settings.allow_unsafe_local_exec:
         return ""
     return "; no remote_url is set and allow_unsafe_local_exec is off"
+
+
+_FENCE = re.compile(r"( *)(`{3,}|~{3,})([^`]*)")
+_LIST_ITEM = re.compile(r" *(?:[-*+]|\d{1,9}[.)]) +")
+_MOST_INDENTED = 3
+_PYTHON = re.compile(r"|\{?\s*\.?(?:python|py)(?:\d[\d.]*)?(?:[\s,:{}].*)?", re.IGNORECASE | re.DOTALL)
+"""Info strings of Python: python, py, python3.11, {python}, {.python .numberLines}, python title=a.py, or none."""
+
+
+class NoProgram(ValueError):
+    """A response has no program; says why. A fault of the model."""
+
+
+def last_program(text: str) -> str:
+    """The last code block of what follows the reasoning, as CommonMark reads it: what its fence is indented by is taken
+    off its lines. Blocks marked as another language than Python are passed over.
+
+    Raises:
+        NoProgram: the reasoning has no end, there is no block, or the last one is not closed.
+    """
+    _, ended, answer = text.rpartition("</think>")
+    if not ended and "<think>" in text:
+        raise NoProgram("its reasoning has no end")
+    found: str | None = None
+    fence, info, lines = "", "", []
+    indented = margin = 0
+    for line in answer.split("\n"):
+        if not fence:
+            margin = _margin(line, margin)
+            opening = _FENCE.fullmatch(" " * margin + line[margin:].rstrip("\r"))
+            if opening is not None and len(opening[1]) <= margin + _MOST_INDENTED:
+                indented, fence, info, lines = len(opening[1]), opening[2], opening[3].strip(), []
+            continue
+        closing = _FENCE.fullmatch(line.rstrip("\r"))
+        if (
+            closing is not None
+            and len(closing[1]) <= margin + _MOST_INDENTED
+            and closing[2].startswith(fence)
+            and not closing[3].strip()
+        ):
+            if _PYTHON.fullmatch(info):
+                found = "\n".join(lines)
+            fence = ""
+        else:
+            spaces = len(line) - len(line.lstrip(" "))
+            lines.append(line[min(indented, spaces) :])
+    if fence and _PYTHON.fullmatch(info):
+        raise NoProgram("its last code block is not closed")
+    if found is None:
+        raise NoProgram("no code block")
+    return found
+
+
+def _margin(line: str, margin: int) -> int:
+    """Where the text of the list item begins that a line is in; 0 outside of lists."""
+    if item := _LIST_ITEM.match(line):
+        return item.end()
+    return margin if not line.strip() or line.startswith(" " * margin) else 0

@@ -35,7 +35,7 @@ from hone.run.report import CheckReport, Findings
 from hone.run.trial import starting_architecture, try_model
 from hone.services.gpus import assumed_devices, split_devices, topology_on
 from hone.services.launch import engine_note, plan_launches
-from hone.services.ports import holder, is_free
+from hone.services.process import holder, is_free
 from hone.services.state import kept_up, runtime_folder
 from hone.types import Prompt
 

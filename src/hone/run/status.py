@@ -10,9 +10,12 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from hone.doctor.watch import Alarm, AlarmWatch, by_importance
 from hone.observe.events import read_events
+from hone.observe.sinks import metric_lines
 from hone.run.folder import RunFolder
 from hone.runtime.replicas import State
 
@@ -166,3 +169,37 @@ def described(event: Mapping[str, Any]) -> str:
     fields = {name: value for name, value in event.items() if name not in ("at", "kind")}
     shown = [f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()]
     return f"{time.strftime('%H:%M:%S', time.localtime(event['at']))} {event['kind']}: {', '.join(shown)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What is wrong with a run."""
+
+    path: Path
+    state: str
+    """Running, or how it ended."""
+    last_steps: dict[str, int]
+    """Stage -> last step with metrics."""
+    alarms: tuple[Alarm, ...]
+    """The one to look at first in front (`doctor.watch.by_importance`)."""
+
+    @property
+    def is_ill(self) -> bool:
+        """Whether there is an alarm other than advice on tuning."""
+        return any(alarm.level != "tuning" for alarm in self.alarms)
+
+
+def diagnose(path: Path) -> Diagnosis:
+    """Evaluate the rules on every line of a run's metrics.
+
+    Raises:
+        RunFolderError: no run is there.
+    """
+    folder = RunFolder.read(path)
+    watch, last_steps = AlarmWatch(folder.identity()), {}
+    for line in metric_lines(folder.metrics):
+        watch.add(line)
+        last_steps[line["stage"]] = line["step"]
+    status = read_status(folder)
+    state = "running" if status.running else status.outcome or "not running; it was killed or not started"
+    return Diagnosis(path, state, last_steps, tuple(by_importance(watch.alarms)))

@@ -16,7 +16,7 @@ from hone.config.rules.files import find_program, served_by
 from hone.config.run import RunConfig, ServiceSection
 from hone.devices import machine_kind
 from hone.services.gpus import Split
-from hone.services.ports import HOST, free_port
+from hone.services.process import HOST, free_port
 
 HONES_OWN = frozenset({"use", "max_num_seqs", "max_model_len"})
 """Keys of an engine that `hone serve policy` honours; its context is the model's."""

@@ -31,8 +31,7 @@ from hone.runtime.stopping import unless_stopped
 from hone.services.gpus import Split
 from hone.services.launch import Launch, plan_launches
 from hone.services.log import Excerpt
-from hone.services.ports import holder, is_free
-from hone.services.process import LocalServiceProcess, ServiceProcess
+from hone.services.process import LocalServiceProcess, ServiceProcess, holder, is_free
 from hone.services.service import DEFAULT_INTERVALS, Begin, Say, Service, ServiceIntervals
 from hone.services.state import (
     TOKEN_FILE,

@@ -21,12 +21,19 @@ from typing import Any, Self
 
 from hone.reward.client import address_of
 from hone.reward.http import Addresses, Counts
-from hone.reward.judge.asking import REFUSED, Asker, Traffic, Vote
-from hone.reward.judge.figures import EngineFigures
+from hone.reward.judge.asking import REFUSED, Asker, EngineFigures, Traffic, Vote
 from hone.reward.judge.guard import FLAGS, Canaries, Flag, flags_of
-from hone.reward.judge.length import ByteBound, Counter, TokenizerCounter, fitted
 from hone.reward.judge.parse import FAILURES, Reading
-from hone.reward.judge.prompt import GRM, JudgeTemplate, Messages, neutraliser
+from hone.reward.judge.prompt import (
+    GRM,
+    ByteBound,
+    Counter,
+    JudgeTemplate,
+    Messages,
+    TokenizerCounter,
+    fitted,
+    neutraliser,
+)
 from hone.reward.judge.settings import JudgeSettings, length_problems, template_text
 from hone.reward.judge.user import UserFunctions
 from hone.reward.openai import ChatAnswer, ChatClient

@@ -15,8 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator
 
 from hone.reward.sandbox.base import Limits, SandboxFault, SandboxUnavailable
-from hone.reward.sandbox.interpreter import Interpreter
-from hone.reward.sandbox.local import WARDEN, Command, LocalSession, SandboxSlots, user_of_place
+from hone.reward.sandbox.local import WARDEN, Command, Interpreter, LocalSession, SandboxSlots, user_of_place
 from hone.reward.sandbox.probe import prove
 
 

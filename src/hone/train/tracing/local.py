@@ -6,27 +6,60 @@ Not here: the engine beside it, and what a process takes besides tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import PreTrainedModel
 
 from hone.algo.algorithm import Algorithm
 from hone.config.derived import correction, needs_critic, needs_reference, trains_adapter
 from hone.config.run import RunConfig
 from hone.data.pack import Indices
 from hone.memory.guard import Unguarded
+from hone.model.base import CausalModel
+from hone.model.decoder import Decoder
 from hone.model.heads import ScalarModel
+from hone.model.hf import TransformersModel, auto_class, without_dropout
+from hone.model.load import Implementation, init_config, is_ours
 from hone.model.lora import AdapterOff, add_adapter
 from hone.train.critic import Critic
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.train.roles import Reference, Roles
-from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors
-from hone.train.tracing.models import empty_model
-from hone.train.tracing.moments import marked
+from hone.train.tracing.memory import LiveMemory, Moments, backward_begins, fake_tensors
 from hone.types import Batch
+
+
+def empty_model(architecture: Mapping[str, Any], implementation: Implementation) -> CausalModel:
+    """The float32 model that a run would load, among fake tensors; to be called among them.
+
+    Args:
+        architecture: keys of a config.json.
+    """
+    config = init_config(architecture, vocab_size=None)
+    with unset_fake_temporarily():  # fake tensors on the meta device cannot become others in place; real ones can
+        if is_ours(config, implementation):
+            made: Decoder | PreTrainedModel = Decoder(config, dtype=torch.float32, device="meta")
+        else:
+            with torch.device("meta"):
+                made = auto_class(config).from_config(without_dropout(config), dtype=torch.float32)
+    made.to_empty(device="cpu")
+    if isinstance(made, Decoder):
+        return made
+    made.tie_weights()
+    return TransformersModel(made, config)
+
+
+def with_layers(architecture: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The same architecture with its first `layers` layers only."""
+    cut = {**architecture, "num_hidden_layers": layers}
+    if "layer_types" in cut:
+        cut["layer_types"] = cut["layer_types"][:layers]
+    return cut
 
 
 def trace_local(
@@ -109,3 +142,47 @@ class _Phases(Unguarded):
         if name == "optimizer":
             self._memory.at("optimizer", "step")
         yield
+
+
+@contextmanager
+def marked(memory: LiveMemory, model: nn.Module, *, last: str, prefix: str = "") -> Iterator[None]:
+    """Inside, passes of a model tell `memory` which moment it is.
+
+    Args:
+        model: has a decoder with `layers` and a final `norm` somewhere in it.
+        last: what the ledger calls the moment in which the embedding's gradient arrives.
+        prefix: of the moments, where it is not the policy's model.
+    """
+
+    def update(moment: str) -> Callable[..., None]:
+        return lambda *_: memory.at("update", prefix + moment)
+
+    def begins(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            memory.at("logprobs", "layers")
+        elif torch._C._current_graph_task_id() == -1:  # not where the backward pass computes the layer again
+            update("layers forward")()
+            x = inputs[0] if inputs else named["hidden_states"]
+            if x.requires_grad:
+                x.register_hook(update(last))
+
+    def ends(_: nn.Module, inputs: Any, hidden: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            memory.at("logprobs", "logits")
+            return
+        update("loss forward")()
+        hidden.register_hook(update("layer backward"))
+
+    decoder = _decoder(model)
+    with ExitStack() as stack:
+        stack.enter_context(backward_begins(update("loss backward")))
+        for handle in (
+            decoder.layers[0].register_forward_pre_hook(begins, with_kwargs=True),
+            decoder.norm.register_forward_hook(ends),
+        ):
+            stack.callback(handle.remove)
+        yield
+
+
+def _decoder(model: nn.Module) -> Any:
+    return next(part for part in model.modules() if hasattr(part, "layers") and hasattr(part, "norm"))

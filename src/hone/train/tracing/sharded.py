@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hone.model.decoder import Decoder
 from hone.model.hf import without_dropout
@@ -29,9 +31,8 @@ from hone.model.parallel import divide_class, divide_layers
 from hone.plan.activations import Pass
 from hone.plan.cluster import Trained
 from hone.train.mesh import SHARD, TENSOR
-from hone.train.tracing import attention
+from hone.train.tracing.local import marked
 from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors
-from hone.train.tracing.moments import marked
 from hone.types import Batch
 
 
@@ -116,10 +117,10 @@ class _TracedPolicy(nn.Module):
             self.body.checkpointing = work.checkpointing
             self.layers = list(self.body.layers)
         else:
-            attention.register()
+            register_fused_attention()
             with torch.device("meta"):
                 self.body = AutoModelForCausalLM.from_config(
-                    without_dropout(config), dtype=torch.float32, attn_implementation=attention.NAME
+                    without_dropout(config), dtype=torch.float32, attn_implementation=FUSED_ATTENTION
                 )
             self.body.train(work.checkpointing == "full")  # as `model/hf.py` does
             if work.checkpointing == "full":
@@ -172,3 +173,34 @@ def _packed(work: Pass) -> _Packed:
 
 def _laid_out(batch: Batch) -> Layout:
     return Layout.from_flat(batch.prompts, batch.prompt_S, batch.length_S, batch.token_ids_T)
+
+
+FUSED_ATTENTION = "hone_traced"
+"""What Transformers calls it, as `attn_implementation`."""
+
+
+class _Fused(torch.autograd.Function):
+    """q (b, heads, s, d), k and v (b, kv heads, s, d) -> (b, s, heads, value width)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, heads, length, _ = q.shape
+        out = q.new_empty(batch, length, heads, v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, q.new_empty(batch, heads, length, dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, _, normaliser = ctx.saved_tensors
+        summed = torch.empty(q.shape, dtype=torch.float32), torch.empty_like(normaliser)
+        results = tuple(torch.empty_like(x) for x in (q, k, v))
+        del summed
+        return results
+
+
+def register_fused_attention() -> None:
+    """Let Transformers know it."""
+    ALL_ATTENTION_FUNCTIONS.register(
+        FUSED_ATTENTION, lambda _, query, key, value, *__, **___: (_Fused.apply(query, key, value), None)
+    )
+    ALL_MASK_ATTENTION_FUNCTIONS.register(FUSED_ATTENTION, lambda *_, **__: None)
