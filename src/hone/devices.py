@@ -6,10 +6,12 @@ computes on is `torch.accelerator`'s, and torch is imported when it is asked.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
@@ -54,6 +56,8 @@ RESOURCES: Mapping[str, str] = {kind.resource: kind.device_type for kind in reve
 """Ray's name -> torch's type."""
 FOREIGN_RESOURCES = ("TPU", "HPU", "neuron_cores", "RBLN", "FURIOSA", "TTNPU", "MBLT")
 """Ray's names of accelerators that Hone does not know."""
+WITHOUT_BFLOAT16 = ("T4", "V100", "P100", "P4", "K80")
+"""Ray's names of NVIDIA GPUs below compute capability 8.0."""
 
 
 # ---- the machine, without torch
@@ -115,14 +119,32 @@ class FoundDevices:
     resource: str
     """Ray's name."""
     per_node: int
+    bfloat16: bool = False
+    """Whether they compute in it faster than in float32."""
 
 
 def devices_here(wanted: str) -> FoundDevices:
-    """This machine's, as its driver lists them; cores where it has none, or `wanted` is `cpu`."""
-    visible, kind = visible_devices() if wanted != "cpu" else [], machine_kind()
+    """This machine's, as its driver lists them; cores where it has none, torch is for CPUs, or `wanted` is `cpu`."""
+    visible, kind = visible_devices() if wanted != "cpu" and not torch_is_for_cpus() else [], machine_kind()
     if visible:
-        return FoundDevices(kind.device_type, kind.resource, len(visible))
+        return FoundDevices(kind.device_type, kind.resource, len(visible), kind is not NVIDIA or _has_bfloat16())
     return FoundDevices("cpu", "CPU", len(os.sched_getaffinity(0)))
+
+
+def torch_is_for_cpus() -> bool:
+    """Whether the installed torch cannot use an accelerator."""
+    try:
+        return metadata.version("torch").endswith("+cpu") and importlib.util.find_spec("torch_npu") is None
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _has_bfloat16() -> bool:
+    """Whether all NVIDIA GPUs are of compute capability 8.0 or above."""
+    try:
+        return all(float(line) >= 8 for line in nvidia_smi("compute_cap").split())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return False
 
 
 def devices_of_machines(machines: Sequence[Mapping[str, float]], wanted: str, nodes: int) -> FoundDevices:
@@ -138,7 +160,8 @@ def devices_of_machines(machines: Sequence[Mapping[str, float]], wanted: str, no
     for resource, device_type in RESOURCES.items():
         counts = sorted((int(machine.get(resource, 0)) for machine in machines), reverse=True)[:nodes]
         if wanted in ("auto", device_type) and counts and counts[0]:
-            return FoundDevices(device_type, resource, min(count for count in counts if count))
+            has_old = any(machine.get(f"accelerator_type:{name}") for machine in machines for name in WITHOUT_BFLOAT16)
+            return FoundDevices(device_type, resource, min(count for count in counts if count), not has_old)
     unknown = sorted({name for machine in machines for name in FOREIGN_RESOURCES if machine.get(name)})
     if wanted == "auto" and unknown:
         raise PlacementError(
@@ -252,14 +275,6 @@ def used_and_total_bytes() -> tuple[int, int] | None:
         return None
     free, total = module.mem_get_info()
     return total - free, total
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes products of bfloat16 itself."""
-    kind = kind_of(device)
-    if kind is NVIDIA:
-        return module_of(device).get_device_capability(device) >= (8, 0)
-    return kind is not None
 
 
 assert {kind.device_type for kind in KINDS} < set(get_args(DeviceName))

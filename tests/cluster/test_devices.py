@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from hone.config.run import RunConfig
-from hone.devices import AMD, ASCEND, NVIDIA, device_of, devices_here, machine_kind, peak_bytes, visible_devices
+from hone.devices import (
+    AMD,
+    ASCEND,
+    NVIDIA,
+    FoundDevices,
+    device_of,
+    devices_here,
+    machine_kind,
+    peak_bytes,
+    visible_devices,
+)
 from hone.errors import DataError, ServiceError
 from hone.services.gpus import Split, split_devices
 
@@ -68,7 +78,12 @@ def test_otherwise_the_driver_is_asked(monkeypatch, tmp_path):
     tool.write_text("#!/bin/sh\necho 0\necho 1\n")
     tool.chmod(0o755)
     assert visible_devices() == ["0", "1"]
-    assert devices_here("auto").resource == "GPU" and devices_here("cpu").resource == "CPU"
+    monkeypatch.setattr("hone.devices.torch_is_for_cpus", lambda: True)
+    assert devices_here("auto").resource == devices_here("cpu").resource == "CPU"
+    monkeypatch.setattr("hone.devices.torch_is_for_cpus", lambda: False)
+    assert (devices_here("auto"), devices_here("cpu").resource) == (FoundDevices("cuda", "GPU", 2), "CPU")
+    tool.write_text("#!/bin/sh\ncase $1 in *compute_cap*) echo 9.0; echo 8.0;; *) echo 0; echo 1;; esac\n")
+    assert devices_here("auto").bfloat16
 
 
 def test_machines_of_other_vendors(tmp_path, monkeypatch):

@@ -60,9 +60,10 @@ GPU_MACHINE, HEAD = {"CPU": 16.0, "GPU": 8.0, "accelerator_type:H100": 1.0}, {"C
     ("machines", "wanted", "nodes", "found"),
     [
         # a driver on a head node without GPUs starts a run on the GPUs of the others
-        ([HEAD, GPU_MACHINE, GPU_MACHINE], "auto", 2, FoundDevices("cuda", "GPU", 8)),
-        ([GPU_MACHINE, {"CPU": 8.0, "GPU": 4.0}], "cuda", 2, FoundDevices("cuda", "GPU", 4)),
-        ([HEAD, {"CPU": 96.0, "NPU": 16.0}], "auto", 1, FoundDevices("npu", "NPU", 16)),
+        ([HEAD, GPU_MACHINE, GPU_MACHINE], "auto", 2, FoundDevices("cuda", "GPU", 8, True)),
+        ([GPU_MACHINE, {"CPU": 8.0, "GPU": 4.0}], "cuda", 2, FoundDevices("cuda", "GPU", 4, True)),
+        ([HEAD, {"CPU": 96.0, "NPU": 16.0}], "auto", 1, FoundDevices("npu", "NPU", 16, True)),
+        ([{"CPU": 8.0, "GPU": 4.0, "accelerator_type:V100": 1.0}], "auto", 1, FoundDevices("cuda", "GPU", 4)),
         ([HEAD, GPU_MACHINE], "cpu", 1, FoundDevices("cpu", "CPU", 16)),
         ([HEAD, HEAD], "auto", 2, FoundDevices("cpu", "CPU", 4)),
     ],

@@ -201,7 +201,7 @@ def test_a_wrong_override_is_named(folder, override, said):
         ("rollout__stop", "x", 'must be a list of texts (got "x"). Write ["x"]'),
         ("data__shuffle", "yes", 'must be true or false (got "yes"). Write true'),
         ("model__characters", "12", "must be text or null (got 12). Put it in quotes"),
-        ("run__precision", "float23", 'must be one of float32, bfloat16 (got "float23"). Did you mean float32?'),
+        ("run__precision", "float23", 'must be one of auto, float32, bfloat16 (got "float23"). Did you mean float32?'),
         ("algorithm__reward_clip", "[1]", "must be a list of 2 numbers or null (got [1])"),
         ("train", "7", "must be a section: keys and values, indented under it (got 7)"),
         ("stages", "[]", "must be a list, each one of sft, reward_model, rl, not empty (got [])"),

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from hone.cli.main import main
 from hone.config.load import load_config
+from hone.devices import FoundDevices
 from hone.errors import ConfigError
 from hone.run import check as preflight
 from hone.run.report import CheckReport
+from hone.services.gpus import settled_on, topology_on
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ROWS = "data.train_rows='0:50'"
@@ -52,7 +55,7 @@ def test_one_process_has_no_placement_to_show():
 
 
 def test_what_this_machine_cannot_hold_is_a_problem(monkeypatch):
-    monkeypatch.setattr(preflight, "visible_devices", lambda: ["0", "1"])
+    monkeypatch.setattr(preflight, "assumed_devices", lambda config: FoundDevices("cuda", "GPU", 2))
     found = report("cluster/quickstart-ray.yaml", "data.eval=null", "eval.every=0", "eval.by=null", "stages=[rl]", ROWS)
     assert not found.is_ok
     assert "ask for 2 + 2 = 4 devices; there are nodes x devices_per_node = 1 x 2 = 2" in found.problems[0]
@@ -69,3 +72,20 @@ def test_the_tiny_judge_on_a_cluster(tmp_path):
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     found = asyncio.run(preflight.check(load_config(tmp_path / "examples/judge/cluster.yaml")))
     assert "    judge    judge  2        0         1 replica on 1 device" in found.lines
+
+
+def test_check_plan_and_train_choose_alike(monkeypatch, tmp_path, capsys):
+    """The same `auto` on the same devices: `check` here, `plan --hardware` there, and what `train` would start from."""
+    found = FoundDevices("cuda", "GPU", 4, True)
+    monkeypatch.setattr(preflight, "assumed_devices", lambda config: found)
+    monkeypatch.setattr("hone.services.gpus.find_spec", lambda name: object())
+    words = ("data.eval=null", "eval.every=0", "eval.by=null", "stages=[rl]", "run.device=auto", "run.precision=auto")
+    run_file = EXAMPLES / "gsm8k-arithmetic/run.yaml"
+    checked = report("gsm8k-arithmetic/run.yaml", *words, ROWS)
+    assert "cluster.engines.use: vllm; vLLM is installed" in checked.lines
+    loaded, _ = settled_on(load_config(run_file, words), found)
+    started = json.loads(json.dumps(topology_on(loaded.config, found).as_dict()))
+    assert main(["plan", str(run_file), "--hardware", "4xH100-80G", "--json", *words]) == 0
+    planned = json.loads(capsys.readouterr().out)["topology"]
+    assert json.loads(json.dumps(checked.placement)) == started == planned
+    assert (planned["backend"], len(planned["engines"]), planned["trainer"]["world_size"]) == ("ray", 4, 4)

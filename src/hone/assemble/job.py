@@ -98,6 +98,8 @@ def set_up_arithmetic(run: RunSection, processes: int = 1) -> torch.device:
     os.environ.setdefault("LRU_CACHE_CAPACITY", "8")
     torch.set_num_threads(run.threads or max(1, len(os.sched_getaffinity(0)) // processes))
     device = device_of(run.device, "run.device")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, which only products of float32 notice
     if device.type == "cpu":
         with ThreadPoolExecutor(1) as passing:  # its OpenMP threads end with it
             passing.submit(use_fast_float32_products).result()

@@ -126,7 +126,7 @@ def starting_folder(source: Source) -> Path:
 def with_adapter(config: RunConfig, model: CausalModel, stage: str) -> CausalModel:
     """The model, frozen and with a new adapter in it, if the stage trains one."""
     if trains_adapter(config, stage):
-        add_adapter(model, config.lora, seed=config.seed, dtype=getattr(torch, config.run.precision))
+        add_adapter(model, config.lora, seed=config.seed, dtype=getattr(torch, config.run.compute_dtype))
     return model
 
 
@@ -195,7 +195,7 @@ def make_passes(source: Source, ranks: Ranks) -> Passes:
     """How the models of a stage compute in this process."""
     config = source.loaded.config
     return Passes(
-        precision=config.run.precision,
+        precision=config.run.compute_dtype,
         tokens_per_microbatch=config.train.tokens_per_microbatch,
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         temperature=config.rollout.temperature,

@@ -16,7 +16,7 @@ from hone.assemble.job import set_up_arithmetic
 from hone.config.load import load_config
 from hone.config.run import ModelSection, RunSection
 from hone.data.chat import load_tokenizer, resolve_model
-from hone.devices import DeviceName, give_back_memory, has_bfloat16, is_accelerator, module_of
+from hone.devices import DeviceName, devices_here, give_back_memory, is_accelerator, module_of
 from hone.errors import DataError, RunFolderError
 from hone.model.load import load_model
 from hone.rollout.local import LocalEngine
@@ -99,7 +99,7 @@ def loader(model: str, version: int, name: str, settings: PolicySettings) -> Cal
         device = set_up_arithmetic(RunSection(device=settings.device, threads=settings.threads))
         precision = settings.precision
         if precision == "auto":
-            precision = "bfloat16" if has_bfloat16(device) else "float32"
+            precision = "bfloat16" if devices_here(device.type).bfloat16 else "float32"
         template = str(settings.chat_template) if settings.chat_template else None
         place = resolve_model(model, Path.cwd())
         tokenizer = load_tokenizer(ModelSection(path=place, chat_template=template), Path.cwd())

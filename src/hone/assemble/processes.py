@@ -126,7 +126,7 @@ async def start_own(context: ActorContext) -> Engine:
     def make() -> CausalModel:
         model = starting_model(context, "rl").requires_grad_(False)
         for parameter in model.parameters():  # buffers stay as the trainer has them
-            parameter.data = parameter.data.to(getattr(torch, config.run.precision))
+            parameter.data = parameter.data.to(getattr(torch, config.run.compute_dtype))
         return model
 
     # Every thread that computes has OpenMP threads of its own; where they are more than cores, all wait for each other

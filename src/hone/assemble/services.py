@@ -38,35 +38,36 @@ def claim_devices(config: RunConfig) -> Split:
     return split
 
 
-def placed(config: RunConfig) -> tuple[Topology, FoundDevices]:
-    """Who works on which devices, of this machine and its like or of the Ray cluster that is joined.
-
-    Comes before `claim_devices` hides some of them.
+def placed(config: RunConfig, found: FoundDevices) -> Topology:
+    """Who works on which of the devices that were found.
 
     Raises:
         PlacementError: what the run file asks for is impossible there.
-        ClusterError: there is no Ray at `cluster.address`.
     """
     if config.cluster.backend == "ray" and find_spec("ray") is None:
         raise PlacementError("cluster.backend = ray: Ray is not installed. Get it with hone-rl's extra `ray`.")
-    found = devices_found(config)
-    return topology_on(config, found), found
+    return topology_on(config, found)
 
 
 def devices_found(config: RunConfig) -> FoundDevices:
-    """Devices of the run's machines; see `placed`."""
+    """Devices of this machine and its like, or of the Ray cluster that is joined; before `claim_devices` hides some.
+
+    Raises:
+        PlacementError: the cluster has not what is wanted.
+        ClusterError: there is no Ray at `cluster.address`.
+    """
     cluster, wanted = config.cluster, config.run.device
     if cluster.backend == "ray" and cluster.address is not None and wanted != "cpu":
         return devices_of_machines(machines_of(cluster), wanted, cluster.nodes)
     return devices_here(wanted)
 
 
-def unseen_notes(device: torch.device, found: FoundDevices) -> list[str]:
-    """A note where a run of one process computes on the CPU of a machine whose driver lists accelerators."""
-    if is_accelerator(device) or found.device_type == "cpu":
+def unseen_notes(config: RunConfig, device: torch.device) -> list[str]:
+    """A note where `auto` computes on the CPU of a machine whose driver lists accelerators."""
+    if is_accelerator(device) or config.run.device != "auto" or not (seen := visible_devices()):
         return []
     return [
-        f"the driver lists {found.per_node} {found.resource}s, and torch {torch.__version__} sees none: this run "
+        f"the driver lists {len(seen)} {machine_kind().resource}s, and torch {torch.__version__} sees none: this run "
         "computes on the CPU. Install torch for them, or set run.device=cpu."
     ]
 

@@ -34,7 +34,7 @@ from hone.assemble.job import (
 from hone.assemble.memory import RunMemory, exhausted
 from hone.assemble.models import stage_weights
 from hone.assemble.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
-from hone.assemble.services import claim_devices, placed, unseen_notes, unused_notes
+from hone.assemble.services import claim_devices, devices_found, placed, unseen_notes, unused_notes
 from hone.assemble.workers import Backend, LocalBackend, Workers
 from hone.cluster.ray import environment_for_ray
 from hone.config.derived import correction, longest_tokens, samples_per_update
@@ -59,6 +59,7 @@ from hone.rollout.router import Router
 from hone.run.folder import RunFolder, identity_of
 from hone.run.trial import starting_architecture, try_model
 from hone.runtime.backoff import Restarts
+from hone.services.gpus import settled_on
 from hone.services.supervisor import Services
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
 from hone.types import Progress
@@ -85,8 +86,10 @@ def train(
     Raises:
         HoneError: what went wrong; its `exit_code` is the process's. The newest checkpoint is then still there.
     """
+    found = devices_found(loaded.config)
+    loaded, choices = settled_on(loaded, found)
     config = loaded.config
-    topology, found = placed(config)
+    topology = placed(config, found)
     is_local = topology.backend == "local"
     split = claim_devices(config)
     own = set_up_arithmetic(config.run if is_local else config.run.model_copy(update={"device": "cpu"}))
@@ -160,7 +163,8 @@ def train(
                     alarms,
                 )
                 placement = [] if is_local else topology_lines(topology)
-                for note in (*unseen_notes(device, found), *placement, *split.notes, *unused_notes(config)):
+                notes = (*map(str, choices), *unseen_notes(config, device), *placement)
+                for note in (*notes, *split.notes, *unused_notes(config)):
                     observer.say(note)
                 try:
                     with located(loaded):
@@ -304,7 +308,7 @@ async def optimise_once(job: Job, backend: Backend, saved: SavedCheckpoint | Non
 @asynccontextmanager
 async def backend_of(job: Job) -> AsyncIterator[Backend]:
     """Where `cluster.backend` wants the stages to train."""
-    if job.config.cluster.backend == "local":
+    if job.config.cluster.backend != "ray":
         yield LocalBackend(job)
         return
     with environment_for_ray():

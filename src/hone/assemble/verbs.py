@@ -16,6 +16,7 @@ from hone.config.load import Loaded
 from hone.config.run import RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.data.prompts import load_prompts
+from hone.devices import devices_here
 from hone.errors import DataError
 from hone.loop.evaluate import Evaluation, evaluate
 from hone.model.base import CausalModel
@@ -25,6 +26,7 @@ from hone.model.lora import save_adapter
 from hone.run import check as preflight
 from hone.run.folder import RunFolder
 from hone.run.report import CheckReport
+from hone.services.gpus import settled_on
 from hone.services.supervisor import Services
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
 from hone.train.optim import MASTER, FlatWeights
@@ -56,6 +58,7 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
     Raises:
         DataError: no evaluation data, or no weights yet.
     """
+    loaded, _ = settled_on(loaded, devices_here(loaded.config.run.device))
     config, base_dir = loaded.config, loaded.run_file.parent
     split = claim_devices(config)
     device = set_up_arithmetic(config.run)
@@ -67,7 +70,7 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
         )
     tokenizer = load_tokenizer(config.model, base_dir, config.data.template_args)
     prompts = load_prompts(config.data, tokenizer, base_dir, seed=config.seed, part="eval")
-    dtype = getattr(torch, config.run.precision)
+    dtype = getattr(torch, config.run.compute_dtype)
     policy = load_model(weights, dtype=dtype, device=device, implementation=config.model.implementation)
     sampling = evaluation_sampling(config)
 

@@ -21,7 +21,7 @@ async def start_vllm(context: ActorContext) -> VllmEngine:
     )
     place = VllmPlace(
         folder=context.model_folder,
-        precision=config.run.precision,
+        precision=config.run.compute_dtype,
         longest_tokens=longest_tokens(config),
         max_concurrent=rollout.max_concurrent_samples,
         prefill_tokens=rollout.prefill_tokens,

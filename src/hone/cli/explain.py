@@ -16,6 +16,7 @@ from hone.config.placed import placed_from
 from hone.config.render import inline, resolved_yaml, value_at
 from hone.config.yaml_tree import Problem, Where
 from hone.errors import ConfigError
+from hone.services.gpus import assumed_devices, settled_on
 
 EXAMPLES = examples(
     "hone explain run.yaml",
@@ -86,9 +87,15 @@ def _layers(loaded: Loaded, path: str, default: Any, *, has_default: bool) -> li
 
 
 def _derives(loaded: Loaded, path: str) -> list[dict[str, Any]]:
+    loaded, choices = settled_on(loaded, assumed_devices(loaded.config))
+    here = [
+        {"name": "on this machine", "value": choice.value, "unit": "", "formula": choice.why}
+        for choice in choices
+        if choice.key == path
+    ]
     known = (*derived_from(path), *placed_from(path))
     found = ((derived, derived.compute(loaded.config)) for derived in known)
-    return [
+    return here + [
         {"name": derived.name, "value": value, "unit": derived.unit, "formula": derived.formula}
         for derived, value in found
         if value is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,19 +14,23 @@ from rich.console import Console
 from rich.table import Table
 
 from hone.cli.arguments import AsJson, examples
+from hone.config.automatic import Choice, settled
 from hone.config.load import Loaded, load_config
 from hone.config.render import inline
+from hone.config.rules.files import architecture_of
 from hone.config.topology import topology_lines
+from hone.devices import FoundDevices
 from hone.errors import MemoryExhausted
 from hone.memory.calibration import with_experience
 from hone.memory.record import Compared, Record, comparison, table
 from hone.observe.whole import write_whole
-from hone.plan.hardware import THIS, find_hardware, in_cluster
+from hone.plan.hardware import THIS, Hardware, find_hardware, in_cluster
 from hone.plan.knobs import whole_run
 from hone.plan.ledger import Ledger, gib, percent
 from hone.plan.planner import Plan, plan
 from hone.plan.search import GOALS, Preset, Proposal, beyond, propose
 from hone.plan.verdict import level_of
+from hone.services.gpus import assumed_devices, settled_on
 
 if TYPE_CHECKING:
     from hone.assemble.trace import Trace
@@ -117,12 +121,14 @@ def plan_command(
     settings = words or []
     loaded = load_config(run_file, settings)
     machine = find_hardware(hardware, host_memory_gib=host_memory_gib)
+    loaded, choices = _settled(loaded, machine, is_here=hardware == THIS)
     today = plan(
         loaded.config,
         in_cluster(machine, hardware, loaded.config),
         folder=loaded.run_file.parent,
         mean_response_tokens=mean_response_tokens,
     )
+    today = replace(today, notes=(*map(str, choices), *today.notes))
     if hardware == THIS:
         today = with_experience(today)
     wanted: Preset | None = preset.value if preset else "recommended" if write else None
@@ -145,6 +151,16 @@ def plan_command(
     final = chosen.plan if chosen else today
     if final.verdict.level == "does not fit":
         raise typer.Exit(MemoryExhausted.exit_code)
+
+
+def _settled(loaded: Loaded, machine: Hardware, *, is_here: bool) -> tuple[Loaded, tuple[Choice, ...]]:
+    """The run file as `hone train` has it on these devices; elsewhere with all that `hone-rl[gpu]` installs."""
+    if is_here:
+        return settled_on(loaded, assumed_devices(loaded.config))
+    found = FoundDevices(*machine.names, machine.per_node, machine.bfloat16)
+    shape = architecture_of(loaded.config, loaded.run_file.parent)
+    done = settled(loaded.config, found, installed=frozenset(["ray", "vllm"]), shape=shape)
+    return replace(loaded, config=done.config), done.choices
 
 
 def _propose(today: Plan, wanted: Preset, given: list[str]) -> list[Proposal]:

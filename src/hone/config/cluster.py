@@ -35,8 +35,10 @@ class ShardingSection(Section):
 
 
 class ClusterSection(Section):
-    backend: Literal["local", "ray"] = key("local")
-    """local: one process on one device. ray: a process per trainer rank and engine."""
+    backend: Literal["auto", "local", "ray"] = key("auto")
+    """local: one process on one device. ray: a process per trainer rank and engine. auto: ray on machines with GPUs
+    where vLLM is installed or there are several, on all of them; else local. Other keys of the section need one of the
+    two."""
     address: str | None = key(None)
     """Ray cluster to join, `host:port`, or `auto` for this machine's; null: start one on this machine."""
     nodes: int = key(1, unit="machines", ge=1)

@@ -151,7 +151,7 @@ def correction(config: RunConfig) -> str:
     algorithm = config.algorithm
     if algorithm.correction != "auto":
         return algorithm.correction
-    is_shared = config.cluster.backend == "local" and config.rollout.max_staleness == 0
+    is_shared = config.cluster.backend != "ray" and config.rollout.max_staleness == 0
     return "tis" if not is_shared and algorithm.old_logprobs == "trainer" else "none"
 
 

@@ -66,9 +66,9 @@ ROLE_TOKENS = 32
 class EngineSection(Section):
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
-    use: str | None = key(None)
+    use: str = key("auto", min_length=1)
     """hone: Hone's own engine, whole on one device. vllm: vLLM (an extra). Or one that an installed package registers.
-    null: hone; for a service vLLM where it is installed."""
+    auto: vLLM where it is installed, for the policy on a cluster with GPUs, for a service anywhere; else hone."""
     tensor_parallel_size: int = key(1, unit="devices", ge=1)
     """Devices that one replica's weights are divided over; replicas = devices of the pool or service // this."""
     gpu_memory_utilization: float | None = key(None, unit="fraction of a device's memory", gt=0, le=1)
@@ -119,7 +119,7 @@ class EngineSection(Section):
     @property
     def kind(self) -> EngineKind:
         """What `use` names. Raises ConfigError where nothing of that name is registered."""
-        name = self.use or "hone"
+        name = self.name
         if name in ENGINES:
             return ENGINES[name]
         registered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
@@ -130,6 +130,11 @@ class EngineSection(Section):
             return registered[name].load()
         except ImportError as error:
             raise ConfigError([f"cluster.engines.use: engine {name} cannot be imported: {error}"]) from error
+
+    @property
+    def name(self) -> str:
+        """`use`; what is still `auto` is Hone's own."""
+        return "hone" if self.use == "auto" else self.use
 
     def changed(self) -> list[str]:
         """Names of the keys, `use` aside, that do not have their default."""

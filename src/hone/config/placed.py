@@ -18,14 +18,14 @@ def _of(compute: Callable[[Topology], Value]) -> Callable[[RunConfig], Value]:
 
     def value(config: RunConfig) -> Value:
         cluster = config.cluster
-        is_known = cluster.backend != "local" and bool(cluster.pools or cluster.devices_per_node)
+        is_known = cluster.backend == "ray" and bool(cluster.pools or cluster.devices_per_node)
         return compute(topology_of(config)) if is_known else None
 
     return value
 
 
 def _transport(config: RunConfig) -> Value:
-    return likely_transport(config, topology_of(config)) if config.cluster.backend != "local" else None
+    return likely_transport(config, topology_of(config)) if config.cluster.backend == "ray" else None
 
 
 _POOLS = ("cluster.nodes", "cluster.devices_per_node", "cluster.pools.*.devices", "cluster.pools.*.roles")

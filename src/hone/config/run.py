@@ -28,8 +28,14 @@ class RunSection(Section):
     Ascend's, with torch_npu."""
     devices: tuple[int, ...] | None = key(None, unit="GPU numbers")
     """GPUs for training, as indices into CUDA_VISIBLE_DEVICES; null: all that no service uses."""
-    precision: Literal["float32", "bfloat16"] = key("float32")
-    """Compute dtype of forward and backward. Master weights, optimizer and reductions are always float32."""
+    precision: Literal["auto", "float32", "bfloat16"] = key("auto")
+    """Compute dtype of forward and backward; auto: bfloat16 on devices that have it, float32 on CPUs. float32 on GPUs
+    multiplies in TF32. Master weights, optimizer and reductions are always float32."""
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """`precision`; what is still `auto` is a CPU's."""
+        return "float32" if self.precision == "auto" else self.precision
 
 
 class ModelSection(Section):

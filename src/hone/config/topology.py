@@ -136,7 +136,7 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
         devices_per_node: what was found on this machine, for a run file that does not say; None: not looked at, as many
             as the pools need, without pools one.
     """
-    if config.cluster.backend == "local":
+    if config.cluster.backend != "ray":
         cluster, machines = ClusterSection(), _Machines(1, 1)
     else:
         cluster, machines = config.cluster, _machines(config, devices_per_node)
@@ -153,7 +153,7 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
         if role in TRAINED
     }
     return Topology(
-        backend=cluster.backend,
+        backend="ray" if cluster.backend == "ray" else "local",
         nodes=machines.nodes,
         devices_per_node=machines.devices_each,
         pools=pools,

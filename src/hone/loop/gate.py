@@ -81,7 +81,7 @@ def check_first_step(
                 "Nothing was trained. gate.max_logprob_gap sets the bound; gate.enabled=false disables the gate."
             )
         warn(
-            f"{found}, more than the {noticeable:g} that {config.run.precision} explains in a dense model. Not the "
+            f"{found}, more than the {noticeable:g} that {config.run.compute_dtype} explains in a dense model. Not the "
             "temperature, not a shift by one, not swapped prompts: experts, an 8-bit cache or a divided model may "
             "round so much. The run continues; algorithm.correction weighs the difference."
         )
@@ -106,7 +106,7 @@ def check_first_step(
 
 def noticeable_gap(config: RunConfig) -> float:
     """Mean difference between the logprobs of trainer and sampler that two correct programs do not reach, nats."""
-    return NOTICEABLE[config.run.precision]
+    return NOTICEABLE[config.run.compute_dtype]
 
 
 def check_weights(trainer: Trainer, engine: Engine, step: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from hone.config.messages import nearest
 from hone.config.run import RunConfig
 from hone.config.topology import topology_of
-from hone.devices import AMD, NVIDIA, machine_kind, nvidia_smi, visible_devices
+from hone.devices import AMD, ASCEND, NVIDIA, machine_kind, nvidia_smi, visible_devices
 from hone.errors import DataError
 from hone.plan.architecture import GIB
 
@@ -51,6 +51,16 @@ class Hardware:
     per_node: int
     host_bytes: int
     """Memory of one machine."""
+    bfloat16: bool = False
+    """Whether it computes in bfloat16 faster than in float32."""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """torch's and Ray's names of the device."""
+        if self.kind == "cpu":
+            return "cpu", "CPU"
+        kind = ASCEND if self.name.startswith(ASCEND.vendor) else NVIDIA
+        return kind.device_type, kind.resource
 
     @property
     def nodes(self) -> int:
@@ -87,7 +97,7 @@ def in_cluster(hardware: Hardware, text: str, config: RunConfig) -> Hardware:
     Processes on a CPU share its memory and its cores.
     """
     match = _COUNT.fullmatch(text.strip())
-    if config.cluster.backend == "local" or (match and match[1]):
+    if config.cluster.backend != "ray" or (match and match[1]):
         return hardware
     found = hardware.devices if hardware.kind == "gpu" else len(os.sched_getaffinity(0))
     has_own = text.strip().lower() == THIS and (hardware.kind == "gpu" or not config.cluster.pools)
@@ -131,8 +141,9 @@ def _of(name: str, count: int) -> Hardware:
         fp32_flops=data["fp32_tflops"] * 1e12,
         link=data["link_gbs"] * 1e9,
         host_link=data["host_gbs"] * 1e9,
-        per_node=data["per_node"],
+        per_node=min(count, data["per_node"]),
         host_bytes=int(data["host_gib"] * GIB),
+        bfloat16=not data.get("without_bfloat16", False),
     )
 
 

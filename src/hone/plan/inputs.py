@@ -84,7 +84,7 @@ def implementation_of(inputs: Inputs) -> Implementation:
 
 def bytes_each(inputs: Inputs) -> int:
     """Bytes of a number that trainers compute with."""
-    return 4 if inputs.config.run.precision == "float32" else 2
+    return 2 if inputs.config.run.compute_dtype == "bfloat16" else 4
 
 
 def microbatch_tokens(inputs: Inputs, *, ranks: int = 1) -> int:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hone.config.cluster import PoolSection, Role
+from hone.config.automatic import on_devices
 from hone.config.render import inline
 from hone.config.rules.division import heads_divide
 from hone.config.rules.engines import ENGINE_RULES
 from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import RunConfig
-from hone.config.topology import ROLES, needed_roles, service_devices
+from hone.config.topology import service_devices
 from hone.errors import DataError
 from hone.plan import cluster, local
 from hone.plan.architecture import GIB
@@ -218,14 +218,7 @@ def _cluster_settings(inputs: Inputs, use: str) -> dict[str, Any]:
     hardware, config = inputs.hardware, inputs.config
     if config.cluster.pools:
         return {"cluster.backend": "ray"}
-    pools: dict[str, PoolSection] = {}
-    if config.rollout.max_staleness:
-        others: tuple[Role, ...] = tuple(role for role in ROLES if role != "rollout" and role in needed_roles(config))
-        devices = hardware.devices - len(service_devices(config))
-        pools = {
-            "train": PoolSection(devices=max(devices - devices // 2, 1), roles=others),
-            "sample": PoolSection(devices=max(devices // 2, 1), roles=("rollout",)),
-        }
+    pools = on_devices(config, use, hardware.devices).cluster.pools
     return {
         "cluster.backend": "ray",
         "cluster.nodes": hardware.nodes,

@@ -120,7 +120,7 @@ def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded:
     sequences = args.max_num_seqs or rollout.max_concurrent_samples
     longest = args.max_model_len or lengths.longest
     least = max(sequences, longest) if args.enable_chunked_prefill is False else sequences
-    weight_bytes = DTYPE_BYTES[inputs.config.run.precision if args.dtype == "auto" else args.dtype]
+    weight_bytes = bytes_each(inputs) if args.dtype == "auto" else DTYPE_BYTES[args.dtype]
     return EnginePlan(
         EngineSettings(
             architecture=inputs.architecture,

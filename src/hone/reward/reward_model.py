@@ -32,7 +32,7 @@ from hone.config.engine import REWARD_MODEL_BATCH_TOKENS
 from hone.config.run import Section, key
 from hone.data.chat import resolve_model
 from hone.data.conversation import ConversationReader, UnreadableConversation
-from hone.devices import DeviceName, device_of, give_back_memory, has_bfloat16
+from hone.devices import DeviceName, device_of, devices_here, give_back_memory
 from hone.errors import DataError
 from hone.model.decoder import unsupported
 from hone.model.heads import FORM, MEAN, STD, ScalarModel, Sequences, last_token_scores, load_scalar_model
@@ -179,7 +179,7 @@ class LoadedRewardModel:
             raise DataError(f"{place}: {type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), as needed")
         form = getattr(config, FORM, None) or ("text" if tokenizer.chat_template is None else "chat")
         device = device_of(settings.device, "args.device")
-        dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
+        dtype = torch.bfloat16 if devices_here(device.type).bfloat16 else torch.float32
         if unsupported(config) is None:
             model = OwnModel(load_scalar_model(place, dtype=dtype, device=device, config=config))
         else:

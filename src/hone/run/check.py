@@ -33,7 +33,7 @@ from hone.rollout.env_pool import EnvironmentPool
 from hone.run.check_rewards import check_rewards
 from hone.run.report import CheckReport, Findings
 from hone.run.trial import starting_architecture, try_model
-from hone.services.gpus import assumed_devices, split_devices, topology_on
+from hone.services.gpus import assumed_devices, settled_on, split_devices, topology_on
 from hone.services.launch import engine_note, plan_launches
 from hone.services.process import holder, is_free
 from hone.services.state import kept_up, runtime_folder
@@ -52,9 +52,12 @@ async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyTy
     Args:
         services: addresses of those services of the run file that are running, by name.
     """
-    config, folder, findings = loaded.config, loaded.run_file.parent, Findings()
+    findings, written = Findings(), loaded.config
+    loaded, choices = settled_on(loaded, assumed_devices(written))
+    config, folder = loaded.config, loaded.run_file.parent
     check_settings(config, findings)
-    if config.cluster.backend != "local":
+    findings.lines += map(str, choices)
+    if config.cluster.backend == "ray":
         check_placement(config, findings)
     tokenizer = check_tokenizer_and_model(config, folder, findings)
     await check_class(config, folder, tokenizer, findings)

@@ -148,8 +148,8 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
     if config.data.image_columns and kind not in SEEING:
         return no_pictures(kind)
     for key, value, needed in (
-        ("cluster.backend", config.cluster.backend, "local"),
-        ("cluster.engines.use", config.cluster.engines.use or "hone", "hone"),
+        ("cluster.backend", "ray" if config.cluster.backend == "ray" else "local", "local"),
+        ("cluster.engines.use", config.cluster.engines.name, "hone"),
     ):
         if value != needed and (key == "cluster.backend" or "rl" in config.stages):
             return (
@@ -179,7 +179,7 @@ def _code_hash() -> str:
 
 def _has_own_engine(config: RunConfig) -> bool:
     """Whether Hone's engine samples; what another one can do, it says itself when it starts."""
-    return "rl" in config.stages and (config.cluster.engines.use or "hone") == "hone"
+    return "rl" in config.stages and config.cluster.engines.name == "hone"
 
 
 async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTrial:

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 
+from hone.config.automatic import Choice, settled
+from hone.config.load import Loaded
+from hone.config.rules.files import architecture_of
 from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import RunConfig
 from hone.config.topology import Topology, devices_asked_for, topology_of
@@ -66,6 +70,14 @@ def assumed_devices(config: RunConfig) -> FoundDevices:
     return here if config.cluster.address is None or said is None else replace(here, per_node=said)
 
 
+def settled_on(loaded: Loaded, found: FoundDevices) -> tuple[Loaded, tuple[Choice, ...]]:
+    """A run file as it runs on these devices with what is installed here, and what every `auto` in it stands for."""
+    installed = frozenset(name for name in ("ray", "vllm") if find_spec(name) is not None)
+    shape = architecture_of(loaded.config, loaded.run_file.parent)
+    found_to_be = settled(loaded.config, found, installed=installed, shape=shape)
+    return replace(loaded, config=found_to_be.config), found_to_be.choices
+
+
 def topology_on(config: RunConfig, found: FoundDevices) -> Topology:
     """The topology of a run file on machines whose devices are the default of `devices_per_node`.
 
@@ -77,7 +89,7 @@ def topology_on(config: RunConfig, found: FoundDevices) -> Topology:
         PlacementError: every rule that the run file breaks on this machine.
     """
     cluster = config.cluster
-    if cluster.backend == "local":
+    if cluster.backend != "ray":
         return topology_of(config)
     asked = -(-devices_asked_for(config) // cluster.nodes) if cluster.pools else 0
     has_cores = found.device_type == "cpu"

@@ -30,7 +30,7 @@ from hone.errors import ConfigError
 
 def engines_can_do_it(config: RunConfig) -> Iterator[Breach]:
     """The engine exists, uses what is set, and keeps its own rules."""
-    engines, use = config.cluster.engines, config.cluster.engines.use or "hone"
+    engines, use = config.cluster.engines, config.cluster.engines.name
     if config.cluster.backend != "ray":
         return
     try:
@@ -122,7 +122,7 @@ def engines_fit_their_services(config: RunConfig) -> Iterator[Breach]:
         yield from _steps_hold_what_they_must(engine, where)
         for key in {"sleep_level", "args"}.intersection(engine.changed()):
             yield Breach((f"{where}.{key}",), "is for the policy's engines. Leave it out")
-        if engine.use not in (None, "hone", "vllm"):
+        if engine.use not in ("auto", "hone", "vllm"):
             yield Breach((f"{where}.use",), f"must be hone or vllm for a service (got {engine.use})")
         gpus, size = len(service.devices), engine.tensor_parallel_size
         if name in judge_services(config) and judges_pool(config):

@@ -36,8 +36,9 @@ _WHY = {
 
 
 def cluster_keys_have_a_backend(config: RunConfig) -> Iterator[Breach]:
-    given = sorted(config.cluster.model_fields_set)
-    if given and "backend" not in given:
+    cluster = config.cluster
+    given = sorted(name for name, value in cluster if value != type(cluster).model_fields[name].default)
+    if given and cluster.backend == "auto":
         keys = ("cluster.backend", *(f"cluster.{name}" for name in given))
         yield Breach(
             keys,

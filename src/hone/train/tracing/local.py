@@ -93,7 +93,7 @@ def _trainer(
     """As `assemble.models` makes it, without weights."""
     train, implementation = config.train, config.model.implementation
     passes = Passes(
-        precision=config.run.precision,
+        precision=config.run.compute_dtype,
         tokens_per_microbatch=train.tokens_per_microbatch,
         logprob_chunk_tokens=train.logprob_chunk_tokens,
         temperature=config.rollout.temperature,
@@ -112,7 +112,7 @@ def _trainer(
         learner.memory = memory
         learner.model.body.checkpointing = train.activation_checkpointing
     if trains_adapter(config, "rl"):
-        add_adapter(model, config.lora, seed=0, dtype=getattr(torch, config.run.precision))
+        add_adapter(model, config.lora, seed=0, dtype=getattr(torch, config.run.compute_dtype))
     frozen = None
     if needs_reference(config):
         frozen = AdapterOff(model) if model.adapter else copy.deepcopy(model)
