@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hone.cli.arguments import AsJson, examples
-from hone.config.automatic import Choice, settled
+from hone.config.automatic import AutoChoice, settled
 from hone.config.load import Loaded, load_config
 from hone.config.render import inline
 from hone.config.rules.files import architecture_of
@@ -153,7 +153,7 @@ def plan_command(
         raise typer.Exit(MemoryExhausted.exit_code)
 
 
-def _settled(loaded: Loaded, machine: Hardware, *, is_here: bool) -> tuple[Loaded, tuple[Choice, ...]]:
+def _settled(loaded: Loaded, machine: Hardware, *, is_here: bool) -> tuple[Loaded, tuple[AutoChoice, ...]]:
     """The run file as `hone train` has it on these devices; elsewhere with all that `hone-rl[gpu]` installs."""
     if is_here:
         return settled_on(loaded, assumed_devices(loaded.config))

@@ -22,7 +22,7 @@ EXTRA = "pip install 'hone-rl[gpu]'"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AutoChoice:
     """What one `auto` stands for."""
 
     key: str
@@ -38,7 +38,7 @@ class Settled:
     """A configuration without `auto`, and why it is what it is."""
 
     config: RunConfig
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[AutoChoice, ...] = ()
 
 
 def settled(
@@ -54,17 +54,19 @@ def settled(
         installed: of `ray` and `vllm`, those that are there.
         shape: the model's config.json, where it is known.
     """
-    choices: list[Choice] = []
+    choices: list[AutoChoice] = []
     if config.run.precision == "auto":
         is_gpu = found.device_type != "cpu"
         why = "the devices compute in it" if found.bfloat16 else "the CPU is best at it"
         if is_gpu and not found.bfloat16:
             why = "the GPUs have no bfloat16"
         value = "bfloat16" if found.bfloat16 else "float32"
-        choices.append(Choice("run.precision", value, why))
+        choices.append(AutoChoice("run.precision", value, why))
         config = config.model_copy(update={"run": config.run.model_copy(update={"precision": value})})
     if config.run.precision == "float32" and found.device_type == "cuda":
-        choices.append(Choice("float32 on GPUs", "TF32", "products round their factors to 10 bits; bfloat16 keeps 7"))
+        choices.append(
+            AutoChoice("float32 on GPUs", "TF32", "products round their factors to 10 bits; bfloat16 keeps 7")
+        )
     if config.cluster.backend != "auto" and config.cluster.engines.use != "auto":
         return Settled(config, tuple(choices))
     placed, told = _placed(config, found, installed, shape or {})
@@ -86,7 +88,7 @@ def on_devices(config: RunConfig, use: str, devices: int) -> RunConfig:
 
 def _placed(
     config: RunConfig, found: FoundDevices, installed: frozenset[str], shape: Mapping[str, Any]
-) -> tuple[RunConfig, list[Choice]]:
+) -> tuple[RunConfig, list[AutoChoice]]:
     """Backend and engine: the first of the candidates that no rule refuses."""
     cluster, gpus = config.cluster, found.per_node if found.device_type != "cpu" else 0
     is_open = cluster.backend == "auto"
@@ -134,7 +136,7 @@ def _told(
     installed: frozenset[str],
     refused: str,
     shape: Mapping[str, Any],
-) -> list[Choice]:
+) -> list[AutoChoice]:
     """Why backend and engine are what they are."""
     devices, cluster = f"{gpus} {resource}{'s' if gpus > 1 else ''}", chosen.cluster
     samples = "rl" in config.stages
@@ -149,7 +151,7 @@ def _told(
             why = f"Ray is not installed ({EXTRA}); one process on one of {devices}"
         else:
             why = f"one process on one of {devices}{f', because {refused}' if refused else ''}"
-        told.append(Choice("cluster.backend", cluster.backend, why))
+        told.append(AutoChoice("cluster.backend", cluster.backend, why))
     if config.cluster.engines.use == "auto" and samples:
         if cluster.engines.use == "vllm":
             why = "vLLM is installed"
@@ -157,7 +159,7 @@ def _told(
             why = f"vLLM is not installed, which samples several times as fast and pages its cache ({EXTRA})"
         else:
             why = refused or "the run is one process"
-        told.append(Choice("cluster.engines.use", cluster.engines.use, why))
+        told.append(AutoChoice("cluster.engines.use", cluster.engines.use, why))
     return told
 
 

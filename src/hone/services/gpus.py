@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
-from hone.config.automatic import Choice, settled
+from hone.config.automatic import AutoChoice, settled
 from hone.config.load import Loaded
 from hone.config.rules.files import architecture_of
 from hone.config.rules.placement import CLUSTER_RULES
@@ -70,7 +70,7 @@ def assumed_devices(config: RunConfig) -> FoundDevices:
     return here if config.cluster.address is None or said is None else replace(here, per_node=said)
 
 
-def settled_on(loaded: Loaded, found: FoundDevices) -> tuple[Loaded, tuple[Choice, ...]]:
+def settled_on(loaded: Loaded, found: FoundDevices) -> tuple[Loaded, tuple[AutoChoice, ...]]:
     """A run file as it runs on these devices with what is installed here, and what every `auto` in it stands for."""
     installed = frozenset(name for name in ("ray", "vllm") if find_spec(name) is not None)
     shape = architecture_of(loaded.config, loaded.run_file.parent)
