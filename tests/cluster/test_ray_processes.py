@@ -100,6 +100,18 @@ def test_what_this_process_starts_next_is_told_nothing_of_a_ray_on_the_loopback(
     assert "RAY_AUTH_MODE" not in os.environ, "nor does it ask others for this one's token"
 
 
+class Environment:
+    def of(self, name):
+        return os.environ.get(name)
+
+
+def test_an_actor_has_the_run_s_environment_and_this_process_has_not(cluster):
+    actor = cluster.spawn(Environment, devices=[0], shared_by=2, env=ClusterSection(env={"HONE_TOY": "1"}).env)
+    assert ray.get(actor.of.remote("HONE_TOY"), timeout=60) == "1"
+    assert "HONE_TOY" not in os.environ
+    ray.kill(actor)
+
+
 def test_signals_of_this_process_group_do_not_reach_ray(cluster):
     started = [p for p in psutil.Process().children(recursive=True) if "/session_" in " ".join(words_of(p))]
     assert len(started) >= 3 and os.getsid(0) not in {os.getsid(process.pid) for process in started}

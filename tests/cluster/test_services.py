@@ -223,3 +223,10 @@ def test_many_lines_are_counted_and_left_to_the_log(tmp_path):
         assert len((tmp_path / "logs" / "judge.log").read_text().splitlines()) == 1000
 
     asyncio.run(run())
+
+
+def test_a_service_has_variables_of_its_own_and_no_other_has_them(tmp_path):
+    toy = {"command": ["python", str(tmp_path), "{port}"]}
+    first, second = Watched(tmp_path, first={**toy, "env": {"NCCL_DEBUG": "INFO"}}, second=toy).launches
+    assert first.environment["NCCL_DEBUG"] == "INFO" and "NCCL_DEBUG" not in second.environment
+    assert first.fingerprint != second.fingerprint, "another environment is another service"

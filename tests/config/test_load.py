@@ -288,6 +288,8 @@ def test_missing_file_directory_and_unreadable_name(tmp_path):
         ("observe__api_key", "abc"),
         ("observe__wandb", "sk-abcdefghijklmnopqrstuv"),
         ("model__path", "https://me:hunter2@host/model"),
+        ("cluster__env", "{NCCL_DEBUG: INFO, MY_API_KEY: abc}"),
+        ("services", "{judge: {policy: a/b, env: {PROXY: 'http://me:hunter2@host'}}}"),
         ("reward__components", "[{use: exact, args: {password: abc}}]"),
         ("reward__components", "[{use: exact, args: {headers: ['Bearer abcdefghijklmnopqrst']}}]"),
         ("reward__components", "[{use: exact, args: {services: [{openai_key: abc}, 3]}}]"),

@@ -32,6 +32,8 @@ BROKEN = [
     ({"data__system": "hi"}, "data.system: is only used by a chat template"),
     ({"data__template": "'{{prompt}} { }'"}, "data.template: names no column in braces"),
     ({"data__train_rows": "'100'"}, "data.train_rows: must be start:stop as in Python"),
+    ({"cluster__env": "{9LIVES: cat}"}, "cluster.env.9LIVES: is no name of an environment variable"),
+    (judge("policy: a/b, env: {CUDA_VISIBLE_DEVICES: '0'}"), "services.judge.env.CUDA_VISIBLE_DEVICES: is set by Hone"),
     ({"sft__rows": "a:b"}, "sft.rows: must be start:stop"),
     ({"stages": "[rl, rl]"}, "stages: must name each stage once (got rl, rl)"),
     ({"reward__components": "[]"}, "reward.components: is required for stage rl"),

@@ -25,7 +25,7 @@ def test_there_are_about_200_keys_each_with_a_meaning():
     assert len(distinct) <= 210, "one optimizer is to be learnt, however many sections have it"
     for key in keys.values():
         assert key.meaning.endswith("."), key.path
-        assert key.kind != "a mapping" or key.name in ("init", "args", "template_args", "engine")
+        assert key.kind != "a mapping" or key.name in ("init", "args", "template_args", "engine", "env")
 
 
 @pytest.mark.parametrize(

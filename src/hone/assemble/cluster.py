@@ -422,6 +422,7 @@ class RayWorkers:
             *args,
             devices=[numbers.index(device) for device in devices],
             shared_by=self._sharers(devices),
+            env=self._settings.env,
         )
         if hasattr(actor, "ping"):
             self.processes[name] = process

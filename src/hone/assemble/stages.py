@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,7 @@ from hone.rollout.router import Router
 from hone.run.folder import RunFolder, identity_of
 from hone.run.trial import starting_architecture, try_model
 from hone.runtime.backoff import Restarts
+from hone.runtime.processes import environment_restored
 from hone.services.gpus import settled_on
 from hone.services.supervisor import Services
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
@@ -99,14 +101,19 @@ def train(
     loaded = with_length(loaded, tokenizer)
     config = loaded.config
     settings = config.model_dump(mode="json")
-    with RunFolder.open(
-        loaded.run_dir,
-        run_file=loaded.run_file,
-        run_yaml=loaded.as_yaml(),
-        config=settings,
-        resume=resume,
-        fresh=fresh,
-    ) as folder:
+    own_env = config.cluster.env if is_local else {}
+    with (
+        environment_restored(*own_env),
+        RunFolder.open(
+            loaded.run_dir,
+            run_file=loaded.run_file,
+            run_yaml=loaded.as_yaml(),
+            config=settings,
+            resume=resume,
+            fresh=fresh,
+        ) as folder,
+    ):
+        os.environ.update(own_env)
         identity = identity_of(loaded.run_file, settings) | {"inputs": input_hashes(loaded, tokenizer)}
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, identity)
         saved = checkpoints.newest() if folder.resumed else None

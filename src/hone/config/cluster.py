@@ -47,6 +47,8 @@ class ClusterSection(Section):
     """GPUs per machine; null: all; without GPUs, the number of cores."""
     pools: dict[str, PoolSection] = key({})
     """Named groups of devices with their roles; none: one pool of all devices, where trainer and engines take turns."""
+    env: dict[str, str] = key({})
+    """Environment variables of ranks, engines, judges and reward models; in one process, of the run itself."""
     trainer: ShardingSection = key(ShardingSection())
     engines: EngineSection = key(EngineSection())
     """The policy's engines, where `rollout` is; a judge's are in its service's `engine`."""

@@ -49,6 +49,8 @@ ELSEWHERE = {
 }
 """Arguments of vLLM and of other tools that are not keys of the section -> why, and what to use."""
 
+TOKEN_VARIABLE = "HONE_SERVICE_TOKEN"
+"""Has the token of the run's services, in the environment of each."""
 POLICY_GPU_FRAC, SERVICE_GPU_FRAC = 0.5, 0.9
 """`gpu_memory_utilization` where it is null."""
 SERVICE_SEQUENCES, SERVICE_STEP_TOKENS = 64, 8192

@@ -147,6 +147,8 @@ class ServiceSection(Section):
     """Program to run in the run file's folder, as a list of words; {port} is replaced by the port."""
     devices: tuple[int, ...] = key((), unit="GPU numbers")
     """GPUs of the service, as indices into CUDA_VISIBLE_DEVICES; it sees no others."""
+    env: dict[str, str] = key({})
+    """Environment variables of the service, besides those of the run's process."""
     port: int = key(0, ge=0, le=65535)
     """Port on 127.0.0.1; 0: a free one, kept across restarts."""
     health: str = key("/health")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hone.config.engine import SERVICE_SEQUENCES
+from hone.config.engine import SERVICE_SEQUENCES, TOKEN_VARIABLE
 from hone.config.rules.engines import PORT_WORD
 from hone.config.rules.files import find_program, served_by
 from hone.config.run import RunConfig, ServiceSection
@@ -20,8 +20,6 @@ from hone.services.process import HOST, free_port
 
 HONES_OWN = frozenset({"use", "max_num_seqs", "max_model_len"})
 """Keys of an engine that `hone serve policy` honours; its context is the model's."""
-TOKEN_VARIABLE = "HONE_SERVICE_TOKEN"
-"""Has the token of the run's services, in the environment of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ def plan_launches(
                 service,
                 tuple(word.replace(PORT_WORD, str(port)) for word in [*command, *words]),
                 folder.absolute(),
-                environment_with(devices) | secrets,
+                environment_with(devices) | service.env | secrets,
                 port,
                 logs.absolute() / f"{name}.log",
                 _fingerprint(service, command, folder, devices),
@@ -124,7 +122,8 @@ def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, log
         host: address of that machine, for clients.
     """
     port, command = free_port(host), _command(service, folder, host)
-    words, environment = _accepting(place.token, service, folder)
+    words, secrets = _accepting(place.token, service, folder)
+    environment = service.env | secrets
     words += ["--enable-sleep-mode"] if place.sleeps else []
     if _is_vllm(service, folder):
         environment |= {"VLLM_SERVER_DEV_MODE": "1"} if place.sleeps else {}
@@ -209,5 +208,5 @@ def _fingerprint(service: ServiceSection, command: list[str], folder: Path, devi
     model = folder / Path(service.policy).expanduser() if service.policy else None
     files = [file for file in sorted(model.iterdir()) if file.is_file()] if model and model.is_dir() else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    what = json.dumps([command, str(folder.resolve()), devices, stamps])
+    what = json.dumps([command, str(folder.resolve()), devices, service.env, stamps])
     return hashlib.sha256(what.encode()).hexdigest()[:16]

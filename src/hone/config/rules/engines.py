@@ -17,12 +17,14 @@ from hone.config.engine import (
     SERVICE_GPU_FRAC,
     SERVICE_SEQUENCES,
     SERVICE_STEP_TOKENS,
+    TOKEN_VARIABLE,
     EngineSection,
 )
 from hone.config.messages import nearest
 from hone.config.rules import Breach
 from hone.config.run import RunConfig
 from hone.config.topology import judge_services, judges_pool
+from hone.devices import KINDS
 from hone.errors import ConfigError
 
 # ---- the policy's engines
@@ -216,6 +218,18 @@ def service_names_are_plain(config: RunConfig) -> Iterator[Breach]:
             )
 
 
+def variables_can_be_set(config: RunConfig) -> Iterator[Breach]:
+    """Names of `env` are names, and not of what Hone and Ray set themselves."""
+    sections = {"cluster.env": config.cluster.env}
+    sections |= {f"services.{name}.env": service.env for name, service in config.services.items()}
+    for where, names in ((where, name) for where, env in sections.items() for name in env):
+        key = f"{where}.{names}"
+        if not re.fullmatch(r"[A-Za-z_]\w*", names, re.ASCII):
+            yield Breach((key,), "is no name of an environment variable: letters, digits and _, no digit first")
+        elif names.startswith("RAY_") or names in (*(kind.variable for kind in KINDS), TOKEN_VARIABLE):
+            yield Breach((key,), "is set by Hone or Ray for each process. Leave it out; devices are cluster.pools'")
+
+
 def services_are_of_one_kind(config: RunConfig) -> Iterator[Breach]:
     for name, service in config.services.items():
         kinds = {"reward": service.reward, "policy": service.policy, "command": service.command}
@@ -294,6 +308,7 @@ def named_services_exist(config: RunConfig) -> Iterator[Breach]:
 
 
 ENGINE_RULES = (
+    variables_can_be_set,
     engines_can_do_it,
     engines_fit_their_services,
     engines_share_memory,

@@ -37,7 +37,8 @@ _WHY = {
 
 def cluster_keys_have_a_backend(config: RunConfig) -> Iterator[Breach]:
     cluster = config.cluster
-    given = sorted(name for name, value in cluster if value != type(cluster).model_fields[name].default)
+    defaults = {name: field.default for name, field in type(cluster).model_fields.items()}
+    given = sorted(name for name, value in cluster if value != defaults[name] and name != "env")
     if given and cluster.backend == "auto":
         keys = ("cluster.backend", *(f"cluster.{name}" for name in given))
         yield Breach(
