@@ -19,7 +19,7 @@ VLLM_PIP   := $(VLLM)/bin/python -m pip -q --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-pythons test-orders test-vllm lint format bench docs clean
+.PHONY: help setup quickstart test test-slow test-pythons test-orders test-vllm lint format bench bundle docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -88,6 +88,9 @@ docs: $(STAMP)  ## regenerate the pages that are made from the code
 
 bench: $(STAMP)  ## every benchmark, each a ratio against a named baseline (about an hour)
 	$(RUN) benchmarks.run_all
+
+bundle: $(STAMP)  ## dist/hone-bundle-*.tar: Hone and its light dependencies, for machines without a network
+	$(RUN) hone.tools.bundle dist
 
 clean:  ## remove what runs and builds left behind (not .venv)
 	rm -rf runs build dist .pytest_cache .ruff_cache src/*.egg-info

@@ -279,11 +279,12 @@ def machines_of(settings: ClusterSection) -> list[dict[str, float]]:
     Raises:
         ClusterError: there is no Ray to join.
     """
-    cluster = RayCluster(settings, name="hone", resource="CPU", num_devices=0, say=print)
-    try:
-        return cluster.machines()
-    finally:
-        cluster.close()
+    with environment_for_ray():
+        cluster = RayCluster(settings, name="hone", resource="CPU", num_devices=0, say=print)
+        try:
+            return cluster.machines()
+        finally:
+            cluster.close()
 
 
 def _shows_token() -> bool:
