@@ -68,7 +68,9 @@ def _required(package: str) -> list[str]:
 
 def requirement_lines() -> list[str]:
     """Of requirements.txt: Hone's own ranges, so that what a machine has and Hone accepts stays; else any version."""
-    ranges = {canonicalize_name(one.name): one for one in map(Requirement, metadata.requires("hone-rl") or ())}
+    ranges: dict[str, Requirement] = {
+        canonicalize_name(one.name): one for one in map(Requirement, metadata.requires("hone-rl") or ())
+    }
     return [f"{name}{ranges[name].specifier if name in ranges else ''}" for name in light_packages()]
 
 
