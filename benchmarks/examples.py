@@ -86,6 +86,7 @@ EXAMPLES = {
         (f"reward.components=[{{use: reward_model, args: {RM}, timeout_s: 60}}, {{use: exact, weight: 0}}]",),
     ),
     "sft-chat": Example("sft-chat/run.yaml", (Curve("sft-chat: exp(-loss)", "sft/loss", over=3, share=likelihood),)),
+    "pictures": Example("pictures/run.yaml", accuracy("pictures", "eval/reward_mean")),
     "poster": Example("poster/run.yaml", accuracy("poster: reward", "eval/reward_mean")),
 }
 

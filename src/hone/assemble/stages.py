@@ -58,7 +58,7 @@ from hone.observe.observer import Observer, OnMetrics
 from hone.reward.resolve import picture_of_responses
 from hone.rollout.router import Router
 from hone.run.folder import RunFolder, identity_of
-from hone.run.trial import starting_architecture, try_model
+from hone.run.trial import refused_by_tokenizer, starting_architecture, try_model
 from hone.runtime.backoff import Restarts
 from hone.runtime.processes import environment_restored
 from hone.services.gpus import settled_on
@@ -201,9 +201,9 @@ def refuse_untrainable(loaded: Loaded, tokenizer: Tokenizer) -> None:
     """Raises DataError for a model whose class engine or trainer cannot run, as `hone check` reports it."""
     config = loaded.config
     architecture = starting_architecture(config.model, loaded.run_file.parent, vocab_size=tokenizer.vocab_size)
-    trial = in_new_loop(try_model(config, architecture))
-    if trial.refused:
-        raise DataError(loaded.located(trial.refused))
+    refused = refused_by_tokenizer(architecture, tokenizer) or in_new_loop(try_model(config, architecture)).refused
+    if refused:
+        raise DataError(loaded.located(refused))
 
 
 async def run_stages(job: Job, saved: SavedCheckpoint | None, interrupted: threading.Event | None) -> None:

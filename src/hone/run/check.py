@@ -32,7 +32,7 @@ from hone.reward.rewards import Rewards
 from hone.rollout.env_pool import EnvironmentPool
 from hone.run.check_rewards import check_rewards
 from hone.run.report import CheckReport, Findings
-from hone.run.trial import starting_architecture, try_model
+from hone.run.trial import refused_by_tokenizer, starting_architecture, try_model
 from hone.services.gpus import assumed_devices, settled_on, split_devices, topology_on
 from hone.services.launch import engine_note, plan_launches
 from hone.services.process import holder, is_free
@@ -139,6 +139,8 @@ async def check_class(config: RunConfig, folder: Path, tokenizer: Tokenizer | No
         if not findings.problems:
             findings.not_checked.append(f"whether engine and trainer can run the model: {error}")
         return
+    if tokenizer is not None and (differs := refused_by_tokenizer(architecture, tokenizer)):
+        findings.problems.append(differs)
     trial = await try_model(config, architecture)
     findings.lines += [f"model: {trial.proven}"] if trial.proven else []
     findings.problems += [trial.refused] if trial.refused else []

@@ -36,8 +36,9 @@ import hone
 from hone.algo.algorithm import Algorithm
 from hone.config.derived import trains_adapter
 from hone.config.run import AlgorithmSection, ModelSection, RunConfig
-from hone.data.chat import can_resolve, resolve_model
+from hone.data.chat import Tokenizer, can_resolve, resolve_model
 from hone.data.pack import collate
+from hone.data.pictures import PICTURE_TOKEN
 from hone.errors import DataError, EngineError
 from hone.loop.gate import NOTICEABLE, mean_gap
 from hone.memory.calibration import state_folder
@@ -157,6 +158,18 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
                 f"far (got {key} = {value}). Set {key}={needed}, or take a text model."
             )
     return ""
+
+
+def refused_by_tokenizer(architecture: PreTrainedConfig, tokenizer: Tokenizer) -> str:
+    """That config.json and tokenizer mean different tokens by a picture's; "" if they agree."""
+    kind, own = architecture.model_type, tokenizer.hf.get_vocab().get(PICTURE_TOKEN)
+    wanted = getattr(architecture, "image_token_id", None)
+    if kind not in SEEING or own in (None, wanted):
+        return ""
+    return (
+        f"model: image_token_id of {kind} is {wanted}, but the tokenizer's {PICTURE_TOKEN} is {own}, so other programs "
+        f"would look for pictures elsewhere. Set image_token_id to {own}."
+    )
 
 
 def _key(config: RunConfig, architecture: PreTrainedConfig) -> str:
