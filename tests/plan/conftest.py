@@ -1,5 +1,7 @@
 """A run file to plan, and ways to make one."""
 
+import os
+
 import pytest
 
 from hone.config.load import load_config
@@ -22,3 +24,13 @@ def configured(tmp_path_factory: pytest.TempPathFactory):
         return load_config(file, overrides).config
 
     return config
+
+
+@pytest.fixture(scope="module")
+def vllm_program(tmp_path_factory):
+    """A program named vllm on the PATH: judges on several GPUs need one. Returns its folder."""
+    program = tmp_path_factory.mktemp("bin") / "vllm"
+    program.touch(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+        yield program.parent

@@ -109,7 +109,7 @@ JUDGE = (
 
 
 @pytest.fixture(scope="module")
-def judged(configured):
+def judged(configured, vllm_program):
     """Qwen3-8B with a judge of 7B on half of eight GPUs."""
     return plan(
         configured(*RAY, *JUDGE, POOLS, "train.activation_checkpointing=full", "train.tokens_per_microbatch=4096"),
@@ -121,7 +121,7 @@ SCORING = ("throughput", "latency", "memory")
 
 
 @pytest.fixture(scope="module")
-def tuned(judged):
+def tuned(judged, vllm_program):
     return {preset: propose(judged, preset) for preset in SCORING}
 
 
@@ -136,7 +136,7 @@ def test_a_preset_of_judges_reaches_its_goal_within_its_bounds(judged, tuned, pr
     assert {change.key.partition(".pools")[0] for change in found.changes} <= searched
 
 
-def test_more_devices_go_to_the_pool_that_a_step_waits_for(configured):
+def test_more_devices_go_to_the_pool_that_a_step_waits_for(configured, vllm_program):
     heavy = ("services.grm={policy: qwen2.5-32b, engine: {tensor_parallel_size: 2}}", JUDGE[1])
     few = "cluster.pools={train: {devices: 6, roles: [policy, rollout]}, score: {devices: 2, roles: [judge]}}"
     small = ("model.path=Qwen/Qwen3-0.6B", "rollout.max_response_tokens=512")

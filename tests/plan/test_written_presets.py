@@ -1,7 +1,5 @@
 """A run file that a preset writes is accepted and planned as the preset promised, for any model and hardware."""
 
-import os
-
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -47,16 +45,6 @@ reward: {components: [{use: reward_model, args: {path: qwen2.5-0.5b}}]}
 MODELS = ("qwen2.5-0.5b", "qwen3-8b", "llama-3.1-8b", "gemma-2-2b", "qwen2.5-32b", "mixtral-8x7b-v0.1")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def vllm(tmp_path_factory):
-    """A program of that name: judges on several GPUs need it, and the rules of run files look for it."""
-    program = tmp_path_factory.mktemp("bin") / "vllm"
-    program.touch(0o755)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(program.parent), prepend=os.pathsep)
-        yield
-
-
 @examples(4)
 @given(
     model=st.sampled_from(MODELS),
@@ -64,26 +52,38 @@ def vllm(tmp_path_factory):
     preset=st.sampled_from([*GOALS]),
     staleness=st.integers(0, 1),
     reward=st.sampled_from([*REWARDS]),
+    has_vllm=st.booleans(),
 )
-@example(model="qwen3-8b", hardware="8xH100-80G", preset="memory", staleness=1, reward="judge in a pool")
-@example(model="qwen3-8b", hardware="2xA100-40G", preset="latency", staleness=0, reward="judge beside the run")
-def test_what_a_preset_writes_is_planned_as_promised(tmp_path_factory, model, hardware, preset, staleness, reward):
+@example(model="qwen3-8b", hardware="8xH100-80G", preset="memory", staleness=1, reward="judge in a pool", has_vllm=True)
+@example(
+    model="qwen3-8b",
+    hardware="8xH100-80G",
+    preset="latency",
+    staleness=0,
+    reward="judge beside the run",
+    has_vllm=False,
+)
+def test_what_a_preset_writes_is_planned_as_promised(
+    tmp_path_factory, vllm_program, model, hardware, preset, staleness, reward, has_vllm
+):
     assume(GOALS[preset].blocks is not scoring or reward != "exact")
     assume(reward in ("exact", "judge beside the run") or find_hardware(hardware).devices >= 8)
-    file = tmp_path_factory.mktemp("preset") / "run.yaml"
-    file.write_text(RUN.format(model=model, staleness=staleness) + REWARDS[reward])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(vllm_program) if has_vllm else "")
+        file = tmp_path_factory.mktemp("preset") / "run.yaml"
+        file.write_text(RUN.format(model=model, staleness=staleness) + REWARDS[reward])
 
-    def planned(path):
-        loaded = load_config(path)
-        return loaded, plan(loaded.config, in_cluster(find_hardware(hardware), hardware, loaded.config))
+        def planned(path):
+            loaded = load_config(path)
+            return loaded, plan(loaded.config, in_cluster(find_hardware(hardware), hardware, loaded.config))
 
-    loaded, today = planned(file)
-    promised = propose(today, preset)
-    better = file.with_name("better.yaml")
-    write_run_file(better, loaded, [], promised)
-    _, found = planned(better)
-    assert found.ledgers == promised.plan.ledgers
-    assert found.verdict.level == promised.plan.verdict.level
-    assert found.verdict.problems == promised.plan.verdict.problems
-    assert found.inputs.workload == today.inputs.workload
-    assert found.impossible(GOALS[preset].headroom) <= today.impossible(GOALS[preset].headroom)
+        loaded, today = planned(file)
+        promised = propose(today, preset)
+        better = file.with_name("better.yaml")
+        write_run_file(better, loaded, [], promised)
+        _, found = planned(better)
+        assert found.ledgers == promised.plan.ledgers
+        assert found.verdict.level == promised.plan.verdict.level
+        assert found.verdict.problems == promised.plan.verdict.problems
+        assert found.inputs.workload == today.inputs.workload
+        assert found.impossible(GOALS[preset].headroom) <= today.impossible(GOALS[preset].headroom)

@@ -33,6 +33,8 @@ class Inputs:
     """By service: those on devices of the cluster, or on GPUs of their own."""
     reward_models: tuple[ScoringModel, ...]
     workload: Workload
+    folder: Path
+    """Where relative paths of the run file start."""
 
     @property
     def is_local(self) -> bool:
@@ -71,6 +73,7 @@ def resolve(config: RunConfig, hardware: Hardware, workload: Workload, folder: P
         judges=judges,
         reward_models=tuple(rewards),
         workload=workload,
+        folder=folder,
     )
 
 

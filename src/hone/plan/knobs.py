@@ -7,6 +7,7 @@ from typing import Any
 
 from hone.config.cluster import PoolSection
 from hone.config.engine import ROLE_TOKENS, EngineSection
+from hone.config.rules.files import served_by
 from hone.config.topology import service_devices
 from hone.plan.inputs import Inputs, changed, setting
 from hone.plan.planner import cluster_violations
@@ -86,7 +87,7 @@ def _engine(inputs: Inputs, service: str) -> Iterator[Block]:
     key, share = f"{section}.tensor_parallel_size", f"{section}.gpu_memory_utilization"
     shares = _with(engine.gpu_memory_utilization, SCORER_FRACS)
     yield {
-        key: _legal(inputs, key, DEGREES),
+        key: _legal(inputs, key, DEGREES if has_vllm(inputs, service) else ()),
         share: shares,
         f"{section}.max_num_seqs": _with(engine.max_num_seqs, (16, 32, 64, 128, 256)),
     }
@@ -96,6 +97,11 @@ def _engine(inputs: Inputs, service: str) -> Iterator[Block]:
         f"{section}.max_model_len": _with(engine.max_model_len, _context(inputs, service)),
         f"{section}.enforce_eager": _with(engine.enforce_eager, (True,)),
     }
+
+
+def has_vllm(inputs: Inputs, service: str) -> bool:
+    """Whether a judge's engine is vLLM on this machine, where the file is checked, whatever hardware is planned for."""
+    return served_by(inputs.config.services[service].engine or EngineSection(), inputs.folder) == "vllm"
 
 
 def _context(inputs: Inputs, service: str) -> list[int]:
@@ -116,7 +122,7 @@ def _service_devices(inputs: Inputs, service: str) -> Block:
         return {}
     taken = service_devices(config) | set(config.run.devices or ())
     free = [number for number in range(inputs.hardware.per_node) if number not in taken]
-    most = len(today) + len(free) - (config.run.devices is None)
+    most = len(today) + len(free) - (config.run.devices is None) if has_vllm(inputs, service) else 1
     return {key: _legal(inputs, key, [(*today, *free)[:count] for count in DEGREES if count <= most])}
 
 

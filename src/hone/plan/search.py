@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from hone.errors import DataError
 from hone.plan.inputs import Inputs, Settings, changed, plain, setting
-from hone.plan.knobs import Block, scoring, whole_run
+from hone.plan.knobs import Block, has_vllm, scoring, whole_run
 from hone.plan.ledger import gib, percent
 from hone.plan.planner import Plan, cluster_settings, plan_inputs
 from hone.plan.time import StepTime
@@ -269,8 +269,11 @@ class _Search:
 
 
 def beyond(plan: Plan) -> list[str]:
-    """What other numbers of the algorithm would bring: for people to decide, because they change what is learnt."""
+    """What other numbers of the algorithm would bring, and judges on several devices where vLLM is not installed: for
+    people to decide."""
     inputs, lines = plan.inputs, []
+    needy = [service for service in plan.inputs.judges if not has_vllm(plan.inputs, service)]
+    lines += [f"services.{service}: several devices need vLLM, which is not installed here" for service in needy]
     workload = inputs.workload
     more = replace(
         inputs,
