@@ -166,12 +166,12 @@ class Sample(WithArrays):
         object.__setattr__(self, "sampler_logprobs", read_only(self.sampler_logprobs, np.float32))
         if self.loss_mask is not None:
             object.__setattr__(self, "loss_mask", read_only(self.loss_mask, np.bool_))
-        counts = {len(self.token_ids), len(self.sampler_logprobs), sum(span.num_tokens for span in self.versions)}
-        if len(counts | ({len(self.loss_mask)} if self.loss_mask is not None else set())) > 1:
-            masked = "no mask" if self.loss_mask is None else f"a mask of {len(self.loss_mask)}"
+        count, of_versions = len(self.token_ids), sum([span.num_tokens for span in self.versions])
+        masked = count if self.loss_mask is None else len(self.loss_mask)
+        if not count == len(self.sampler_logprobs) == of_versions == masked:
             raise ValueError(
-                f"a sample has {len(self.token_ids)} tokens, {len(self.sampler_logprobs)} logprobs, versions of "
-                f"{sum(span.num_tokens for span in self.versions)} tokens, and {masked}"
+                f"a sample has {count} tokens, {len(self.sampler_logprobs)} logprobs, versions of {of_versions} "
+                f"tokens, and {'no mask' if self.loss_mask is None else f'a mask of {masked}'}"
             )
 
     def token_versions(self) -> list[int]:

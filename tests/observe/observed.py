@@ -11,6 +11,7 @@ class Settings:
     tensorboard: bool = False
     wandb: str | None = None
     samples_max_mib: float = 1.0
+    samples_step_tokens: int | None = None
     trace: bool = False
 
 

@@ -21,10 +21,11 @@ def background():
     background.close()
 
 
-def recorder(tmp_path, background, *, max_bytes=2**20, last_step=None, said=None):
+def recorder(tmp_path, background, *, max_bytes=2**20, last_step=None, said=None, step_tokens=None):
     return Recorder(
         tmp_path / "samples",
         max_bytes=max_bytes,
+        step_tokens=step_tokens,
         background=background,
         warn=(said if said is not None else []).append,
         last_step=last_step or {},
@@ -63,6 +64,17 @@ def test_any_float32_logprob_comes_back_to_the_bit(tmp_path, background):
     recorder(tmp_path, background).record("rl", 0, [replace(group, samples=(sample,))], None)
     background.drain()
     assert read_samples(tmp_path, 0)[0].sample.sampler_logprobs.tobytes() == np.array(values, np.float32).tobytes()
+
+
+def test_of_a_large_step_groups_spread_evenly_are_recorded(tmp_path, background):
+    r = recorder(tmp_path, background, step_tokens=20)
+    groups = [make_group(n) for n in range(10)]  # of five tokens each
+    r.record("rl", 1, groups, [[n, -n] for n in range(10)])
+    r.record("rl", 2, [make_group(0, texts=("4" * 30, "22"))], None)
+    background.drain()
+    found = read_samples(tmp_path, 1)
+    assert [(s.prompt_id, s.advantage) for s in found][::2] == [(f"row-{n}", n) for n in (0, 2, 5, 7)]
+    assert len(read_samples(tmp_path, 2)) == 2, "one group at least"
 
 
 def test_several_records_of_one_step_are_kept_together_and_stages_apart(tmp_path, background):

@@ -422,6 +422,8 @@ class ObserveSection(Section):
     """Weights & Biases project; null: off. The key comes from WANDB_API_KEY."""
     samples_max_mib: float = key(64.0, unit="MiB, compressed", ge=0)
     """Maximum size of samples/; recording then stops with a message. 0: no recording."""
+    samples_step_tokens: int | None = key(1_000_000, unit="tokens", ge=1)
+    """Response tokens recorded of a step: of a larger one, groups spread evenly over it, at least one. null: all."""
     trace: bool = key(True)
     """Write trace.json, for Perfetto."""
     stop_on: tuple[str, ...] = key(())

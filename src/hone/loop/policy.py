@@ -18,6 +18,7 @@ from hone.loop.movement import Movement, is_measured
 from hone.loop.run import PolicyRun, due, now, staleness_shares, summarize
 from hone.reward.rewards import component_metrics
 from hone.rollout.engine import Request
+from hone.runtime.collector import spared_collector
 from hone.runtime.stopping import unless_stopped
 from hone.types import Batch, Group, Prompt
 
@@ -32,6 +33,11 @@ class Finished:
 
 async def train_policy(run: PolicyRun) -> None:
     """Make policy updates until `run.steps` are made or a stop is asked for. The caller saves the end."""
+    with spared_collector():
+        await _train(run)
+
+
+async def _train(run: PolicyRun) -> None:
     progress, prompts_per_step = run.progress, run.config.train.prompts_per_step
     max_staleness = run.config.rollout.max_staleness
     permits = (max_staleness + 1) * prompts_per_step
@@ -85,13 +91,13 @@ async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
     config = run.config
     run.observer.event("group_started", prompts=[prompt.index])
     request = Request(prompt, config.rollout.group_size, run.sampling, config.seed, "train")
-    greedy = Request(prompt, 1, replace(run.sampling, temperature=0.0), config.seed, "train")
-    requests = [request, greedy] if "greedy_reward" in run.algorithm.needs else [request]
-    finished, *baseline = await asyncio.gather(*(sample_and_score(run, request) for request in requests))
-    if baseline:
-        finished = Finished(
-            replace(finished.group, greedy=baseline[0].group), max(finished.generated_at, baseline[0].generated_at)
-        )
+    if "greedy_reward" in run.algorithm.needs:
+        greedy = Request(prompt, 1, replace(run.sampling, temperature=0.0), config.seed, "train")
+        finished, baseline = await asyncio.gather(sample_and_score(run, request), sample_and_score(run, greedy))
+        generated_at = max(finished.generated_at, baseline.generated_at)
+        finished = Finished(replace(finished.group, greedy=baseline.group), generated_at)
+    else:
+        finished = await sample_and_score(run, request)
     return finished if run.keeps(finished.group) else None
 
 
@@ -123,7 +129,7 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
         await run.offload_others()  # until the weights are published; what follows has the devices to itself
         batch, agreement = await run.in_compute_thread(collate_and_check, run, groups)
         batch, learned = await run.in_compute_thread(learn, run, batch)
-    run.record(groups, dropped, batch)
+    await run.in_compute_thread(run.record, groups, dropped, batch)
     return metrics | agreement | learned
 
 

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from hone.algo.algorithm import Algorithm
@@ -227,9 +226,13 @@ class PolicyRun(Stage[Trainer]):
 
 def sample_advantages(batch: Batch) -> list[float]:
     """Mean advantage of each sample's tokens; 0 for a sample without tokens."""
-    total_T = torch.nn.functional.pad(batch.columns["advantages_T"].double().cumsum(0), (1, 0))
-    end_S = batch.length_S.cumsum(0)
-    return ((total_T[end_S] - total_T[end_S - batch.length_S]) / batch.length_S.clamp(min=1)).tolist()
+    advantage_T, length_S = batch.columns["advantages_T"].cpu().numpy(), batch.length_S.cpu().numpy()
+    mean_S = np.zeros(len(length_S))
+    has_tokens = length_S > 0
+    lengths = length_S[has_tokens]
+    if len(lengths):
+        mean_S[has_tokens] = np.add.reduceat(advantage_T, lengths.cumsum() - lengths, dtype=np.float64) / lengths
+    return mean_S.tolist()
 
 
 def due(step: int, every: int) -> bool:

@@ -48,6 +48,8 @@ class ObserveSettings(Protocol):
     @property
     def samples_max_mib(self) -> float: ...
     @property
+    def samples_step_tokens(self) -> int | None: ...
+    @property
     def trace(self) -> bool: ...
 
 
@@ -95,6 +97,7 @@ class Observer:
         self._timelines: dict[str, Timeline] = {}
         self._background = Background(self._warn_of_gap, patience_s=patience_s)
         self._samples_max_bytes = int(settings.samples_max_mib * 2**20)
+        self._samples_step_tokens = settings.samples_step_tokens
         self._recorder = self._new_recorder(resume)
         self._summary = RunSummary.begin(folder, title=title, versions=versions(), resume=is_resumed, warn=self.warn)
         self._watched: list[Callable[[], Mapping[str, float]]] = []
@@ -181,9 +184,10 @@ class Observer:
     def record(
         self, stage: str, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None
     ) -> None:
-        """Record every sample of these groups, with one advantage per sample of each group, or None: not trained on.
+        """Record the samples of these groups, with one advantage per sample of each group, or None: not trained on.
 
-        May be called several times for one step; the samples are stored together.
+        May be called several times for one step; the samples are stored together. Of many tokens, only some groups are
+        recorded (`observe.samples_step_tokens`).
         """
         self._recorder.record(stage, step, groups, advantages)
 
@@ -248,6 +252,7 @@ class Observer:
         return Recorder(
             self._folder / "samples",
             max_bytes=self._samples_max_bytes,
+            step_tokens=self._samples_step_tokens,
             background=self._background,
             warn=self.warn,
             last_step=self._metrics.last_step,

@@ -1,8 +1,9 @@
 """Sample recorder and reader: samples/<stage>/step-000012.jsonl.gz, one line per group.
 
 Written aside and then renamed, so a file is whole or absent. The lines hold columns (one list per field over the
-group's samples) because that is several times cheaper to write than an object per sample; `read_samples` gives the
-samples one by one. Nothing in a run reads them back.
+group's samples) because that is several times cheaper to write than an object per sample, and token ids and logprobs
+as base64 of their little-endian bytes, which is exact and fifty times cheaper than decimal numbers. `read_samples`
+gives the samples one by one. Nothing in a run reads them back.
 
 The caller's thread makes the text, the background thread compresses and writes it: two threads that both run Python
 would take the interpreter from each other at every tensor operation, which costs the loop more than the text does.
@@ -10,6 +11,7 @@ would take the interpreter from each other at every tensor operation, which cost
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import gzip
 import json
@@ -40,14 +42,20 @@ class Recorder:
         folder: Path,
         *,
         max_bytes: int,
+        step_tokens: int | None = None,
         background: Background,
         warn: Callable[[str], None],
         last_step: Mapping[str, int],
         expected_files: int = 0,
     ) -> None:
-        """Files beyond `last_step` (stage -> step that the run resumes after) are removed; empty removes all. Those
-        that are not whole are set aside, and less than `expected_files` are warned of."""
+        """
+        Args:
+            step_tokens: response tokens recorded by one call, at most; one group in any case. None: all.
+            last_step: stage -> step that the run resumes after. Files beyond it are removed, all if it is empty.
+            expected_files: fewer cause a warning. Files that are not whole are set aside.
+        """
         self._folder, self._max_bytes, self._background, self._warn = folder, max_bytes, background, warn
+        self._step_tokens = step_tokens
         self._sizes: dict[Path, int] = {}
         self._unsynced: set[Path] = set()
         self._full = max_bytes == 0
@@ -93,8 +101,16 @@ class Recorder:
         if self._full:
             return
         each = [None] * len(groups) if advantages is None else advantages
-        text = "".join(map(_encode, groups, each)).encode()
+        text = "".join(_encode(groups[place], each[place]) for place in self._chosen(groups)).encode()
         self._background.submit(lambda: self._write(stage, step, text))
+
+    def _chosen(self, groups: Sequence[Group]) -> Sequence[int]:
+        """Places of the groups that are recorded."""
+        num_tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
+        if self._step_tokens is None or num_tokens <= self._step_tokens:
+            return range(len(groups))
+        count = max(1, len(groups) * self._step_tokens // num_tokens)
+        return [place * len(groups) // count for place in range(count)]
 
     def _write(self, stage: str, step: int, text: bytes) -> None:
         if self._full:
@@ -164,7 +180,7 @@ class RecordedSample(WithArrays):
 def read_samples(run_folder: Path, step: int, stage: str = "rl") -> list[RecordedSample]:
     """The samples recorded at one step, in the order they were trained on; empty when none were.
 
-    Everything comes back as it was recorded; logprobs to float32, which is what samplers compute.
+    Everything comes back as it was recorded, to the bit.
     """
     path = samples_file(run_folder / "samples", stage, step)
     if not path.exists():
@@ -210,11 +226,12 @@ def _encode(group: Group, advantages: Sequence[float] | None) -> str:
     columns: dict[str, Any] = {
         "prompt_id": prompt.id,
         "prompt": prompt.text,
-        "prompt_token_ids": prompt.token_ids.tolist(),
+        "prompt_token_ids": _base64(prompt.token_ids),
         "answer": prompt.answer,
         "index": [s.index for s in samples],
         "response": [s.text for s in samples],
-        "token_ids": [s.token_ids.tolist() for s in samples],
+        "token_ids": [_base64(s.token_ids) for s in samples],
+        "sampler_logprobs": [_base64(s.sampler_logprobs) for s in samples],
         "versions": [s.versions[0].version if len(s.versions) == 1 else s.token_versions() for s in samples],
         "finish_reason": [s.finish_reason for s in samples],
         "rewards": group.rewards,
@@ -231,19 +248,18 @@ def _encode(group: Group, advantages: Sequence[float] | None) -> str:
             name: {index: f"{score.fault}: {score.detail}" for index, score in enumerate(scores) if score.fault}
             for name, scores in group.scores.items()
         }
-    logprobs = ",".join([_float32_list(s.sampler_logprobs) for s in samples])
-    return f'{_JSON.encode(columns)[:-1]},"sampler_logprobs":[{logprobs}]}}\n'
+    return f"{_JSON.encode(columns)}\n"
 
 
 _JSON = json.JSONEncoder(separators=(",", ":"), default=str)
 
 
-def _float32_list(values: NDArray[np.float32]) -> str:
-    """JSON list with the nine digits that tell any float32 from its neighbours: a third of the time of `repr`."""
-    text = ("%.9g," * len(values) % tuple(values.tolist())).replace("-0,", "-0.0,")[:-1]  # -0 would be read as an int
-    if "n" in text:
-        text = text.replace("inf", "Infinity").replace("nan", "NaN")
-    return f"[{text}]"
+def _base64(array: NDArray[Any]) -> str:
+    return binascii.b2a_base64(array.astype(array.dtype.newbyteorder("<"), copy=False), newline=False).decode("ascii")
+
+
+def _array(text: str, dtype: str) -> NDArray[Any]:
+    return np.frombuffer(binascii.a2b_base64(text), dtype).astype(np.dtype(dtype).newbyteorder("="), copy=False)
 
 
 def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSample]:
@@ -252,13 +268,14 @@ def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSamp
         return column[position] if column else None
 
     samples = []
-    for i, token_ids in enumerate(line["token_ids"]):
+    for i, packed_ids in enumerate(line["token_ids"]):
+        token_ids = _array(packed_ids, "<i4")
         versions, mask = line["versions"][i], at("loss_mask", i)
         sample = Sample(
             prompt_id=line["prompt_id"],
             index=line["index"][i],
-            token_ids=np.array(token_ids, np.int32),
-            sampler_logprobs=np.array(line["sampler_logprobs"][i], np.float32),
+            token_ids=token_ids,
+            sampler_logprobs=_array(line["sampler_logprobs"][i], "<f4"),
             versions=version_spans(versions if isinstance(versions, list) else [versions] * len(token_ids)),
             finish_reason=line["finish_reason"][i],
             text=line["response"][i],
@@ -273,7 +290,7 @@ def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSamp
                 step=step,
                 prompt_id=line["prompt_id"],
                 prompt=line["prompt"],
-                prompt_token_ids=np.array(line["prompt_token_ids"], np.int32),
+                prompt_token_ids=_array(line["prompt_token_ids"], "<i4"),
                 answer=line["answer"],
                 sample=sample,
                 scores={name: values[i] for name, values in line["scores"].items()},

@@ -90,6 +90,8 @@ class EngineInstance(Instance):
         """Published to it; None before the first publish."""
         self.drawing: dict[PendingRequest, list[Sample]] = {}
         """Requests in progress, with the finished samples of each."""
+        self.num_missing = 0
+        """Samples that it has to draw: of all requests in progress."""
         self.seen_at = asyncio.get_running_loop().time()
         """Its last sign of life."""
         self.held: list[Callable[[], None]] = []
@@ -98,11 +100,6 @@ class EngineInstance(Instance):
         """Serialises publish, sleep and wake."""
         self.rest = ExitStack()
         """Closed when it wakes."""
-
-    @property
-    def num_missing(self) -> int:
-        """Samples that it has to draw."""
-        return sum(pending.num_missing for pending in self.drawing)
 
     def see(self) -> None:
         self.seen_at = asyncio.get_running_loop().time()
@@ -277,6 +274,7 @@ class Router:
         if not instance.drawing:
             instance.see()
         finished = instance.drawing[pending] = []
+        instance.num_missing += pending.num_missing
         name = instance.replica.name
         self._most_missing[name] = max(self._most_missing[name], instance.num_missing)
 
@@ -284,6 +282,8 @@ class Router:
             if pending.keep(sample):
                 self._num_drawn[name] += 1
                 finished.append(sample)
+                if pending in instance.drawing:
+                    instance.num_missing -= 1
 
         def receive(sample: Sample) -> None:
             if instance.lost.done():
@@ -295,8 +295,8 @@ class Router:
                 accept(sample)
 
         async def draw() -> None:
-            parts = (instance.engine.generate(part, receive) for part in pending.missing())
-            for samples in await asyncio.gather(*parts):
+            parts = [instance.engine.generate(part, receive) for part in pending.missing()]
+            for samples in await asyncio.gather(*parts) if len(parts) > 1 else [await parts[0]]:
                 for sample in samples:
                     receive(sample)
             if instance.held:
@@ -316,6 +316,7 @@ class Router:
             return True
         finally:
             del instance.drawing[pending]
+            instance.num_missing -= pending.num_missing
 
     def _record_sampled(self, name: str, pending: PendingRequest, samples: list[Sample]) -> None:
         prompt, stream = pending.request.prompt.index, pending.request.stream
