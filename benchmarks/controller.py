@@ -11,9 +11,9 @@ which `slots` samples of `tokens` tokens each are in flight.
 
 The process is held on one core. Rates are per second of CPU time of all its threads, so that neighbours on the machine
 widen them less; a stall is the longest time that a 2 ms timer of the event loop was late, of which no more is counted
-than the CPU time that the process used meanwhile. Samples are recorded until samples/ is full (64 MiB); the columns
-`full` are what is left of the rates without that. `bytes a token` is what samples in flight hold. `binds` has the
-largest shares of the CPU time.
+than the CPU time that the process used meanwhile. Each cell is run twice: while samples are recorded, and as it is
+when samples/ is full (64 MiB, after a minute at most). The stall is the longer one, `binds` has the largest shares of
+the second one's CPU time, and `bytes a token` is what samples in flight hold.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Cell:
     tokens: int
     samples_per_s: float
     full_per_s: float
-    """Samples likewise, without the time of recording: when samples/ is full."""
+    """Likewise when samples/ is full."""
     stall_ms: float
     bytes_per_token: float
     shares: dict[str, float]
@@ -218,7 +218,10 @@ def measured(slots: int, tokens: int, seconds: float, profile: bool) -> Cell:
     """Steps of one cell for about so much CPU time."""
     folder = Path(tempfile.mkdtemp(prefix="hone-controller-"))
     try:
-        return asyncio.run(cell(folder, slots, tokens, seconds, profile))
+        recording = asyncio.run(cell(folder / "recording", slots, tokens, seconds, profile, samples_mib=1 << 20))
+        full = asyncio.run(cell(folder / "full", slots, tokens, seconds, profile, samples_mib=0))
+        stall_ms = max(recording.stall_ms, full.stall_ms)
+        return replace(full, samples_per_s=recording.samples_per_s, stall_ms=stall_ms)
     finally:
         shutil.rmtree(folder)
 
@@ -250,7 +253,7 @@ def bytes_per_token(groups: list[bytes], slots: int, tokens: int) -> float:
     return size / (len(held) * GROUP * tokens)
 
 
-async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: bool) -> Cell:
+async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: bool, *, samples_mib: int) -> Cell:
     """See `measured`."""
     config = RunConfig.model_validate(
         {
@@ -262,7 +265,7 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
             "train": {"prompts_per_step": slots // GROUP},
             "gate": {"enabled": False},
             "checkpoint": {"every": 0},
-            "observe": {"console": "quiet"},
+            "observe": {"console": "quiet", "samples_max_mib": samples_mib},
         }
     )
     shares, stalls, samples = Shares(), Stalls(), Drawn(tokens)
@@ -296,6 +299,7 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
         watching = asyncio.create_task(stalls.watch())
         training = asyncio.create_task(policy.train_policy(run))
         await steps(run, 2)  # imports, first files
+        observer._background.drain()
         profiler = cProfile.Profile()
         stalls.longest_s, samples.seconds, shares.seconds = 0.0, 0.0, Counter()
         first, began = run.progress.step, time.process_time()
@@ -305,7 +309,9 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
             await steps(run, run.progress.step + 1)
         if profile:
             profiler.disable()
-        used, made = time.process_time() - began - samples.seconds, run.progress.step - first
+        made = run.progress.step - first
+        observer._background.drain()
+        used = time.process_time() - began - samples.seconds
         run.stop.set()
         watching.cancel()
         await training
@@ -321,10 +327,9 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
     total = used + audit_s
     found = {name: spent / total for name, spent in shares.seconds.items()} | {"audit": audit_s / total}
     found["loop, router, rewards"] = 1 - sum(found.values())
-    rate, recording = made * slots / total, shares.seconds["recording"] + shares.seconds["writing samples"]
-    full = made * slots / (total - recording)
+    rate = made * slots / total
     return Cell(
-        slots, tokens, rate, full, stalls.longest_s * 1e3, bytes_per_token(samples.pickled, slots, tokens), found
+        slots, tokens, rate, rate, stalls.longest_s * 1e3, bytes_per_token(samples.pickled, slots, tokens), found
     )
 
 
