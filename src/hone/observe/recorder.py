@@ -255,7 +255,8 @@ _JSON = json.JSONEncoder(separators=(",", ":"), default=str)
 
 
 def _base64(array: NDArray[Any]) -> str:
-    return binascii.b2a_base64(array.astype(array.dtype.newbyteorder("<"), copy=False), newline=False).decode("ascii")
+    little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return binascii.b2a_base64(little_endian.tobytes(), newline=False).decode("ascii")
 
 
 def _array(text: str, dtype: str) -> NDArray[Any]:
