@@ -12,7 +12,7 @@ from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, nothing, placed, 
 
 PIPELINE = "pipeline parallelism: Hone shards weights over devices (FSDP2) instead; `hone plan` says whether it fits"
 EXPERTS = "expert parallelism: Hone shards experts like other weights; `hone plan` says whether it fits"
-PICTURES = "images in prompts are not supported yet: train on text, or keep this run where it is"
+PICTURES = "images in prompts are not imported: data.image_columns has them, for Qwen-VL models in one process"
 ENVIRONMENT = "code of yours that the command does not show: write it as an environment, rollout.environment.use"
 CONVERTED = "a converted checkpoint: Hone reads the Hugging Face directory of model.path itself"
 MEMORY = "changes memory and speed, not results; `hone plan --preset recommended` finds a value"
