@@ -1,9 +1,9 @@
 """Recorder of `parsers.json`: what the real parsers of verl, OpenRLHF and TRL make of random sets of keys.
 
 Run where the three are installed (`pip install --no-deps openrlhf verl`, `pip install hydra-core trl`), as
-`python tests/dialects/record_parsers.py`. OpenRLHF's parser is the body of its script, run without its last call; verl's
-configuration is composed by Hydra from its package; TRL's by Transformers' HfArgumentParser. test_parsers.py reads what
-is recorded.
+`python tests/dialects/record_parsers.py`. OpenRLHF's parser is the body of its script, run without its last call;
+verl's configuration is composed by Hydra from its package; TRL's by Transformers' HfArgumentParser. test_parsers.py
+reads what is recorded.
 """
 
 from __future__ import annotations

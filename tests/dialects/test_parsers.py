@@ -1,6 +1,6 @@
 """An independent oracle: an imported command has the algorithm that the tool's own parser gives it.
 
-`parsers.json` has random sets of keys with what the real parsers make of them, defaults included; see record_parsers.py.
+`parsers.json` has random sets of keys with what the real parsers make of them, defaults included (record_parsers.py).
 What these values mean is written here a second time, without the tables of `hone import`.
 """
 
