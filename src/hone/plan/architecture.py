@@ -48,6 +48,21 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Tower:
+    """A vision tower of the Qwen-VL family."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    inner: int
+    patch: int
+    """Pixels along a side of a patch."""
+    patches_per_token: int
+    values_per_patch: int
+    """Numbers that describe one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Parameters:
     """Parameters by component, of all layers together."""
 
@@ -94,6 +109,8 @@ class Architecture:
     experts: Experts | None = None
     dense_layers: int = 0
     """With experts: layers that have a dense block all the same."""
+    tower: Tower | None = None
+    """Beside the language model, which everything else here describes."""
 
     @property
     def q_size(self) -> int:
@@ -252,6 +269,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 3},
 }
 """What can be counted, and what Transformers fills in where a config.json does not say it."""
+VISION_LANGUAGE = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+"""Model types with a vision tower, and the language model beside it."""
 
 
 def architecture_from(config: Mapping[str, Any], *, source: str = "config.json") -> Architecture:
@@ -262,6 +281,11 @@ def architecture_from(config: Mapping[str, Any], *, source: str = "config.json")
     Raises:
         DataError: a model type that cannot be counted, or a key is missing.
     """
+    if (kind := str(config.get("model_type"))) in VISION_LANGUAGE:
+        text = {**(config.get("text_config") or config), "model_type": VISION_LANGUAGE[kind]}
+        text["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
+        tower = _tower(kind, config.get("vision_config") or {}, source)
+        return replace(architecture_from(text, source=source), model_type=kind, tower=tower)
     keys = _Keys(config, source)
     family = str(keys.model_type)
     hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
@@ -291,6 +315,30 @@ def architecture_from(config: Mapping[str, Any], *, source: str = "config.json")
         experts=experts,
         dense_layers=_dense_layers(keys) if experts else 0,
     )
+
+
+def _tower(kind: str, keys: Mapping[str, Any], source: str) -> Tower:
+    """Raises DataError for a width that is missing."""
+    names = {"qwen2_vl": ("embed_dim", "hidden_size")}.get(kind, ("hidden_size", "out_hidden_size"))
+    missing = [name for name in ("depth", *names) if not isinstance(keys.get(name), int)]
+    if missing:
+        raise DataError(f"{source}: vision_config.{missing[0]} must be a whole number; it is needed to plan.")
+    depth, (hidden, out) = keys["depth"], (keys[name] for name in names)
+    inner = int(keys.get("intermediate_size", keys.get("mlp_ratio", 4) * hidden))
+    patch, merged = keys.get("patch_size", 16 if kind == "qwen3_vl" else 14), keys.get("spatial_merge_size", 2) ** 2
+    values = 3 * keys.get("temporal_patch_size", 2) * patch**2
+    attention, wide = 4 * hidden * hidden + 4 * hidden, merged * hidden
+    merger = wide * wide + wide + wide * out + out
+    if kind == "qwen2_5_vl":  # norms without bias, and a gated block
+        block = attention + 2 * hidden + 3 * hidden * inner + 2 * inner + hidden
+        count = values * hidden + depth * block + hidden + merger
+    else:
+        block = attention + 4 * hidden + 2 * hidden * inner + inner + hidden
+        count = values * hidden + depth * block + 2 * hidden + merger
+    if kind == "qwen3_vl":  # learned positions, and mergers behind some blocks
+        deeper = len(keys.get("deepstack_visual_indexes", (8, 16, 24)))
+        count += hidden + keys.get("num_position_embeddings", 2304) * hidden + deeper * (2 * wide + merger)
+    return Tower(count, depth, hidden, inner, patch, merged, values)
 
 
 def _latent(keys: _Keys) -> Latent:

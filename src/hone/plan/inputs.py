@@ -11,6 +11,7 @@ from hone.config.engine import REWARD_MODEL_BATCH_TOKENS, EngineSection
 from hone.config.run import RunConfig
 from hone.config.section import Section
 from hone.config.topology import Topology, judge_services, judges_pool, topology_of
+from hone.errors import DataError
 from hone.plan import activations
 from hone.plan.activations import Implementation, Pass
 from hone.plan.architecture import Architecture
@@ -45,6 +46,12 @@ class Inputs:
 def resolve(config: RunConfig, hardware: Hardware, workload: Workload, folder: Path) -> Inputs:
     """Look up the topology and every architecture."""
     architecture = find_architecture(config.model, folder)
+    topology = topology_of(config, hardware.per_node)
+    if architecture.tower and topology.backend != "local":
+        raise DataError(
+            f"{config.model.path or 'model.init'}: models with a vision tower train and are planned in one process. "
+            "Set cluster.backend=local."
+        )
     critic = None
     if workload.has_critic:
         named = config.critic.path
@@ -67,7 +74,7 @@ def resolve(config: RunConfig, hardware: Hardware, workload: Workload, folder: P
     return Inputs(
         config=config,
         hardware=hardware,
-        topology=topology_of(config, hardware.per_node),
+        topology=topology,
         architecture=architecture,
         critic=critic,
         judges=judges,
@@ -105,7 +112,7 @@ def microbatch(inputs: Inputs, *, ranks: int = 1) -> Pass:
     share = responses / (lengths.max_prompt + responses)
     response_tokens = max(1, round(tokens * share))
     implementation = implementation_of(inputs)
-    padded = implementation == "transformers" and inputs.is_local
+    padded = implementation == "transformers" and inputs.is_local and not inputs.architecture.tower
     if padded:  # `model/hf.py` computes whole samples, each with its prompt, in a row
         tokens = -(-response_tokens // lengths.max_response) * (lengths.longest - 1)
     return Pass(

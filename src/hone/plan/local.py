@@ -25,7 +25,7 @@ from hone.plan.activations import (
     output_gradient_bytes,
     saved_per_token,
 )
-from hone.plan.architecture import Architecture, adapter_parameters
+from hone.plan.architecture import Architecture, Tower, adapter_parameters
 from hone.plan.ledger import Moment, Term, moment, term
 from hone.plan.workload import Workload
 
@@ -36,6 +36,8 @@ KEPT_BYTES = 160 << 20
 data, pages that its allocator keeps. Measured: 130 to 210 MiB over small runs."""
 CONTEXT_BYTES = 512 << 20
 """A process's CUDA context; an estimate."""
+PATCHES_PER_PASS, KEPT_FEATURES_BYTES = 4096, 1 << 28
+"""Of a vision tower: patches computed together, and features kept; `model/vision.py`, a test compares them."""
 LEAST_COLUMNS = 16
 """Granularity of the engine's cache, in tokens; `rollout.decoding._LEAST_COLUMNS`, a test compares them."""
 
@@ -65,6 +67,10 @@ class LocalSettings:
     max_positions: int
     has_computed: bool
     """A stage came before in the same process."""
+    tower_learns: bool = False
+    """Whether a vision tower is trained."""
+    picture_pixels: int = 0
+    """Of the largest picture of a prompt; 0: prompts have none."""
 
 
 def local_moments(settings: LocalSettings, workload: Workload) -> tuple[list[Moment], list[Moment]]:
@@ -110,6 +116,8 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
     yield moment("rollout", "sampling", resident, cache, _sampling(settings, workload))
     yield moment("rollout", "cache grows", resident, cache, _growth(settings, workload))
     yield moment("rollout", "prompts computed", resident, cache, _prefill(settings, workload))
+    if settings.architecture.tower and settings.picture_pixels:
+        yield moment("rollout", "pictures seen", resident, cache, _tower_pass(settings, settings.architecture.tower))
     if settings.reward_models:
         yield moment("reward", "reward model reads", resident, cache, reading_terms(work, settings.reward_models))
     if workload.has_reference or workload.has_old_logprobs_pass:
@@ -117,7 +125,8 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
     if settings.critic and workload.has_critic:
         critic = replace(work, architecture=settings.critic, has_logits=False)
         yield from update_moments("critic's ", critic, [*resident, *cache], trained=True)
-    yield from update_moments("", work, [*resident, *cache], trained=not workload.adapter_rank)
+    held = [*resident, *cache, *_tower_activations(settings)]
+    yield from update_moments("", work, held, trained=not workload.adapter_rank)
     yield moment("optimizer", "step", resident, cache)
     copies = 1 if settings.is_gpu else 2
     yield moment("checkpoint", "exporting", resident, cache, exported(settings.architecture, copies))
@@ -143,10 +152,44 @@ def _resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
     for model in settings.reward_models:
         count = model.architecture.total_parameters
         yield term("reward models", p * count, f"{model.name}: {p} B x {count:,} parameters")
+    yield from _tower_resident(settings, workload)
     if settings.work.implementation == "hone":
         copies = 1 + bool(workload.max_staleness) + (workload.has_reference and not workload.adapter_rank)
         table = 4 * settings.max_positions * arch.head_dim * (copies + workload.has_critic)
         yield term("rotary tables", table, f"4 B x {settings.max_positions:,} positions x {arch.head_dim}")
+
+
+def _tower_resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
+    """A vision tower's weights, which stay float32 where they are frozen, and what it made of pictures."""
+    tower = settings.architecture.tower
+    if tower is None:
+        return
+    count, has_reference = tower.parameters, workload.has_reference and not workload.adapter_rank
+    if settings.tower_learns:
+        yield from states("vision tower: ", count, settings.work.bytes_each)
+    else:
+        yield term("vision tower", 4 * count, f"4 B x {count:,} parameters, frozen", "model.freeze")
+    if copies := has_reference + workload.has_critic + bool(workload.max_staleness):
+        yield term("vision tower, copies", 4 * copies * count, f"{copies} x 4 B x {count:,} parameters")
+    if settings.picture_pixels and not settings.tower_learns:
+        yield term("features of pictures", KEPT_FEATURES_BYTES, "at most")
+
+
+def _tower_pass(settings: LocalSettings, tower: Tower) -> Iterator[Term]:
+    """A block of a vision tower without gradients; an estimate."""
+    patches = max(PATCHES_PER_PASS, settings.picture_pixels // tower.patch**2)
+    each = 4 * (2 * tower.values_per_patch + 8 * tower.hidden + 3 * tower.inner)
+    yield term("one block of tower", each * patches, f"{each:,} B x {patches:,} patches", "data.max_image_pixels")
+
+
+def _tower_activations(settings: LocalSettings) -> list[Term]:
+    """What a trained vision tower keeps for its backward pass; an estimate."""
+    tower, work = settings.architecture.tower, settings.work
+    if tower is None or not settings.tower_learns or not settings.picture_pixels:
+        return []
+    patches = tower.patches_per_token * max(work.tokens - work.response_tokens, 0)
+    each = work.bytes_each * (2 * tower.values_per_patch + tower.layers * (8 * tower.hidden + 3 * tower.inner))
+    return [term("tower activations", each * patches, f"{each:,} B x {patches:,} patches", "model.freeze")]
 
 
 def exported(architecture: Architecture, copies: int) -> Term:

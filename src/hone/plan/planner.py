@@ -161,6 +161,8 @@ def _local_ledgers(inputs: Inputs) -> tuple[list[Ledger], list[Moment]]:
         is_gpu=hardware.kind == "gpu",
         max_positions=inputs.architecture.max_positions,
         has_computed=config.stages.index("rl") > 0,
+        tower_learns="vision" not in config.model.freeze and not config.lora.rank,
+        picture_pixels=config.data.max_image_pixels if config.data.image_columns else 0,
     )
     device, host = local.local_moments(settings, inputs.workload)
     return [Ledger(hardware.name, 1, hardware.memory_bytes, tuple(device))], host
@@ -168,6 +170,12 @@ def _local_ledgers(inputs: Inputs) -> tuple[list[Ledger], list[Moment]]:
 
 def _notes(inputs: Inputs) -> list[str]:
     notes: list[str] = []
+    if tower := inputs.architecture.tower:
+        notes.append(
+            f"vision tower: {tower.parameters:,} parameters besides; a picture has at most "
+            f"{inputs.config.data.max_image_pixels // (tower.patches_per_token * tower.patch**2):,} tokens "
+            "(data.max_image_pixels). The time of its passes is not counted."
+        )
     workload, config = inputs.workload, inputs.config
     in_flight = workload.samples * (workload.max_staleness + 1)
     concurrent = config.rollout.max_concurrent_samples

@@ -120,9 +120,14 @@ def _with_vocab(model: ModelSection, folder: Path) -> Mapping[str, Any]:
     """`model.init` with the vocabulary that its tokenizer gives it."""
     assert model.init is not None
     if model.characters is not None:
-        return {**model.init, "vocab_size": len(model.characters) + SPECIAL_CHARACTER_TOKENS}
-    vocab = None if model.tokenizer is None else _tokens_of(folder / Path(model.tokenizer).expanduser())
-    return model.init if vocab is None else {**model.init, "vocab_size": vocab}
+        vocab: int | None = len(model.characters) + SPECIAL_CHARACTER_TOKENS
+    else:
+        vocab = None if model.tokenizer is None else _tokens_of(folder / Path(model.tokenizer).expanduser())
+    if vocab is None:
+        return model.init
+    text = model.init.get("text_config")
+    named = {"vocab_size": vocab}
+    return {**model.init, **(named if text is None else {"text_config": {**text, **named}})}
 
 
 def _tokens_of(folder: Path) -> int | None:
