@@ -51,6 +51,7 @@ def test_check_shows_pictures_and_refuses_what_cannot_have_them(tmp_path):
     assert not report.problems
     shown = "'<|vision_start|><|image_pad|>x4<|vision_end|>how many 1?=' -> 18 tokens, 4 of them of 1 pictures"
     assert any(shown in line for line in report.lines)
+    assert any("Transformers' logprobs, of a prompt with a picture too" in line for line in report.lines)
     cluster = load_config(tmp_path / "run.yaml", ["cluster.backend=ray"])
     assert any("train in one process with Hone's own engine" in why for why in assemble.check_run(cluster).problems)
     (tmp_path / "3.png").write_bytes(b"no picture")

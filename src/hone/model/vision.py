@@ -56,7 +56,8 @@ class Vision:
         keys: Any = config
         self._model = (model,)  # in a tuple: its parameters belong to the model that has this
         self._patch, self._frames = keys.vision_config.patch_size, keys.vision_config.temporal_patch_size
-        self._merge = keys.vision_config.spatial_merge_size
+        self.merge: int = keys.vision_config.spatial_merge_size
+        """Patches along a side of a token."""
         self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
         self.num_computed = 0
         """Pictures that went through the tower."""
@@ -95,7 +96,7 @@ class Vision:
     def _passes(self, pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
         part, size = list[Picture](), 0
         for picture in pictures:
-            patches = picture.num_tokens * self._merge**2
+            patches = picture.num_tokens * self.merge**2
             if part and size + patches > PATCHES_PER_PASS:
                 yield part
                 part, size = [], 0
@@ -108,7 +109,7 @@ class Vision:
         self.num_computed += len(pictures)
         weight = next(self.tower.parameters())
         patches = torch.from_numpy(np.concatenate([self.patches(picture) for picture in pictures]))
-        grid = torch.tensor([[1, p.rows * self._merge, p.columns * self._merge] for p in pictures])
+        grid = torch.tensor([[1, p.rows * self.merge, p.columns * self.merge] for p in pictures])
         model: Any = self._model[0]
         out = model.get_image_features(patches.to(weight.device), grid.to(weight.device), return_dict=True)
         layers = getattr(out, "deepstack_features", None) or []
@@ -120,7 +121,7 @@ class Vision:
     def patches(self, picture: Picture) -> np.ndarray:
         """(patches, 3 * frames * patch * patch) float32: normalised, squares of `merge` x `merge` patches together, the
         one frame repeated."""
-        rgb, patch, merge = picture.read(), self._patch, self._merge
+        rgb, patch, merge = picture.read(), self._patch, self.merge
         size = picture.rows * merge * patch, picture.columns * merge * patch
         if rgb.shape != (*size, 3):
             raise ValueError(f"picture {picture.digest[:12]}: {rgb.shape}, expected {(*size, 3)}")

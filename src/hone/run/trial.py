@@ -12,8 +12,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,7 +44,7 @@ from hone.loop.gate import NOTICEABLE, mean_gap
 from hone.memory.calibration import state_folder
 from hone.model.base import CausalModel
 from hone.model.heads import reward_config
-from hone.model.hf import auto_class, has_tower, no_pictures
+from hone.model.hf import TransformersModel, auto_class, has_tower, no_pictures
 from hone.model.load import init_config, init_model, read_config, save_hf
 from hone.model.lora import add_adapter, merged_copy
 from hone.model.miniature import miniature
@@ -54,7 +54,7 @@ from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine, refuse_to_compile
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
-from hone.types import Group, Prompt, Sample, VersionSpan
+from hone.types import Group, Picture, Prompt, Sample, VersionSpan
 
 PROMPTS = ((3, 1, 4, 1, 5), (2, 7))
 REWARDS = (0.0, 1.0, 0.0, 1.0)
@@ -178,6 +178,7 @@ def _key(config: RunConfig, architecture: PreTrainedConfig) -> str:
     keys = architecture.to_dict()
     keys.pop("_name_or_path", None)
     settings = [config.model.implementation, config.lora.model_dump(mode="json")]
+    settings += [bool(config.data.image_columns)]
     settings += [config.train.activation_checkpointing, config.rollout.compile, _has_own_engine(config), config.stages]
     content = json.dumps([keys, settings, versions, _code_hash()], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
@@ -219,26 +220,30 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
         merged_copy(model).load_weights(model.named_weights())  # as an engine with weights of its own does
     own_engine = _has_own_engine(config)
     groups = _made_up(model.vocab_size)
+    if config.data.image_columns:
+        shown = _with_picture(groups[0].prompt, model)
+        groups[0] = replace(groups[0], prompt=shown)
     if own_engine:
         with _step(kind, "sampled from by Hone's engine"):
             groups = await _sampled(model, [group.prompt for group in groups])
     batch = collate(groups)
     batch = batch.with_column("advantages_T", (2 * batch.reward_S - 1).repeat_interleave(batch.length_S))
-    expected_T = _reference_logprobs(reference, groups)
+    expected = _reference_logprobs(reference, groups, model)
     with _step(kind, "trained"):
         found_T = trainer.logprobs(batch)
     if own_engine:
-        _agree(kind, "Hone's engine", batch.sampler_logprobs_T, expected_T, has_adapter)
-    _agree(kind, "the trainer", found_T, expected_T, has_adapter)
+        _agree(kind, "Hone's engine", batch.sampler_logprobs_T, expected, has_adapter)
+    _agree(kind, "the trainer", found_T, expected, has_adapter)
     with _step(kind, "trained"):
         metrics = trainer.update(batch, Algorithm(AlgorithmSection()), [np.arange(len(batch.length_S))])
     if not 0 < metrics["train/grad_norm"] < float("inf"):
         raise DataError(f"model: {kind} cannot be trained: its gradient has norm {metrics['train/grad_norm']:g}.")
     who = "engine and trainer compute" if own_engine else "the trainer computes"
+    seen = ", of a prompt with a picture too" if config.data.image_columns else ""
     depth = small.get_text_config(decoder=True).num_hidden_layers
     return ModelTrial(
         proven=f"{kind} trains{' with an adapter' if has_adapter else ''}: in a miniature of {depth} "
-        f"layers {who} Transformers' logprobs, gradients are finite, and Transformers loads the {names} exported"
+        f"layers {who} Transformers' logprobs{seen}, gradients are finite, and Transformers loads the {names} exported"
     )
 
 
@@ -350,21 +355,58 @@ def _made_up(vocab_size: int) -> list[Group]:
     return groups
 
 
+def _with_picture(prompt: Prompt, model: CausalModel) -> Prompt:
+    """The prompt with a picture of noise, of 2 x 3 tokens, behind its first token."""
+    keys: Any = model.hf_config
+    side = keys.vision_config.patch_size * keys.vision_config.spatial_merge_size
+    picture = Picture("trial", 1, 2, 3, (0.5,) * 3, (0.25,) * 3, partial(_noise, 2 * side, 3 * side))
+    first, *others = prompt.token_ids.tolist()
+    ids = [first, *[keys.image_token_id] * picture.num_tokens, *others]
+    return replace(prompt, token_ids=np.array(ids, np.int32), pictures=(picture,))
+
+
+def _noise(height: int, width: int, **_: Any) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def _shown(prompt: Prompt, num_tokens: int, model: CausalModel) -> dict[str, Any]:
+    """What Transformers' class takes for the picture of a prompt, if it has one, in a sequence of so many tokens."""
+    if not prompt.pictures:
+        return {}
+    assert isinstance(model, TransformersModel) and model.vision is not None
+    (picture,), merge = prompt.pictures, model.vision.merge
+    types = torch.zeros(1, num_tokens, dtype=torch.int32)
+    types[0, picture.start : picture.start + picture.num_tokens] = 1
+    return {
+        "pixel_values": torch.from_numpy(model.vision.patches(picture)),
+        "image_grid_thw": torch.tensor([[1, picture.rows * merge, picture.columns * merge]]),
+        "mm_token_type_ids": types,
+    }
+
+
 @torch.no_grad()
-def _reference_logprobs(reference: Any, groups: Sequence[Group]) -> Tensor:
-    """(T,) of Transformers' forward pass of each sample on its own."""
-    found = []
+def _reference_logprobs(reference: Any, groups: Sequence[Group], model: CausalModel) -> tuple[Tensor, Tensor]:
+    """(T,) of Transformers' forward pass of each sample on its own, and (T,) 1 where there is one: a class refuses a
+    prompt with a picture if the response spells the token that stands at pictures."""
+    found, is_known = list[Tensor](), list[Tensor]()
     for group in groups:
-        prompt = group.prompt.token_ids
+        prompt, pictures = group.prompt.token_ids, group.prompt.pictures
         for sample in group.samples:
+            if pictures and prompt[pictures[0].start] in sample.token_ids:
+                found.append(torch.zeros(len(sample.token_ids)))
+                is_known.append(torch.zeros(len(sample.token_ids)))
+                continue
             ids = torch.tensor([[*prompt, *sample.token_ids]])
-            logprobs = reference(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            shown = _shown(group.prompt, ids.shape[1], model)
+            logits = reference(ids, use_cache=False, **shown).logits
+            logprobs = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
             found.append(logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0])
-    return torch.cat(found)
+            is_known.append(torch.ones(len(sample.token_ids)))
+    return torch.cat(found), torch.cat(is_known)
 
 
-def _agree(kind: str, who: str, found_T: Tensor, expected_T: Tensor, has_adapter: bool) -> None:
-    gap = mean_gap(found_T, expected_T, torch.ones_like(expected_T))
+def _agree(kind: str, who: str, found_T: Tensor, expected: tuple[Tensor, Tensor], has_adapter: bool) -> None:
+    gap = mean_gap(found_T, *expected)
     if not gap <= LARGEST_GAP:
         why = "the class computes otherwise with its cache, or beside other sequences, than alone"
         if has_adapter:
