@@ -87,7 +87,7 @@ async def scored(reward: CodeReward, load: Load) -> None:
 async def main(parallel: int, rounds: int, num_items: int) -> None:
     args = {"parallel": parallel, "test_cpu_s": 1}
     walled, bare = CodeReward.from_args(args), CodeReward.from_args(args)
-    bare.sandbox = BareProcess(bare._settings.limits(), num_places=parallel)
+    bare.sandbox = BareProcess(bare._settings.limits(), num_slots=parallel)
     await walled.start()
     ways: dict[str, Callable[[Load], Awaitable[None]]] = {}
     try:

@@ -1,4 +1,4 @@
-"""Text to posters: strict about what a response may be, exact about why it is none. No scoring, no pixels.
+"""Parsing of responses into posters, strict, with the reason for every rejection. No scoring, no rendering.
 
 A poster is a JSON object with `layers`, bottom to top. A response may wrap it in prose and code fences; it must hold
 exactly one. Bounds on length, depth and number of layers make the cost of any text linear in its first 256 KiB.
@@ -40,11 +40,11 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NotAPoster(ValueError):
-    """Why a response is no poster: a fault of the model."""
+    """A response is not a poster: a fault of the model."""
 
 
 class BadGroundTruth(ValueError):
-    """Why a row's poster cannot be compared with: a fault of the data."""
+    """A row's poster is unusable: a fault of the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def read_ground_truth(truth: Any, *, geometry: Geometry = "xywh") -> Poster:
 
 
 def _answer_part(response: str) -> str:
-    """What follows the reasoning. Raises NotAPoster when it is too long, or reasoning never ended."""
+    """The text after the reasoning. Raises NotAPoster if it is too long, or the reasoning is not closed."""
     _, closed, answer = response.rpartition("</think>")
     if not closed and "<think>" in answer:
         raise NotAPoster("the reasoning never ends")
@@ -237,7 +237,7 @@ def _font_size(value: Any) -> float:
 
 
 def _color(value: Any) -> Color | None:
-    """`#rgb`, `#rrggbb`, CSS names and functions, or three numbers up to 255; None for what is no colour."""
+    """`#rgb`, `#rrggbb`, CSS names and functions, or three numbers up to 255; None for anything else."""
     if isinstance(value, list) and len(value) == 3 and all(_is_channel(channel) for channel in value):
         return (int(value[0]), int(value[1]), int(value[2]))
     if not isinstance(value, str):
@@ -255,7 +255,7 @@ def _is_channel(value: Any) -> bool:
 
 
 def _handle(value: Any) -> str | None:
-    """A handle as text; None for what is none, and for integers that Python refuses to write out."""
+    """A handle as text; None for other types, and for integers too long for Python to print."""
     if isinstance(value, int):
         return str(value) if abs(value) < 1 << 64 else None
     return value if isinstance(value, str) else None
@@ -283,7 +283,7 @@ def _images(truth: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_depth(value: Any) -> None:
-    """Raises NotAPoster below MAX_DEPTH levels, whatever the interpreter's own limit happens to be here."""
+    """Raises NotAPoster below MAX_DEPTH levels, independently of the interpreter's recursion limit."""
     level, depth = [value], 0
     while level:
         depth += 1
@@ -305,7 +305,7 @@ def _no_constant(name: str) -> float:
 
 
 def _integer(digits: str) -> float:
-    """As float, which has room for any length; Python refuses to turn thousands of digits into an int."""
+    """As float if it is long; Python refuses to parse an int of thousands of digits."""
     return int(digits) if len(digits) < 16 else float(digits)
 
 

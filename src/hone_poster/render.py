@@ -1,8 +1,7 @@
-"""A poster as pixels, and what can be read of its texts in them. Same poster, same bytes.
+"""Rendering of posters, deterministic to the byte, and visibility of their texts.
 
-Flat fills, placeholders for pictures that are not at hand, and text in the fonts shipped here; no effects, no
-rotation. It is the truth that the reward and the report share: a text is as visible as it is in this picture. Not a
-browser: what that would cost is seconds and a network.
+Flat fills, placeholders for missing pictures, and text in the fonts shipped here; no effects, no rotation. Reward and
+report use the same picture: a text is as visible as it is there. Not a browser, which would take seconds and a network.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Box = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """One text of a poster as it was drawn; every number is in [0, 1] but the contrast."""
+    """One text of a poster as drawn; all numbers but the contrast are in [0, 1]."""
 
     layer: int
     """Index into the poster's layers."""
@@ -95,7 +94,7 @@ def render(
 
 
 class _Drawing:
-    """A picture in the making."""
+    """A picture while it is drawn."""
 
     def __init__(self, poster: Poster, long_side_px: int, images: Mapping[str, str], image_root: Path | None) -> None:
         self.poster, self.images, self.image_root = poster, images, image_root
@@ -177,7 +176,7 @@ class _Drawing:
             self.pictured[top:bottom, left:right] = True
 
     def part_of(self, picture: Image.Image, layer: PosterLayer, box: Box) -> tuple[float, float, float, float]:
-        """Which part of a picture that fills a layer falls into a box of the canvas: only that much is ever scaled."""
+        """The part of a layer's picture inside a box of the canvas; only that part is scaled."""
         across = picture.width / (layer.width * self.scale)
         down = picture.height / (layer.height * self.scale)
         left, top = (box[0] - layer.x * self.scale) * across, (box[1] - layer.y * self.scale) * down
@@ -187,7 +186,7 @@ class _Drawing:
         return (left, top, max(left + 1e-3, min(right, picture.width)), max(top + 1e-3, min(bottom, picture.height)))
 
     def find_picture(self, layer: PosterLayer) -> Image.Image | None:
-        """The picture that the ground truth gives a handle for; no path in a response is ever opened."""
+        """The picture file of a handle, from the ground truth; paths in responses are never opened."""
         name = self.images.get(layer.image) if layer.image is not None else None
         if name is None or self.image_root is None:
             return None
@@ -200,7 +199,7 @@ class _Drawing:
             self.image.paste(picture, box, Image.new("L", picture.size, round(255 * opacity)))
 
     def look_under(self, layer: PosterLayer, block: TextBlock) -> _Under:
-        """What lies under a text that is about to be drawn."""
+        """The background of a text, before it is drawn."""
         left, top, right, bottom = self.clip(block.box)
         if right <= left or bottom <= top:
             return _Under(_BLACK, 0.0, 0.0)
@@ -225,7 +224,7 @@ class _Drawing:
             self.image.paste(under.color, (0, 0), target)
 
     def is_drawable(self, block: TextBlock) -> bool:
-        """Text larger than the canvas is not drawn: its glyphs would cost memory without bound, to show an edge."""
+        """Text larger than the canvas is not drawn: memory of its glyphs is unbounded, and only edges would show."""
         return 0 < block.size <= max(self.width, self.height)
 
     def within(self, run: GlyphRun, size: float) -> tuple[str, float]:
@@ -271,7 +270,7 @@ class _Drawing:
         return min(1.0, width * height / area) if area > 0 else 0.0
 
     def around(self, block: TextBlock) -> Box:
-        """A text's part of the picture, with a rim that no glyph fills."""
+        """The region of a text in the picture, with a margin without glyphs."""
         left, top, right, bottom = block.box
         return self.clip((left - RIM_PX, top - RIM_PX, right + RIM_PX, bottom + RIM_PX))
 
@@ -299,7 +298,7 @@ class _Drawing:
 
 @dataclass(frozen=True, slots=True)
 class _Under:
-    """What a text is drawn on, and the colour it is drawn in."""
+    """Background and colour of a text."""
 
     color: Color
     gradient: float

@@ -4,7 +4,7 @@
 
 A response that is not a poster, or that a working visual scorer cannot rate, scores 0 as a fault of the model; the
 scorer counts as working if it rates another poster of the group. V has its full weight only from F1 = 0.5, so that a
-pretty canvas with almost nothing on it scores almost nothing.
+well-designed but almost empty canvas scores almost nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How well the layers of a poster stand where those of the ground truth do: score S.
+"""Structure score S: how well the layers of a poster match those of the ground truth in position, type and order.
 
     box similarity  b = IoU / 2 + exp(-4 |c - c'|_1) / 2,      c = (centre x, centre y, width, height) over the canvas
     layer match     M = b * t,                                  t = 1 same type, 1/2 same family, 0 otherwise
     soft F1         2 * (largest total M of a one-to-one matching) / (layers of both)
     S = 0.75 F1 + (0.15 inside + 0.10 order) * min(1, 2 F1)
 
-The exponential is in the spirit of DocSim (READ, arXiv:1909.00302), which matches by 2^-(distance); IoU alone is flat
+The exponential follows DocSim (READ, arXiv:1909.00302), which matches by 2^-(distance); IoU alone is flat
 once boxes are apart. Omissions, duplicates and malformed layers all cost through F1. `inside` is 1 less what hangs
 off the canvas beyond what the ground truth has there; `order` is the share of matched pairs stacked as in it.
 """

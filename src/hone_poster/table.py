@@ -1,4 +1,4 @@
-"""Scores of a good poster made worse step by step, written into docs/rewards-poster.md.
+"""Scores of a good poster as it is degraded step by step; the table of docs/rewards-poster.md.
 
 python -m hone_poster.table [PAGE]          rewrites the table of the page (default: that one)
 """
@@ -40,7 +40,7 @@ Layers = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A series of ever worse posters, of which this is one."""
+    """One row: a poster of a series of increasing degradation."""
 
     series: str
     step: str
@@ -88,7 +88,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """A page with its table made anew."""
+    """A page with its table replaced."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{table()}{END}{after}"

@@ -1,8 +1,8 @@
 """Poster tasks with their ground truth, made from a seed: for tests, benchmarks and examples.
 
 Each task is a brief in one line and the poster that answers it. A brief names one of a few compositions and gives
-the texts; where exactly things stand varies a little from task to task, as it does between designers. No model and no
-real poster was involved.
+the texts; positions vary a little from task to task. No model and no real posters were
+used.
 """
 
 from __future__ import annotations

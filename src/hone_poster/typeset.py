@@ -1,4 +1,4 @@
-"""Text into a box: line breaks, sizes and positions from measured advances. No pixels.
+"""Typesetting of text in a box: line breaks, sizes and positions from glyph advances. No rendering.
 
 Words break at spaces, Chinese, Japanese and Korean anywhere, and a word wider than its box wherever it must. Lines
 that do not fit the box's height are left out, as design tools do; how much of the text that is counts as its fit.
@@ -45,7 +45,7 @@ class GlyphRun:
 
 @dataclass(frozen=True, slots=True)
 class TextBlock:
-    """A set text; lengths in the unit of its box."""
+    """A typeset text; lengths in the unit of its box."""
 
     runs: tuple[GlyphRun, ...]
     size: float
@@ -61,7 +61,7 @@ def typeset(layer: PosterLayer, scale: float, *, padded: bool = False, max_chara
 
     Args:
         scale: pixels drawn per canvas pixel; the result is in pixels drawn.
-        padded: keep a little off the sides, as in a box that has a colour.
+        padded: keep a margin at the sides, as in a box that has a colour.
     """
     padding = min(PADDING * layer.height, layer.width / 4) if padded else 0.0
     left, width = (layer.x + padding) * scale, (layer.width - 2 * padding) * scale
@@ -113,12 +113,12 @@ def _largest_size(tokens: Sequence[_Word], width: float, height: float) -> float
 
 
 def _needs(tokens: Sequence[_Word], width: float, size: float) -> float:
-    """Height that a text takes at a size; a little less, so that rounding does not count."""
+    """Height of a text at a size, less a tolerance for rounding."""
     return len(_wrap(tokens, width / size)) * LINE_HEIGHT * size * (1 - 1e-9)
 
 
 def _room(size: float, height: float) -> int:
-    """Lines of a size that a height has room for."""
+    """Number of lines of a size that fit a height."""
     if size <= 0 or size > TIGHT * height:
         return 0
     return 1 + int((TIGHT * height - size) / (LINE_HEIGHT * size))

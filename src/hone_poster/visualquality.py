@@ -1,8 +1,8 @@
 """VisualQuality-R1 (arXiv:2505.14460) over any OpenAI-compatible endpoint: a picture in, a rating from 1 to 5 out.
 
-Asked in the model's own words for use as a reward, without reasoning. What it answers is parsed strictly: a rating
-that has to be guessed is asked for again with another seed, and after that there is none. The model was trained to
-rank photographs by their distortions; what it knows of graphic design is for the user to measure first.
+It uses the model's own prompt for rewards, without reasoning. Answers are parsed strictly: an ambiguous one is
+requested again with another seed, up to a limit. The model was trained to rank photographs by distortions; measure how
+it rates graphic design before you rely on it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PROMPT = (
 )
 MAX_ANSWER_TOKENS = 16
 ASKS = 3
-"""Times that one vote is asked for, each with another seed, until it parses."""
+"""Attempts at one vote, each with another seed, until it parses."""
 ONE_PICTURES_DOING = frozenset({400, 413, 422})
-"""Refusals that a picture may have earned."""
+"""HTTP statuses that a picture itself may cause."""
 _RATING = re.compile(r"[1-5](?:\.\d+)?")
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
@@ -36,7 +36,7 @@ class NoRating(Exception):
     def __init__(self, why: str, *, answered: bool = False) -> None:
         super().__init__(why)
         self.answered = answered
-        """The endpoint is there and answered: it may be the picture."""
+        """The endpoint answered, so the picture may be the cause."""
 
 
 class VisualQuality:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hone.reward.code import NoProgram, last_program
 from hone.reward.sandbox.base import Call, ProgramEnding, ProgramRun, Stdin
-from hone.reward.sandbox.cases import BadTests, UnitTest, read_tests, same_text, same_value
+from hone.reward.sandbox.unit_tests import BadTests, UnitTest, read_tests, same_text, same_value
 
 RESPONSES = [
     ("```python\nprint(1)\n```", "print(1)"),

@@ -103,9 +103,9 @@ def test_all_or_nothing_stops_at_the_first_failure(make_group):
     ("ending", "why"),
     [
         (ProgramEnding.CRASHED, "IndexError: x"),
-        (ProgramEnding.TIME, "its time was over"),
-        (ProgramEnding.MEMORY, "more memory than allowed"),
-        (ProgramEnding.OUTPUT, "more output than allowed"),
+        (ProgramEnding.TIME, "time limit exceeded"),
+        (ProgramEnding.MEMORY, "memory limit exceeded"),
+        (ProgramEnding.OUTPUT, "output limit exceeded"),
     ],
 )
 @pytest.mark.parametrize("how", ["all", "fraction"])
@@ -122,7 +122,7 @@ def test_breaking_on_some_inputs_is_failing_those_tests(make_group):
         return ProgramRun(ProgramEnding.TIME, b"") if given.text.startswith("0") else adder(source, given, opened)
 
     scores, _ = score(make_group, "x", behave=slow_at_0, score="fraction")
-    assert scores == (Score(0.75, None, "test 2 of 4: its time was over"),)
+    assert scores == (Score(0.75, None, "test 2 of 4: time limit exceeded"),)
 
 
 def test_a_response_without_a_program_earns_the_minimum(make_group):
@@ -190,7 +190,7 @@ def test_tests_not_reached_in_time_count_as_failed(make_group):
         return adder(source, given, opened)
 
     scores, sandbox = score(make_group, "x", behave=slow, score="fraction", program_wall_s=0.1)
-    assert scores == (Score(0.5, None, "test 3 of 4: its time was over"),)
+    assert scores == (Score(0.5, None, "test 3 of 4: time limit exceeded"),)
     assert sandbox.runs == 2
 
 
@@ -392,7 +392,7 @@ def test_a_sandbox_killed_from_outside_before_a_test_is_sent_is_no_fault_of_the_
     scored(GOOD)  # or missing
 
     async def go():
-        sandbox = Bubblewrap(Limits(60, 60.0, 256 << 20, 8, 1 << 16, 8 << 20), num_places=1)
+        sandbox = Bubblewrap(Limits(60, 60.0, 256 << 20, 8, 1 << 16, 8 << 20), num_slots=1)
         await sandbox.start()
         async with sandbox.open(GOOD) as session:
             (outer,) = sandboxes()
@@ -420,7 +420,7 @@ import asyncio
 from hone.reward.sandbox.base import Limits, Stdin
 from hone.reward.sandbox.bubblewrap import Bubblewrap
 async def main():
-    sandbox = Bubblewrap(Limits(60, 60.0, 256 << 20, 8, 1 << 16, 8 << 20), num_places=1)
+    sandbox = Bubblewrap(Limits(60, 60.0, 256 << 20, 8, 1 << 16, 8 << 20), num_slots=1)
     await sandbox.start()
     async with sandbox.open("import os, time\\nos.fork() or os.setsid()\\nos.fork()\\ntime.sleep(60)") as session:
         await session.run(Stdin(""))

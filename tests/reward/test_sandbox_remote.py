@@ -54,14 +54,14 @@ def service():
 
 def at(service, url="http://sandbox", limits=LIMITS, **options):
     transport = httpx.MockTransport(service)
-    return Remote(url, limits, **{"num_places": 1, "first_backoff_s": 0.001, "transport": transport, **options})
+    return Remote(url, limits, **{"num_slots": 1, "first_backoff_s": 0.001, "transport": transport, **options})
 
 
 @pytest.fixture
 def run(service):
     def run_program(source, *inputs):
         async def go():
-            sandbox = at(service, "http://sandbox:8080/", num_places=2, token="t")
+            sandbox = at(service, "http://sandbox:8080/", num_slots=2, token="t")
             await sandbox.start()
             service.requests.clear()
             try:
@@ -216,7 +216,7 @@ def test_a_service_that_does_not_work_is_unavailable(run, service):
 @pytest.fixture
 def reward(service):
     settings = CodeSettings(remote_url="http://sandbox:8080")
-    return CodeReward(settings, sandboxes=[at(service, limits=settings.limits(), num_places=32)])
+    return CodeReward(settings, sandboxes=[at(service, limits=settings.limits(), num_slots=32)])
 
 
 @pytest.mark.parametrize("failure", [None, *PASSING], ids=repr)

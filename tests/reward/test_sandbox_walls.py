@@ -77,7 +77,7 @@ def test_machines_whose_calls_are_not_known_have_no_filter():
 
 def test_only_what_the_interpreter_needs_is_shown():
     interpreter = Interpreter.find(None)
-    arguments = Bubblewrap(LIMITS, num_places=1)._walls(interpreter)
+    arguments = Bubblewrap(LIMITS, num_slots=1)._isolation(interpreter)
     shown = {arguments[i + 1] for i, word in enumerate(arguments) if word == "--ro-bind"}
     allowed = {interpreter.executable, f"{interpreter.prefix}/lib", f"{interpreter.prefix}/lib64"}
     assert shown <= allowed | {"/usr/lib", "/usr/lib64", "/lib", "/lib64"}
@@ -88,10 +88,10 @@ def test_only_what_the_interpreter_needs_is_shown():
 
 def test_an_ordinary_user_unshares_everything(monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    arguments = Bubblewrap(LIMITS, num_places=1)._walls(Interpreter.find(None))
+    arguments = Bubblewrap(LIMITS, num_slots=1)._isolation(Interpreter.find(None))
     assert "--unshare-all" in arguments and "--cap-add" not in arguments
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    arguments = Bubblewrap(LIMITS, num_places=1)._walls(Interpreter.find(None))
+    arguments = Bubblewrap(LIMITS, num_slots=1)._isolation(Interpreter.find(None))
     unshared = {word for word in arguments if word.startswith("--unshare")}
     assert unshared >= {"--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"}
     assert [arguments[i + 1] for i, word in enumerate(arguments) if word == "--cap-add"] == ["CAP_SETUID", "CAP_SETGID"]
@@ -111,9 +111,9 @@ def run(sandbox, source):
 
 def test_installed_packages_are_there_when_an_interpreter_is_named():
     source = "import psutil, sys\nprint(psutil.__name__, sys.flags.no_user_site)"
-    without = run(Bubblewrap(LIMITS, num_places=1), source)
+    without = run(Bubblewrap(LIMITS, num_slots=1), source)
     assert (without.ending, without.detail) == (ProgramEnding.CRASHED, "ModuleNotFoundError: No module named 'psutil'")
-    with_packages = run(Bubblewrap(LIMITS, num_places=1, python=sys.executable), source)
+    with_packages = run(Bubblewrap(LIMITS, num_slots=1, python=sys.executable), source)
     assert with_packages.output == b"psutil 1\n"
 
 
@@ -132,14 +132,14 @@ def test_walls_that_do_not_stand_are_found():
     """A bubblewrap that shares the network, shows /etc and lets processes multiply is refused, each named."""
 
     class Leaky(Bubblewrap):
-        def _walls(self, interpreter):
-            walls = [word for word in super()._walls(interpreter) if word not in ("--unshare-net", "--unshare-all")]
+        def _isolation(self, interpreter):
+            walls = [word for word in super()._isolation(interpreter) if word not in ("--unshare-net", "--unshare-all")]
             if "--unshare-pid" not in walls:
                 walls += ["--unshare-user", "--unshare-pid", "--unshare-ipc"]
             return ["--ro-bind", "/etc", "/etc", *walls]
 
-    run(Bubblewrap(LIMITS, num_places=1), "pass")  # or missing
-    sandbox = Leaky(LIMITS, num_places=1, warden=warden_that('enter({**setup, "processes": 39})'))
+    run(Bubblewrap(LIMITS, num_slots=1), "pass")  # or missing
+    sandbox = Leaky(LIMITS, num_slots=1, warden=warden_that('enter({**setup, "processes": 39})'))
     with pytest.raises(SandboxUnavailable) as refused:
         asyncio.run(sandbox.start())
     for breach in (
@@ -156,7 +156,7 @@ def test_a_bwrap_that_cannot_work_is_unavailable_and_says_what_it_said(tmp_path,
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(SandboxUnavailable, match="No permissions to create new namespace"):
-        asyncio.run(Bubblewrap(LIMITS, num_places=1).start())
+        asyncio.run(Bubblewrap(LIMITS, num_slots=1).start())
 
 
 def test_a_sandbox_that_was_not_started_runs_nothing():
@@ -164,7 +164,7 @@ def test_a_sandbox_that_was_not_started_runs_nothing():
         async with sandbox.open("pass"):
             pass
 
-    for sandbox in (Bubblewrap(LIMITS, num_places=1), BareProcess(LIMITS, num_places=1)):
+    for sandbox in (Bubblewrap(LIMITS, num_slots=1), BareProcess(LIMITS, num_slots=1)):
         with pytest.raises(SandboxFault, match="not started"):
             asyncio.run(go(sandbox))
 
@@ -184,7 +184,7 @@ print("born")
     tmp_path.chmod(0o777)
     for folder in (tmp_path.parent, tmp_path.parent.parent):
         folder.chmod(0o755)
-    assert run(BareProcess(LIMITS, num_places=1, python=PYTHON_OF_ALL), source).output == b"born\n"
+    assert run(BareProcess(LIMITS, num_slots=1, python=PYTHON_OF_ALL), source).output == b"born\n"
     asyncio.run(asyncio.sleep(0.5))
     assert not mark.exists()
 
@@ -200,7 +200,7 @@ except PermissionError: print("refused")
 open("mine", "w").close()
 """
     try:
-        ended = run(BareProcess(LIMITS, num_places=1, python=PYTHON_OF_ALL), program)
+        ended = run(BareProcess(LIMITS, num_slots=1, python=PYTHON_OF_ALL), program)
         assert victim.poll() is None
     finally:
         victim.kill()
@@ -212,7 +212,7 @@ open("mine", "w").close()
 def test_root_without_an_interpreter_that_others_can_read_is_refused():
     forgets = 'enter(setup); sys.path[:] = setup["packages"]; sys.path_importer_cache.clear()'
     with pytest.raises(SandboxUnavailable, match=r"No module named 'decimal' \(as root, programs run as user \d+, who"):
-        asyncio.run(BareProcess(LIMITS, num_places=1, warden=warden_that(forgets)).start())
+        asyncio.run(BareProcess(LIMITS, num_slots=1, warden=warden_that(forgets)).start())
 
 
 def test_every_setting_is_documented():

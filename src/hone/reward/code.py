@@ -5,9 +5,9 @@
         - use: code
           args: {score: fraction, test_cpu_s: 5}
 
-Verdicts follow from where something failed. A program that is missing, broken, too slow, too greedy or hostile earns
-the minimum, and the score says why. A row without usable tests is a data fault. A sandbox that cannot be had or that
-dies of something else is an infra fault: such a sample has no score, and no test ever leaves the count quietly.
+Attribution of failures: a program that is missing, broken, too slow, over its limits or hostile gets the minimum score
+and the reason. A row without usable tests is a data fault. A sandbox that is unavailable, or fails for another reason,
+is an infrastructure fault: the sample has no score. No test is left out silently.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from hone.reward.sandbox.base import (
     SandboxUnavailable,
 )
 from hone.reward.sandbox.bubblewrap import Bubblewrap
-from hone.reward.sandbox.cases import BadTests, UnitTest, read_tests
 from hone.reward.sandbox.remote import Remote
+from hone.reward.sandbox.unit_tests import BadTests, UnitTest, read_tests
 from hone.reward.signature import Range, ScoreSample
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
@@ -46,12 +46,12 @@ from hone.types import Fault, Group, Prompt, Sample, Score
 START_AGAIN_S = 30.0
 """A service may come back."""
 TRIES = 2
-"""A sandbox that fails or is lost under a program is replaced once; a second time settles whose fault it is."""
-_REMOTE_PLACES = 32
+"""A sandbox that fails while running a program is replaced once; after a second failure the program is blamed."""
+_REMOTE_SLOTS = 32
 _WHY = {
-    ProgramEnding.TIME: "its time was over",
-    ProgramEnding.MEMORY: "more memory than allowed",
-    ProgramEnding.OUTPUT: "more output than allowed",
+    ProgramEnding.TIME: "time limit exceeded",
+    ProgramEnding.MEMORY: "memory limit exceeded",
+    ProgramEnding.OUTPUT: "output limit exceeded",
     ProgramEnding.FINISHED: "wrong output",
 }
 
@@ -70,15 +70,15 @@ class CodeSettings(Section):
     remote_token_env: str | None = key(None)
     """Environment variable with the service's bearer token."""
     allow_unsafe_local_exec: bool = key(False)
-    """Where bubblewrap does not work, run programs as plain processes that can do all that you can."""
+    """Where bubblewrap does not work, run programs as plain processes with your own rights."""
     python: str | None = key(None)
     """Interpreter (3.11 or newer) with its packages; null: Hone's own, standard library alone."""
     parallel: int = key(0, unit="programs", ge=0)
     """Programs at one time; 0: one per usable core, or 32 at a service."""
     test_cpu_s: int = key(5, unit="CPU seconds", ge=1)
-    """For each process of a test. This bounds slow programs; it counts the same on a busy machine."""
+    """For each process of a test; bounds slow programs, independently of the machine's load."""
     test_wall_s: float = key(25.0, unit="seconds", gt=0)
-    """Elapsed time of a test. This bounds programs that wait; leave room for a busy machine."""
+    """Elapsed time of a test; bounds programs that wait. Leave room for a busy machine."""
     program_wall_s: float = key(120.0, unit="seconds", gt=0)
     """Elapsed time of all tests of a program; tests not reached by then count as failed."""
     memory_mib: int = key(512, unit="MiB", ge=32)
@@ -135,8 +135,8 @@ class CodeReward:
             raise Unusable(f"args of `code`: {'; '.join(problems)}") from None
 
     async def start(self) -> list[str]:
-        """Find a sandbox that works, proven by trying it. None to be had is a fault of every score, not a problem of
-        the run file."""
+        """Start the first allowed sandbox that passes its self-test. Without one every score is an infrastructure
+        fault; the run file is still valid."""
         await self._start()
         return []
 
@@ -165,7 +165,7 @@ class CodeReward:
         return score_sample
 
     async def score(self, group: Group) -> tuple[Score, ...]:
-        """One score per sample; waits for free places, and is bounded by the limits of the programs in front."""
+        """One score per sample. Waits for free slots."""
         return tuple(await asyncio.gather(*map(self.begin(group.prompt), group.samples)))
 
     async def _start(self) -> None:
@@ -188,7 +188,7 @@ class CodeReward:
             self._next_start = time.monotonic() + self._start_again_s
 
     async def _judge(self, source: str, tests: Sequence[UnitTest]) -> Score:
-        """The score of one program. Nothing that it does can make its score better than a wrong output would."""
+        """The score of one program. Breaking the sandbox never scores better than a wrong output."""
         if self.sandbox is None:
             await self._start()
         sandbox = self.sandbox
@@ -230,7 +230,7 @@ class CodeReward:
 
 @dataclass(slots=True)
 class ProgramVerdict:
-    """What the tests said of a program so far."""
+    """Test results of a program so far."""
 
     passed: int = 0
     first_failed: int = 0
@@ -243,8 +243,7 @@ class ProgramVerdict:
             self.first_failed, self.first = number, run
 
     def score(self, num_tests: int, *, fraction: bool) -> Score:
-        """A failed test is a failed test, however it failed; without a point and by more than a wrong output, the
-        score is a fault of the model."""
+        """The score; a fault of the model if no test passed and the first did not fail by a wrong output."""
         value = self.passed / num_tests if fraction else float(self.passed == num_tests)
         if self.first is None:
             return Score(value)
@@ -270,7 +269,7 @@ def _always(score: Score) -> ScoreSample:
 
 
 def _allowed_sandboxes(settings: CodeSettings, reasons: list[str]) -> list[Sandbox]:
-    """Sandboxes that the settings allow, best first. A weaker kind is among them by explicit leave only."""
+    """Sandboxes that the settings allow, best first; plain processes only if allowed explicitly."""
     limits = settings.limits()
     if settings.remote_url is not None:
         try:
@@ -278,11 +277,11 @@ def _allowed_sandboxes(settings: CodeSettings, reasons: list[str]) -> list[Sandb
         except ValueError as error:
             reasons.append(f"remote: {error}")
             return []
-        return [Remote(settings.remote_url, limits, num_places=settings.parallel or _REMOTE_PLACES, token=token)]
-    num_places = settings.parallel or len(os.sched_getaffinity(0))
-    candidates: list[Sandbox] = [Bubblewrap(limits, num_places=num_places, python=settings.python)]
+        return [Remote(settings.remote_url, limits, num_slots=settings.parallel or _REMOTE_SLOTS, token=token)]
+    num_slots = settings.parallel or len(os.sched_getaffinity(0))
+    candidates: list[Sandbox] = [Bubblewrap(limits, num_slots=num_slots, python=settings.python)]
     if settings.allow_unsafe_local_exec:
-        candidates.append(BareProcess(limits, num_places=num_places, python=settings.python))
+        candidates.append(BareProcess(limits, num_slots=num_slots, python=settings.python))
     return candidates
 
 

@@ -1,6 +1,6 @@
 """Rewards by rule: mathematics, choices, formats, lengths, repetition, patterns and schemas.
 
-`answer` finds where a response answers; every other module is one rule or a few of a kind, named in the table of
-`hone.config.rewards`. Each declares its range. One whose computation a response can make endless declares that as a
-fault of the model, and runs in a killable process.
+`answer` extracts a response's final answer; every other module is one rule or a few of a kind, listed in
+`hone.config.rewards`. Each declares its range. A rule whose computation a response can make endless runs in a process
+that can be killed, and scores such a response as a fault of the model.
 """

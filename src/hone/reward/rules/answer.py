@@ -1,6 +1,6 @@
-r"""Where a response answers: after its reasoning; in its last `\boxed{}`, behind its last `####`, in `<answer>`.
+r"""Extraction of final answers: after the reasoning; in the last `\boxed{}`, behind the last `####`, in `<answer>`.
 
-Every search is linear in the response, whatever is in it. Nothing here judges what it finds.
+Every search is linear in the response. Answers are not compared here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def after_hashes(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""What a response gives as its result: the last balanced `\boxed`, else what follows `####`."""
+    r"""The final answer: the last balanced `\boxed`, else what follows `####`."""
     region = after_reasoning(text)
     boxed = last_boxed(region)
     return boxed if boxed is not None else after_hashes(region)

@@ -1,6 +1,6 @@
 r"""`choice`: 1 when the response chooses the row's option; else 0.
 
-Looked for after the reasoning, in this order: the last `<answer>`, the last `\boxed{}`, the last "answer is B",
+Searched after the reasoning, in this order: the last `<answer>`, the last `\boxed{}`, the last "answer is B",
 "Answer: B", "Final: B" or the like, a last line that is an option and nothing else. In the first two exactly one option
 may be named. A letter counts only by itself, in its own case, and if the row has that option: "The answer depends on
 pH. Final: A" is A, and "an answer" chooses nothing.
@@ -20,7 +20,7 @@ from hone.reward.rules.answer import after_reasoning, last_boxed, last_tagged
 from hone.reward.signature import all_faulty, reward
 from hone.types import Fault, Group, Score
 
-# Every repetition that a response could feed is bounded: the search stays linear.
+# Every repetition is bounded, so that the search is linear.
 _ALONE = r"(?<![\w'’\\-])({letters})(?![\w'’]|-\w)"
 _ANCHOR = r"(?i:\b(?:answer|option|choice|final))\b(?i:[ \t]{1,4}(?:is|option|choice|answer)){0,3}"
 _BETWEEN = r"[ \t]{0,4}[:=]?[\s*_(\[{$\"`]{0,12}(?:\\(?:text|mathrm|mathbf|textbf)\{)?\(?"
@@ -101,7 +101,7 @@ def _letters(columns: Any, settings: ChoiceSettings) -> str:
 
 
 def _gold(answer: Any, letters: str) -> str:
-    """The right option, of a letter in any dress or a number from 0. Raises ValueError."""
+    """The right option, from a letter, with or without brackets, or a number from 0. Raises ValueError."""
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
         return letters[answer]
     name = str(answer).strip().strip("()[]. ")

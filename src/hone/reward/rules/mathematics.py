@@ -1,12 +1,12 @@
 r"""`math`: 1 when the response's final answer equals the row's, as mathematics; else 0.
 
 The answer is the last balanced `\boxed{}` after the reasoning, else what follows `####`; the row's is a value, or a
-solution that ends in one of these. Both are read and compared by math-verify, with its time-outs off: an alarm cannot
-interrupt code that is stuck in C, and a thread cannot be stopped at all, so the guard is the pool that kills the
-process. An answer that stalls the comparison earns the minimum; a row that does so is a fault of the data.
+solution that ends in one of these. Both are parsed and compared by math-verify, with its time-outs off: an alarm cannot
+interrupt C code and a thread cannot be stopped, so a comparison that does not end is stopped by the worker pool, which
+kills the process. The response then gets the minimum; if the row's own answer is the cause, it is a fault of the data.
 
-What people write besides LaTeX is made LaTeX first (`to_latex`). A decimal is compared as the fraction that it is, and
-where that is not equal, six digits decide.
+Other notations are converted to LaTeX first (`as_latex`). Decimals are compared as exact fractions, and if these are
+not equal, to six digits.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _DIGITS = 6
 _PRECISION = 50
 """Digits to which formulas are compared: what differs from 10^-50 on is equal."""
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off; so they should be
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off, which is intended
 
 
 class UnreadableMath(ValueError):
-    """No answer that could be compared; says why."""
+    """An answer that cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def math(group: Group) -> list[Score] | tuple[Score, ...]:
 
 
 def score_response(text: str, gold: Answer) -> Score:
-    """1, or 0 with the reason where there was nothing to compare."""
+    """1 or 0, with the reason if there was nothing to compare."""
     found = final_answer(text)
     if found is None:
         return Score(0.0, Fault.MODEL, "no \\boxed{} and no ####")
@@ -109,7 +109,7 @@ def score_response(text: str, gold: Answer) -> Score:
 
 
 def gold_answer(answer: Any) -> Answer:
-    """The row's answer. Raises Unreadable when it is none; computes without end when no answer could be compared."""
+    """The row's answer. Raises UnreadableMath for none; does not return for one that no answer can be compared with."""
     if answer is None or isinstance(answer, bool) or not str(answer).strip():
         raise UnreadableMath(f"{answer!r} is none")
     return _gold(str(answer))
@@ -120,7 +120,7 @@ def _gold(text: str) -> Answer:
     boxed = last_boxed(text)
     try:
         gold = read(boxed if boxed is not None else after_hashes(text) or text)
-        equal(gold, read("0"))  # what cannot be compared with this in time cannot be compared with anything
+        equal(gold, read("0"))  # an answer that cannot be compared with this in time cannot be compared at all
     except UnreadableMath:
         raise
     except _SYMPY_RAISES as error:
@@ -129,7 +129,7 @@ def _gold(text: str) -> Answer:
 
 
 def read(text: str) -> Answer:
-    """One answer. Raises Unreadable."""
+    """One answer. Raises UnreadableMath."""
     if len(text) > MAX_ANSWER_CHARACTERS:
         raise UnreadableMath(f"an answer of {len(text)} characters; at most {MAX_ANSWER_CHARACTERS} are read")
     text = as_latex(text)
@@ -158,12 +158,12 @@ def _parsed(formula: str) -> list[Any]:
 
 
 def _has_only_i(part: Any) -> bool:
-    """Whether the only variable is `i`: not a variable then."""
+    """Whether the only variable is `i`, which then is the imaginary unit."""
     return isinstance(part, Basic) and not isinstance(part, Boolean) and [str(v) for v in part.free_symbols] == ["i"]
 
 
 def _either(formula: str) -> list[Any]:
-    """`x<1 or x>2` as a set; nothing where it is not all inequalities."""
+    """`x<1 or x>2` as a set; empty if not all parts are inequalities."""
     parts = [_parsed(part) for part in _OR.split(formula)]
     if len(parts) < 2 or not all(part and isinstance(part[0], Relational | And) for part in parts):
         return []
@@ -217,12 +217,12 @@ def _numbers(part: Basic) -> Iterator[Expr]:
 
 
 def _exact(number: Expr) -> Expr:
-    """Decimals as the fractions that they are, and what can be computed computed."""
+    """Decimals as exact fractions, and constant expressions evaluated."""
     return number.xreplace({decimal: Rational(str(decimal)) for decimal in number.atoms(Float)}).doit()
 
 
 def _rounded(number: Expr) -> Expr:
-    """To six digits behind the point, or six that count where it is smaller than 1; but no fraction becomes whole."""
+    """Rounded to six decimals, or six significant digits below 1; no fraction becomes an integer."""
     if isinstance(number, Integer) or not number.is_real or not number.is_finite:
         return number
     text = str(number.evalf(_PRECISION))

@@ -1,7 +1,7 @@
 r"""MindSpeed RL's verifiers by their own names: `acc`, `base_acc`, `step`; `format` and `strict_format` are in `tags`.
 
-Their values (of its `rule_verifier.py`), judged our way; docs/rewards-rules.md lists the differences. Above all: an
-answer that stalls the comparison earns the minimum here, where there it earned 0 and so more than a wrong one.
+Same values as its `rule_verifier.py`, with Hone's comparison; docs/rewards-rules.md lists the differences. The main
+one: an answer whose comparison does not end gets the minimum here; there it gets 0, more than a wrong answer.
 """
 
 from __future__ import annotations

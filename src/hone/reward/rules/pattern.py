@@ -1,7 +1,7 @@
 """`regex`: 1 when the response matches a pattern of the run file; else 0.
 
-A group named `answer` in it must also equal the row's answer, in the pattern's last match. A pattern that backtracks
-without end on a response costs that response the minimum, so this runs where it can be killed.
+A group named `answer` in it must also equal the row's answer, in the pattern's last match. It runs in a process that
+can be killed: a response on which the pattern backtracks without end gets the minimum.
 """
 
 from __future__ import annotations

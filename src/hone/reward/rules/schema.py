@@ -1,8 +1,8 @@
 """`json_schema`: 1 when the response is JSON that a schema allows; else 0.
 
-The JSON is all that follows the reasoning, or its one fenced block. It is read strictly: no NaN, no number beyond all
-bounds, no key twice. `format` is asserted: FORMATS has those that are known, any other one says nothing. Schemas
-are of the run file or of the row; they may refer to their own parts and to nothing else, so nothing is ever fetched.
+The JSON is all that follows the reasoning, or its one fenced block. It is parsed strictly: no NaN or infinite
+numbers, no duplicate keys. `format` is asserted for the formats in FORMATS, others are ignored. Schemas are in the run
+file or in the row; they may refer to their own parts only, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ for _name, _form in (("time", _TIME), ("uri", _URI), ("hostname", _HOSTNAME)):
 
 
 class BadSchema(ValueError):
-    """What should be a schema is none; says why."""
+    """An invalid schema."""
 
 
 class SchemaSettings(Section):
@@ -101,7 +101,7 @@ def _score(text: str, check: Any) -> Score:
 
 
 def validator(schema: Any) -> Any:
-    """What checks values. Raises BadSchema."""
+    """A validator of values. Raises BadSchema."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)

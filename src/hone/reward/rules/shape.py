@@ -1,4 +1,4 @@
-"""`length` and `repetition`: penalties for how a response looks, whatever it says; 0 at best, -1 at worst."""
+"""`length` and `repetition`: penalties from 0 to -1, independent of content."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 r"""`format` and `strict_format`: whether a response is exactly its tagged sections, and nothing else.
 
 The whole response must be the sections in order, with white space between them. Each tag may occur once in all of it:
-repeated, nested or quoted tags, or text behind the last one, earn nothing. What the sections say is not judged, but
-each must show something.
+repeated, nested or quoted tags, or text after the last one, score nothing. The content of sections is not judged, but
+each must have visible characters.
 """
 
 from __future__ import annotations
@@ -75,5 +75,5 @@ def sections(text: str, settings: TagSettings) -> list[str] | None:
 
 
 def _shows(text: str) -> bool:
-    """Whether there is a letter, a number, a sign or a symbol: neither white space nor characters without width."""
+    """Whether there is a visible character: neither white space nor of zero width."""
     return any(unicodedata.category(one)[0] in "LNPS" and one not in _BLANK for one in text)

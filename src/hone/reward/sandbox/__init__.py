@@ -1,1 +1,1 @@
-"""Sandboxes: run untrusted programs and say honestly how each run ended. What output is right is judged outside."""
+"""Sandboxes: run untrusted programs and report how each run ended. Outputs are compared outside of them."""

@@ -1,12 +1,12 @@
-"""What a sandbox is: it runs an untrusted program on one input after another and says how each run ended.
+"""Sandbox interface: run an untrusted program on one input after another and report how each run ended.
 
-It never learns what output is right: inputs go in, outputs come out, and the comparison happens out here
-(`cases.py`). So nothing that a program prints, forges or breaks in there can earn it a point. Three kinds of sandbox:
-`bubblewrap.py` (the default on Linux), `remote.py` (a service) and `bare.py` (no isolation, by explicit leave only).
+A sandbox never receives expected outputs: inputs go in, outputs come out, and the comparison is made outside
+(`unit_tests.py`). So nothing that a program prints, forges or breaks inside can earn it a point. Three kinds:
+`bubblewrap.py` (the default on Linux), `remote.py` (a service), `bare.py` (no isolation, only if allowed explicitly).
 
 Lifecycle:
 
-    async with sandbox.open(source) as session:        # waits for a free place; a fresh sandbox for this program
+    async with sandbox.open(source) as session:        # waits for a free slot; a fresh sandbox for this program
         run = await session.run(Stdin("3 4\\n"))        # Run(Ending.FINISHED, b"7\\n", "", elapsed_s=0.02)
         run = await session.run(Call("add", (3, 4)))   # Run(Ending.FINISHED, b"7", ...): the value as JSON
 """
@@ -21,20 +21,20 @@ from typing import Any, Protocol
 
 
 class SandboxFault(Exception):
-    """We failed to run a program, through no fault of its own; says why. An infra fault."""
+    """A program could not be run, for a reason outside of it. An infrastructure fault."""
 
 
 class SandboxUnavailable(SandboxFault):
-    """This kind of sandbox cannot work on this machine, or not now; says why."""
+    """This kind of sandbox does not work on this machine, or not now."""
 
 
 class SandboxLost(Exception):
-    """The sandbox ended or fell silent while a program ran in it. The program may have done it, or the machine."""
+    """The sandbox ended or stopped responding while a program ran; the program or the machine may be the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use. Each holds whatever the program does, except where a kind of sandbox says otherwise."""
+    """Resource limits of one program, enforced unless a kind of sandbox documents an exception."""
 
     cpu_s: int
     """CPU seconds of each process of a run."""
@@ -49,7 +49,7 @@ class Limits:
     disk_bytes: int
     """Each file, and all files together."""
     grace_s: float = 5.0
-    """Seconds beyond a run's own time, until a local sandbox that says nothing counts as lost."""
+    """Seconds beyond a run's own time after which a local sandbox that does not answer counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +75,23 @@ Input = Stdin | Call
 class ProgramEnding(StrEnum):
     """How a run ended."""
 
-    FINISHED = "finished"  # exit code 0, and a value if one was asked for; whether it is right is another question
+    FINISHED = "finished"  # exit code 0, and a value if one was asked for, right or wrong
     CRASHED = "crashed"  # syntax error, exception, exit code, signal, or no value where one was asked for
     TIME = "time"
     MEMORY = "memory"
     OUTPUT = "output"  # wrote more than the limit
-    LOST = "lost"  # killed by a signal that neither we nor the kernel's limits sent
+    LOST = "lost"  # killed by a signal from neither the sandbox nor the kernel's limits
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """What came out of one run."""
+    """Result of one run."""
 
     ending: ProgramEnding
     output: bytes
     """Standard output, or the returned value as JSON; at most `Limits.output_bytes`."""
     detail: str = ""
-    """The last line of standard error, or what limit was hit; for people."""
+    """The last line of standard error, or which limit was hit; for messages."""
     elapsed_s: float = 0.0
 
 
@@ -99,7 +99,7 @@ class Session(Protocol):
     """One program in its sandbox."""
 
     async def run(self, given: Input) -> ProgramRun:
-        """Run it once. Bounded by the limits and a grace; what a run leaves behind is ended before the next.
+        """Run it once. Bounded by the limits and a grace time; processes that it leaves behind are killed afterwards.
 
         Raises:
             SandboxFault: the world failed.
@@ -109,7 +109,7 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """A kind of sandbox, with a bounded number of places."""
+    """A kind of sandbox, with a bounded number of slots."""
 
     name: str
 
@@ -118,7 +118,7 @@ class Sandbox(Protocol):
         ...
 
     def open(self, source: str) -> AbstractAsyncContextManager[Session]:
-        """A fresh sandbox with this program in it; waits for a free place. Leaving it ends every process of it.
+        """A fresh sandbox with this program; waits for a free slot. Leaving the context kills all of its processes.
 
         Raises:
             SandboxFault: no sandbox could be made.

@@ -1,10 +1,10 @@
 """Bubblewrap sandbox, the default on Linux: a read-only interpreter and nothing else, without a network.
 
 Namespaces of its own for everything, no capability, a filter of system calls, a few read-only folders, and a scratch
-folder in memory of bounded size. Limits are by user, and root has none, so a run as root drops to a user that owns
-nothing: not before bubblewrap (it could then not read an interpreter in root's home) but as the first act of the
-warden, before it has seen the program. Each place has a user of its own, because the limit on processes is counted
-per user. The warden is process 1 there: bubblewrap's own would be one that a program of the same user can write to.
+folder in memory of bounded size. Limits are by user, and root has none, so a run as root switches to an
+unprivileged user: not before bubblewrap (which could then not read an interpreter in root's home) but in the warden,
+before it receives the program. Each slot has a user of its own, because the limit on processes is counted per user. The
+warden is process 1: a program of the same user could write to bubblewrap's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hone.reward.sandbox.local import (
     LocalSession,
     SandboxSlots,
     environment,
-    user_of_place,
+    user_of_slot,
 )
 from hone.reward.sandbox.probe import prove
 
@@ -38,14 +38,14 @@ SHARED_MEMORY_BYTES = 1 << 20
 
 
 class Bubblewrap:
-    """Programs in bubblewrap, `num_places` at a time."""
+    """Runs programs in bubblewrap, `num_slots` at a time."""
 
     name = "bubblewrap"
 
-    def __init__(self, limits: Limits, *, num_places: int, python: str | None = None, warden: str = WARDEN) -> None:
+    def __init__(self, limits: Limits, *, num_slots: int, python: str | None = None, warden: str = WARDEN) -> None:
         self._limits, self._warden = limits, warden
         self._python = python
-        self._places = SandboxSlots(num_places)
+        self._slots = SandboxSlots(num_slots)
         self._arguments: tuple[str, ...] = ()
         self._packages: tuple[str, ...] = ()
         self._filter = seccomp_filter()
@@ -58,15 +58,15 @@ class Bubblewrap:
             raise SandboxUnavailable("bwrap is not installed (Debian and Ubuntu: apt-get install bubblewrap)")
         interpreter = await asyncio.to_thread(Interpreter.find, self._python)
         self._packages = interpreter.packages
-        self._arguments = (program, *self._walls(interpreter), "--", *interpreter.command)
+        self._arguments = (program, *self._isolation(interpreter), "--", *interpreter.command)
         await prove(self, isolated=True, processes=self._limits.processes)
 
-    def _walls(self, interpreter: Interpreter) -> list[str]:
+    def _isolation(self, interpreter: Interpreter) -> list[str]:
         """Options of bubblewrap. As root a user namespace would be one user for all, root again, so there is none."""
         walls = ["--die-with-parent", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
         if os.geteuid() == 0:
             walls += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-            walls += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # gone when the warden changes its user
+            walls += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # dropped when the warden changes its user
         else:
             walls += ["--unshare-all"]
         for name, value in environment().items():
@@ -83,26 +83,26 @@ class Bubblewrap:
     async def open(self, source: str) -> AsyncIterator[LocalSession]:
         if not self._arguments:
             raise SandboxFault("the sandbox was not started")
-        async with self._places.place() as number:
+        async with self._slots.free_slot() as number:
             with _readable(self._filter) as filter_fd:
                 program, *rest = self._arguments
                 guarded = [] if filter_fd is None else ["--seccomp", str(filter_fd)]
                 command = Command(
                     (program, *guarded, *rest),
-                    user_id=user_of_place(number),
+                    user_id=user_of_slot(number),
                     pass_fds=() if filter_fd is None else (filter_fd,),
                     warden=self._warden,
                 )
                 session = LocalSession(command, source, self._limits, self._packages)
-                async with self._places.started(session):
+                async with self._slots.started(session):
                     yield session
 
     async def close(self) -> None:
-        await self._places.close()
+        await self._slots.close()
 
 
 def _shown(path: str) -> list[str]:
-    """Options that show a file, folder or link of this machine at its own place, under folders anyone may pass."""
+    """Options that bind a file, folder or link at its own path, under folders that anyone may enter."""
     options = [part for folder in _above(path) for part in ("--perms", "0755", "--dir", folder)]
     if os.path.islink(path):
         return [*options, "--symlink", os.readlink(path), path]
@@ -115,7 +115,7 @@ def _above(path: str) -> list[str]:
 
 @contextlib.contextmanager
 def _readable(data: bytes | None):
-    """A descriptor that `data` can be read from, once."""
+    """A file descriptor from which `data` can be read once."""
     if data is None:
         yield None
         return

@@ -1,7 +1,7 @@
-"""Local sandbox process: starts it with its warden, communicates with it, and always ends it.
+"""Local sandbox process: started with its warden, controlled over a socket, always ended.
 
-What the process is isolated by is not known here; `bubblewrap.py` and `bare.py` give the command. A place is one
-sandbox at a time; `open` waits for a free one in the order of the calls, and each release passes the place on.
+`bubblewrap.py` and `bare.py` give the command that isolates it. A slot holds one sandbox at a time; `open` waits for a
+free slot, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from hone.reward.sandbox.base import (
     Stdin,
 )
 
-WARDEN = (Path(__file__).parent / "inside.py").read_text()
+WARDEN = (Path(__file__).parent / "warden.py").read_text()
 START_TIMEOUT_S = 30.0
-"""Until a new sandbox must have answered."""
+"""Timeout for the first answer of a new sandbox."""
 END_TIMEOUT_S = 1.0
-"""Until a sandbox that was asked to end is killed."""
+"""Timeout after which a sandbox that was asked to end is killed."""
 MAX_HEADER_BYTES = 1 << 16
 FIRST_USER, NUM_USERS = 61_184, 4_336
 """Users that Linux distributions leave to services without an account (systemd's DynamicUser)."""
@@ -60,21 +60,21 @@ class Command:
     folder: str | None = None
     """Working directory outside; None leaves it."""
     user_id: int | None = None
-    """The user that the warden becomes before anything else; None stays."""
+    """The user that the warden switches to first; None keeps the current one."""
     isolated: bool = True
-    """Whether it has process numbers of its own, so that everything in it can be killed at once."""
+    """Whether it has a PID namespace, so that everything in it can be killed at once."""
     pass_fds: tuple[int, ...] = ()
     warden: str = WARDEN
     """Source of the program that supervises the user's program inside; the last argument of the process."""
 
 
 def environment() -> dict[str, str]:
-    """What a program finds in its environment, and nothing else."""
+    """The whole environment of a program."""
     return dict(_ENVIRONMENT)
 
 
-def user_of_place(number: int) -> int | None:
-    """A user of its own for each place, who owns nothing, where this process is root's; else None: its own user."""
+def user_of_slot(number: int) -> int | None:
+    """An unprivileged user for each slot if this process runs as root; else None, which keeps the current user."""
     return FIRST_USER + (64 * os.getpid() + number) % NUM_USERS if os.geteuid() == 0 else None
 
 
@@ -126,7 +126,7 @@ class LocalSession:
         except SandboxLost:
             raise SandboxFault(f"a sandbox did not start: {await self._complaint()}") from None
         if ready != {"ready": True}:
-            raise SandboxFault(f"a sandbox did not start: it said {ready}")
+            raise SandboxFault(f"a sandbox did not start: it answered {ready}")
 
     async def run(self, given: Input) -> ProgramRun:
         try:
@@ -135,28 +135,28 @@ class LocalSession:
                 header, output = await self._receive()
         except TimeoutError:
             raise SandboxLost(
-                f"the sandbox said nothing {self._limits.grace_s:g} s after the run's time was over"
+                f"the sandbox did not answer within {self._limits.grace_s:g} s after the run's time limit"
             ) from None
         try:
             return ProgramRun(
                 ProgramEnding(header["ending"]), output, str(header["detail"])[:200], float(header["elapsed_s"])
             )
         except (KeyError, TypeError, ValueError):
-            raise SandboxLost("the sandbox answered with something else than the end of a run") from None
+            raise SandboxLost("the sandbox sent an answer that is not the end of a run") from None
 
     async def close(self) -> None:
-        """End every process of it, by force where the warden does not. On return they are gone."""
+        """End all of its processes, by force if the warden does not. On return they have ended."""
         channel, process = self._channel, self._process
         self._stop_watching()
         self._channel = self._process = None
         if channel is not None:
-            channel.close()  # the warden takes it as its end
+            channel.close()  # the warden exits then
         if process is not None:
             await asyncio.shield(asyncio.to_thread(_end, process))
 
     def _process_ended(self) -> None:
-        """End the sandbox with its outermost process. The kernel would not: a warden that changed its user may not be
-        signalled by a bubblewrap that has no capabilities."""
+        """End the sandbox when its outermost process ends. The kernel does not: bubblewrap without capabilities may not
+        signal a warden that has changed its user."""
         self._stop_watching()
         if self._channel is not None:
             with contextlib.suppress(OSError):
@@ -180,13 +180,13 @@ class LocalSession:
     async def _receive(self) -> tuple[Any, bytes]:
         header_bytes, output_bytes = _FRAME.unpack(await self._read(_FRAME.size))
         if header_bytes > MAX_HEADER_BYTES or output_bytes > self._limits.output_bytes:
-            raise SandboxLost("the sandbox sent more than a run may put out")
+            raise SandboxLost("the sandbox sent more than the output limit")
         header = await self._read(header_bytes)
         output = await self._read(output_bytes)
         try:
             return json.loads(header), output
         except (ValueError, RecursionError):
-            raise SandboxLost("the sandbox sent something that is not an answer") from None
+            raise SandboxLost("the sandbox sent an answer that is not JSON") from None
 
     async def _read(self, num_bytes: int) -> bytes:
         assert self._channel is not None
@@ -203,7 +203,7 @@ class LocalSession:
         return bytes(data)
 
     async def _raise_if_killed_from_outside(self) -> None:
-        """The outermost process is out of a program's reach: when it was killed, the machine did it."""
+        """Programs cannot reach the outermost process: when it was killed, the cause is outside of the sandbox."""
         if self._process is None or not self._command.isolated:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -212,7 +212,7 @@ class LocalSession:
                 raise SandboxFault("a sandbox was killed from outside; was the machine out of memory?")
 
     async def _complaint(self) -> str:
-        """What the process said before it ended."""
+        """Last line of the process's standard error."""
         assert self._process is not None and self._process.stderr is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -234,17 +234,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class SandboxSlots:
-    """A bounded number of sandboxes at one time. `number` tells places in use apart."""
+    """Bounds the number of sandboxes at one time; slots are numbered from 0."""
 
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_slots: int) -> None:
         self._free: asyncio.Queue[int] = asyncio.Queue()
-        for number in range(num_places):
+        for number in range(num_slots):
             self._free.put_nowait(number)
         self._sessions: set[LocalSession] = set()
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[int]:
-        """A free place, kept until it is left."""
+    async def free_slot(self) -> AsyncIterator[int]:
+        """Wait for a free slot and hold it within the context."""
         number = await self._free.get()
         try:
             yield number

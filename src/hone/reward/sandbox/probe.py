@@ -1,4 +1,4 @@
-"""Self-test of a sandbox at the start: a program tries what must not be possible.
+"""Self-test of a sandbox at the start: a program attempts what must not be possible.
 
 A limit that is set is not a limit that holds: RLIMIT_NPROC says nothing to root, and old kernels count the user's
 other processes. So the limits are tried, on this machine, with this user.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hone.reward.sandbox.base import Sandbox
 
 _PROGRAM = """
-import decimal, os, sys  # the first from a file, which a user without rights may not be able to read
+import decimal, os, sys  # decimal is read from a file, which an unprivileged user may not be able to read
 
 def breaches(processes, port):
     found = []
@@ -63,15 +63,15 @@ if len(sys.argv) == 1 and "breaches" in globals():
 
 
 async def prove(sandbox: Sandbox, *, isolated: bool, processes: int = 0) -> None:
-    """Run the program that tries the walls. Raises SandboxUnavailable with what it found open."""
+    """Run the self-test. Raises SandboxUnavailable with every breach that it found."""
     try:
         async with sandbox.open(_PROGRAM) as session:
             echo = await session.run(Stdin("olleh"))
             if echo.ending is not ProgramEnding.FINISHED or echo.output != b"hello":
-                raise SandboxUnavailable(f"a program that turns a line round {echo.ending}: {echo.detail}")
+                raise SandboxUnavailable(f"a program that reverses a line {echo.ending}: {echo.detail}")
             if not isolated:
                 return
-            with socket.create_server(("127.0.0.1", 0)) as server:  # something that is there to be reached
+            with socket.create_server(("127.0.0.1", 0)) as server:  # a server that must be out of reach
                 tried = await session.run(Call("breaches", (processes, server.getsockname()[1])))
     except SandboxUnavailable:
         raise
@@ -80,7 +80,7 @@ async def prove(sandbox: Sandbox, *, isolated: bool, processes: int = 0) -> None
     found = (
         json.loads(tried.output)
         if tried.ending is ProgramEnding.FINISHED
-        else [f"the trial {tried.ending}: {tried.detail}"]
+        else [f"the self-test {tried.ending}: {tried.detail}"]
     )
     if found:
-        raise SandboxUnavailable(f"its walls do not stand: {'; '.join(found)}")
+        raise SandboxUnavailable(f"it does not isolate: {'; '.join(found)}")

@@ -1,8 +1,8 @@
 """Remote sandbox: any service that speaks SandboxFusion's `POST /run_code`, one request for each run.
 
-Whose fault a failure is, is read from where it happened: no answer, 429 and 5xx are the service's and tried again
-until a deadline; another 4xx is ours and is not; a run that ended badly is the program's. `SandboxError` can be
-either, so a program of our own is sent along: if that one runs, the other has broken its sandbox.
+Attribution of failures: no answer, 429 and 5xx are faults of the service and retried until a deadline; other 4xx are
+faults of this client and not retried; a run that ended badly is a fault of the program. After `SandboxError`, which can
+be either, a known good program is sent: if it runs, the other program has broken its sandbox.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from hone.reward.http import FIRST_BACKOFF_S, Endpoints, Refused, Unavailable
-from hone.reward.sandbox import inside
+from hone.reward.sandbox import warden
 from hone.reward.sandbox.base import (
     Call,
     Input,
@@ -39,9 +39,9 @@ _TOO_LONG = "longer than any answer to a bounded output"
 _CALLER = f"""
 import json, os, sys
 
-{inspect.getsource(inside.find_function)}
+{inspect.getsource(warden.find_function)}
 
-{inspect.getsource(inside.plain)}
+{inspect.getsource(warden.plain)}
 
 given = json.loads(sys.stdin.read())
 sys.stdin = open(os.devnull)
@@ -56,9 +56,9 @@ print("\\n" + given["mark"] + json.dumps(value, default=plain))
 
 
 class Remote:
-    """Programs at a SandboxFusion-compatible service, `num_places` at a time.
+    """Programs at a SandboxFusion-compatible service, `num_slots` at a time.
 
-    The service isolates and limits; here only time and output are. Its address and token are ours to trust.
+    The service isolates programs and limits memory; only time and output are limited here. The service is trusted.
     """
 
     name = "remote"
@@ -68,7 +68,7 @@ class Remote:
         url: str,
         limits: Limits,
         *,
-        num_places: int,
+        num_slots: int,
         token: str | None = None,
         grace_s: float = GRACE_S,
         first_backoff_s: float = FIRST_BACKOFF_S,
@@ -76,16 +76,16 @@ class Remote:
     ) -> None:
         """
         Args:
-            grace_s: beyond a run's own time, for its way there and back and a place in the service's queue.
+            grace_s: beyond a run's own time, for the network and the service's queue.
             first_backoff_s, transport: see `Endpoints`.
         """
         self._url = url
         self._limits = limits
-        self._num_places = num_places
+        self._num_slots = num_slots
         self._token = token
         self._grace_s, self._first_backoff_s, self._transport = grace_s, first_backoff_s, transport
         self._endpoints: Endpoints | None = None
-        self._free = asyncio.Semaphore(num_places)
+        self._free = asyncio.Semaphore(num_slots)
 
     async def start(self) -> None:
         await self.close()
@@ -93,7 +93,7 @@ class Remote:
             self._endpoints = Endpoints(
                 [self._url],
                 token=self._token,
-                max_in_flight=self._num_places,
+                max_in_flight=self._num_slots,
                 max_response_bytes=16 * self._limits.output_bytes + (1 << 16),  # JSON writes a byte in up to six; twice
                 too_long=_TOO_LONG,
                 first_backoff_s=self._first_backoff_s,
@@ -121,7 +121,7 @@ class Remote:
 
 
 class RemoteSession:
-    """One program at the service, which sees each run as a program of its own."""
+    """One program at the service; each run is a separate request."""
 
     def __init__(self, endpoints: Endpoints, source: str, limits: Limits, grace_s: float) -> None:
         self._endpoints = endpoints
@@ -138,7 +138,7 @@ class RemoteSession:
 
     async def _asked(self, given: Input, max_tries: int) -> ProgramRun:
         """Raises SandboxFault, and _Broken when this program breaks the service's sandbox each time."""
-        mark = secrets.token_hex(16)  # not to be guessed, so that nothing a program prints is taken for a value
+        mark = secrets.token_hex(16)  # random, so that a program cannot print a forged value
         try_s = self._limits.wall_s * 2 + self._grace_s
         call = self._endpoints.call(deadline_s=TRIES * try_s, try_s=try_s, max_tries=max_tries)
         is_broken = False
@@ -173,7 +173,7 @@ class RemoteSession:
         }
 
     def _as_run(self, answer: Any, given: Input, mark: str) -> ProgramRun | str:
-        """How it ended; or what the service says when its sandbox broke. Raises ValueError for what is no answer."""
+        """The run; or the service's message when its sandbox broke. Raises ValueError for an invalid answer."""
         if answer is _TOO_LONG:
             return ProgramRun(ProgramEnding.OUTPUT, b"")
         if not isinstance(answer, dict):
@@ -190,7 +190,7 @@ class RemoteSession:
         if result.get("status") == "TimeLimitExceeded":
             return ProgramRun(ProgramEnding.TIME, b"", detail, elapsed_s)
         if result.get("status") != "Finished" or not isinstance(code, int) or (code == 0) != (status == "Success"):
-            raise ValueError("it contradicts itself: no return code, or one that does not fit the status")
+            raise ValueError("inconsistent answer: no return code, or one that contradicts the status")
         if code != 0 or ran is None:
             ending = ProgramEnding.MEMORY if detail.startswith("MemoryError") else ProgramEnding.CRASHED
             return ProgramRun(ending, b"", detail or f"exit code {code}", elapsed_s)
@@ -207,7 +207,7 @@ class RemoteSession:
         return ProgramRun(ProgramEnding.FINISHED, output, "", elapsed_s)
 
     async def _is_well(self) -> bool:
-        """Whether the service runs a program that breaks nothing, just now."""
+        """Whether the service currently runs a program that is known to be good."""
         try:
             well = RemoteSession(self._endpoints, "print('well')", self._limits, self._grace_s)
             run = await well._asked(Stdin(""), 1)
@@ -217,7 +217,7 @@ class RemoteSession:
 
 
 class _Broken(Exception):
-    """The service's sandbox broke whenever it ran this program."""
+    """The service's sandbox broke at every attempt to run this program."""
 
 
 def _last_line(stderr: Any) -> str:

@@ -1,9 +1,9 @@
-"""The inside of a local sandbox: a warden that runs a program on one input after another, a fresh process for each.
+"""Supervisor process (warden) inside a local sandbox: runs a program on one input after another, each in a fork.
 
-Sent as source to an interpreter with nothing but the standard library (`local.py` does that), so it imports nothing of
-Hone. It knows inputs, never expected outputs. It talks to the parent over a socket that no program of the sandbox can
-open again, and whose end is its own end. Each run is a fork: it drops below the limits, gets pipes for its streams,
-and when it ends, or hits a limit, everything that it started is killed before the next run.
+`local.py` sends this file as source to an interpreter with the standard library alone, so it imports nothing of Hone.
+It receives inputs, never expected outputs, over a socket that programs in the sandbox cannot open; when the socket is
+closed, it exits. Each run is a fork with the resource limits set and pipes for its streams; when it ends or exceeds a
+limit, all processes that it started are killed before the next run.
 """
 
 import atexit
@@ -23,20 +23,20 @@ FRAME = struct.Struct("!II")
 """Lengths of a JSON header and of raw bytes behind it, the bytes being a run's output."""
 CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 2048
-"""As much of standard error is kept: the end, where a traceback says what happened."""
+"""Bytes of standard error that are kept: the end, where a traceback has its message."""
 WATCH_S = 0.05
-"""How often memory of all processes together is looked at."""
+"""Interval between measurements of the memory of all processes together."""
 GONE_TIMEOUT_S = 2.0
-"""Until what was killed should be gone."""
+"""Timeout for killed processes to be gone."""
 VALUE_FD = 3
-"""Where a program's process gives a returned value to the warden."""
+"""File descriptor for the returned value."""
 OPEN_FILES = 64
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def main():
     channel = _take_channel()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one signal that Python handles: a program could send it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python handles this signal by default, and a program could send it
     setup, _ = _receive(channel)
     try:
         _enter(setup)
@@ -45,7 +45,7 @@ def main():
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
     gc.collect()
-    gc.freeze()  # what is here already is shared by all forks; a collection in one would copy it
+    gc.freeze()  # existing objects are shared by all forks; a collection in a fork would copy them
     _send(channel, {"ready": True}, b"")
     while True:
         given, _ = _receive(channel)
@@ -54,7 +54,7 @@ def main():
 
 
 def _take_channel():
-    """Move the socket out of a program's reach: it came as standard input."""
+    """Move the socket from standard input to a descriptor that programs do not inherit."""
     channel = os.dup(0)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -64,7 +64,7 @@ def _take_channel():
 
 
 def _enter(setup):
-    """Give up what privileges there are, and be sure that killing everything kills only what is in here.
+    """Drop privileges, and make sure that killing everything kills only processes of the sandbox.
 
     A program is a process of the same user, so the warden's memory is closed to it (`/proc/1/mem`): the kernel opens it
     again at an exec, so this is done here and not before.
@@ -89,7 +89,7 @@ def _enter(setup):
 
 
 def _receive(channel):
-    """The next frame; the end of the parent is the end of the sandbox."""
+    """The next frame; exits when the parent has closed the socket."""
     header_bytes, output_bytes = FRAME.unpack(_read(channel, FRAME.size))
     return json.loads(_read(channel, header_bytes)), _read(channel, output_bytes)
 
@@ -112,7 +112,7 @@ def _send(channel, header, output):
 
 
 def _run(setup, given, channel):
-    """Run the program once. Returns how it ended and what it put out."""
+    """Run the program once. Returns how it ended and its output."""
     ends = {name: os.pipe() for name in ("stdin", "stdout", "stderr", "value")}
     started = time.monotonic()
     pid = _fork()
@@ -120,7 +120,7 @@ def _run(setup, given, channel):
         for pair in ends.values():
             os.close(pair[0])
             os.close(pair[1])
-        return {"ending": "crashed", "detail": "left no room for another process", "elapsed_s": 0.0}, b""
+        return {"ending": "crashed", "detail": "no further process could be started", "elapsed_s": 0.0}, b""
     if pid == 0:
         _become_program(setup, given, {"stdin": ends["stdin"][0], **{n: ends[n][1] for n in ends if n != "stdin"}})
     os.close(ends["stdin"][0])
@@ -147,7 +147,7 @@ def _run(setup, given, channel):
 
 
 def _fork():
-    """A child, or None if there is no room for one."""
+    """A child process, or None if the process limit is reached."""
     try:
         return os.fork()
     except OSError:
@@ -155,7 +155,7 @@ def _fork():
 
 
 class _Streams:
-    """The program's streams, from this side: never blocking, never holding more than the limit."""
+    """The warden's ends of the program's streams: non-blocking, and bounded by the limit."""
 
     def __init__(self, *, stdin, text, outputs, most):
         self.text, self.outputs, self.most = memoryview(text), outputs, most
@@ -166,7 +166,7 @@ class _Streams:
             os.set_blocking(fd, False)
 
     def feed(self):
-        """Write as much standard input as the pipe takes; closes it at the end. False when nothing is left to do."""
+        """Write as much standard input as the pipe accepts; close it at the end. False when nothing is left."""
         try:
             self.text = self.text[os.write(self.stdin, self.text[:CHUNK_BYTES]) :] if self.text else self.text
         except BlockingIOError:
@@ -179,7 +179,7 @@ class _Streams:
         return self.open
 
     def take(self, name):
-        """Read what is there. Returns None at its end, False when the limit is passed, else True."""
+        """Read what is available. Returns None at the end, False beyond the limit, else True."""
         try:
             part = os.read(self.outputs[name], CHUNK_BYTES)
         except BlockingIOError:
@@ -196,7 +196,7 @@ class _Streams:
         return True
 
     def drain(self):
-        """Read what the pipes still hold, once everything that could write is dead. False when it passes the limit."""
+        """Read the rest of the pipes after all writers have been killed. False beyond the limit."""
         within = True
         for name in self.outputs:
             poll = select.poll()
@@ -237,7 +237,7 @@ def _watch(setup, pid, streams, channel, deadline):
                 look_at = now + WATCH_S
             events = poll.poll(1000 * min(deadline - now, WATCH_S))
             for fd, _ in events:
-                if fd == channel:  # nothing is sent while a program runs: the parent is gone
+                if fd == channel:  # nothing is sent while a program runs, so the parent has closed it
                     _kill_all(setup, pid)
                     if not setup["isolated"]:
                         _kill_orphans()
@@ -258,32 +258,32 @@ def _watch(setup, pid, streams, channel, deadline):
 
 
 def _total_memory_bytes(base):
-    """Memory of all processes in here beyond what a fork of the warden shares with it."""
+    """Memory of all processes of the sandbox, less what forks share with the warden."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return sum(max(0, _memory_bytes(pid) - base) for pid in pids if pid > 1)
 
 
 def _memory_bytes(pid):
-    """Anonymous memory of a process, private and shared; what processes share counts for each that uses it."""
+    """Anonymous memory of a process, private and shared; shared memory counts for each process that uses it."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().split(b"\n")
-    except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
         return 0
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
 
 
 def _reap_orphans(pid):
-    """Processes that were left to the warden and have ended: they count as processes until they are waited for."""
+    """Reap ended processes whose parent has gone: they count against the process limit until then."""
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != pid:
         os.waitpid(ended.si_pid, 0)
 
 
 def _kill_all(setup, pid):
-    """End the program and everything that it started, whatever session or parent that now has."""
+    """Kill the program and everything that it started, in whatever session and under whatever parent."""
     if setup["isolated"]:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # all but the caller: at one moment, so no fork slips through
+            os.kill(-1, signal.SIGKILL)  # all but the caller, atomically, so no fork escapes
     else:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
@@ -292,7 +292,7 @@ def _kill_all(setup, pid):
 
 
 def _until_gone():
-    """Wait for all that was killed: the next run finds an empty sandbox and all of its processes."""
+    """Wait for the killed processes, so that the next run starts in an empty sandbox."""
     deadline = time.monotonic() + GONE_TIMEOUT_S
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline:
@@ -301,7 +301,7 @@ def _until_gone():
 
 
 def _kill_orphans():
-    """Without process numbers of our own: kill what was left to us, until nothing is; a fork bomb may win."""
+    """Without a PID namespace: kill adopted processes until none is left; a fork bomb may outrun this."""
     for _ in range(1000):
         try:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -319,7 +319,7 @@ def _kill_orphans():
 
 
 def _verdict(setup, ending, status, cpu_s, streams, wants_value):
-    """The ending of a run and a line about it."""
+    """How a run ended, and one line of detail."""
     lines = streams.data["stderr"].decode("utf-8", "replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")[-200:]
     if ending is not None:
@@ -341,7 +341,7 @@ def _verdict(setup, ending, status, cpu_s, streams, wants_value):
 
 
 def _become_program(setup, given, fds):
-    """The child's side of the fork: below the limits, with nothing of the warden's in reach. Never returns."""
+    """The child's side of the fork: limits set, no descriptor of the warden open. Never returns."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()
     moved = [os.dup2(fds[name], 100 + i) for i, name in enumerate(("stdin", "stdout", "stderr", "value"))]
@@ -372,7 +372,7 @@ def _become_program(setup, given, fds):
 
 
 def _exit_code(code):
-    """As the interpreter has it: a number is itself, anything else is printed and stands for 1."""
+    """As the interpreter does: an integer is the exit code, anything else is printed and gives 1."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -380,8 +380,8 @@ def _exit_code(code):
 
 
 def _end(code, module):
-    """End as a script does: threads are waited for, exit handlers run, files of the program's are flushed. What an
-    interpreter does beyond that costs ten times as much as all the rest of a fork, without a visible effect."""
+    """End as a script does: join threads, run exit handlers, flush files. The rest of the interpreter's shutdown has no
+    visible effect and costs ten times as much as all of a fork."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
@@ -414,7 +414,7 @@ def _limit(setup):
 
 
 def find_function(names, dotted):
-    """What a call names: a function, `Class.method`, or a method of the program's `Solution`."""
+    """The function that a call names: a function, `Class.method`, or a method of the program's `Solution`."""
     first, *rest = dotted.split(".")
     if not rest and first not in names and "Solution" in names:
         first, rest = "Solution", [first]
@@ -427,7 +427,7 @@ def find_function(names, dotted):
 
 
 def _give(value):
-    """Hand a returned value over as JSON."""
+    """Send a returned value as JSON."""
     sys.set_int_max_str_digits(0)
     data = memoryview(json.dumps(value, default=plain).encode() + b"\n")
     while data:
@@ -435,7 +435,7 @@ def _give(value):
 
 
 def plain(value):
-    """What JSON has no word for, as the list that it amounts to."""
+    """Convert sets, tuples and the like, which JSON does not have, to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, set | frozenset):

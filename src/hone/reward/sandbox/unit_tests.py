@@ -1,4 +1,4 @@
-"""Unit tests of a row, and the comparison of a program's results with the expected ones. Outside the sandbox.
+"""Unit tests of a row, and comparison of a program's results with the expected ones, outside the sandbox.
 
 Forms of a row's tests, each an object or the same as a JSON string:
 
@@ -8,9 +8,9 @@ Forms of a row's tests, each an object or the same as a JSON string:
     {"inputs": [[3, 4]], "outputs": [7], "fn_name": "add"}          the same, of a function
     ["assert add(3, 4) == 7", ...]                                  MBPP; both sides literal
 
-Equal means: of text, the same lines, white space at their ends and empty lines at the end ignored; of values, equal as
-Python has it, tuples being lists. A number that the row writes with a decimal point is met within a tolerance,
-absolute or relative; whole numbers exactly.
+Texts are equal if their lines are, ignoring trailing white space and empty lines at the end; values if they are equal
+in Python, with tuples as lists. A number that the row writes with a decimal point is compared with a tolerance,
+absolute or relative; integers exactly.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ MAX_TESTS = 10_000
 
 
 class BadTests(ValueError):
-    """The row's tests cannot be used; says why. A data fault."""
+    """The row's tests cannot be used. A data fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTest:
-    """One input and what must come out. The expected output never enters a sandbox."""
+    """An input and its expected output, which never enters a sandbox."""
 
     given: Input
     expected: Any
     """Text for `Stdin`, plain data for `Call`."""
 
     def passed_by(self, run: ProgramRun, tolerance: float) -> bool:
-        """Whether a run ended well and put out what it should."""
+        """Whether a run finished with the expected output."""
         if run.ending is not ProgramEnding.FINISHED:
             return False
         if isinstance(self.given, Stdin):
             return same_text(self.expected, run.output.decode("utf-8", "replace"), tolerance)
         try:
             return same_value(self.expected, json.loads(run.output), tolerance)
-        except (ValueError, RecursionError, OverflowError):  # nested or long beyond what any expected value is
+        except (ValueError, RecursionError, OverflowError):  # nested or longer than any expected value
             return False
 
 
@@ -121,14 +121,14 @@ def _assertion(line: str) -> UnitTest:
 
 
 def _text(value: Any) -> str:
-    """Text as it is; a list of lines joined; a number as it is printed."""
+    """A text, a list of lines joined, or a number as it is printed."""
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence):
         return "\n".join(map(_text, value))
     if isinstance(value, int | float):
         return str(value)
-    raise BadTests(f"{type(value).__name__} is no text for standard input or output")
+    raise BadTests(f"{type(value).__name__} cannot be used as standard input or output")
 
 
 def _arguments(given: Any) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ def _arguments(given: Any) -> tuple[Any, ...]:
 
 
 def _value(value: Any) -> Any:
-    """Plain data, as it will come back from a sandbox: as JSON."""
+    """Plain data in the form in which a sandbox returns it: JSON."""
     try:
         return json.loads(json.dumps(value, default=_plain, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -160,7 +160,7 @@ def _plain(value: Any) -> Any:
 
 
 def same_text(expected: str, got: str, tolerance: float) -> bool:
-    """Whether two outputs are equal but for white space around lines, empty lines at the end and decimals' rounding."""
+    """Whether two outputs are equal up to white space around lines, empty lines at the end, rounding of decimals."""
     expected_lines, got_lines = expected.rstrip().split("\n"), got.rstrip().split("\n")
     if len(expected_lines) != len(got_lines):
         return False
