@@ -10,6 +10,9 @@ class Settings:
     console: str = "quiet"
     tensorboard: bool = False
     wandb: str | None = None
+    swanlab: str | None = None
+    trackio: str | None = None
+    mlflow: str | None = None
     samples_max_mib: float = 1.0
     samples_step_tokens: int | None = None
     trace: bool = False

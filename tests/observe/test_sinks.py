@@ -1,14 +1,12 @@
 import json
 import math
-import os
 import subprocess
 import sys
-from importlib import util
 
 import pytest
 
-from hone.errors import ConfigError, RunFolderError
-from hone.observe.sinks import MetricsFile, TensorBoard, Wandb
+from hone.errors import RunFolderError
+from hone.observe.sinks import MetricsFile, TensorBoard
 
 
 def lines(path):
@@ -102,29 +100,3 @@ def test_tensorboard_reads_what_was_written_and_a_resumed_run_replaces_what_it_r
     second.write("rl", 2, {"train/loss": 9.0}, 200.0)
     second.close()
     assert read_back(tmp_path / "rl")["train/loss"] == [[0, 0.5], [1, 1.5], [2, 9.0]]
-
-
-def test_wandb_without_package_or_key_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setattr("hone.observe.sinks.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'hone-rl\[wandb\]'"):
-        Wandb(tmp_path, "project", "title")
-    monkeypatch.setattr("hone.observe.sinks.find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match=r"WANDB_API_KEY.*WANDB_MODE=offline"):
-        Wandb(tmp_path, "project", "title")
-
-
-@pytest.mark.skipif(util.find_spec("wandb") is None, reason="needs the extra `wandb`")
-def test_wandb_offline_keeps_the_run_in_the_folder_and_resumes_its_id(tmp_path):
-    script = (
-        "import sys; from pathlib import Path; from hone.observe.sinks import Wandb\n"
-        "w = Wandb(Path(sys.argv[1]), 'project', 'title')\n"
-        "w.write('rl', 1, {'train/loss': 0.5}); w.close()\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    environment = {**os.environ, "WANDB_MODE": "offline", "HOME": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "w")], check=True, env=environment, timeout=60)
-    (record,) = (tmp_path / "w").glob("wandb/offline-run-*/*.wandb")
-    assert (tmp_path / "w" / "id").read_text() in record.name
-    assert b"train/loss" in record.read_bytes()

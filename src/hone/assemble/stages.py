@@ -58,6 +58,7 @@ from hone.observe.observer import Observer, OnMetrics
 from hone.reward.resolve import picture_of_responses
 from hone.rollout.router import Router
 from hone.run.folder import RunFolder, identity_of
+from hone.run.provenance import provenance
 from hone.run.trial import refused_by_tokenizer, starting_architecture, try_model
 from hone.runtime.backoff import Restarts
 from hone.runtime.processes import environment_restored
@@ -131,6 +132,7 @@ def train(
             decode=tokenizer.decode,
             picture=picture_of_responses(config.reward.components),
             callbacks=callbacks,
+            metadata={"config": settings, "inputs": identity["inputs"], **provenance(loaded.run_file.parent)},
         )
         outcome = "failed"
         try:

@@ -420,6 +420,12 @@ class ObserveSection(Section):
     """Write TensorBoard event files."""
     wandb: str | None = key(None)
     """Weights & Biases project; null: off. The key comes from WANDB_API_KEY."""
+    swanlab: str | None = key(None)
+    """SwanLab project; null: off. Without SWANLAB_API_KEY it is written into the run's folder, for `swanlab sync`."""
+    trackio: str | None = key(None)
+    """Trackio project on this machine, for `trackio show`; null: off."""
+    mlflow: str | None = key(None)
+    """MLflow experiment; null: off. MLFLOW_TRACKING_URI names its server; without it a database in the run's folder."""
     samples_max_mib: float = key(64.0, unit="MiB, compressed", ge=0)
     """Maximum size of samples/; recording then stops with a message. 0: no recording."""
     samples_step_tokens: int | None = key(1_000_000, unit="tokens", ge=1)

@@ -149,9 +149,13 @@ def weighted(components: list[dict[str, Any]], weights: list[Any], note: str) ->
     return put({"reward.components": [c | ({"weight": number(w)} if number(w) != 1 else {}) for c, w in both]}, note)
 
 
+TRACKERS = ("wandb", "swanlab", "trackio", "mlflow")
+
+
 def loggers(listed: list[str], project: Callable[[], Any]) -> KeyVerdict:
-    """W&B where it is named; metrics.jsonl and TensorBoard files are always there."""
-    settings = {"observe.wandb": str(project())} if "wandb" in listed or listed == ["all"] else {}
-    others = [name for name in listed if name not in ("console", "wandb", "tensorboard", "file", "none", "all")]
+    """Trackers that are named; metrics.jsonl and TensorBoard files are always there."""
+    named = [name for name in TRACKERS if name in listed] or (["wandb"] if listed == ["all"] else [])
+    settings = {f"observe.{name}": str(project()) for name in named}
+    others = [name for name in listed if name not in (*TRACKERS, "console", "tensorboard", "file", "none", "all")]
     note = f"no logger for {', '.join(others)}: metrics.jsonl and TensorBoard files have it all" if others else LOGGING
     return put(settings, note) if settings else nothing(note)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
-from importlib import metadata
+from importlib import metadata as packages
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,8 +27,9 @@ from hone.observe.events import FILE, EventLog
 from hone.observe.metrics import find_metric
 from hone.observe.recorder import Recorder
 from hone.observe.report import Picture, RunSummary, write_report
-from hone.observe.sinks import MetricsFile, TensorBoard, Wandb
+from hone.observe.sinks import MetricsFile, TensorBoard
 from hone.observe.trace import Event, Spans, Timeline, TraceFile
+from hone.observe.trackers import TrackerSettings, open_trackers
 from hone.observe.whole import sync
 from hone.types import Group, Position
 
@@ -36,15 +37,13 @@ OnMetrics = Callable[[dict[str, Any]], object]
 """Callback for a line of metrics: `stage`, `step` and values by name."""
 
 
-class ObserveSettings(Protocol):
+class ObserveSettings(TrackerSettings, Protocol):
     """The keys of the run file's `observe` section (config.run.ObserveSection)."""
 
     @property
     def console(self) -> str: ...
     @property
     def tensorboard(self) -> bool: ...
-    @property
-    def wandb(self) -> str | None: ...
     @property
     def samples_max_mib(self) -> float: ...
     @property
@@ -67,6 +66,7 @@ class Observer:
         decode: Callable[[Sequence[int]], str] | None = None,
         picture: Picture | None = None,
         callbacks: Sequence[OnMetrics] = (),
+        metadata: Mapping[str, Any] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Open the run's records in `folder`.
@@ -78,9 +78,10 @@ class Observer:
             decode: token ids to text, for the report's view of single tokens.
             picture: renders a response as an image, for the report.
             callbacks: called with each line of metrics; an exception ends the run.
+            metadata: what trackers such as Weights & Biases are given beside versions and hardware: the run's settings.
             patience_s: how long a call waits for a disk or network that stalls under all but metrics.jsonl.
         Raises:
-            ConfigError: the package or key of Weights & Biases is missing.
+            ConfigError: the package or key of a tracker is missing.
             RunFolderError: metrics.jsonl does not match `resume`.
         """
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ class Observer:
         self._metrics = MetricsFile(folder / "metrics.jsonl", resume.metrics_bytes if resume else None)
         log = LogView(folder / "logs" / "training.log", title, total_steps, resume=is_resumed)
         self._views: tuple[View, View] = (log, open_view(settings.console, title, total_steps))
-        self._wandb = Wandb(folder / "wandb", settings.wandb, title) if settings.wandb else None
+        self._trackers = open_trackers(folder, settings, title, {**(metadata or {}), "machine": versions()})
         self._tensorboard = TensorBoard(folder / "tensorboard", resume=is_resumed) if settings.tensorboard else None
         self._trace = TraceFile(folder / "trace.json", title=title, resume=is_resumed) if settings.trace else None
         self._spans = Spans()
@@ -288,8 +289,8 @@ class Observer:
             except OSError as error:
                 self._tensorboard = None
                 self.warn(f"tensorboard/ cannot be written ({error.strerror}): TensorBoard ends at {stage} step {step}")
-        if self._wandb is not None:
-            self._wandb.write(stage, step, line)
+        for tracker in self._trackers:
+            tracker.write(stage, step, line)
         self._write_trace(events)
 
     def _close_slow(self, events: Sequence[Event]) -> None:
@@ -299,8 +300,8 @@ class Observer:
                 self._trace.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _write_trace(self, events: Sequence[Event]) -> None:
         if self._trace is None or self._trace.full:
@@ -321,7 +322,7 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("hone-rl", "torch", "transformers"):
         try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
+            found[package] = packages.version(package)
+        except packages.PackageNotFoundError:
             continue
     return found

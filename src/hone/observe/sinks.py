@@ -1,6 +1,6 @@
-"""Metric sinks: metrics.jsonl (exact across resumes), TensorBoard, Weights & Biases.
+"""Metric sinks of the run's folder: metrics.jsonl (exact across resumes) and TensorBoard.
 
-metrics.jsonl is written by the caller's thread, so that its length at a checkpoint is exact; the other two by the
+metrics.jsonl is written by the caller's thread, so that its length at a checkpoint is exact; TensorBoard by the
 observer's background thread. Console and report are elsewhere. TensorBoard's file format is written through
 tensorboard's own protocol buffers: torch is not imported.
 """
@@ -13,13 +13,12 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from hone.errors import ConfigError, HoneError, RunFolderError
-from hone.observe.whole import line_start, write_whole
+from hone.errors import HoneError, RunFolderError
+from hone.observe.whole import line_start
 
 
 class MetricsFile:
@@ -133,55 +132,3 @@ def _protocol_buffers() -> tuple[Any, Any]:
     from tensorboard.compat.proto import event_pb2, summary_pb2
 
     return event_pb2, summary_pb2
-
-
-class Wandb:
-    """One Weights & Biases run per run folder; a resumed run continues it. WANDB_MODE=offline needs no key."""
-
-    def __init__(self, folder: Path, project: str, title: str) -> None:
-        """Raises ConfigError when the package or the key is missing, HoneError when the service does not answer."""
-        if find_spec("wandb") is None:
-            raise ConfigError(
-                [f"observe.wandb = {project!r} needs a package that is not installed: pip install 'hone-rl[wandb]'"]
-            )
-        offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
-        if not offline and not os.environ.get("WANDB_API_KEY"):
-            raise ConfigError(
-                [
-                    f"observe.wandb = {project!r} needs a key: set the environment variable WANDB_API_KEY, "
-                    "or WANDB_MODE=offline to log into the run's folder and upload later with `wandb sync`"
-                ]
-            )
-        import wandb
-
-        folder.mkdir(parents=True, exist_ok=True)
-        settings = wandb.Settings(
-            init_timeout=30,
-            finish_timeout=45,
-            silent=True,
-            console="off",
-            disable_git=True,
-            disable_code=True,
-            save_code=False,
-        )
-        try:
-            self._run = wandb.init(
-                project=project, name=title, dir=str(folder), id=_wandb_id(folder), resume="allow", settings=settings
-            )
-        except wandb.Error as error:
-            raise HoneError(f"observe.wandb = {project!r}: Weights & Biases cannot be reached: {error}") from error
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({**values, "stage": stage, "step": step})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _wandb_id(folder: Path) -> str:
-    """The run's id at the service: made once, kept in the folder, so that a resumed run finds it."""
-    path = folder / "id"
-    if not path.exists():
-        write_whole(path, os.urandom(6).hex())
-    return path.read_text()
