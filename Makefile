@@ -19,7 +19,7 @@ VLLM_PIP   := $(VLLM)/bin/python -m pip -q --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-pythons test-orders test-vllm lint format bench bundle docs clean
+.PHONY: help setup quickstart test test-slow test-pythons test-orders test-vllm lint format bench gpu bundle docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -88,6 +88,9 @@ docs: $(STAMP)  ## regenerate the pages that are made from the code
 
 bench: $(STAMP)  ## every benchmark, each a ratio against a named baseline (about an hour)
 	$(RUN) benchmarks.run_all
+
+gpu: $(STAMP)  ## the acceptance run of a GPU machine, each part within 8 minutes (PARTS=devices,numbers; TINY=1 on a CPU)
+	$(RUN) hone.tools.acceptance $(if $(PARTS),--parts $(PARTS)) $(if $(TINY),--tiny)
 
 bundle: $(STAMP)  ## dist/hone-bundle-*.tar: Hone and its light dependencies, for machines without a network
 	$(RUN) hone.tools.bundle dist

@@ -129,6 +129,7 @@ def test_a_run_that_cannot_be_placed_says_so_before_anything_starts(tmp_path, ca
 @pytest.mark.slow("starts Ray, and whole runs in it")
 def test_a_run_joins_a_cluster_of_two_machines_and_leaves_it_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # importing Ray sets it
     from ray.cluster_utils import Cluster
 
     run_file = write_run(tmp_path)

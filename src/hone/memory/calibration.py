@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hone.plan.efficiency import state_folder
 from hone.plan.ledger import Ledger, Moment, term
 from hone.plan.planner import Plan
 from hone.plan.verdict import judge
@@ -50,12 +51,6 @@ def device_key(kind: str) -> str:
 def path() -> Path:
     """Where it is kept."""
     return state_folder() / "memory.json"
-
-
-def state_folder() -> Path:
-    """What Hone remembers for a user, from run to run."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "hone"
 
 
 def remember(device: str, phases: Mapping[str, tuple[int, int]]) -> None:

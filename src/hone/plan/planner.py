@@ -26,7 +26,7 @@ from hone.plan.hardware import Hardware
 from hone.plan.inputs import Inputs, changed, implementation_of, microbatch, plain, resolve
 from hone.plan.ledger import Ledger, Moment
 from hone.plan.pools import pools_of
-from hone.plan.schedule import step_time
+from hone.plan.schedule import measured_rates, step_time
 from hone.plan.time import StepTime
 from hone.plan.verdict import Verdict, best_cure, judge
 from hone.plan.workload import workload_of
@@ -183,6 +183,12 @@ def _notes(inputs: Inputs) -> list[str]:
         notes.append(
             f"rollout.max_concurrent_samples = {concurrent}, but only {in_flight} samples are ever in flight: the "
             f"cache is made for all {concurrent}"
+        )
+    if inputs.hardware.kind == "gpu" and (measured := measured_rates(inputs)[1]):
+        notes.append(
+            f"training at {measured.training_flops:.0%} of the peak and passes without gradients at "
+            f"{measured.forward_flops:.0%}, as measured with {measured.parameters:,} parameters and "
+            f"{measured.tokens:,} tokens a sequence"
         )
     used = inputs.topology.num_devices + len(service_devices(config))
     if (idle := inputs.hardware.devices - used) > 0:

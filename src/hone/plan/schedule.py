@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from hone.plan import time
 from hone.plan.cluster import PoolPlan, Trained
+from hone.plan.efficiency import MeasuredRates, with_measured
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import EnginePlan
 from hone.plan.inputs import Inputs, bytes_each
@@ -53,7 +54,19 @@ def _rates(inputs: Inputs, engine: EnginePlan | Embedded | Reader | None) -> Eff
     """The priors for this hardware and an engine; None is the one of a run of one process."""
     if inputs.hardware.kind == "cpu":
         return CPU
-    return GPU if isinstance(engine, EnginePlan) and engine.settings.graphs else GPU_EAGER
+    prior = GPU if isinstance(engine, EnginePlan) and engine.settings.graphs else GPU_EAGER
+    return measured_rates(inputs, prior)[0]
+
+
+def measured_rates(inputs: Inputs, prior: Efficiency = GPU) -> tuple[Efficiency, MeasuredRates | None]:
+    """What `make gpu` measured on this kind of device nearest to the policy and its sequences, or the prior."""
+    return with_measured(
+        prior,
+        inputs.hardware.name,
+        parameters=inputs.architecture.total_parameters,
+        tokens=inputs.workload.lengths.mean,
+        bytes_each=bytes_each(inputs),
+    )
 
 
 def _sampler(inputs: Inputs, pools: Sequence[PoolPlan]) -> Sampler:

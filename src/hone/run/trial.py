@@ -41,7 +41,6 @@ from hone.data.pack import collate
 from hone.data.pictures import PICTURE_TOKEN
 from hone.errors import DataError, EngineError
 from hone.loop.gate import NOTICEABLE, mean_gap
-from hone.memory.calibration import state_folder
 from hone.model.base import CausalModel
 from hone.model.heads import reward_config
 from hone.model.hf import TransformersModel, auto_class, has_tower, no_pictures
@@ -50,6 +49,7 @@ from hone.model.lora import add_adapter, merged_copy
 from hone.model.miniature import miniature
 from hone.model.vision import SEEING
 from hone.observe.whole import make_folder, write_whole
+from hone.plan.efficiency import state_folder
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine, refuse_to_compile
 from hone.train.learner import Passes

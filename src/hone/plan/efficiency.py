@@ -1,0 +1,99 @@
+"""Shares of a device's peak that were measured on it (`make gpu`), which replace a plan's priors.
+
+One small JSON file in the user's state folder, or at HONE_EFFICIENCY: a list of entries, each of one device, model size
+and sequence length. What cannot be read is as if it were not there: the priors hold then.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hone.plan.time import Efficiency
+
+VARIABLE = "HONE_EFFICIENCY"
+NEAR = 4.0
+"""Largest ratio of parameters, or of tokens, at which a measurement says something of another model or length."""
+PLAUSIBLE = (0.001, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRates:
+    """What one device reached with one model at one length."""
+
+    device: str
+    """Its name in hardware.toml."""
+    parameters: int
+    tokens: int
+    """Of a sequence."""
+    bytes_each: int
+    """Of a number that is computed with."""
+    training_flops: float
+    forward_flops: float
+
+    def distance(self, parameters: float, tokens: float) -> float:
+        """0 for the same model and length; infinite where it says nothing of them."""
+        ratios = (abs(math.log(self.parameters / parameters)), abs(math.log(self.tokens / tokens)))
+        return math.inf if max(ratios) > math.log(NEAR) else sum(ratios)
+
+
+def state_folder() -> Path:
+    """What Hone remembers for a user, from run to run."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "hone"
+
+
+def efficiency_path() -> Path:
+    """Where the measurements are kept."""
+    return Path(os.environ.get(VARIABLE) or state_folder() / "efficiency.json")
+
+
+def known_rates() -> list[MeasuredRates]:
+    """Every whole entry."""
+    try:
+        entries = json.loads(efficiency_path().read_text("utf-8"))["entries"]
+        found = [MeasuredRates(**entry) for entry in entries]
+        return [one for one in found if _is_plausible(one)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def remember_rates(new: Sequence[MeasuredRates]) -> Path:
+    """Add measurements; of the same device, model and length the new one stays. Returns the file."""
+    kept = {_key(one): one for one in [*known_rates(), *(one for one in new if _is_plausible(one))]}
+    place = efficiency_path()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    aside = place.with_name(f"{place.name}.{os.getpid()}.new")
+    aside.write_text(json.dumps({"entries": [asdict(one) for one in kept.values()]}, indent=1) + "\n")
+    aside.replace(place)
+    return place
+
+
+def with_measured(
+    prior: Efficiency, device: str, *, parameters: float, tokens: float, bytes_each: int
+) -> tuple[Efficiency, MeasuredRates | None]:
+    """The prior with what was measured nearest to a model and length, and that measurement; None leaves the prior."""
+    near = [
+        (one.distance(parameters, tokens), one)
+        for one in known_rates()
+        if one.device == device and one.bytes_each == bytes_each
+    ]
+    distance, found = min(near, key=lambda pair: pair[0], default=(math.inf, None))
+    if found is None or math.isinf(distance):
+        return prior, None
+    return replace(prior, training_flops=found.training_flops, forward_flops=found.forward_flops), found
+
+
+def _key(one: MeasuredRates) -> tuple[Any, ...]:
+    return one.device, one.parameters, one.tokens, one.bytes_each
+
+
+def _is_plausible(one: MeasuredRates) -> bool:
+    low, high = PLAUSIBLE
+    rates = (one.training_flops, one.forward_flops)
+    return low < min(rates) and max(rates) <= high and min(one.parameters, one.tokens) > 0

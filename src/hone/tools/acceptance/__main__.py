@@ -1,0 +1,87 @@
+"""Runner of the acceptance run: each part in a process of its own within its time, JSON lines, a page, an exit code.
+
+    python -m hone.tools.acceptance                       # every part, the page and the lines in runs/gpu
+    python -m hone.tools.acceptance --parts devices,numbers
+    python -m hone.tools.acceptance --tiny                # tiny shapes: the same code on a CPU, in a minute
+
+Exit code 0 when every expectation is met, 1 when one is missed. Needs no network and no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hone.devices import devices_here
+from hone.tools.acceptance.figures import Figure, page, read_lines
+
+PARTS = (
+    "devices",
+    "numbers",
+    "attention",
+    "trainer-0.6b",
+    "trainer-1.7b",
+    "trainer-4b",
+    "export",
+    "run",
+    "cluster",
+)
+LIMIT_S = 480.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run parts; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hone.tools.acceptance", description="The acceptance run of a GPU machine."
+    )
+    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of one part")
+    options = parser.parse_args(arguments)
+    parts = options.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"no part is called {', '.join(unknown)}; parts: {', '.join(PARTS)}")
+    found = devices_here("auto")
+    options.out.mkdir(parents=True, exist_ok=True)
+    lines = options.out / "acceptance.jsonl"
+    lines.unlink(missing_ok=True)
+    for part in parts:
+        run_part(part, lines, tiny=options.tiny, limit_s=options.limit_s, is_gpu=found.device_type != "cpu")
+    rows = read_lines(lines)
+    title = f"Acceptance run on {found.per_node} {found.resource}{'s' if found.per_node > 1 else ''}"
+    (options.out / "acceptance.md").write_text(page(rows, title), "utf-8")
+    missed = [row for row in rows if row["holds"] is False]
+    for row in missed:
+        print(f"missed: {row['part']} {row['figure']} {row['case']}: {row['value']:.4g}, expected {row['expected']}")
+    print(f"{options.out / 'acceptance.md'}: {len(rows)} figures, {len(missed)} expectations missed")
+    return 1 if missed else 0
+
+
+def run_part(part: str, lines: Path, *, tiny: bool, limit_s: float, is_gpu: bool) -> None:
+    """One part in a process of its own, which writes its figures itself; whether it came to its end is a figure too."""
+    words = [sys.executable, "-m", "hone.tools.acceptance.parts", part, str(lines), *(["--tiny"] if tiny else [])]
+    started = time.monotonic()
+    try:
+        done = subprocess.run(words, timeout=limit_s, check=False, stderr=subprocess.PIPE, text=True)
+        note = done.stderr.strip().splitlines()[-1][:200] if done.returncode and done.stderr.strip() else ""
+        code = done.returncode
+    except subprocess.TimeoutExpired:
+        code, note = 124, f"not done within {limit_s:g} s"
+    figures = [
+        Figure(part, "finished", float(code == 0), note=note),
+        Figure(part, "seconds", time.monotonic() - started),
+    ]
+    with lines.open("a", encoding="utf-8") as file:
+        for figure in figures:
+            file.write(json.dumps(figure.as_dict(is_gpu=is_gpu)) + "\n")
+    print(f"{part}: {'done' if code == 0 else f'failed: {note}'} ({figures[1].value:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

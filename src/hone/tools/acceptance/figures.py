@@ -1,0 +1,121 @@
+"""Figures of the acceptance run, what is expected of them, and the page that shows them. Without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is expected of a figure; without a bound it is only reported."""
+
+    unit: str
+    least: float | None = None
+    most: float | None = None
+    on_cpu: bool = False
+    """Expected on a CPU with tiny shapes too; else only on an accelerator."""
+
+    def holds(self, value: float, *, is_gpu: bool) -> bool | None:
+        """None where nothing is expected."""
+        if (self.least is None and self.most is None) or not (is_gpu or self.on_cpu):
+            return None
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    def __str__(self) -> str:
+        bounds = [f"at least {self.least:g}"] if self.least is not None else []
+        bounds += [f"at most {self.most:g}"] if self.most is not None else []
+        return ", ".join(bounds)
+
+
+EXPECTED: Mapping[str, Bounds] = {
+    "finished": Bounds("", least=1, on_cpu=True),
+    "seconds": Bounds("s"),
+    "known_device": Bounds("", least=1),
+    "listed_minus_seen": Bounds("devices", least=0, most=0),
+    "device_memory": Bounds("GiB"),
+    "has_bfloat16": Bounds(""),
+    "has_vllm": Bounds(""),
+    "logprob_error_float32": Bounds("nats, mean", most=5e-3, on_cpu=True),
+    "logprob_error_bfloat16": Bounds("nats, mean", most=5e-2, on_cpu=True),
+    "grad_norm_error_float32": Bounds("relative", most=2e-2, on_cpu=True),
+    "grad_norm_error_bfloat16": Bounds("relative", most=0.1, on_cpu=True),
+    "layout_ms": Bounds("ms of the host", most=100),
+    "layout_mib": Bounds("MiB", most=64),
+    "operators_per_layer": Bounds("operators", most=120),
+    "logprob_tokens_per_s": Bounds("tokens/s"),
+    "logprob_mfu": Bounds("of the peak", least=0.40),
+    "update_tokens_per_s": Bounds("tokens/s"),
+    "update_mfu": Bounds("of the peak", least=0.40),
+    "peak_over_plan": Bounds("ratio", least=0.8, most=1.1),
+    "syncs_per_microbatch": Bounds("synchronisations", most=3),
+    "export_gib_per_s": Bounds("GiB/s"),
+    "export_device_gib": Bounds("GiB beyond the weights", most=2.5),
+    "gate_gap": Bounds("nats, mean", most=0.03, on_cpu=True),
+    "steps": Bounds("updates", least=4, on_cpu=True),
+    "resumed_steps": Bounds("updates", least=4, on_cpu=True),
+    "exported": Bounds("", least=1, on_cpu=True),
+    "memory_over_plan": Bounds("ratio, worst phase", most=1.1),
+    "publish_s": Bounds("s a step"),
+    "step_s": Bounds("s a step"),
+    "step_tokens_per_s": Bounds("response tokens/s"),
+}
+"""Every figure by its name. The bounds are targets: the design's, on H100-class hardware."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number."""
+
+    part: str
+    name: str
+    value: float
+    case: str = ""
+    """Shape, model or engine."""
+    note: str = ""
+
+    def as_dict(self, *, is_gpu: bool) -> dict[str, Any]:
+        """A JSON line."""
+        bounds = EXPECTED[self.name]
+        return {
+            "part": self.part,
+            "figure": self.name,
+            "case": self.case,
+            "value": self.value,
+            "unit": bounds.unit,
+            "expected": str(bounds) if bounds.holds(self.value, is_gpu=is_gpu) is not None else "",
+            "holds": bounds.holds(self.value, is_gpu=is_gpu),
+            "note": self.note,
+        }
+
+
+def page(lines: Iterable[Mapping[str, Any]], title: str) -> str:
+    """One Markdown page: what was missed first, then every figure by part."""
+    rows = list(lines)
+    missed = [row for row in rows if row["holds"] is False]
+    met = sum(row["holds"] is True for row in rows)
+    verdict = f"{len(missed)} of {met + len(missed)} expectations missed" if missed else f"all {met} expectations met"
+    text = [f"# {title}", "", f"{verdict}. [What each figure means](gpu-acceptance.md) is in Hone's documentation.", ""]
+    if missed:
+        text += ["## Missed", "", *_table(missed), ""]
+    for part in dict.fromkeys(row["part"] for row in rows):
+        text += [f"## {part}", "", *_table([row for row in rows if row["part"] == part]), ""]
+    return "\n".join(text)
+
+
+def _table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    marks = {True: "yes", False: "**no**", None: ""}
+    lines = ["| figure | case | value | expected | met | |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        value = f"{row['value']:.4g} {row['unit']}".strip()
+        cells = (row["figure"], row["case"], value, row["expected"], marks[row["holds"]], row["note"])
+        lines.append(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |")
+    return lines
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Figures of a JSON lines file; none if it is not there."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []

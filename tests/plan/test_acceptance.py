@@ -1,0 +1,137 @@
+"""The acceptance run of a GPU machine: its logic, with tiny shapes on a CPU, and what a plan makes of its figures."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.cli.main import main as hone
+from hone.plan.efficiency import MeasuredRates, efficiency_path, known_rates, remember_rates, with_measured
+from hone.plan.time import GPU
+from hone.tools.acceptance import __main__ as runner
+from hone.tools.acceptance.figures import EXPECTED, Bounds, Figure, page, read_lines
+
+ROOT = Path(__file__).parents[2]
+GSM8K = str(ROOT / "examples/gsm8k/run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "holds"),
+    [
+        (Bounds("s"), 5.0, None),
+        (Bounds("s", most=1), 1.0, True),
+        (Bounds("s", most=1), 1.1, False),
+        (Bounds("", least=0.4), 0.39, False),
+        (Bounds("", least=0.8, most=1.1), 1.0, True),
+        (Bounds("", most=1), float("nan"), False),
+    ],
+)
+def test_a_figure_meets_its_bounds_or_does_not(bounds, value, holds):
+    assert bounds.holds(value, is_gpu=True) is holds
+    assert bounds.holds(value, is_gpu=False) is None, "a GPU's targets are not a CPU's"
+
+
+def rows(*figures, is_gpu=True):
+    return [figure.as_dict(is_gpu=is_gpu) for figure in figures]
+
+
+def test_the_page_begins_with_what_was_missed():
+    text = page(rows(Figure("trainer", "update_mfu", 0.2, "8 x 2k"), Figure("run", "gate_gap", 0.01)), "Here")
+    assert "1 of 2 expectations missed" in text and text.index("## Missed") < text.index("## trainer")
+    assert "| update_mfu | 8 x 2k | 0.2 of the peak | at least 0.4 | **no** |  |" in text
+    assert "all 1 expectations met" in page(rows(Figure("run", "gate_gap", 0.01)), "Here")
+
+
+def test_every_figure_is_explained():
+    text = (ROOT / "docs/gpu-acceptance.md").read_text("utf-8")
+    for name, bounds in EXPECTED.items():
+        row = next((line for line in text.splitlines() if line.startswith(f"| `{name}` |")), "")
+        assert row, f"{name} has no row in docs/gpu-acceptance.md"
+        assert row.split("|")[2].strip() == (str(bounds) or "-"), f"{name} expects {bounds}"
+
+
+def run(monkeypatch, tmp_path, lines, code=0):
+    """The runner with a part that writes these lines."""
+
+    def part(words, **_):
+        with Path(words[4]).open("a") as file:
+            file.write("".join(f"{json.dumps(line)}\n" for line in lines))
+        return type("Done", (), {"returncode": code, "stderr": "Traceback\nValueError: no"})()
+
+    monkeypatch.setattr(runner.subprocess, "run", part)
+    return runner.main(["--parts", "devices", "--tiny", "--out", str(tmp_path)])
+
+
+def test_one_that_is_missed_or_a_part_that_fails_is_the_exit_code(monkeypatch, tmp_path, capsys):
+    good, bad = rows(Figure("run", "gate_gap", 0.01), Figure("run", "gate_gap", 0.5))
+    assert run(monkeypatch, tmp_path, [good]) == 0
+    assert run(monkeypatch, tmp_path, [good, bad]) == 1
+    assert "missed: run gate_gap : 0.5, expected at most 0.03" in capsys.readouterr().out
+    assert run(monkeypatch, tmp_path, [good], code=1) == 1
+    assert "devices: failed: ValueError: no" in capsys.readouterr().out
+    assert [row["figure"] for row in read_lines(tmp_path / "acceptance.jsonl")] == ["gate_gap", "finished", "seconds"]
+    assert "ValueError: no" in (tmp_path / "acceptance.md").read_text()
+
+
+def test_a_part_has_its_time(monkeypatch, tmp_path):
+    def late(words, timeout, **_):
+        raise runner.subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr(runner.subprocess, "run", late)
+    assert runner.main(["--parts", "numbers", "--out", str(tmp_path), "--limit-s", "7"]) == 1
+    assert read_lines(tmp_path / "acceptance.jsonl")[0]["note"] == "not done within 7 s"
+
+
+@pytest.mark.slow("compiles kernels for many shapes, and starts a run that is killed and resumed")
+def test_tiny_shapes_meet_what_a_cpu_can():
+    from hone.tools.acceptance.parts import PARTS, Setting
+
+    setting, found = Setting(torch.device("cpu"), tiny=True), {}
+    for part in ("devices", "numbers", "attention", "trainer-0.6b", "export", "run"):
+        for figure in PARTS[part](setting):
+            line = figure.as_dict(is_gpu=False)
+            assert line["holds"] is not False, line
+            found[part, figure.name] = figure.value
+    assert found["run", "resumed_steps"] == 4 and found["numbers", "logprob_error_float32"] < 1e-5
+    assert found["attention", "operators_per_layer"] > 0 < found["trainer-0.6b", "update_tokens_per_s"]
+
+
+# ---- the calibration
+
+
+def rates(tokens=512, training=0.25, parameters=596_049_920, device="H100-80G"):
+    return MeasuredRates(device, parameters, tokens, 2, training, 0.5)
+
+
+def test_a_plan_takes_what_was_measured_nearest(monkeypatch, tmp_path):
+    monkeypatch.setenv("HONE_EFFICIENCY", str(tmp_path / "efficiency.json"))
+    remember_rates(
+        [rates(512, 0.25), rates(16384, 0.10), rates(512, 0.7, device="A100-80G"), rates(512, 0.9, 8 * 10**9)]
+    )
+    like = {"parameters": 600e6, "bytes_each": 2}
+    assert with_measured(GPU, "H100-80G", tokens=700, **like)[0].training_flops == 0.25
+    assert with_measured(GPU, "H100-80G", tokens=12000, **like)[0].training_flops == 0.10
+    assert with_measured(GPU, "H100-80G", tokens=100_000, **like) == (GPU, None), "too far to say anything"
+    assert with_measured(GPU, "H100-80G", tokens=700, parameters=600e6, bytes_each=4) == (GPU, None)
+    remember_rates([rates(512, 0.30), rates(1024, 7.0)])
+    assert with_measured(GPU, "H100-80G", tokens=700, **like)[0].training_flops == 0.30, "the new one stays"
+    assert 1024 not in [one.tokens for one in known_rates()], "beyond the peak is a mistake"
+    efficiency_path().write_text("{")
+    assert known_rates() == []
+
+
+def test_the_plan_s_times_follow_the_calibration(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HONE_EFFICIENCY", str(tmp_path / "efficiency.json"))
+    words = ["plan", GSM8K, "--hardware", "H100-80G", "model.path=Qwen/Qwen3-0.6B", "--json"]
+
+    def planned():
+        hone(words)
+        return json.loads(capsys.readouterr().out)
+
+    before = planned()
+    remember_rates([rates(512, 0.20)])
+    after = planned()
+    assert (before["time"]["efficiency"]["training_flops"], after["time"]["efficiency"]["training_flops"]) == (0.4, 0.2)
+    assert after["time"]["phases_s"]["update"] > 1.5 * before["time"]["phases_s"]["update"]
+    assert any("as measured with 596,049,920 parameters and 512 tokens" in note for note in after["notes"])
