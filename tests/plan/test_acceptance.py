@@ -10,7 +10,7 @@ from hone.cli.main import main as hone
 from hone.plan.efficiency import MeasuredRates, efficiency_path, known_rates, remember_rates, with_measured
 from hone.plan.time import GPU
 from hone.tools.acceptance import __main__ as runner
-from hone.tools.acceptance.figures import EXPECTED, Bounds, Figure, page, read_lines
+from hone.tools.acceptance.figures import EXPECTED, Expectation, Figure, page, read_lines
 
 ROOT = Path(__file__).parents[2]
 GSM8K = str(ROOT / "examples/gsm8k/run.yaml")
@@ -19,12 +19,12 @@ GSM8K = str(ROOT / "examples/gsm8k/run.yaml")
 @pytest.mark.parametrize(
     ("bounds", "value", "holds"),
     [
-        (Bounds("s"), 5.0, None),
-        (Bounds("s", most=1), 1.0, True),
-        (Bounds("s", most=1), 1.1, False),
-        (Bounds("", least=0.4), 0.39, False),
-        (Bounds("", least=0.8, most=1.1), 1.0, True),
-        (Bounds("", most=1), float("nan"), False),
+        (Expectation("s"), 5.0, None),
+        (Expectation("s", most=1), 1.0, True),
+        (Expectation("s", most=1), 1.1, False),
+        (Expectation("", least=0.4), 0.39, False),
+        (Expectation("", least=0.8, most=1.1), 1.0, True),
+        (Expectation("", most=1), float("nan"), False),
     ],
 )
 def test_a_figure_meets_its_bounds_or_does_not(bounds, value, holds):
@@ -85,9 +85,9 @@ def test_a_part_has_its_time(monkeypatch, tmp_path):
 
 @pytest.mark.slow("compiles kernels for many shapes, and starts a run that is killed and resumed")
 def test_tiny_shapes_meet_what_a_cpu_can():
-    from hone.tools.acceptance.parts import PARTS, Setting
+    from hone.tools.acceptance.parts import PARTS, PartSetting
 
-    setting, found = Setting(torch.device("cpu"), tiny=True), {}
+    setting, found = PartSetting(torch.device("cpu"), tiny=True), {}
     for part in ("devices", "numbers", "attention", "trainer-0.6b", "export", "run"):
         for figure in PARTS[part](setting):
             line = figure.as_dict(is_gpu=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Expectation:
     """What is expected of a figure; without a bound it is only reported."""
 
     unit: str
@@ -31,37 +31,37 @@ class Bounds:
         return ", ".join(bounds)
 
 
-EXPECTED: Mapping[str, Bounds] = {
-    "finished": Bounds("", least=1, on_cpu=True),
-    "seconds": Bounds("s"),
-    "known_device": Bounds("", least=1),
-    "listed_minus_seen": Bounds("devices", least=0, most=0),
-    "device_memory": Bounds("GiB"),
-    "has_bfloat16": Bounds(""),
-    "has_vllm": Bounds(""),
-    "logprob_error_float32": Bounds("nats, mean", most=5e-3, on_cpu=True),
-    "logprob_error_bfloat16": Bounds("nats, mean", most=5e-2, on_cpu=True),
-    "grad_norm_error_float32": Bounds("relative", most=2e-2, on_cpu=True),
-    "grad_norm_error_bfloat16": Bounds("relative", most=0.1, on_cpu=True),
-    "layout_ms": Bounds("ms of the host", most=100),
-    "layout_mib": Bounds("MiB", most=64),
-    "operators_per_layer": Bounds("operators", most=120),
-    "logprob_tokens_per_s": Bounds("tokens/s"),
-    "logprob_mfu": Bounds("of the peak", least=0.40),
-    "update_tokens_per_s": Bounds("tokens/s"),
-    "update_mfu": Bounds("of the peak", least=0.40),
-    "peak_over_plan": Bounds("ratio", least=0.8, most=1.1),
-    "syncs_per_microbatch": Bounds("synchronisations", most=3),
-    "export_gib_per_s": Bounds("GiB/s"),
-    "export_device_gib": Bounds("GiB beyond the weights", most=2.5),
-    "gate_gap": Bounds("nats, mean", most=0.03, on_cpu=True),
-    "steps": Bounds("updates", least=4, on_cpu=True),
-    "resumed_steps": Bounds("updates", least=4, on_cpu=True),
-    "exported": Bounds("", least=1, on_cpu=True),
-    "memory_over_plan": Bounds("ratio, worst phase", most=1.1),
-    "publish_s": Bounds("s a step"),
-    "step_s": Bounds("s a step"),
-    "step_tokens_per_s": Bounds("response tokens/s"),
+EXPECTED: Mapping[str, Expectation] = {
+    "finished": Expectation("", least=1, on_cpu=True),
+    "seconds": Expectation("s"),
+    "known_device": Expectation("", least=1),
+    "listed_minus_seen": Expectation("devices", least=0, most=0),
+    "device_memory": Expectation("GiB"),
+    "has_bfloat16": Expectation(""),
+    "has_vllm": Expectation(""),
+    "logprob_error_float32": Expectation("nats, mean", most=5e-3, on_cpu=True),
+    "logprob_error_bfloat16": Expectation("nats, mean", most=5e-2, on_cpu=True),
+    "grad_norm_error_float32": Expectation("relative", most=2e-2, on_cpu=True),
+    "grad_norm_error_bfloat16": Expectation("relative", most=0.1, on_cpu=True),
+    "layout_ms": Expectation("ms of the host", most=100),
+    "layout_mib": Expectation("MiB", most=64),
+    "operators_per_layer": Expectation("operators", most=120),
+    "logprob_tokens_per_s": Expectation("tokens/s"),
+    "logprob_mfu": Expectation("of the peak", least=0.40),
+    "update_tokens_per_s": Expectation("tokens/s"),
+    "update_mfu": Expectation("of the peak", least=0.40),
+    "peak_over_plan": Expectation("ratio", least=0.8, most=1.1),
+    "syncs_per_microbatch": Expectation("synchronisations", most=3),
+    "export_gib_per_s": Expectation("GiB/s"),
+    "export_device_gib": Expectation("GiB beyond the weights", most=2.5),
+    "gate_gap": Expectation("nats, mean", most=0.03, on_cpu=True),
+    "steps": Expectation("updates", least=4, on_cpu=True),
+    "resumed_steps": Expectation("updates", least=4, on_cpu=True),
+    "exported": Expectation("", least=1, on_cpu=True),
+    "memory_over_plan": Expectation("ratio, worst phase", most=1.1),
+    "publish_s": Expectation("s a step"),
+    "step_s": Expectation("s a step"),
+    "step_tokens_per_s": Expectation("response tokens/s"),
 }
 """Every figure by its name. The bounds are targets: the design's, on H100-class hardware."""
 

@@ -74,7 +74,7 @@ RUN_TIMEOUT_S = 420.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PartSetting:
     """Where a part runs, and in which sizes."""
 
     device: torch.device
@@ -150,7 +150,7 @@ def timed(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
 # ---- parts
 
 
-def devices(setting: Setting) -> Iterator[Figure]:
+def devices(setting: PartSetting) -> Iterator[Figure]:
     """What torch and the driver say of the machine."""
     kind, here = torch_kind(), devices_here("auto")
     note = f"torch {torch.__version__}, {kind.vendor if kind else 'no accelerator'}"
@@ -164,7 +164,7 @@ def devices(setting: Setting) -> Iterator[Figure]:
     yield Figure("devices", "has_vllm", float(importlib.util.find_spec("vllm") is not None))
 
 
-def numbers(setting: Setting) -> Iterator[Figure]:
+def numbers(setting: PartSetting) -> Iterator[Figure]:
     """Logprobs and the gradient's norm against float64 on the CPU, same weights, ragged samples of three prompts."""
     shape = TINY if setting.tiny else SMALL
     longest = 24 if setting.tiny else 300
@@ -184,7 +184,7 @@ def numbers(setting: Setting) -> Iterator[Figure]:
         yield Figure("numbers", f"grad_norm_error_{precision}", abs(norm - exact_norm) / exact_norm)
 
 
-def attention(setting: Setting) -> Iterator[Figure]:
+def attention(setting: PartSetting) -> Iterator[Figure]:
     """Host time and bytes of a microbatch's layout, and operators of one layer, forward and backward."""
     for length in setting.lengths:
         samples = max(1, setting.budget // length)
@@ -224,7 +224,7 @@ def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
     return sum(tensor_bytes(one, seen) for one in held.values())
 
 
-def operators(setting: Setting, layers: int, batch: Batch) -> int:
+def operators(setting: PartSetting, layers: int, batch: Batch) -> int:
     """Kernels, or a CPU's operators, of one update by a model of so many layers."""
     shape = {**(TINY if setting.tiny else SMALL), "num_hidden_layers": layers}
     model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
@@ -239,10 +239,10 @@ def operators(setting: Setting, layers: int, batch: Batch) -> int:
     return sum(event.count for event in watched.key_averages() if is_counted(event.key))
 
 
-def trainer_part(size: str) -> Callable[[Setting], Iterator[Figure]]:
+def trainer_part(size: str) -> Callable[[PartSetting], Iterator[Figure]]:
     """The part that times one model's passes at every length, and remembers what share of the peak they reach."""
 
-    def part(setting: Setting) -> Iterator[Figure]:
+    def part(setting: PartSetting) -> Iterator[Figure]:
         name = f"trainer-{size}"
         shape = TINY if setting.tiny else shape_of(size)
         dtype = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
@@ -260,7 +260,7 @@ def trainer_part(size: str) -> Callable[[Setting], Iterator[Figure]]:
 
 def trainer_at(
     name: str,
-    setting: Setting,
+    setting: PartSetting,
     trainer: PolicyTrainer,
     algorithm: Algorithm,
     shape: Mapping[str, Any],
@@ -343,7 +343,7 @@ def rates_of(
     )
 
 
-def plan_of(setting: Setting, name: str, sizes: tuple[int, int, int, int], dtype: str, mode: Checkpointing) -> Plan:
+def plan_of(setting: PartSetting, name: str, sizes: tuple[int, int, int, int], dtype: str, mode: Checkpointing) -> Plan:
     """The plan of such an update on this machine; sizes: prompts, group, response tokens, tokens per microbatch."""
     prompts, group, response, budget = sizes
     size = name.removeprefix("trainer-").upper()
@@ -383,7 +383,7 @@ def synchronizations(work: Callable[[], object]) -> int:
     return sum("synchroniz" in str(one.message) for one in caught)
 
 
-def export(setting: Setting) -> Iterator[Figure]:
+def export(setting: PartSetting) -> Iterator[Figure]:
     """Writing the weights: how fast, and how much of the device it takes."""
     shape = TINY if setting.tiny else shape_of("0.6b")
     model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
@@ -405,12 +405,12 @@ def export(setting: Setting) -> Iterator[Figure]:
 # ---- whole runs
 
 
-def run(setting: Setting) -> Iterator[Figure]:
+def run(setting: PartSetting) -> Iterator[Figure]:
     """`hone train` in one process: the gate, memory against the plan, a kill and a resumption, the export."""
     yield from whole_run("run", setting, {"backend": "local"})
 
 
-def cluster(setting: Setting) -> Iterator[Figure]:
+def cluster(setting: PartSetting) -> Iterator[Figure]:
     """The same on Ray with trainer and engines on one device, for Hone's engine and for vLLM where it is installed."""
     if importlib.util.find_spec("ray") is None:
         yield Figure("cluster", "has_vllm", 0.0, note="Ray is not installed: nothing was run")
@@ -421,7 +421,7 @@ def cluster(setting: Setting) -> Iterator[Figure]:
         yield from whole_run("cluster", setting, {"backend": "ray", "engines": {"use": use}, **pools}, case=use)
 
 
-def whole_run(part: str, setting: Setting, section: Mapping[str, Any], case: str = "") -> Iterator[Figure]:
+def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case: str = "") -> Iterator[Figure]:
     """A run that is killed and resumed, in a folder of its own."""
     shape = TINY if setting.tiny else shape_of("0.6b")
     with TemporaryDirectory(prefix="hone-gpu-") as name:
@@ -455,7 +455,7 @@ def whole_run(part: str, setting: Setting, section: Mapping[str, Any], case: str
             yield Figure(part, "memory_over_plan", ratios[worst], case, worst)
 
 
-def run_file(setting: Setting, shape: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+def run_file(setting: PartSetting, shape: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     """A run of a random model on sums."""
     return {
         "extends": "algorithm/dr_grpo",
@@ -498,7 +498,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-PARTS: Mapping[str, Callable[[Setting], Iterator[Figure]]] = {
+PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "devices": devices,
     "numbers": numbers,
     "attention": attention,
@@ -514,7 +514,7 @@ PARTS: Mapping[str, Callable[[Setting], Iterator[Figure]]] = {
 def main(arguments: Sequence[str]) -> None:
     """Run one part, and append each figure as soon as it is there."""
     part, lines, *flags = arguments
-    setting = Setting(set_up_arithmetic(RunSection()), tiny="--tiny" in flags)
+    setting = PartSetting(set_up_arithmetic(RunSection()), tiny="--tiny" in flags)
     with Path(lines).open("a", encoding="utf-8", buffering=1) as file:
         for figure in PARTS[part](setting):
             file.write(json.dumps(figure.as_dict(is_gpu=setting.is_gpu)) + "\n")
