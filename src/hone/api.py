@@ -123,7 +123,7 @@ def check(
 
             return _outside_of_loop(lambda: assemble.check_run(loaded), threading.Event())
     except ConfigError as error:
-        return CheckReport(problems=tuple(error.problems))
+        return CheckReport(problems=error.problems)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def build(monkeypatch):
 
 
 REPORT = CheckReport(
-    lines=("prompt [1]: 1+1= -> 4 tokens",), figures={"train rows": 1, "gold answers scored by exact": 1.0}
+    lines=["prompt [1]: 1+1= -> 4 tokens"], figures={"train rows": 1, "gold answers scored by exact": 1.0}
 )
 
 
@@ -51,7 +51,7 @@ def test_a_good_run_as_json(run_file, build, capsys):
 
 
 def test_problems_of_the_data_exit_with_2(run_file, build, capsys):
-    build.answer = CheckReport(problems=("reward exact: 3 of 10 gold answers score 0 [/odd]",), warnings=("odd lr",))
+    build.answer = CheckReport(problems=["reward exact: 3 of 10 gold answers score 0 [/odd]"], warnings=["odd lr"])
     assert main(["check", str(run_file)]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert "problem  reward exact: 3 of 10 gold answers score 0 [/odd]" in lines

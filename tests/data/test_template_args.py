@@ -11,7 +11,7 @@ from hone.data.chat import load_tokenizer, thinks
 from hone.data.prompts import load_prompts
 from hone.errors import DataError
 from hone.run.check import check_template, preview
-from hone.run.report import Findings
+from hone.run.report import CheckReport
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
@@ -71,7 +71,7 @@ def test_check_warns_of_reasoning_that_would_be_cut(model, tmp_path, write_rows,
     data = DataSection(train=write_rows(json.dumps({"prompt": "how many"})), chat=True, template_args=template_args)
     tokenizer = load_tokenizer(model, tmp_path, template_args)
     (prompt,) = load_prompts(data, tokenizer, tmp_path, seed=0).rows()
-    findings = Findings()
+    findings = CheckReport()
     check_template(data, room, prompt, tokenizer, findings)
     assert [said in warning for warning in findings.warnings] == [True] * bool(said)
     assert "<|user|>how many<|assistant|>" in preview(prompt, tokenizer)

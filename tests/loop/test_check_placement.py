@@ -32,10 +32,10 @@ def report(name: str, *overrides: str) -> CheckReport:
 def test_a_cluster_of_models_from_the_hub_passes_without_them():
     found = report("cluster/ppo-70b-hybrid.yaml")
     assert found.is_ok
-    assert found.lines[:2] == (
+    assert found.lines[:2] == [
         "placement: 48 of 6 x 8 devices, roles take turns",
         "    role          pool  devices  machines",
-    )
+    ]
     assert "    critic        all   0-47     0-5       on the policy's ranks" in found.lines
     assert "reward reward_model: its model is for the cluster's devices" in found.not_checked
     placement = json.loads(json.dumps(found.as_dict()))["placement"]

@@ -45,7 +45,7 @@ def check(tmp_path, monkeypatch):
 
 def test_a_right_run_is_ready(check):
     report = check(ROWS)
-    assert (report.problems, report.warnings, report.not_checked) == ((), (), ())
+    assert (report.problems, report.warnings, report.not_checked) == ([], [], [])
     assert report.figures["gold answers"] == 8
     assert (report.figures["score: gold answers score"], report.figures["score: shuffled answers score"]) == (1, 0)
 

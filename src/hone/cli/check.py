@@ -44,7 +44,7 @@ def check(
         if not as_json:
             raise
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-        typer.echo(json.dumps(CheckReport(problems=tuple(problems)).as_dict(), indent=2))
+        typer.echo(json.dumps(CheckReport(problems=problems).as_dict(), indent=2))
         raise typer.Exit(error.exit_code) from None
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))

@@ -17,7 +17,7 @@ import numpy as np
 from hone.config.derived import longest_tokens, needs_critic, unused_services
 from hone.config.load import Loaded, load_rewards
 from hone.config.run import DataSection, RunConfig
-from hone.config.topology import judge_services, judges_pool, topology_lines
+from hone.config.topology import Topology, judge_services, judges_pool, topology_lines
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model, thinks, with_template_args
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
@@ -31,7 +31,7 @@ from hone.reward.http import Address
 from hone.reward.rewards import Rewards
 from hone.rollout.env_pool import EnvironmentPool
 from hone.run.check_rewards import check_rewards
-from hone.run.report import CheckReport, Findings
+from hone.run.report import CheckReport
 from hone.run.trial import refused_by_tokenizer, starting_architecture, try_model
 from hone.services.gpus import assumed_devices, settled_on, split_devices, topology_on
 from hone.services.launch import engine_note, plan_launches
@@ -52,13 +52,12 @@ async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyTy
     Args:
         services: addresses of those services of the run file that are running, by name.
     """
-    findings, written = Findings(), loaded.config
+    findings, written = CheckReport(), loaded.config
     loaded, choices = settled_on(loaded, assumed_devices(written))
     config, folder = loaded.config, loaded.run_file.parent
     check_settings(config, findings)
     findings.lines += map(str, choices)
-    if config.cluster.backend == "ray":
-        check_placement(config, findings)
+    topology = check_placement(config, findings) if config.cluster.backend == "ray" else None
     tokenizer = check_tokenizer_and_model(config, folder, findings)
     await check_class(config, folder, tokenizer, findings)
     if config.critic.path is not None:
@@ -73,11 +72,12 @@ async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyTy
     if config.rollout.environment.use is not None:
         await check_environment(config, folder, findings)
     if config.services:
-        check_services(config, folder, services, findings)
-    return findings.report(loaded)
+        check_services(config, folder, services, topology, findings)
+    findings.locate(loaded)
+    return findings
 
 
-def check_settings(config: RunConfig, findings: Findings) -> None:
+def check_settings(config: RunConfig, findings: CheckReport) -> None:
     """Values that the configuration allows, and with which nothing would be learnt or started here."""
     if "rl" in config.stages and config.run.steps == 0:
         findings.problems.append("run.steps: 0 updates, so stage rl would learn nothing. Nearest: 1")
@@ -95,19 +95,22 @@ def check_settings(config: RunConfig, findings: Findings) -> None:
             )
 
 
-def check_placement(config: RunConfig, findings: Findings) -> None:
+def check_placement(config: RunConfig, findings: CheckReport) -> Topology | None:
     """Placement of roles on devices; whether a cluster's devices are free is known only when the run starts."""
     if config.cluster.address is not None and config.cluster.devices_per_node is None:
         findings.not_checked.append("placement: the Ray cluster at cluster.address is asked when the run starts")
-        return
+        return None
     try:
-        findings.topology = topology_on(config, assumed_devices(config))
-        findings.lines += topology_lines(findings.topology)
+        topology = topology_on(config, assumed_devices(config))
     except PlacementError as error:
         findings.problems.append(str(error))
+        return None
+    findings.placement = topology.as_dict()
+    findings.lines += topology_lines(topology)
+    return topology
 
 
-def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: Findings) -> Tokenizer | None:
+def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: CheckReport) -> Tokenizer | None:
     """The tokenizer, if it can be had; the model's files, as far as they are on this machine."""
     model = config.model
     is_hub_name = False
@@ -130,7 +133,7 @@ def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: Finding
         return None
 
 
-async def check_class(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: Findings) -> None:
+async def check_class(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: CheckReport) -> None:
     """Try a small model of the same class in engine and trainer."""
     try:
         vocab_size = tokenizer.vocab_size if tokenizer is not None else None
@@ -147,7 +150,7 @@ async def check_class(config: RunConfig, folder: Path, tokenizer: Tokenizer | No
     findings.not_checked += [trial.untried] if trial.untried else []
 
 
-def check_critic(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: Findings) -> None:
+def check_critic(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: CheckReport) -> None:
     """The directory that the critic starts from: it must read the policy's token ids, and its longest sample."""
     path = str(config.critic.path)
     try:
@@ -180,7 +183,7 @@ def check_critic(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, f
         )
 
 
-def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> list[PromptStream]:
+def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: CheckReport) -> list[PromptStream]:
     """The prompts that training and evaluation would load; shows the first few."""
     reads: dict[Part, bool] = {
         "train": train_has_prompts(config),
@@ -210,7 +213,7 @@ def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, finding
     return streams
 
 
-def check_steps(stream: PromptStream, prompts_per_step: int, findings: Findings) -> None:
+def check_steps(stream: PromptStream, prompts_per_step: int, findings: CheckReport) -> None:
     """Whether a step holds the same prompt twice: as the same row, or as rows that ask the same."""
     if len(stream) < prompts_per_step:
         findings.problems.append(
@@ -235,7 +238,7 @@ def check_steps(stream: PromptStream, prompts_per_step: int, findings: Findings)
         )
 
 
-def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: Findings) -> None:
+def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: CheckReport) -> None:
     """What is imitated, and the pairs of preferences."""
     try:
         if "sft" in config.stages:
@@ -271,7 +274,7 @@ def preview(prompt: Prompt, tokenizer: Tokenizer) -> str:
 
 
 def check_template(
-    data: DataSection, max_response_tokens: int, prompt: Prompt, tokenizer: Tokenizer, findings: Findings
+    data: DataSection, max_response_tokens: int, prompt: Prompt, tokenizer: Tokenizer, findings: CheckReport
 ) -> None:
     """Arguments that the chat template does not use; whether responses will be cut within the model's reasoning."""
     template = str(tokenizer.hf.chat_template)
@@ -287,7 +290,7 @@ def check_template(
         )
 
 
-def check_adapter(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: Findings) -> None:
+def check_adapter(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, findings: CheckReport) -> None:
     """The layers that get an adapter: whether the model has them is known from its architecture alone."""
     model = config.model
     try:
@@ -307,7 +310,7 @@ def check_adapter(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, 
         findings.problems.append(str(error))
 
 
-async def check_environment(config: RunConfig, folder: Path, findings: Findings) -> None:
+async def check_environment(config: RunConfig, folder: Path, findings: CheckReport) -> None:
     """Import the environment in a worker process, as the run does. Its replies need a policy and are not checked."""
     environments = EnvironmentPool(config.rollout.environment, folder)
     try:
@@ -319,7 +322,13 @@ async def check_environment(config: RunConfig, folder: Path, findings: Findings)
         await environments.close()
 
 
-def check_services(config: RunConfig, folder: Path, services: Mapping[str, Address], findings: Findings) -> None:
+def check_services(
+    config: RunConfig,
+    folder: Path,
+    services: Mapping[str, Address],
+    topology: Topology | None,
+    findings: CheckReport,
+) -> None:
     """Services that would be started, and their GPUs. Their programs and files are checked with the configuration."""
     try:
         split = split_devices(config, visible_devices())
@@ -334,7 +343,7 @@ def check_services(config: RunConfig, folder: Path, services: Mapping[str, Addre
         gpus = f"GPU {split.services[name]}" if split.services[name] else "no GPU"
         replicas = 1
         if name in judge_services(config) and (pool := judges_pool(config)):
-            gpus, replicas = f"in pool {pool}", len(findings.topology.judges) if findings.topology else 1
+            gpus, replicas = f"in pool {pool}", len(topology.judges) if topology else 1
         where = f"running at {', '.join(services[name].urls)}" if name in services else "started with the run"
         parts = (what, gpus, engine_note(service, folder, replicas), where)
         findings.lines.append(f"service {name}: {'; '.join(filter(None, parts))}")
@@ -356,7 +365,7 @@ def port_problems(name: str, port: int) -> list[str]:
     return [f"services.{name}.port: {port} {why}"]
 
 
-async def can_be_had(loaded: Loaded, services: Mapping[str, Address], findings: Findings) -> bool:
+async def can_be_had(loaded: Loaded, services: Mapping[str, Address], findings: CheckReport) -> bool:
     """Make every reward from its args, those that ask services and those that services serve too; start none."""
     config, num_problems = loaded.config, len(findings.problems)
     somewhere = dict.fromkeys(config.services, "http://127.0.0.1:1") | dict(services)

@@ -25,7 +25,7 @@ from hone.data.prompts import PromptStream
 from hone.errors import ConfigError
 from hone.reward.http import Address
 from hone.reward.rewards import Rewards, component_name
-from hone.run.report import Findings
+from hone.run.report import CheckReport
 from hone.types import Fault, Group, Prompt, Sample, Score, version_spans
 
 MAX_SAMPLES_OF_USER_REWARDS = 1024
@@ -66,7 +66,7 @@ async def check_rewards(
     streams: Sequence[PromptStream],
     tokenizer: Tokenizer | None,
     services: Mapping[str, Address],
-    findings: Findings,
+    findings: CheckReport,
 ) -> None:
     """Score each gold answer, and another row's in the same group, by every reward that can be asked from here."""
     components = checkable(config, services, findings)
@@ -106,7 +106,7 @@ async def check_rewards(
         report_unwritable(config, components, trials, unwritable, findings)
 
 
-def checkable(config: RunConfig, services: Mapping[str, Address], findings: Findings) -> tuple[RewardComponent, ...]:
+def checkable(config: RunConfig, services: Mapping[str, Address], findings: CheckReport) -> tuple[RewardComponent, ...]:
     """The components that a gold answer says something about, and that can be asked; the others are named."""
     waiting = {name for _, name in service_uses(config)} - services.keys()
     findings.not_checked += [
@@ -241,7 +241,7 @@ def too_slow(components: Sequence[RewardComponent], num_tried: int, num_rows: in
     )
 
 
-def report_faults(components: Sequence[RewardComponent], results: Sequence[Judged], findings: Findings) -> None:
+def report_faults(components: Sequence[RewardComponent], results: Sequence[Judged], findings: CheckReport) -> None:
     """Each way in which a reward could not score a response, once, with the first row where that happened."""
     for name in map(component_name, components):
         scored = [(r.trial.where, r.trial.gold, r.gold[name], True) for r in results]
@@ -260,7 +260,7 @@ def report_faults(components: Sequence[RewardComponent], results: Sequence[Judge
             findings.problems.append(f"reward {name}: {rest} more responses could not be scored, for other causes")
 
 
-def report_gold(components: Sequence[RewardComponent], results: Sequence[Judged], findings: Findings) -> None:
+def report_gold(components: Sequence[RewardComponent], results: Sequence[Judged], findings: CheckReport) -> None:
     """Figures of each component, and where one that compares with the answer misjudges it."""
     findings.figures["gold answers"] = len(results)
     for component in components:
@@ -279,7 +279,11 @@ def report_gold(components: Sequence[RewardComponent], results: Sequence[Judged]
 
 
 async def report_total(
-    config: RunConfig, components: Sequence[RewardComponent], results: Sequence[Judged], judge: Any, findings: Findings
+    config: RunConfig,
+    components: Sequence[RewardComponent],
+    results: Sequence[Judged],
+    judge: Any,
+    findings: CheckReport,
 ) -> None:
     """A problem when gold answers earn no more than wrong ones; most often numbers are compared with text."""
     left_out = [
@@ -338,7 +342,7 @@ def report_unwritable(
     components: Sequence[RewardComponent],
     trials: Sequence[Trial],
     unwritable: Mapping[str, str],
-    findings: Findings,
+    findings: CheckReport,
 ) -> None:
     """Gold answers that the policy could not write, where it has to write them: a reward compares with them."""
     lost = [trial for trial in trials if trial.gold in unwritable]

@@ -46,18 +46,9 @@ def is_sampling_truncated(h: History) -> bool:
     return h.number("rollout.top_p") < 1 or h.number("rollout.top_k") > 0 or h.number("rollout.min_p") > 0
 
 
-def is_rising(h: History, metric: str) -> bool:
-    """The last ten values are above the baseline by a tenth of it."""
-    return h.mean(metric, 10) > 1.1 * h.base(metric)
-
-
 def was_wrong_from_the_start(h: History, metric: str, limit: float) -> bool:
     base = h.base(metric)
     return h.mean(metric, 100) > limit if math.isnan(base) else base > limit
-
-
-def kl_coefficient(h: History) -> float:
-    return max(h.number("algorithm.kl_loss_coef"), h.number("algorithm.kl_reward_coef"))
 
 
 LOWER_LR = "train.optimizer.lr: a tenth of it"
