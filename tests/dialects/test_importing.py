@@ -220,3 +220,28 @@ def test_tables_name_keys_that_exist(name):
     wrong = {key: row.to for key, row in dialect.rows.items() if not set(row.to) <= known | {"cluster.pools"}}
     assert wrong == {}
     assert all(find_row(dialect.rows, target) for target in dialect.aliases.values())
+
+
+@pytest.mark.parametrize(
+    ("path", "reward"),
+    [
+        ("gsm8k/train.parquet", "gsm8k"),
+        ("dapo-math-17k.parquet", "math"),
+        ("Eurus-2-RL-Data/train.parquet", "math"),
+        ("numina_olympiads.parquet", "math"),
+        ("geo3k/train.parquet", None),
+    ],
+)
+def test_the_reward_that_verl_takes_by_data_source(path, reward):
+    text = f"python3 -m verl.trainer.main_ppo data.train_files=/data/{path} algorithm.adv_estimator=grpo"
+    one = translate(read_foreign(text, "run.sh"))
+    found = [line.verdict for line in one.others if line.key == "reward by data_source"]
+    assert [verdict.kind for verdict in found] == ["default" if reward else "hole"]
+    assert reward is None or found[0].settings["reward.components"] == [{"use": reward}]
+
+
+def test_trackers_are_named():
+    text = 'python3 -m verl.trainer.main_ppo trainer.logger=["console","swanlab","mlflow"] trainer.project_name=p'
+    found = settings(text.replace('"', "'"))
+    assert (found["observe.swanlab"], found["observe.mlflow"]) == ("p", "p")
+    assert "observe.wandb" not in found

@@ -36,7 +36,7 @@ DEVICES = by(lambda job, value: placed({}, "see the line `devices`"), "cluster.p
 REWARDS_BY_DATA: tuple[tuple[str, dict[str, Any], str], ...] = (
     (r"gsm8k", {"use": "gsm8k"}, "the data source's reward: the number after ####"),
     (
-        r"dapo|aime|math.?17k|amc|numina|math|deepscaler|omni|orz|polaris|open.?r1|skywork|big.?math",
+        r"dapo|aime|eurus|prime.?rl|math.?17k|amc|numina|math|deepscaler|omni|orz|polaris|open.?r1|skywork|big.?math",
         {"use": "math"},
         "the data source's reward: a boxed answer, compared as mathematics; 0 and 1 where some give -1 and 1",
     ),
