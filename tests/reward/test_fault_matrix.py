@@ -219,8 +219,11 @@ def test_a_fault_that_stays_masks_and_counts(train, name):
 
 def test_an_answer_of_100_mb_that_stays_is_cut_off_and_masked(train):
     """Of each answer no more is read than may be: the others of its bytes are never sent."""
-    with FaultyServer(FAULTS["100 MB"]) as server:
-        groups = train(server.url, deadline_s=8.0, texts=TEXTS[:1])
+    for deadline_s in (2.0, 8.0):  # on a busy machine the first may be over before a second try
+        with FaultyServer(FAULTS["100 MB"]) as server:
+            groups = train(server.url, deadline_s=deadline_s, texts=TEXTS[:1])
+        if len(server.requests) >= 2 and server.cut_off:
+            break
     assert server.faults == len(server.requests) >= 2
     assert server.cut_off >= 1 and server.bytes_sent < 60e6 * server.faults
     assert_masked(groups, "answer")
