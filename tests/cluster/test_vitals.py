@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 
 from ray.exceptions import RayActorError
 
@@ -96,5 +97,22 @@ def test_one_that_stops_answering_is_reported_once_and_one_that_is_starting_or_l
             assert "memory/engine-1_process_rss_gib" not in watch.metrics()
             await until(lambda: late.asked > 20 and starting.asked > 20)
         assert silent == [("engine-1", stopped)]
+
+    asyncio.run(run())
+
+
+def test_a_process_on_an_accelerator_says_how_full_it_is():
+    on_device = replace(vitals_of(GIB), cuda_peak_bytes=3 * GIB, device_bytes=(60 * GIB, 79 * GIB))
+
+    async def run():
+        process = Process(on_device)
+        async with watching(lambda: {"engine-0": process}) as watch:
+            await until(lambda: len(watch.metrics()) == 4)
+            assert watch.metrics() == {
+                "memory/engine-0_process_rss_gib": 1.0,
+                "memory/engine-0_process_cuda_peak_gib": 3.0,
+                "memory/engine-0_device_used_gib": 60.0,
+                "memory/engine-0_device_total_gib": 79.0,
+            }
 
     asyncio.run(run())

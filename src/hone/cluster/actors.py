@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
-from hone.devices import give_back_memory, peak_bytes
+from hone.devices import give_back_memory, peak_bytes, used_and_total_bytes
 from hone.errors import CheckpointError, EngineError, HoneError
 from hone.rollout.engine import CacheUse, Caching, Engine, Request
 from hone.train.pairs import PairTrainer
@@ -56,6 +56,8 @@ class Vitals:
     peak_rss_bytes: int
     cuda_peak_bytes: int
     """Most that tensors held on its GPU; 0 without one."""
+    device_bytes: tuple[int, int] | None = None
+    """Memory of its accelerator that all processes use, vLLM's among them, and all of it; None without one."""
     cache: CacheUse | None = None
     """An engine's peak cache use since the last `ping`."""
 
@@ -67,6 +69,7 @@ class Vitals:
             rss_bytes=psutil.Process().memory_info().rss,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             cuda_peak_bytes=peak_bytes(),
+            device_bytes=used_and_total_bytes(),
         )
 
 

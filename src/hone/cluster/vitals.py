@@ -69,6 +69,10 @@ class VitalsWatch:
             measured[f"memory/{name}_process_rss_gib"] = vitals.rss_bytes / 2**30
             if vitals.cuda_peak_bytes:
                 measured[f"memory/{name}_process_cuda_peak_gib"] = vitals.cuda_peak_bytes / 2**30
+            if vitals.device_bytes is not None:
+                used, total = vitals.device_bytes
+                measured[f"memory/{name}_device_used_gib"] = used / 2**30
+                measured[f"memory/{name}_device_total_gib"] = total / 2**30
             if cache := self._fullest.pop(actor, vitals.cache):
                 measured |= cache.metrics(name)
         return measured

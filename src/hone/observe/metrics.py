@@ -224,6 +224,10 @@ METRICS: dict[str, Metric] = {
     "memory/<engine>_cache_room_tokens": Metric("tokens", "Capacity of the KV cache at that time."),
     "memory/<engine>_cache_mib": Metric("MiB", "Device memory taken by the KV cache."),
     "memory/<process>_process_cuda_peak_gib": Metric("GiB", "Peak GPU memory of the process's tensors."),
+    "memory/<process>_device_used_gib": Metric(
+        "GiB", "Memory in use on the process's accelerator, by all processes on it, sampled in the background."
+    ),
+    "memory/<process>_device_total_gib": Metric("GiB", "Memory of that accelerator."),
     "memory/cuda_peak_gib": Metric("GiB", "Peak GPU memory of tensors during the step."),
     "memory/<phase>_peak_mib": Metric(
         "MiB", "Peak memory during the phase: tensors on a GPU, resident memory on a CPU."
