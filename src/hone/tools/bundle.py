@@ -28,7 +28,7 @@ LIMIT_MIB = 60
 THERE = ("torch", "transformers")
 LEFT_OUT = {
     "pyarrow": "data in Parquet files",
-    "scipy": "the reward `poster`",
+    "scipy": "rewards that match layouts",
     "grpcio": "nothing that Hone uses of TensorBoard",
     "tensorboard-data-server": "nothing that Hone uses of TensorBoard",
 }
