@@ -29,12 +29,13 @@ def collate(groups: Sequence[Group]) -> Batch:
     lengths = np.fromiter((len(s.token_ids) for s in samples), np.int64, len(samples))
 
     reward_S = np.array([math.nan if reward is None else reward for reward in rewards], np.float32)
-    mask_T = np.repeat((~np.isnan(reward_S)).astype(np.float32), lengths)
+    # By torch, which lets other threads run meanwhile.
+    mask_T = torch.from_numpy((~np.isnan(reward_S)).astype(np.float32)).repeat_interleave(torch.from_numpy(lengths))
     if any(s.loss_mask is not None for s in samples):
-        mask_T *= joined([_mask(s) for s in samples], np.float32)
+        mask_T *= torch.from_numpy(joined([_mask(s) for s in samples], np.float32))
     # Environment tokens may carry any logprob, even NaN; 0 x NaN would reach the loss.
-    sampler_logprobs_T = joined([s.sampler_logprobs for s in samples], np.float32)
-    sampler_logprobs_T[mask_T == 0] = 0
+    sampler_logprobs_T = torch.from_numpy(joined([s.sampler_logprobs for s in samples], np.float32))
+    sampler_logprobs_T.masked_fill_(mask_T == 0, 0)
     group_sizes = [len(group.samples) for group in groups]
     columns = {"truncated_S": torch.tensor([float(s.finish_reason == "length") for s in samples])}
     if any(group.greedy for group in groups):
@@ -46,8 +47,8 @@ def collate(groups: Sequence[Group]) -> Batch:
         prompt_S=torch.from_numpy(np.repeat(np.arange(len(groups)), group_sizes)),
         length_S=torch.from_numpy(lengths),
         token_ids_T=torch.from_numpy(joined([s.token_ids for s in samples], np.int64)),
-        loss_mask_T=torch.from_numpy(mask_T),
-        sampler_logprobs_T=torch.from_numpy(sampler_logprobs_T),
+        loss_mask_T=mask_T,
+        sampler_logprobs_T=sampler_logprobs_T,
         reward_S=torch.from_numpy(reward_S),
         columns=columns,
         pictures=pictures_of([group.prompt.pictures for group in groups]),

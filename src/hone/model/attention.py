@@ -2,7 +2,8 @@
 
 Explicit matrix products and a softmax per padded block, in an autograd function of its own that keeps q, k, v, the
 output and each query's softmax normaliser, and makes the probabilities again in the backward pass. On CPUs that is
-several times faster than the fused kernels at the sizes that matter here; on GPUs it is plain batched matrix products.
+several times faster than the fused kernels at the sizes that matter here. On GPUs in 16 bits flash attention takes over
+(varlen_attention.py); in float32, which it does not know, these are plain batched matrix products.
 
 Everything moves between the flat list of tokens and the padded blocks one *row* at a time, a row being the D numbers of
 one head of one token: gathering rows in (block, head, token) order puts them where the matrix products want them, with
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from hone.model.layout import AttentionBlock, Layout
 from hone.model.recompute import kept
+from hone.model.varlen_attention import FLASH, varlen_attention
 
 
 def shared_prompt_attention(layout: Layout) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
@@ -29,9 +31,11 @@ def shared_prompt_attention(layout: Layout) -> Callable[[int, Tensor, Tensor, Te
 
     Scores exist for one block at a time, at most `layout.BLOCK_SCORES` per head.
     """
-    workspace = _Workspace(layout)
+    workspace, by_flash = _Workspace(layout), varlen_attention(layout, FLASH)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            return by_flash(layer, q, k, v)
         return _SharedPromptAttention.apply(q, k, v, workspace)
 
     return attend

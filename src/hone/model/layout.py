@@ -10,9 +10,10 @@ of one prompt and its responses are adjacent. With prompt "ab" and the samples "
     target_U     = c d $  c e
     expand_T     = 0 1 2  3 4  0 1 2  the three samples' eight tokens
 
-Attention over such a list is ragged. `blocks` cuts it into padded rectangles of queries against keys, of bounded size
-and of similar shape within a block, which is all that attention.py needs to know. Pure index arithmetic in numpy;
-nothing here loops over tokens.
+Attention over such a list is ragged. For CPUs, `blocks` cuts it into padded rectangles of queries against keys, of
+bounded size and of similar shape within a block, which is all that attention.py needs to know; they are made when they
+are first asked for. Kernels for ragged sequences need the ends of sequences alone (varlen_attention.py). Pure index
+arithmetic in numpy; nothing here loops over tokens.
 
 All sizes are rounded up (`round_size`): the list ends in filler tokens that nothing reads, a block in tiles without a
 real query. A CPU's matrix library compiles a kernel for each shape it meets, so shapes should repeat.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -99,16 +101,27 @@ class Layout:
     """(W,) the distinct values of predict_U, ascending, then filler: the only final hidden states that are read."""
     needed_U: Tensor
     """(U,) index into W: needed_W[needed_U] == predict_U."""
-    blocks: tuple[AttentionBlock, ...]
-    query_slot_3X: Tensor
-    """(3, X) where each token is a query: rows of (Q,) before its own among all blocks, times Q; place in it; Q.
-    Filler stands where the first token does."""
+    tiling: Tiling
+    """Makes `blocks`."""
     spans_R: Ints
     """(R, 4) of each distinct sample: start and length of its prompt in X, start of its response, response tokens."""
     pictures: tuple[Picture, ...] = ()
     """Those of all prompts, in the order of X; `start` is their place in X."""
     grid_position_3X: Tensor | None = None
     """(3, X) where there are pictures: positions in time, height and width; see `grid_positions`."""
+
+    @property
+    def blocks(self) -> tuple[AttentionBlock, ...]:
+        """All pairs of query and key, in padded rectangles."""
+        return self.tiling.blocks_and_slots[0]
+
+    @property
+    def query_slot_3X(self) -> Tensor:
+        """(3, X) where each token is a query: rows of (Q,) before its own among all blocks, times Q; place in it; Q.
+        Filler stands where the first token does."""
+        slots = self.tiling.blocks_and_slots[1]
+        more = len(self.token_ids_X) - slots.shape[1]
+        return torch.cat((slots, slots[:, :1].expand(-1, more)), dim=1) if more else slots
 
     def rows(self) -> PaddedRows:
         """For models that know no layouts."""
@@ -177,7 +190,6 @@ class Layout:
         predict_U = _predicting(places.prompt_end_R, places.start_R, samples.length_R)
         needed_W, needed_U = np.unique(predict_U, return_inverse=True)
         expand_T = _ranges(start_U[samples.row_S], length_S) if len(samples.length_R) < len(length_S) else None
-        blocks, query_slot_3X = _blocks(places, prompt_length_N, prompt_R)
         used = [pictures[i] for i in used_N] if pictures else []
         placed = [
             replace(picture, start=int(start) + picture.start)
@@ -198,8 +210,7 @@ class Layout:
             expand_T=None if expand_T is None else put(expand_T),
             needed_W=put(filled(needed_W)),
             needed_U=put(needed_U),
-            blocks=tuple(AttentionBlock(*map(put, arrays), padded=not arrays[-1].all()) for arrays in blocks),
-            query_slot_3X=put(query_slot_3X),
+            tiling=Tiling(places, prompt_length_N, prompt_R, torch.device(device)),
             spans_R=np.stack(
                 (places.prompt_start_N[prompt_R], prompt_length_N[prompt_R], places.start_R, samples.length_R), axis=1
             ),
@@ -248,6 +259,27 @@ class _TokenPlaces:
     position_X: Ints
     response_X: Ints
     """(X,) index into R, or -1 for a prompt token."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Blocks of a layout, from where its tokens stand."""
+
+    places: _TokenPlaces
+    prompt_length_N: Ints
+    prompt_R: Ints
+    device: torch.device
+
+    @cached_property
+    def blocks_and_slots(self) -> tuple[tuple[AttentionBlock, ...], Tensor]:
+        """See `Layout.blocks` and `Layout.query_slot_3X`."""
+
+        def put(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+        blocks, query_slot_3X = _blocks(self.places, self.prompt_length_N, self.prompt_R)
+        made = tuple(AttentionBlock(*map(put, arrays), padded=not arrays[-1].all()) for arrays in blocks)
+        return made, put(query_slot_3X)
 
 
 def _place(prompt_length_N: Ints, prompt_R: Ints, length_R: Ints) -> _TokenPlaces:

@@ -132,7 +132,6 @@ def _with_filler(layout: Layout, multiple: int) -> Layout:
         layout,
         token_ids_X=F.pad(layout.token_ids_X, (0, more)),
         position_X=F.pad(layout.position_X, (0, more)),
-        query_slot_3X=torch.cat((layout.query_slot_3X, layout.query_slot_3X[:, :1].expand(-1, more)), dim=1),
     )
 
 

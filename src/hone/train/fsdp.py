@@ -235,10 +235,11 @@ class ShardedAdamW(AdamW):
     def _gradient_norm(self) -> float:
         device = self._weights.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for parameter, gradient in self._gradients():
+        if gradients := list(self._gradients()):
             # Every rank adds its share of what is divided, and its part of what several have: one sum over all.
-            square = torch.linalg.vector_norm(gradient).to(device, torch.float64).square()
-            total += square / _copies(parameter)
+            norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients]))  # type: ignore[arg-type]
+            copies = torch.tensor([_copies(parameter) for parameter, _ in gradients], dtype=torch.float64)
+            total += (norms.to(device, torch.float64).square() / copies.to(device)).sum()
         dist.all_reduce(total)
         return math.sqrt(float(total))
 

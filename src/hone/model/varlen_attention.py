@@ -1,0 +1,212 @@
+"""Attention over a shared-prompt layout by kernels for ragged sequences (`torch.nn.attention.varlen`): what GPUs use.
+
+Two calls a layer. In the first every prompt and every response attends to itself, causally. In the second all responses
+of a prompt, which stand together, attend to it as one sequence, so the kernel reads a prompt's keys once for all its
+samples. Their normalisers (the log-sum-exp of the scores) say how the two results of a response mix. The backward pass
+gives both kernels the mixed output and normaliser, from which each makes its exact part of the gradient; that of a
+prompt's keys is summed over all samples inside the kernel, in float32.
+
+No masks, and index tensors of two numbers a token at most: memory grows linearly with the tokens. The kernels take
+float16 and bfloat16 and keep scores in float32. Not here: CPUs and float32 (attention.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.model.layout import Ints, Layout
+from hone.model.recompute import kept
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Which sequence of queries meets which of keys; both stand one after another."""
+
+    query_ends: Tensor
+    """(n + 1,) int32, from 0."""
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+    is_causal: bool
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Ragged], tuple[Tensor, Tensor]]
+"""From (Xq, H, D) queries and (Xk, Hkv, D) keys and values to the output and its (H, Xq) float32 normaliser."""
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Ragged], tuple[Tensor, Tensor, Tensor]]
+"""From the output's gradient, queries, keys, values, output and normaliser to the gradients of q, k and v."""
+
+
+@dataclass(frozen=True)
+class RaggedKernels:
+    """Attention over ragged sequences.
+
+    The backward pass may be given the output and normaliser of a softmax over more keys than these; it then makes
+    these keys' part of that softmax's gradient.
+    """
+
+    forward: Forward
+    backward: Backward
+
+
+def varlen_attention(layout: Layout, kernels: RaggedKernels) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """The attention strategy (`decoder.Attend`) for one microbatch; differentiable in q, k and v."""
+    plan = RaggedPlan(layout)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _VarlenAttention.apply(q, k, v, plan, kernels)
+
+    return attend
+
+
+class RaggedPlan:
+    """The two calls of every layer, made from a layout's spans when the first layer asks for them."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    @cached_property
+    def own(self) -> Ragged:
+        """Every prompt and response with itself. Filler is one more sequence, which nothing reads."""
+        layout = self._layout
+        prompt_start_R, _, own_start_R, length_R = layout.spans_R.T
+        size = len(layout.token_ids_X)
+        ends = np.unique(np.concatenate((prompt_start_R, own_start_R[length_R > 1], [layout.num_tokens, size])))
+        return self._ragged(ends, ends, is_causal=True)
+
+    @cached_property
+    def shared(self) -> tuple[Ragged, Tensor, Tensor] | None:
+        """The responses of each prompt with it, and the places in X of the responses' tokens and of the prompts'; None
+        where no response has an input."""
+        prompt_start_R, prompt_length_R, _, length_R = self._layout.spans_R.T
+        start_N, first, prompt_R = np.unique(prompt_start_R, return_index=True, return_inverse=True)
+        inputs_N = np.bincount(prompt_R, weights=np.maximum(length_R - 1, 0)).astype(np.int64)
+        start_N, length_N, inputs_N = (x[inputs_N > 0] for x in (start_N, prompt_length_R[first], inputs_N))
+        if not len(start_N):
+            return None
+        ragged = self._ragged(_ends(inputs_N), _ends(length_N), is_causal=False)
+        return ragged, self._put(_ranges(start_N + length_N, inputs_N)), self._put(_ranges(start_N, length_N))
+
+    def _ragged(self, query_ends: Ints, key_ends: Ints, *, is_causal: bool) -> Ragged:
+        longest_query, longest_key = (int(np.diff(ends).max()) for ends in (query_ends, key_ends))
+        queries, keys = (self._put(ends.astype(np.int32)) for ends in (query_ends, key_ends))
+        return Ragged(queries, keys, longest_query, longest_key, is_causal)
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._layout.token_ids_X.device, non_blocking=True)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RaggedPlan, kernels: RaggedKernels) -> Tensor:
+        out, normaliser = kept(partial(_attended, q, k, v, plan, kernels))
+        ctx.save_for_backward(q, k, v, out, normaliser)
+        ctx.plan, ctx.kernels = plan, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, out, normaliser = ctx.saved_tensors
+        plan, kernels, grad_out = ctx.plan, ctx.kernels, grads[0].contiguous()
+        grad_q, grad_k, grad_v = kernels.backward(grad_out, q, k, v, out, normaliser, plan.own)
+        if plan.shared is not None:
+            ragged, responses, prompts = plan.shared
+            parts = kernels.backward(
+                grad_out.index_select(0, responses),
+                q.index_select(0, responses),
+                k.index_select(0, prompts),
+                v.index_select(0, prompts),
+                out.index_select(0, responses),
+                normaliser.index_select(1, responses),
+                ragged,
+            )
+            grad_q.index_add_(0, responses, parts[0])  # each row once, so the order of the sums is fixed
+            grad_k.index_add_(0, prompts, parts[1])
+            grad_v.index_add_(0, prompts, parts[2])
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, plan: RaggedPlan, kernels: RaggedKernels) -> tuple[Tensor, Tensor]:
+    """What every query attends to, and its normaliser."""
+    out, normaliser = kernels.forward(q, k, v, plan.own)
+    if plan.shared is None:
+        return out, normaliser
+    ragged, responses, prompts = plan.shared
+    k, v = (x.index_select(0, prompts) for x in (k, v))
+    of_prompt, its_normaliser = kernels.forward(q.index_select(0, responses), k, v, ragged)
+    of_own, own_normaliser = out.index_select(0, responses), normaliser.index_select(1, responses)
+    both = torch.logaddexp(own_normaliser, its_normaliser)
+    share = (its_normaliser - both).exp_().T.unsqueeze(-1)
+    mixed = torch.lerp(of_own.to(share.dtype), of_prompt.to(share.dtype), share).to(out.dtype)
+    return out.index_copy_(0, responses, mixed), normaliser.index_copy_(1, responses, both)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> tuple[Tensor, Tensor]:
+    operators, more = _operators(), []
+    if operators.groups_queries:
+        more = [True]
+    else:
+        k, v = _repeated(q, k), _repeated(q, v)
+    out, normaliser, _ = operators.forward(q, k, v, *_arguments(ragged), None, _window(ragged), *more)
+    return out, normaliser
+
+
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, normaliser: Tensor, ragged: Ragged
+) -> tuple[Tensor, Tensor, Tensor]:
+    operators, kv_heads = _operators(), k.shape[1]
+    if not operators.groups_queries:
+        k, v = _repeated(q, k), _repeated(q, v)
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
+    saved = grad_out, q, k, v, out, normaliser
+    grad_q, *grads = operators.backward(*saved, *_arguments(ragged), no_dropout, None, _window(ragged))
+    if k.shape[1] != kv_heads:
+        grads = [x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32).to(x.dtype) for x in grads]
+    return grad_q, grads[0], grads[1]
+
+
+def _arguments(ragged: Ragged) -> tuple[Any, ...]:
+    return ragged.query_ends, ragged.key_ends, ragged.longest_query, ragged.longest_key, ragged.is_causal
+
+
+def _window(ragged: Ragged) -> list[int]:
+    return [-1, 0] if ragged.is_causal else [-1, -1]
+
+
+def _repeated(q: Tensor, x: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+@dataclass(frozen=True)
+class _Operators:
+    forward: Any
+    backward: Any
+    groups_queries: bool
+    """Since torch 2.13; before, heads of keys and values are repeated."""
+
+
+@cache
+def _operators() -> _Operators:
+    import torch.nn.attention.varlen  # registers them
+
+    forward, backward = torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
+    names = {argument.name for argument in forward.default._schema.arguments}
+    return _Operators(forward, backward, "enable_gqa" in names)
+
+
+FLASH = RaggedKernels(_forward, _backward)
+"""Flash attention: the operators under `varlen_attn`, whose own backward pass knows no other softmax than its own."""
+
+
+def _ends(lengths: Ints) -> Ints:
+    return np.concatenate(([0], np.cumsum(lengths)))
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    return np.arange(lengths.sum()) + np.repeat(starts - _ends(lengths)[:-1], lengths)
