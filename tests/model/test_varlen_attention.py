@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.model.attention import shared_prompt_attention
 from hone.model.layout import Layout
-from hone.model.varlen_attention import FLASH, Ragged, RaggedKernels, RaggedPlan, varlen_attention
+from hone.model.varlen_attention import FLASH, RaggedCall, RaggedKernels, RaggedPlan, varlen_attention
 
 
-def segments(ragged: Ragged):
+def segments(ragged: RaggedCall):
     assert ragged.query_ends.dtype == ragged.key_ends.dtype == torch.int32
     queries, keys = (list(pairwise(ends.tolist())) for ends in (ragged.query_ends, ragged.key_ends))
     assert max(b - a for a, b in queries) == ragged.longest_query

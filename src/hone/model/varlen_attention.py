@@ -26,7 +26,7 @@ from hone.model.recompute import kept
 
 
 @dataclass(frozen=True)
-class Ragged:
+class RaggedCall:
     """Which sequence of queries meets which of keys; both stand one after another."""
 
     query_ends: Tensor
@@ -37,9 +37,9 @@ class Ragged:
     is_causal: bool
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Ragged], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, RaggedCall], tuple[Tensor, Tensor]]
 """From (Xq, H, D) queries and (Xk, Hkv, D) keys and values to the output and its (H, Xq) float32 normaliser."""
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Ragged], tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, RaggedCall], tuple[Tensor, Tensor, Tensor]]
 """From the output's gradient, queries, keys, values, output and normaliser to the gradients of q, k and v."""
 
 
@@ -72,7 +72,7 @@ class RaggedPlan:
         self._layout = layout
 
     @cached_property
-    def own(self) -> Ragged:
+    def own(self) -> RaggedCall:
         """Every prompt and response with itself. Filler is one more sequence, which nothing reads."""
         layout = self._layout
         prompt_start_R, _, own_start_R, length_R = layout.spans_R.T
@@ -81,7 +81,7 @@ class RaggedPlan:
         return self._ragged(ends, ends, is_causal=True)
 
     @cached_property
-    def shared(self) -> tuple[Ragged, Tensor, Tensor] | None:
+    def shared(self) -> tuple[RaggedCall, Tensor, Tensor] | None:
         """The responses of each prompt with it, and the places in X of the responses' tokens and of the prompts'; None
         where no response has an input."""
         prompt_start_R, prompt_length_R, _, length_R = self._layout.spans_R.T
@@ -93,10 +93,10 @@ class RaggedPlan:
         ragged = self._ragged(_ends(inputs_N), _ends(length_N), is_causal=False)
         return ragged, self._put(_ranges(start_N + length_N, inputs_N)), self._put(_ranges(start_N, length_N))
 
-    def _ragged(self, query_ends: Ints, key_ends: Ints, *, is_causal: bool) -> Ragged:
+    def _ragged(self, query_ends: Ints, key_ends: Ints, *, is_causal: bool) -> RaggedCall:
         longest_query, longest_key = (int(np.diff(ends).max()) for ends in (query_ends, key_ends))
         queries, keys = (self._put(ends.astype(np.int32)) for ends in (query_ends, key_ends))
-        return Ragged(queries, keys, longest_query, longest_key, is_causal)
+        return RaggedCall(queries, keys, longest_query, longest_key, is_causal)
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._layout.token_ids_X.device, non_blocking=True)
@@ -147,7 +147,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, plan: RaggedPlan, kernels: Ragged
     return out.index_copy_(0, responses, mixed), normaliser.index_copy_(1, responses, both)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, ragged: RaggedCall) -> tuple[Tensor, Tensor]:
     operators, more = _operators(), []
     if operators.groups_queries:
         more = [True]
@@ -158,7 +158,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> tuple[Tensor, T
 
 
 def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, normaliser: Tensor, ragged: Ragged
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, normaliser: Tensor, ragged: RaggedCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     operators, kv_heads = _operators(), k.shape[1]
     if not operators.groups_queries:
@@ -171,11 +171,11 @@ def _backward(
     return grad_q, grads[0], grads[1]
 
 
-def _arguments(ragged: Ragged) -> tuple[Any, ...]:
+def _arguments(ragged: RaggedCall) -> tuple[Any, ...]:
     return ragged.query_ends, ragged.key_ends, ragged.longest_query, ragged.longest_key, ragged.is_causal
 
 
-def _window(ragged: Ragged) -> list[int]:
+def _window(ragged: RaggedCall) -> list[int]:
     return [-1, 0] if ragged.is_causal else [-1, -1]
 
 
