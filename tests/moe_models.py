@@ -27,6 +27,7 @@ MOE = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
         "n_group": 2,
         "topk_group": 1,
         "q_lora_rank": 16,
@@ -42,12 +43,20 @@ MOE = {
         "num_experts_per_tok": 2,
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
     },
     "mixtral": {**SIZES, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
-def moe_model(architecture: str, seed: int = 0) -> Any:
-    keys = {**MOE[architecture], "model_type": architecture}
+def moe_model(architecture: str, seed: int = 0, **sizes: Any) -> Any:
+    keys = {**MOE[architecture], **sizes, "model_type": architecture}
     return init_model(keys, vocab_size=None, seed=seed, dtype=torch.float32, device="cpu")

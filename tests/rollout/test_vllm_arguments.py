@@ -55,6 +55,14 @@ def test_hone_relies_on_what_no_user_sets(place):
     assert (found["gpu_memory_utilization"], found["distributed_executor_backend"]) == (0.3, "mp")
 
 
+def test_latent_attention_on_a_cpu_uses_no_rotary_kernel(place):
+    assert "compilation_config" not in arguments(place, on_gpu=False)
+    path = place.folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "qk_rope_head_dim": 16}))
+    assert arguments(place, on_gpu=False)["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
+    assert "compilation_config" not in arguments(place)
+
+
 def test_a_cpus_cache_holds_every_sequence_at_its_longest(place):
     found = arguments(place, on_gpu=False)
     blocks = 10 * 4 + 1  # 100 tokens are 4 blocks of 32

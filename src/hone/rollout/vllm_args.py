@@ -20,6 +20,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_BYTES = 1
 CPU_BLOCK_TOKENS = 32
 """The smallest that vLLM's attention on a CPU takes. Its own choice of 128 lets short prompts share nothing."""
+PLAIN_ROTARY = {"custom_ops": ["-rotary_embedding"]}
+"""vLLM's CPU kernel for rotary positions (0.32) miscomputes them for a part of a head, as latent attention (DeepSeek)
+has it; without the kernel PyTorch computes them."""
 WORKER_EXTENSION = "hone.rollout.vllm_worker.WeightsExtension"
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # several processes share the cores; a bound thread waits
 ENVIRONMENT = {
@@ -105,6 +108,8 @@ def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool)
         arguments["weight_transfer_config"] = {"backend": place.weight_transfer}
     if not on_gpu:
         arguments.setdefault("block_size", CPU_BLOCK_TOKENS)
+        if "qk_rope_head_dim" in json.loads((place.folder / "config.json").read_text()):
+            arguments["compilation_config"] = PLAIN_ROTARY
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = settings.distributed_executor_backend
     if not on_gpu and settings.kv_cache_memory_bytes is None:

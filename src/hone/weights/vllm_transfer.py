@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from hone.errors import EngineError
 from hone.model.fingerprint import Fingerprint
 from hone.rollout.vllm_weights import complete, in_parts
-from hone.rollout.vllm_worker import WeightsExtension, begin_reload, finish_reload
+from hone.rollout.vllm_worker import WeightsExtension, begin_reload, finish_reload, load_weights
 from hone.weights.meeting import Link, MeetingInlet
 from hone.weights.publish import Incoming
 from hone.weights.receiving import new_inlet
@@ -80,7 +80,7 @@ class Transfer(WeightTransferEngine[JoinInfo, TakeInfo]):
     def receive_weights(self, update_info: TakeInfo) -> None:
         incoming = Incoming(self.inlet, update_info.version)
         for part in in_parts(complete(incoming, update_info.shapes, Fingerprint())):
-            self.model.load_weights(part)
+            load_weights(self.model, self.vllm_config, part)
         self.fingerprint = incoming.fingerprint
 
     def finish_weight_update(self) -> None:
