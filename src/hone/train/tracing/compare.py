@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hone.plan.ledger import Moment
 from hone.train.tracing.memory import Moments
-from hone.types import Batch
+from hone.types import Batch, read_only
 
 SHALLOW, DEEPER = 3, 5
 """Layers that are traced; each moment of a deeper model lies on the line through them. Two would not do: FSDP2 gathers
@@ -101,7 +102,7 @@ def full_microbatch(tokens: int, *, max_prompt: int, max_response: int, group: i
     ids = [(sample + place) % 2**15 for sample, length in enumerate(length_S) for place in range(length)]
     names = ("advantages_T", "ref_logprobs_T", "value_T", "return_T")
     return Batch(
-        prompts=tuple((0,) * length for length in prompts),
+        prompts=tuple(read_only([0] * length, np.int32) for length in prompts),
         prompt_S=torch.tensor(prompt_S),
         length_S=torch.tensor(length_S),
         token_ids_T=torch.tensor(ids),
