@@ -7,8 +7,7 @@ import signal
 import sys
 
 import psutil
-import pytest
-from test_services import Watched, quick, until  # noqa: F401
+from test_services import QUICK, Watched, until
 
 from hone.config.run import ServiceSection
 from hone.services.launch import ReplicaPlace, plan_replica
@@ -41,7 +40,9 @@ class Sleepy(Watched):
         (folder / "sleepy.py").write_text(SLEEPY)
         self.told = folder / "told"
         super().__init__(
-            folder, judge={"command": [sys.executable, "sleepy.py", "{port}", str(self.told), *refuses], "restarts": 3}
+            folder,
+            QUICK,
+            judge={"command": [sys.executable, "sleepy.py", "{port}", str(self.told), *refuses], "restarts": 3},
         )
 
     async def begun(self):
@@ -62,7 +63,6 @@ def running(tmp_path, scenario, *refuses):
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_service_sleeps_and_wakes(tmp_path):
     async def scenario(sleepy, service):
         await service.sleep()
@@ -75,7 +75,6 @@ def test_a_service_sleeps_and_wakes(tmp_path):
     running(tmp_path, scenario)
 
 
-@pytest.mark.usefixtures("quick")
 def test_one_that_dies_asleep_is_not_started_before_it_is_woken(tmp_path):
     async def scenario(sleepy, service):
         await service.sleep()
@@ -92,7 +91,6 @@ def test_one_that_dies_asleep_is_not_started_before_it_is_woken(tmp_path):
     running(tmp_path, scenario)
 
 
-@pytest.mark.usefixtures("quick")
 def test_one_that_does_not_obey_is_ended_and_comes_back_when_it_is_woken(tmp_path):
     async def scenario(sleepy, service):
         pid = sleepy.state().pid
@@ -106,7 +104,6 @@ def test_one_that_does_not_obey_is_ended_and_comes_back_when_it_is_woken(tmp_pat
     running(tmp_path, scenario, "/sleep")
 
 
-@pytest.mark.usefixtures("quick")
 def test_one_that_is_being_started_is_awaited_and_then_told_to_sleep(tmp_path):
     async def scenario(sleepy, service):
         pid = sleepy.state().pid

@@ -178,6 +178,7 @@ BROKEN = [
     ({"checkpoint__best": "eval/accuracy"}, "checkpoint.best: = eval/accuracy needs evaluations to choose from"),
     ({"lora__alpha": "8"}, "lora.rank: is required with lora.alpha: without it every weight is trained"),
     ({"lora": "{rank: 4, targets: [q_proj, lm_head]}"}, "lora.targets: may not name lm_head"),
+    ({"lora__rank": "4", "model__freeze": "[]"}, "model.freeze: must name vision with an adapter"),
     ({"lora": "{rank: 4, stages: [sft]}"}, "lora.stages: names sft, and this run's stages are rl"),
     ({"lora__rank": "4"}, "lora.stages: includes rl, which starts from random weights (model.init)"),
     (

@@ -88,7 +88,7 @@ def _read_as() -> Iterator[tuple[str, str]]:
 _CLASS_BY_NAME = {path.rpartition(".")[2]: section.__name__ for path, section in schema.all_sections().items() if path}
 _CLASS_BY_NAME |= {"config": "RunConfig", "component": "RewardComponent", "service": "ServiceSection"}
 _CLASS_BY_NAME.pop("*", None)
-_STANDS_FOR = {"ObserveSettings": "ObserveSection"}
+_STANDS_FOR = {"ObserveSettings": "ObserveSection", "TrackerSettings": "ObserveSection"}
 """Protocols through which a package on config's own line reads a section."""
 _SECTION_FIELDS = {
     f"{section.__name__}.{name}"
