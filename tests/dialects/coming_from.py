@@ -18,17 +18,10 @@ from hone.dialects.tables import dialects
 from hone.dialects.translate import find_row
 from hone.dialects.verdict import ForeignJob, Row
 from hone.observe.whole import write_whole
+from hone.tools.foreign_names import TITLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 MOST = 40
-TITLES = {
-    "verl": "verl",
-    "openrlhf": "OpenRLHF",
-    "trl": "TRL",
-    "mindspeed": "MindSpeed-RL",
-    "prime-rl": "prime-rl",
-    "nanochat": "nanochat",
-}
 INTRO = """\
 # Coming from verl, OpenRLHF, TRL, MindSpeed-RL, prime-rl or nanochat
 

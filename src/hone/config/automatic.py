@@ -69,8 +69,8 @@ def settled(
         )
     if config.cluster.backend != "auto" and config.cluster.engines.use != "auto":
         return Settled(config, tuple(choices))
-    placed, told = _placed(config, found, installed, shape or {})
-    return Settled(placed, (*choices, *told))
+    placed, more = _placed(config, found, installed, shape or {})
+    return Settled(placed, (*choices, *more))
 
 
 def on_devices(config: RunConfig, use: str, devices: int) -> RunConfig:
@@ -96,7 +96,7 @@ def _placed(
     if not gpus:
         backend = "local" if is_open else cluster.backend
         chosen = _with(config, backend, cluster.engines.name)
-        return chosen, []  # as without `auto`: nothing to tell
+        return chosen, []  # as without `auto`: nothing to say
     for backend, use in _candidates(config, found, installed, shape):
         if backend == "local":
             candidate = _with(config, "local", cluster.engines.name)
@@ -104,7 +104,7 @@ def _placed(
             candidate = on_devices(config, use, gpus * cluster.nodes)
         why_not = "" if backend == "local" else _broken(config, candidate, gpus)
         if not why_not:
-            return candidate, _told(config, candidate, gpus, found.resource, installed, refused, shape)
+            return candidate, _choices(config, candidate, gpus, found.resource, installed, refused, shape)
         refused = refused or why_not
     candidate = on_devices(config, cluster.engines.name, gpus * cluster.nodes)  # the rules say what is wrong
     return candidate, []
@@ -128,7 +128,7 @@ def _candidates(
     yield "local", "hone"
 
 
-def _told(
+def _choices(
     config: RunConfig,
     chosen: RunConfig,
     gpus: int,
@@ -140,7 +140,7 @@ def _told(
     """Why backend and engine are what they are."""
     devices, cluster = f"{gpus} {resource}{'s' if gpus > 1 else ''}", chosen.cluster
     samples = "rl" in config.stages
-    told = []
+    choices = []
     if config.cluster.backend == "auto":
         if cluster.backend == "ray":
             turns = "in two pools, because sampling runs ahead" if cluster.pools else "trainer and engines take turns"
@@ -151,7 +151,7 @@ def _told(
             why = f"Ray is not installed ({EXTRA}); one process on one of {devices}"
         else:
             why = f"one process on one of {devices}{f', because {refused}' if refused else ''}"
-        told.append(AutoChoice("cluster.backend", cluster.backend, why))
+        choices.append(AutoChoice("cluster.backend", cluster.backend, why))
     if config.cluster.engines.use == "auto" and samples:
         if cluster.engines.use == "vllm":
             why = "vLLM is installed"
@@ -159,8 +159,8 @@ def _told(
             why = f"vLLM is not installed, which samples several times as fast and pages its cache ({EXTRA})"
         else:
             why = refused or "the run is one process"
-        told.append(AutoChoice("cluster.engines.use", cluster.engines.use, why))
-    return told
+        choices.append(AutoChoice("cluster.engines.use", cluster.engines.use, why))
+    return choices
 
 
 def _broken(written: RunConfig, config: RunConfig, gpus: int) -> str:

@@ -111,8 +111,9 @@ class PictureProcessor:
         rows, columns = self.size(image.height, image.width)
         size = columns * self.side, rows * self.side
         settings = repr((size, self.mean, self.std, self.resample))
-        digest = hashlib.blake2b(content + settings.encode(), digest_size=16).hexdigest()
-        read = partial(read_pixels, source, size, hashlib.blake2b(content).digest(), resample=self.resample)
+        content_hash = hashlib.blake2b(content).digest()
+        digest = hashlib.blake2b(content_hash + settings.encode(), digest_size=16).hexdigest()
+        read = partial(read_pixels, source, size, content_hash, resample=self.resample)
         return Picture(digest, 0, rows, columns, self.mean, self.std, read)
 
 

@@ -7,7 +7,6 @@ experience, so nothing here ever fails a run: what cannot be read or written is 
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hone.plan.efficiency import state_folder
+from hone.plan.efficiency import state_folder, write_state
 from hone.plan.ledger import Ledger, Moment, term
 from hone.plan.planner import Plan
 from hone.plan.verdict import judge
@@ -61,11 +60,7 @@ def remember(device: str, phases: Mapping[str, tuple[int, int]]) -> None:
             for phase, (planned, measured) in phases.items()
             if PLAUSIBLE[0] < measured / planned < PLAUSIBLE[1]
         ]
-        place = path()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        aside = place.with_name(f"{place.name}.{os.getpid()}.new")
-        aside.write_text(json.dumps({"format": FORMAT, "entries": entries[-MOST_ENTRIES:]}, indent=1))
-        aside.replace(place)
+        write_state(path(), json.dumps({"format": FORMAT, "entries": entries[-MOST_ENTRIES:]}, indent=1))
 
 
 def residuals(device: str, ledger: Ledger) -> dict[str, Residual]:

@@ -48,6 +48,14 @@ def state_folder() -> Path:
     return Path(state) / "hone"
 
 
+def write_state(path: Path, text: str) -> None:
+    """Replace a file that several runs of a user may write at once: the last one stays. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    aside.write_text(text)
+    aside.replace(path)
+
+
 def efficiency_path() -> Path:
     """Where the measurements are kept."""
     return Path(os.environ.get(VARIABLE) or state_folder() / "efficiency.json")
@@ -67,10 +75,7 @@ def remember_rates(new: Sequence[MeasuredRates]) -> Path:
     """Add measurements; of the same device, model and length the new one stays. Returns the file."""
     kept = {_key(one): one for one in [*known_rates(), *(one for one in new if _is_plausible(one))]}
     place = efficiency_path()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    aside = place.with_name(f"{place.name}.{os.getpid()}.new")
-    aside.write_text(json.dumps({"entries": [asdict(one) for one in kept.values()]}, indent=1) + "\n")
-    aside.replace(place)
+    write_state(place, json.dumps({"entries": [asdict(one) for one in kept.values()]}, indent=1) + "\n")
     return place
 
 

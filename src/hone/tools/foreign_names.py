@@ -14,7 +14,7 @@ from hone.dialects.translate import find_row
 from hone.observe.whole import write_whole
 
 FILE = Path(schema.__file__).parent / "foreign_names.json"
-_TITLES = {
+TITLES = {
     "verl": "verl",
     "openrlhf": "OpenRLHF",
     "trl": "TRL",
@@ -35,7 +35,7 @@ def foreign_names_text() -> str:
             if name in schema.all_keys() or name in schema.all_sections():
                 continue
             what = f"is {' and '.join(row.to)}" if row.to else f"needs no key: {row.note}" if row.note else "has no key"
-            found[name] = f"{_TITLES[tool]}'s {name} {what}"
+            found[name] = f"{TITLES[tool]}'s {name} {what}"
     return json.dumps(found, indent=0, ensure_ascii=False) + "\n"
 
 
