@@ -83,7 +83,8 @@ def test_imitation_goes_on_by_itself_when_a_rank_dies(tmp_path):
     faultless = Life(run_file, *longer, "run.dir=faultless")
     assert faultless.end() == 0, faultless.text()
     life = Life(run_file, *longer)
-    life.until(lambda: len(lines_of(tmp_path / "run", "sft/")) > 20 if (tmp_path / "run").exists() else False)
+    run = tmp_path / "run"
+    life.until(lambda: (run / "metrics.jsonl").exists() and len(lines_of(run, "sft/")) > 20)
     os.kill(life.started("ray::TrainerRank")[-1].pid, signal.SIGKILL)
     assert life.end() == 0, life.text()
     assert life.nothing_is_left()

@@ -238,6 +238,15 @@ def test_what_cannot_be_traced_is_said(configured):
 
 
 @pytest.mark.slow("two traces")
+def test_one_gpu_in_a_cluster_is_traced_as_one_process_is(configured):
+    words = ("cluster.backend=ray", "run.precision=bfloat16", "algorithm.credit=gae", "algorithm.kl_loss_coef=0.1")
+    found = trace_plan(plan(configured(*words), find_hardware("H100-80G")), Path(), print)
+    peaks = {point.phase: point.error for point in found.points if point.moment == "peak"}
+    assert abs(peaks["update"]) < 0.05
+    assert abs(peaks["logprobs"]) < 0.10
+
+
+@pytest.mark.slow("two traces")
 def test_the_command_prints_json(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     keys = json.dumps({**TINY, "max_position_embeddings": 4096})

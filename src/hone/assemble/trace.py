@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hone.errors import DataError
-from hone.plan.cluster import Trained, forward_moment, update_moments
+from hone.plan.cluster import PoolPlan, Trained, forward_moment, pool_moments, update_moments
 from hone.plan.inputs import implementation_of, microbatch_tokens
+from hone.plan.ledger import Moment
 from hone.plan.planner import Plan
 from hone.plan.pools import pools_of
 from hone.plan.presets import named_config, policy_config
@@ -75,6 +76,19 @@ def trace_plan(found: Plan, folder: Path, say: Callable[[str], None]) -> Trace:
 
 def _local(found: Plan, folder: Path, say: Callable[[str], None], notes: list[str]) -> Iterator[Point]:
     """The trainer of one process."""
+    ledger = found.ledgers[0]
+    yield from _single(ledger.device, ledger.moments, found, folder, say, notes)
+
+
+def _single(
+    device: str,
+    planned: Iterable[Moment],
+    found: Plan,
+    folder: Path,
+    say: Callable[[str], None],
+    notes: list[str],
+) -> Iterator[Point]:
+    """A trainer whose states are on one device, in flat buffers."""
     inputs, config = found.inputs, found.inputs.config
     policy = policy_config(config.model, folder)
     named = config.critic.path
@@ -95,7 +109,7 @@ def _local(found: Plan, folder: Path, say: Callable[[str], None], notes: list[st
         notes.append("not traced: a critic of another depth")
         return
     moments = over_depth(traced, inputs.architecture.layers, dense_layers=inputs.architecture.dense_layers)
-    yield from compared(found.ledgers[0].device, found.ledgers[0].moments, moments, without=NO_TENSORS)
+    yield from compared(device, planned, moments, without=NO_TENSORS)
     notes.append("not traced: the engine, and what the process takes besides tensors")
     if inputs.hardware.kind == "gpu":
         notes.append("traced as on a CPU: what a GPU's kernels take for themselves is not in it")
@@ -113,10 +127,16 @@ def _batch(found: Plan, tokens: int) -> Batch:
 def _pools(found: Plan, folder: Path, say: Callable[[str], None], notes: list[str]) -> Iterator[Point]:
     """Every pool's policy."""
     for pool in pools_of(found.inputs):
+        if pool.policy is None:
+            if pool.critic:
+                notes.append(f"not traced: the critic of {pool.name}")
+            continue
+        if not pool.policy.is_sharded and _trains_alone(pool, found):
+            trainer = pool_moments(replace(pool, engine=None, judge=None), found.inputs.workload)
+            yield from _single(pool.name, trainer, found, folder, say, notes)
+            continue
         if pool.critic:
             notes.append(f"not traced: the critic of {pool.name}")
-        if pool.policy is None:
-            continue
         reason = _untraceable(found, pool.policy)
         if reason:
             notes.append(f"not traced: {pool.name}, for {reason}")
@@ -124,11 +144,18 @@ def _pools(found: Plan, folder: Path, say: Callable[[str], None], notes: list[st
         yield from _sharded(pool.name, pool.policy, found, folder, say)
 
 
+def _trains_alone(pool: PoolPlan, found: Plan) -> bool:
+    """Whether a pool holds all models of the run's trainer, as one process does."""
+    inputs = found.inputs
+    needs_copy = inputs.workload.has_reference and not inputs.workload.adapter_rank
+    return bool(pool.critic) == bool(inputs.critic) and bool(pool.reference) == needs_copy
+
+
 def _untraceable(found: Plan, policy: Trained) -> str | None:
     reasons = {
         "cluster.trainer.sequence_parallel > 1": policy.work.sequence_parallel > 1,
         "parameters in cluster.trainer.offload": policy.offload,
-        "a single rank, which holds flat buffers": not policy.is_sharded,
+        "a single rank whose critic or reference is in another pool": not policy.is_sharded,
         "an adapter on sharded weights": policy.adapter > 0,
         "activation_checkpointing = selective in Transformers' own class": (
             policy.work.checkpointing == "selective" and policy.work.implementation == "transformers"
