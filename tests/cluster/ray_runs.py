@@ -113,7 +113,7 @@ class Life:
         finally:
             self.process.kill()  # of no effect on one that has ended
 
-    def nothing_is_left(self, within_s: float = 60.0) -> bool:
+    def nothing_is_left(self, within_s: float = 30.0) -> bool:
         """Whether all that was started ends in time; who is dead but not buried counts as ended."""
         deadline = time.monotonic() + within_s
         while any(_lives(process) for process in self._started.values()):

@@ -152,7 +152,7 @@ def test_without_ray_itself_a_run_ends_with_a_message_and_goes_on_from_its_check
     assert life.end() == 3, life.text()
     assert life.text().splitlines()[-1].count("Ray is lost: ") == 1 and "Traceback" not in life.text()
     assert "--resume` continues from the newest checkpoint" in life.text()
-    assert life.nothing_is_left(within_s=120)
+    assert life.nothing_is_left()
     steps = max(int(folder.name[-6:]) for folder in (tmp_path / "run" / "checkpoints").iterdir()) + 2
     if who == "gcs_server":
         assert steps >= trained(tmp_path) + 1, "the checkpoint was written after Ray was lost"
@@ -169,7 +169,7 @@ def test_a_killed_controller_is_resumed_and_leaves_nothing(tmp_path, faultless):
     assert len(workers) == 4
     assert life.end(signal.SIGKILL) == -signal.SIGKILL
     assert not psutil.wait_procs(workers, timeout=30)[1]
-    assert life.nothing_is_left(within_s=120)  # agents of Ray's own try for a minute to tell somebody
+    assert life.nothing_is_left()
     resumed = Life(run_file, *APART, f"run.steps={STEPS}", "--resume")
     assert resumed.end() == 0, resumed.text()
     found = audit(read_events(tmp_path / "run" / "events.jsonl"))
@@ -190,7 +190,7 @@ def test_three_faults_in_one_asynchronous_run(tmp_path):
     again = trained(tmp_path)
     life.until(lambda: trained(tmp_path) >= again + 3)
     life.end(signal.SIGKILL)
-    assert life.nothing_is_left(within_s=120)
+    assert life.nothing_is_left()
     steps = metrics_of(tmp_path / "run")[-1]["step"] + 5
     resumed = Life(run_file, *ASYNC, f"run.steps={steps}", "--resume")
     assert resumed.end() == 0, resumed.text()

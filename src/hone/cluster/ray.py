@@ -12,16 +12,16 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import psutil
-
+from hone.cluster import agent
 from hone.config.cluster import ClusterSection
 from hone.devices import RESOURCES, Accelerator, machine_kind
 from hone.errors import ClusterError, ClusterLost, PlacementError, Stopped
@@ -107,11 +107,7 @@ class RayCluster:
             if self._group is not None and ray.is_initialized() and not self.is_own and lost() is None:
                 with contextlib.suppress(Exception):  # boundary: the cluster may be gone, and so are the devices then
                     ray.util.remove_placement_group(self._group)
-            started = _processes_of_raylet() if self.is_own else []
             ray.shutdown()
-            for process in started:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
 
         self._on_thread(close)
         self._thread.shutdown()
@@ -238,7 +234,7 @@ class RayCluster:
         self._folder = Scratch("hone-ray-")
         own = {"num_gpus": 0, "num_cpus": max(cores, self._num_devices)} if self._kind == "CPU" else {"num_cpus": cores}
         try:
-            with environment_for_ray(), _on_loopback(), _in_sessions_of_their_own():
+            with environment_for_ray(), _on_loopback(), _apart():
                 ray.init(address="local", include_dashboard=False, _temp_dir=str(self._folder.path), **own, **quiet)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(f"Ray could not be started on this machine: {_first_line(error)}") from error
@@ -302,15 +298,6 @@ def _shows_token() -> bool:
     except (ImportError, AttributeError):
         return False
     return _AUTH_MODE not in os.environ and enable(warn_if_disabled=False)
-
-
-def _processes_of_raylet() -> list[psutil.Process]:
-    """What the raylet that this process started has started. It ends them itself, unless it waits for a GCS that is
-    lost: they would outlive it for a minute."""
-    with contextlib.suppress(psutil.Error):
-        raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
-        return [process for raylet in raylets for process in raylet.children(recursive=True)]
-    return []
 
 
 def raylet_lost() -> str | None:
@@ -410,17 +397,29 @@ def environment_for_ray() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_sessions_of_their_own() -> Iterator[None]:
+def _apart() -> Iterator[None]:
     """Ray's processes that start meanwhile do not get the signals of the run's process group. A terminal sends
-    Ctrl-C there, a scheduler its SIGTERM, and without Ray the run could not save a checkpoint any more."""
+    Ctrl-C there, a scheduler its SIGTERM, and without Ray the run could not save a checkpoint any more. The raylet's
+    agents end with it: by themselves they would first try for a minute to tell a GCS, which is gone too."""
     from ray._private import services
 
     start = services.ConsolePopen
-    services.ConsolePopen = partial(start, start_new_session=True)  # type: ignore[misc, assignment]
+
+    def start_apart(command: Sequence[str], **options: Any) -> Any:
+        return start([_agent_ends(word) for word in command], start_new_session=True, **options)
+
+    services.ConsolePopen = start_apart  # type: ignore[misc, assignment]
     try:
         yield
     finally:
         services.ConsolePopen = start
+
+
+def _agent_ends(word: str) -> str:
+    """The same word of a raylet's command; one that says how to start an agent starts it so that it ends with it."""
+    option, equals, command = word.partition("_agent_command=")
+    ending = subprocess.list2cmdline([sys.executable, "-m", agent.__name__])
+    return f"{option}{equals}{ending} {command}" if equals else word
 
 
 def _holders() -> str:
