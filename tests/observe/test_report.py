@@ -11,7 +11,8 @@ from observed import Settings, decode, make_group
 from PIL import Image
 
 from hone.observe.observer import Observer
-from hone.observe.report import MAX_PICTURES, MAX_POINTS, MAX_SAMPLES, script_json, thin, write_report
+from hone.observe.page import script_json
+from hone.observe.report import MAX_PICTURES, MAX_POINTS, MAX_SAMPLES, thin, write_report
 
 HOSTILE = (
     "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\"><!--&amp;\u2028"
@@ -91,6 +92,36 @@ def test_a_run_that_was_killed_has_a_report_too(tmp_path):
     assert page_data(write_report(tmp_path).read_text())["stages"] == []
 
 
+def test_it_says_where_the_run_comes_from_and_shows_groups_with_signal_first(tmp_path):
+    origin = {"command": "hone train run.yaml", "git_commit": "abc", "inputs": {"data.train": "sha256:12"}}
+    observer = Observer(
+        tmp_path, Settings(), title="t", total_steps=1, metadata={**origin, "config": {"seed": 1}}, decode=decode
+    )
+    rewards = [(1.0, 1.0), (0.0, 1.0), (None, 0.5), (0.5, 0.0)]
+    made = [make_group(i, rewards=found) for i, found in enumerate(rewards)]
+    observer.record("rl", 1, made, None)
+    observer.log("rl", 1, {"rollout/reward_mean": 0.5})
+    observer.close("finished")
+    data = page_data((tmp_path / "report.html").read_text())
+    assert data["summary"]["origin"] == origin
+    shown = [(row["group"], row["reward"]) for row in data["samples"]]
+    first = [made[i].prompt.id for i in (1, 3, 0, 2)]
+    assert [group for group, _ in shown] == [group for group in first for _ in range(2)]
+
+
+def test_it_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("hone.observe.observer.REPORT_AFTER_S", 0.0)
+    observer = Observer(tmp_path, Settings(), title="t", total_steps=3)
+    observer.log("rl", 1, {"rollout/reward_mean": 0.5})
+    observer._reporting.join(60)
+    data = page_data((tmp_path / "report.html").read_text())
+    assert data["summary"]["outcome"] == "not finished" and data["stages"][0]["steps"]["step"] == [1]
+    observer.log("rl", 2, {"rollout/reward_mean": 0.5})
+    assert not observer._reporting.is_alive(), "the next one is due in minutes"
+    observer.close("stopped")
+    assert page_data((tmp_path / "report.html").read_text())["summary"]["outcome"] == "stopped"
+
+
 def test_curves_and_samples_are_bounded(tmp_path):
     data = page_data(make_run(tmp_path, steps=MAX_POINTS + 500, groups=3).read_text())
     rl = data["stages"][1]
@@ -113,12 +144,14 @@ def test_script_json_cannot_leave_its_element():
 WITNESS = """<script>
 const rows = document.querySelectorAll("tr.sample");
 rows[1].click();
+byId("search").value = "tokens>1 reward<0.5 fault"; fillRows();
+const faulty = byId("found").textContent;
 byId("search").value = "pwned"; fillRows();
 document.querySelector("tr.sample").click();
 document.querySelectorAll("details").forEach(d => { d.open = true; });
 moveCursors(document.querySelector(".card"), 3);
 const count = what => document.querySelectorAll(what).length;
-const facts = { rows: rows.length, charts: count("svg"), open: count(".detail"), images: count("img"),
+const facts = { rows: rows.length, faulty, charts: count("svg"), open: count(".detail"), images: count("img"),
   title: document.title, readout: document.querySelector(".legend").textContent, errors: window.failures };
 document.body.innerHTML = "<pre id=facts></pre>";
 byId("facts").textContent = JSON.stringify(facts);
@@ -145,7 +178,7 @@ def test_a_browser_shows_the_pictures(tmp_path):
     )
     for step in range(1, 4):
         observer.record("rl", step, [make_group(texts=("4", "pwned", "5"), rewards=(1.0, 0.0, 0.5))], None)
-        observer.log("rl", step, {"rollout/reward_mean": 0.5})
+        observer.log("rl", step, {"rollout/reward_mean": step / 4})
     observer.close("finished")
     found = facts_in_a_browser((tmp_path / "run" / "report.html").read_text(), tmp_path)
     assert found["errors"] == [] and found["images"] == 2  # the one row found, in the list and opened
@@ -155,8 +188,8 @@ def test_a_browser_shows_the_pictures(tmp_path):
 def test_a_browser_draws_it_without_errors_and_runs_nothing_that_the_model_wrote(tmp_path):
     page = make_run(tmp_path / "run").read_text()
     found = facts_in_a_browser(page, tmp_path)
-    assert found["errors"] == [] and found["title"] == "my run · Hone report" and found["images"] == 0
-    assert found["rows"] == 4 and found["charts"] >= 6 and found["open"] == 1
+    assert found["errors"] == [] and found["title"] == "my run · Hone" and found["images"] == 0
+    assert found["rows"] == 4 and found["charts"] >= 4 and found["faulty"] == "0 samples" and found["open"] == 1
     assert found["readout"].startswith("step 3")
 
 

@@ -92,13 +92,15 @@ def score_all(make_rewards):
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone (or a zombie that nobody has reaped yet) within 5 seconds."""
+    """Whether a process is gone within 5 seconds, or is a zombie that nobody has reaped yet. While other threads of a
+    zombie end, its files are still open."""
     for _ in range(500):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            num_threads = len(os.listdir(f"/proc/{pid}/task"))
         except (FileNotFoundError, ProcessLookupError):
             return True
-        if state == "Z":
+        if state == "Z" and num_threads == 1:
             return True
         time.sleep(0.01)
     return False

@@ -33,6 +33,11 @@ from hone.observe.trackers import TrackerSettings, open_trackers
 from hone.observe.whole import sync
 from hone.types import Group, Position
 
+REPORT_AFTER_S, REPORT_EVERY_S = 15.0, 120.0
+"""When report.html is written first, and then while the run goes on."""
+REPORT_SHARE = 0.02
+"""Of a run's time, at most, for reports while it goes on."""
+
 OnMetrics = Callable[[dict[str, Any]], object]
 """Callback for a line of metrics: `stage`, `step` and values by name."""
 
@@ -78,7 +83,8 @@ class Observer:
             decode: token ids to text, for the report's view of single tokens.
             picture: renders a response as an image, for the report.
             callbacks: called with each line of metrics; an exception ends the run.
-            metadata: what trackers such as Weights & Biases are given beside versions and hardware: the run's settings.
+            metadata: what trackers such as Weights & Biases are given beside versions and hardware: the run's settings
+                as `config`, and where it comes from, which the report shows too.
             patience_s: how long a call waits for a disk or network that stalls under all but metrics.jsonl.
         Raises:
             ConfigError: the package or key of a tracker is missing.
@@ -96,11 +102,21 @@ class Observer:
         self._trace = TraceFile(folder / "trace.json", title=title, resume=is_resumed) if settings.trace else None
         self._spans = Spans()
         self._timelines: dict[str, Timeline] = {}
+        self._patience_s = patience_s
         self._background = Background(self._warn_of_gap, patience_s=patience_s)
         self._samples_max_bytes = int(settings.samples_max_mib * 2**20)
         self._samples_step_tokens = settings.samples_step_tokens
         self._recorder = self._new_recorder(resume)
-        self._summary = RunSummary.begin(folder, title=title, versions=versions(), resume=is_resumed, warn=self.warn)
+        self._summary = RunSummary.begin(
+            folder,
+            title=title,
+            versions=versions(),
+            origin={name: value for name, value in (metadata or {}).items() if name != "config"},
+            resume=is_resumed,
+            warn=self.warn,
+        )
+        self._reporting = threading.Thread(target=self._report)
+        self._report_due_s = time.monotonic() + REPORT_AFTER_S
         self._watched: list[Callable[[], Mapping[str, float]]] = []
         self._alarm_state: Callable[[], Mapping[str, Any]] = dict
         self._process = psutil.Process()
@@ -181,6 +197,9 @@ class Observer:
             callback({"stage": stage, "step": step, **line})
         unix_s, events = time.time(), self._spans.take_events()
         self._background.submit(lambda: self._write_slow(stage, step, line, unix_s, events))
+        if time.monotonic() >= self._report_due_s and not self._reporting.is_alive():
+            self._reporting = threading.Thread(target=self._report, name="report", daemon=True)
+            self._reporting.start()
 
     def record(
         self, stage: str, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None
@@ -240,6 +259,8 @@ class Observer:
             self._events.close()
             self._metrics.close()
             self._summary.end(self._folder, outcome)
+            if self._reporting.is_alive():
+                self._reporting.join(self._patience_s)
             report = write_report(self._folder, decode=self._decode, picture=self._picture)
             message = f"{outcome}. Report: {report}"
         except OSError as error:
@@ -247,6 +268,18 @@ class Observer:
         finally:
             for view in self._views:
                 view.close(message)  # in any case restore the terminal
+
+    def _report(self) -> None:
+        """Write report.html of a run that goes on, and say when it is due again."""
+        began_s = time.monotonic()
+        try:
+            write_report(self._folder, decode=self._decode, picture=self._picture)
+        except Exception as error:  # boundary: files of a run that goes on, and the user's own pictures
+            self.warn(f"report.html cannot be written while the run goes on: {type(error).__name__}: {error}")
+            self._report_due_s = math.inf
+        else:
+            took_s = time.monotonic() - began_s
+            self._report_due_s = time.monotonic() + max(REPORT_EVERY_S, took_s / REPORT_SHARE)
 
     def _new_recorder(self, resume: Position | None) -> Recorder:
         """Its samples go as far as the metrics do."""

@@ -1,16 +1,14 @@
 """HTML report of a run: one self-contained page made from its folder, viewed without a network.
 
-Reads what the observer wrote (metrics.jsonl, samples/, logs/summary.json, run.yaml) and puts a bounded part of it,
-as JSON, into the page `report.html` beside this file. What the model wrote is data in that page, never markup.
+Reads what the observer wrote (metrics.jsonl, samples/, logs/summary.json, run.yaml) and puts a bounded part of it
+into a page (`page.py`).
 """
 
 from __future__ import annotations
 
 import base64
-import html
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,12 +18,12 @@ from typing import Any
 
 from hone.doctor.watch import by_importance, watch_lines
 from hone.observe.metrics import PHASES, find_metric
+from hone.observe.page import page
 from hone.observe.recorder import RecordedSample, is_whole, read_samples, recorded_steps, samples_file
 from hone.observe.sinks import metric_lines
 from hone.observe.whole import set_aside, write_whole
 
 SUMMARY = Path("logs") / "summary.json"
-TEMPLATE = Path(__file__).with_name("report.html")
 
 MAX_POINTS = 1000
 """Per curve; longer ones show means of equal bins."""
@@ -48,15 +46,24 @@ class RunSummary:
     title: str
     began_unix_s: float
     versions: Mapping[str, str] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """Where it comes from: `command`, `git_commit`, `inputs` (hashes by name)."""
     ended_unix_s: float | None = None
     outcome: str = "not finished"
 
     @classmethod
     def begin(
-        cls, folder: Path, *, title: str, versions: Mapping[str, str], resume: bool, warn: Callable[[str], None]
+        cls,
+        folder: Path,
+        *,
+        title: str,
+        versions: Mapping[str, str],
+        origin: Mapping[str, Any],
+        resume: bool,
+        warn: Callable[[str], None],
     ) -> RunSummary:
         """A run begins, or continues: then it keeps the time at which it began."""
-        summary = cls(title=title, began_unix_s=time.time(), versions=versions)
+        summary = cls(title=title, began_unix_s=time.time(), versions=versions, origin=origin)
         if resume and (folder / SUMMARY).exists():
             try:
                 summary.began_unix_s = cls.read(folder).began_unix_s
@@ -92,6 +99,16 @@ def write_report(
         picture: draws a response. What both give is kept in samples/, so that a report made again from the folder has
             it too.
     """
+    data = report_data(run_folder, decode=decode, picture=picture)
+    path = run_folder / "report.html"
+    write_whole(path, page(data["summary"]["title"], data, ["run.js"]))
+    return path
+
+
+def report_data(
+    run_folder: Path, *, decode: Callable[[Sequence[int]], str] | None = None, picture: Picture | None = None
+) -> dict[str, Any]:
+    """What the page of a run shows, as JSON values."""
     samples = choose_samples(run_folder)
     lines = list(metric_lines(run_folder / "metrics.jsonl"))
     watch = watch_lines(_settings(run_folder / ".identity.json"), lines)
@@ -114,17 +131,7 @@ def write_report(
         for name in stage[part]["values"]
         if (metric := _known(name))
     }
-    parts = {"{{title}}": html.escape(data["summary"]["title"]), "{{data}}": script_json(data)}
-    page = re.sub("{{title}}|{{data}}", lambda mark: parts[mark[0]], TEMPLATE.read_text(encoding="utf-8"))
-    path = run_folder / "report.html"
-    write_whole(path, page)
-    return path
-
-
-def script_json(data: Any) -> str:
-    """JSON that is safe inside <script>: no character in it can end the element or begin a comment."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII only, so U+2028 is escaped already
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return data
 
 
 def thin(points: Sequence[float | None], most: int) -> list[float | None]:
@@ -140,7 +147,7 @@ def thin(points: Sequence[float | None], most: int) -> list[float | None]:
 
 
 def choose_samples(run_folder: Path) -> list[RecordedSample]:
-    """Whole groups from a few steps of each stage, `MAX_SAMPLES` in all."""
+    """Whole groups from a few steps of each stage, `MAX_SAMPLES` in all; of each step those with signal come first."""
     steps = recorded_steps(run_folder)
     places = [(stage, step) for stage, found in steps.items() for step in _spread(found, STEPS_SHOWN)]
     places = [place for place in places if is_whole(samples_file(run_folder / "samples", *place))]
@@ -151,15 +158,26 @@ def choose_samples(run_folder: Path) -> list[RecordedSample]:
             groups.setdefault(sample.prompt_id, []).append(sample)
         quota = MAX_SAMPLES // len(places)
         largest = max(map(len, groups.values()), default=1)
-        for prompt_id in _spread(list(groups), max(1, quota // largest)):
+        telling = [prompt_id for prompt_id, group in groups.items() if has_signal(group)]
+        silent = [prompt_id for prompt_id in groups if prompt_id not in telling]
+        room = max(1, quota // largest)
+        shown = _spread(telling, room)
+        for prompt_id in shown + _spread(silent, room - len(shown)):
             chosen += groups[prompt_id][:quota]
     return chosen
+
+
+def has_signal(group: Iterable[RecordedSample]) -> bool:
+    """Whether its samples differ in reward, so that something can be learnt from it."""
+    return len({sample.reward for sample in group if sample.reward is not None}) > 1
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
     """`most` of the items, evenly: the first and the last among them when there is room for two."""
     if len(items) <= most:
         return list(items)
+    if most <= 0:
+        return []
     if most == 1:
         return [items[0]]
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -233,6 +251,7 @@ def _sample_rows(samples: Sequence[RecordedSample], pictures: Mapping[str, str])
         row = {
             "stage": recorded.stage,
             "step": recorded.step,
+            "group": recorded.prompt_id,
             "prompt": recorded.prompt[:MAX_TEXT],
             "answer": None if recorded.answer is None else str(recorded.answer)[:MAX_TEXT],
             "response": sample.text[:MAX_TEXT],

@@ -1,0 +1,299 @@
+// ---- the first alarm, on top of the page
+
+
+function drawAlarms() {
+  if (!data.alarms.length) return;
+  const [first, ...rest] = data.alarms;
+  const row = (name, text) => `<dt class="soft">${esc(name)}</dt><dd>${esc(text)}</dd>`;
+  byId("alarms").innerHTML = `<h2>First abnormal: ${esc(first.metric)}, ${esc(first.stage)} ${esc(alarmSteps(first))}</h2><div class="card"><dl>` +
+    row("alarm", `${first.name} (${first.level}): ${first.pattern}`) + row("evidence", first.evidence.join("; ")) + row("likely cause", first.what) +
+    row("change", first.change) + row("to confirm", first.confirm) + row("limit from", first.source) + `</dl></div>` +
+    (rest.length ? `<details><summary class="soft">${rest.length} more alarms</summary><ul>${rest.map(a => `<li>${esc(a.stage)}: ${alarmLine(a)}</li>`).join("")}</ul></details>` : "");
+}
+
+// ---- the panels of a stage; names that a stage did not log leave no panel
+
+const PANELS = [
+  ["Reward", "reward", ["rollout/reward_mean", "eval/reward_mean"]],
+  ["Accuracy", "fraction", ["rollout/accuracy", "eval/accuracy"]],
+  ["Loss", "", ["sft/loss", "train/loss"]],
+  ["Response length", "tokens", ["rollout/response_tokens_mean", "eval/response_tokens_mean"]],
+  ["Entropy", "nats", ["train/entropy"]],
+  ["KL to reference", "nats per token", ["train/kl_ref"]],
+  ["Gradient norm", "", ["sft/grad_norm", "train/grad_norm"]],
+  ["Learning rate", "", ["sft/lr", "train/lr"]],
+  ["Clipped tokens", "fraction", ["train/clip_low_frac", "train/clip_high_frac"]],
+  ["Groups without signal", "fraction", ["rollout/zero_std_group_frac"]],
+  ["Truncated responses", "fraction", ["rollout/truncated_frac", "eval/truncated_frac"]],
+  ["Speed", "tokens/s", ["rollout/tokens_per_s", "sft/tokens_per_s"]],
+  ["Staleness", "policy updates", ["rollout/staleness_mean", "rollout/staleness_max"]],
+  ["Groups waiting when an update begins", "groups", ["rollout/groups_ready", "rollout/groups_in_flight"]],
+  ["Publishing weights", "s", ["time/publish_s"]],
+  ["Memory", "GiB", ["memory/rss_gib", "memory/peak_rss_gib", "memory/cuda_peak_gib"]],
+];
+
+// ---- panels of one line for each engine, process or age; the first word in brackets is the line's name
+const FAMILIES = [
+  ["Score of each component", "score, before its weight", /^reward\/(.+)_mean$/, "line"],
+  ["Age of the samples trained on", "fraction, by policy updates", /^rollout\/staleness_(\d+)_frac$/, "area"],
+  ["Samples drawn by each engine", "samples per step", /^engine\/(.+)_samples$/, "line"],
+  ["Queue of each engine", "samples, at most", /^engine\/(.+)_queue_peak$/, "line"],
+  ["Cache of each engine, and its room", "tokens, at most", /^memory\/(.+_cache(?:_room)?)_tokens$/, "line"],
+  ["Prompts found in the prefix cache", "fraction of their tokens", /^engine\/(.+)_prefix_hit_frac$/, "line"],
+  ["Memory of each process", "GiB, resident", /^memory\/(.+)_process_rss_gib$/, "line"],
+];
+
+function familyOf(stage, pattern, kind) {
+  const found = Object.keys(stage.steps.values).map(name => [name, pattern.exec(name)]).filter(([, match]) => match);
+  return found.map(([name, match], k) => ({ name, label: match[1], xs: stage.steps.step, ys: stage.steps.values[name], kind, color: `--c${k % 7 + 1}` }));
+}
+
+const shortName = name => name.startsWith("eval/") ? "evaluation" + (name.match(/\[.*\]|@.*/) || [""])[0].replace(/^\[(.*)\]$/, ", $1") : name.split("/")[1].replace(/_(mean|frac|gib)$/, "").replaceAll("_", " ");
+
+function seriesOf(stage, name) {
+  const evaluated = name.startsWith("eval/"), part = evaluated ? stage.evals : stage.steps;
+  if (!part.values[name]) return null;
+  return { name, label: shortName(name), xs: part.step, ys: part.values[name], kind: evaluated ? "dots" : "line" };
+}
+
+function timeSplit(stage) {
+  const { step, values } = stage.steps, whole = values["time/step_s"];
+  if (!whole) return null;
+  const phases = data.phases.filter(p => finite(values[`time/${p}_s`]).some(v => v > 0));
+  if (!phases.length) return null;
+  const xs = binned(step, 120), spent = phases.map(p => binned(values[`time/${p}_s`], 120));
+  const series = phases.map((p, k) => ({ label: p, xs, ys: spent[k], kind: "area", color: COLORS[data.phases.indexOf(p)] }));
+  const rest = binned(whole, 120).map((v, i) => Math.max(0, v - spent.reduce((sum, ys) => sum + ys[i], 0)));
+  series.push({ label: "other", xs, ys: rest, kind: "area", color: "--c7" });
+  return chart("Where each step's time went", series, { unit: "seconds per step", wide: true });
+}
+
+function binned(values, most) {
+  const size = Math.ceil(values.length / most), out = [];
+  for (let i = 0; i < values.length; i += size) {
+    const part = values.slice(i, i + size);
+    out.push(part.reduce((sum, v) => sum + (v || 0), 0) / part.length);
+  }
+  return out;
+}
+
+// What never changes says nothing for this run; it is among the other metrics.
+const tells = series => series.some(s => s.xs.length === 1 || alarmsOf(null, s.name).length || new Set(finite(s.ys)).size > 1);
+
+function drawStage(stage) {
+  const section = element("section", "stage");
+  const count = stage.steps.count, averaged = count > stage.steps.step.length ? ` · a point is the mean of about ${Math.round(count / stage.steps.step.length)} steps` : "";
+  section.innerHTML = `<h2>Stage ${esc(stage.name)}</h2><div class="note">${number(stage.last_step)} steps in ${duration(stage.seconds)}${averaged} · bold lines are smoothed · point at a chart to read it</div>`;
+  const grid = element("div", "charts"), shown = new Set();
+  section.append(grid);
+  for (const [title, unit, names] of PANELS) {
+    const parts = title === "Accuracy" ? [...names, ...Object.keys(stage.evals.values).filter(n => n.startsWith("eval/accuracy["))] : names;
+    const found = parts.map(n => seriesOf(stage, n)).filter(Boolean);
+    if (!tells(found)) continue;
+    parts.forEach(n => shown.add(n));
+    if (found.length) grid.append(chart(title, found, { unit, stage: stage.name, meaning: parts.map(n => data.metrics[n] && `${n}: ${data.metrics[n].meaning}`).filter(Boolean).join("\n") }) || "");
+  }
+  for (const [title, unit, pattern, kind] of FAMILIES) {
+    const found = familyOf(stage, pattern, kind);
+    if (!tells(found)) continue;
+    found.forEach(s => shown.add(s.name));
+    if (found.length) grid.append(chart(title, found, { unit, stage: stage.name, meaning: (data.metrics[found[0].name] || {}).meaning }) || "");
+  }
+  const split = timeSplit(stage);
+  if (split) grid.append(split);
+  const others = [...Object.keys(stage.steps.values), ...Object.keys(stage.evals.values)].filter(n => !shown.has(n)).sort();
+  if (others.length) {
+    const more = element("details", "", `<summary class="soft">${others.length} more metrics of this stage</summary>`), inner = element("div", "charts");
+    more.append(inner);
+    more.addEventListener("toggle", () => {
+      if (inner.childElementCount) return;
+      for (const n of others) {
+        const known = data.metrics[n] || {}, s = seriesOf(stage, n), card = s && chart(n, [s], { stage: stage.name, unit: known.unit, meaning: known.meaning });
+        if (card) inner.append(card);
+      }
+    });
+    section.append(more);
+  }
+  byId("stages").append(section);
+}
+
+// ---- summary
+
+function drawSummary() {
+  const { title, outcome, began_unix_s: began, ended_unix_s: ended } = data.summary;
+  byId("title").textContent = title;
+  const [what, when] = ended ? ["", ended] : ["began ", began];
+  byId("outcome").textContent = `${outcome}${when ? ` · ${what}${new Date(when * 1000).toLocaleString()}` : ""}`;
+  const tile = (label, value, note) => byId("tiles").append(element("div", "tile", `<span class="label">${esc(label)}</span><b>${esc(value)}</b><span class="note">${esc(note)}</span>`));
+  const everywhere = name => data.stages.flatMap(s => [s.steps, s.evals].flatMap(part => (part.values[name] || []).map((v, i) => ({ v, step: part.step[i], stage: s.name })))).filter(p => p.v !== null);
+  const change = (label, name) => {
+    const points = everywhere(name);
+    if (!points.length) return false;
+    const best = points.reduce((a, b) => b.v > a.v ? b : a), last = points[points.length - 1];
+    tile(label, number(last.v), `from ${number(points[0].v)} · best ${number(best.v)} at ${best.stage} step ${number(best.step)}`);
+    return true;
+  };
+  if (!change("Eval accuracy", "eval/accuracy")) change("Accuracy", "rollout/accuracy");
+  change("Reward", "rollout/reward_mean");
+  const seconds = data.stages.reduce((sum, s) => sum + s.seconds, 0);
+  tile("Run time", duration(seconds), data.stages.map(s => `${s.name} ${duration(s.seconds)}`).join(" · "));
+  tile("Steps", data.stages.map(s => number(s.last_step)).join(" + "), data.stages.map(s => s.name).join(", then "));
+  const speed = finite(everywhere("rollout/samples_per_s").map(p => p.v));
+  if (speed.length) tile("Speed", number(speed.reduce((a, b) => a + b) / speed.length), "samples per second, mean over steps");
+  const peaks = everywhere("memory/peak_rss_gib").map(p => p.v);
+  if (peaks.length) tile("Peak memory", number(Math.max(...peaks)), "GiB, resident, main process");
+  const seed = /^seed:\s*(\d+)/m.exec(data.config);
+  if (seed) tile("Seed", seed[1], "every random choice derives from it");
+}
+
+function drawMemory() {
+  const memory = data.memory;
+  if (!memory || !Object.keys(memory.measured).length) return;
+  const mib = bytes => bytes === undefined ? "" : `${number(bytes / 2 ** 20)} MiB`;
+  const rows = Object.entries(memory.measured).flatMap(([stage, phases]) => Object.entries(phases).map(([phase, seen]) => {
+    const planned = (memory.expected[stage] || {})[phase] || {};
+    const ratio = planned.bytes ? `\u00d7${(seen / planned.bytes).toFixed(2)}` : "";
+    return `<tr><td>${esc(stage)}</td><td>${esc(phase)}</td><td class="num">${mib(seen)}</td><td class="num">${mib(planned.bytes)}</td><td class="num">${ratio}</td><td class="optional">${esc(planned.moment || "not planned")}</td></tr>`;
+  }));
+  const changes = memory.changes.map(c => `<li>${esc(`${c.stage} step ${c.step}: ${c.key} ${c.old} \u2192 ${c.new}, ${c.reason}${c.reason === "room" ? "" : ` in ${c.phase}`}`)}</li>`);
+  byId("memory").innerHTML = `<h2>Memory</h2><div class="note">Most of each phase since the last change of a setting: ${esc(memory.what)}. Planned for the longest responses allowed.</div>
+    <table><thead><tr><th>stage</th><th>phase</th><th class="num">measured</th><th class="num">planned</th><th class="num"></th><th class="optional">at its most in</th></tr></thead><tbody>${rows.join("")}</tbody></table>` +
+    (data.timeline ? `<div class="note">Stage rl moment by moment. Point at a piece to see what it is and how it was counted.</div>${data.timeline}` : "") +
+    (changes.length ? `<div class="note">Changed while it ran</div><ul>${changes.join("")}</ul>` : "");
+}
+
+// Where the run comes from, below the title.
+function drawOrigin() {
+  const { origin, versions } = data.summary, hashes = Object.entries(origin.inputs || {});
+  const rows = [["command", origin.command], ["git commit", origin.git_commit],
+    ["machine", Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(" · ")],
+    ["inputs", hashes.map(([name, hash]) => `${name} ${String(hash).replace("sha256:", "").slice(0, 12)}`).join(" · ")]];
+  byId("origin").innerHTML = rows.filter(([, text]) => text).map(([name, text]) => `<dt>${name}</dt><dd>${esc(text)}</dd>`).join("");
+}
+
+function drawSettings() {
+  if (data.config) byId("settings").innerHTML = `<h2>Settings</h2><details><summary class="soft">run.yaml, every value resolved</summary><pre class="card">${esc(data.config)}</pre></details>`;
+}
+
+// ---- samples
+
+const meanLogprob = s => s.logprobs && s.logprobs.length ? finite(s.logprobs).reduce((a, b) => a + b, 0) / s.logprobs.length : null;
+const placeOf = s => `${s.stage} step ${s.step}`;
+const groupOf = s => `${s.stage}/${s.step}/${s.group}`;
+const SORTS = {
+  "in groups, those with signal first": null,
+  "reward, high first": s => -s.reward, "reward, low first": s => s.reward,
+  "advantage, high first": s => -s.advantage, "advantage, low first": s => s.advantage,
+  "longest first": s => -s.num_tokens, "least likely first": s => meanLogprob(s) ?? 0,
+};
+
+function drawSamples() {
+  const section = byId("samples");
+  if (!data.samples.length) { section.innerHTML = `<h2>Samples</h2><div class="note">None were recorded.</div>`; return; }
+  const places = [...new Set(data.samples.map(placeOf))];
+  const options = list => list.map(o => `<option>${esc(o)}</option>`).join("");
+  const total = Object.entries(data.recorded_steps).map(([stage, count]) => `${count} ${stage} steps`).join(", ");
+  section.innerHTML = `<h2>Samples</h2><div class="note">Whole groups from a few steps; samples/ has all of ${esc(total)}. Click a row to read it token by token.</div>
+    <div class="row" style="margin-top:12px"><select id="place" aria-label="Step"><option value="">every step</option>${options(places)}</select>
+    <select id="sort" aria-label="Order">${options(Object.keys(SORTS))}</select>
+    <input type="search" id="search" placeholder="Words, reward&lt;0.5, tokens&gt;100, version=3, fault" title="Words of prompt, answer or response; reward, advantage, tokens, step, version or a component with &lt; &gt; = &lt;= &gt;=; fault" aria-label="Search"><span class="note" id="found"></span></div>
+    <div class="pictures" id="pictures"></div>
+    <table><thead><tr><th class="num">step</th><th style="width:34%">prompt</th><th class="optional" style="width:13%">answer</th><th>response</th><th class="num optional">tokens</th><th class="num">reward</th><th class="num">advantage</th></tr></thead><tbody id="rows"></tbody></table>`;
+  byId("place").value = places[places.length - 1];
+  for (const id of ["place", "sort", "search"]) byId(id).addEventListener("input", fillRows);
+  fillRows();
+}
+
+// A query's words are looked for in the texts. `fault`, and terms such as `reward<0.5`, select by values.
+const TERM = /^([\w.:-]+)(<=|>=|=|<|>)(-?\d*\.?\d+)$/;
+const RELATIONS = { "<": (a, b) => a < b, ">": (a, b) => a > b, "=": (a, b) => a === b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b };
+
+function selects(query) {
+  const tests = query.trim().split(/\s+/).filter(Boolean).map(term => {
+    const [, name, relation, value] = TERM.exec(term) || [], word = term.toLowerCase();
+    if (word === "fault") return s => Object.keys(s.faults).length > 0;
+    if (!name) return s => `${s.prompt}\n${s.answer}\n${s.response}`.toLowerCase().includes(word);
+    return s => valuesOf(s, name).some(v => typeof v === "number" && RELATIONS[relation](v, Number(value)));
+  });
+  return s => tests.every(test => test(s));
+}
+
+const valuesOf = (s, name) => name === "version" ? s.versions : [{ ...s.scores, tokens: s.num_tokens, reward: s.reward, advantage: s.advantage, step: s.step }[name]];
+
+// Groups stay in their order; within each the samples that were reinforced come first.
+function inGroups(samples) {
+  const groups = new Map();
+  for (const s of samples) groups.set(groupOf(s), [...groups.get(groupOf(s)) || [], s]);
+  return [...groups.values()].flatMap(group => group.sort((a, b) => (b.advantage ?? b.reward ?? 0) - (a.advantage ?? a.reward ?? 0)));
+}
+
+function fillRows() {
+  const place = byId("place").value, key = SORTS[byId("sort").value];
+  let found = data.samples.filter(s => !place || placeOf(s) === place).filter(selects(byId("search").value));
+  found = key ? found.map(s => [key(s), s]).sort((a, b) => a[0] - b[0]).map(pair => pair[1]) : inGroups(found);
+  byId("found").textContent = `${found.length} samples`;
+  byId("rows").replaceChildren(...found.map((s, i) => sampleRow(s, !key && (i === 0 || groupOf(found[i - 1]) !== groupOf(s)))));
+  byId("pictures").replaceChildren(...found.filter(s => s.picture).slice(0, 24).map(s => {
+    const figure = element("figure", "", `step ${s.step} · reward ${number(s.reward)}`);
+    figure.prepend(pictureOf(s));
+    return figure;
+  }));
+}
+
+function pictureOf(s) {
+  const image = new Image();
+  image.alt = `the response of step ${s.step}, sample ${s.index + 1}, drawn`;
+  image.src = `data:image/png;base64,${s.picture}`;
+  return image;
+}
+
+const signed = v => v === null ? "–" : `<span class="${v > 0 ? "pos" : v < 0 ? "neg" : "soft"}">${number(v)}</span>`;
+
+function sampleRow(s, isFirst) {
+  const row = element("tr", isFirst ? "sample first" : "sample");
+  row.tabIndex = 0;
+  row.innerHTML = `<td class="num soft">${s.step}</td><td class="clip mono">${esc(s.prompt.slice(0, 300))}</td><td class="clip mono optional">${esc((s.answer ?? "").slice(0, 80))}</td>
+    <td class="clip mono">${esc(s.response.slice(0, 300))}</td><td class="num optional">${s.num_tokens}</td><td class="num">${s.reward === null ? '<span class="neg">fault</span>' : number(s.reward)}</td><td class="num">${signed(s.advantage)}</td>`;
+  const toggle = () => {
+    if (row.classList.toggle("open")) row.after(detailRow(s)); else row.nextElementSibling.remove();
+  };
+  row.addEventListener("click", toggle);
+  row.addEventListener("keydown", event => { if (event.key === "Enter") toggle(); });
+  return row;
+}
+
+function detailRow(s) {
+  const facts = [["finish", s.finish_reason], ["policy version", s.versions.join(", ")], ["sample of group", s.index + 1], ["mean logprob", number(meanLogprob(s))],
+    ...Object.entries(s.scores).map(([name, value]) => [`score ${name}`, value === null ? "none" : number(value)]), ...Object.entries(s.faults).map(([name, fault]) => [`fault ${name}`, fault])];
+  const row = element("tr");
+  row.innerHTML = `<td colspan="7"><div class="detail"><div><div class="label">Prompt</div><pre>${esc(s.prompt)}</pre><div class="label">Response, token by token: the redder, the less likely</div>${tokenView(s)}
+    ${s.answer === null ? "" : `<div class="label">Answer</div><pre>${esc(s.answer)}</pre>`}</div><dl>${facts.map(([name, value]) => `<dt>${esc(name)}</dt><dd>${esc(value)}</dd>`).join("")}</dl></div></td>`;
+  if (s.picture) row.querySelector(".detail > div").append(pictureOf(s));
+  return row;
+}
+
+function tokenView(s) {
+  if (!s.token_ids) return `<pre>${esc(s.response)}</pre>`;
+  const characters = [...s.response], byCharacter = characters.length === s.token_ids.length || characters.length === s.token_ids.length - 1;
+  return `<div class="tokens mono">` + s.token_ids.map((id, i) => {
+    const known = data.pieces[id], text = known ?? (byCharacter ? characters[i] ?? "" : null);
+    const p = s.logprobs[i], shade = p === null ? 0.7 : 0.7 * (1 - Math.exp(p / 2));
+    return `<span style="background:rgba(var(--shade),${shade.toFixed(2)})" title="token ${id} · logprob ${p === null ? "not finite" : p} · probability ${p === null ? "?" : number(Math.exp(p))}">${text === null ? `#${id} ` : esc(text) || "◦"}</span>`;
+  }).join("") + "</div>";
+}
+
+// ---- page
+
+function draw() {
+  byId("content").innerHTML = `<dl class="origin" id="origin"></dl><section class="tiles" id="tiles" aria-label="Summary"></section><section id="alarms"></section>
+    <div id="stages"></div><section id="samples"></section><section id="memory"></section><section id="settings"></section>`;
+  drawOrigin();
+  drawSummary();
+  drawAlarms();
+  data.stages.forEach(drawStage);
+  drawSamples();
+  drawMemory();
+  drawSettings();
+}
+
+draw();
