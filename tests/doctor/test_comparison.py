@@ -1,6 +1,7 @@
 """`hone compare`: two runs whose folders are written by hand."""
 
 import json
+import re
 from pathlib import Path
 
 from hone.cli.main import main
@@ -53,6 +54,32 @@ def test_json_has_every_metric(tmp_path, capsys):
     assert main(["compare", *map(str, folders), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings"] == {} and found["runs"][0]["ends"]["train/update_kl"] == 0.5
+
+
+def test_a_page_has_curves_over_steps_samples_tokens_and_time(tmp_path, capsys):
+    """4 prompts of 2 samples a step; responses have no length here, so that no tokens are counted."""
+    folders = [write(tmp_path / name, lr, [0.2, 0.4]) for name, lr in (("a", 1e-3), ("b", 1e-2))]
+    page = tmp_path / "both.html"
+    assert main(["compare", *map(str, folders), "--html", str(page)]) == 0
+    assert capsys.readouterr().out == f"wrote {page}\n"
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)[1])
+    (stage,) = data["runs"][1]["stages"]
+    assert stage["steps"]["step"] == list(range(1, 13))
+    assert stage["steps"]["values"]["x/samples"] == [8.0 * step for step in range(1, 13)]
+    assert stage["steps"]["values"]["x/time_s"][-1] == 24 and stage["steps"]["values"]["x/tokens"][-1] == 0
+    assert stage["evals"]["values"]["eval/accuracy"] == [0.2, 0.4]
+    assert data["settings"] == {"train.optimizer.lr": [1e-3, 1e-2]}
+
+
+def test_the_error_of_an_evaluation_is_half_its_interval(tmp_path, capsys):
+    """A standard error of 0.01 gives 0.0196 to each side."""
+    folder = write(tmp_path / "a", 1e-3, [])
+    with (folder / "metrics.jsonl").open("a") as lines:
+        line = {"stage": "rl", "step": 12, "time_s": 99.0, "eval/accuracy": 0.4, "eval/accuracy_se": 0.01}
+        lines.write(json.dumps(line) + "\n")
+    assert main(["compare", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "0.4 ± 0.0196 (best 0.4 at 12)" in out and "accuracy_se" not in out
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from hone.config.run import EvalSection
-from hone.loop.evaluate import metrics_of, pass_at_k
+from hone.loop.evaluate import metrics_of, pass_at_k, standard_error
 from hone.loop.run import staleness_shares, summarize
 from hone.types import Group, Prompt, Sample, VersionSpan
 
@@ -68,12 +68,19 @@ def test_pass_at_k_leaves_out_who_has_too_few_scored_samples():
 
 
 def test_evaluation_by_hand():
-    """Four scored samples of five: 1, 0, 0.5 and 1."""
+    """Four scored samples of five: 1, 0, 0.5 and 1. Half of each prompt's samples are right, so that prompts do not
+    differ."""
     metrics = metrics_of([group(1.0, 0.0), group(0.5, 1.0, None)], EvalSection(samples=3, pass_k=(2,)))
-    assert metrics["eval/accuracy"] == 0.5
+    assert metrics["eval/accuracy"] == 0.5 and metrics["eval/accuracy_se"] == 0
     assert metrics["eval/reward_mean"] == 0.625
     assert metrics["eval/unscored_frac"] == pytest.approx(0.2)
     assert metrics["eval/pass@2"] == 1
+
+
+def test_the_standard_error_of_one_sample_a_prompt_is_that_of_a_share():
+    """3 of 4 right: the root of 0.75 x 0.25 / 3."""
+    found = standard_error([group(1.0), group(1.0), group(0.0), group(1.0), group(None)], 1.0)
+    assert found == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
 
 
 def sized(*pairs: tuple[int, float | None], prompt: tuple[int, ...] = (7,)) -> Group:

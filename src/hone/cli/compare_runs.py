@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "hone compare runs/lr-1e-6 runs/lr-3e-6",
+    "hone compare runs/* --html comparison.html",
     "hone compare runs/* --json",
 )
 
@@ -25,11 +26,19 @@ def compare(
     run_dirs: Annotated[
         list[Path], typer.Argument(metavar="RUN_DIR RUN_DIR ...", help="Folders of runs.", show_default=False)
     ],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with curves, viewed without a network."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare runs: settings that differ, evaluations, where the metrics ended, alarms."""
-    from hone.run.comparison import compare_runs
+    from hone.run.comparison import compare_runs, write_comparison
 
+    if html is not None:
+        write_comparison(run_dirs, html)
+        typer.echo(f"wrote {html}")
+        return
     found = compare_runs(run_dirs)
     if as_json:
         typer.echo(json.dumps({"format": 1, **asdict(found)}, indent=2))
@@ -71,4 +80,5 @@ def _short(value: object) -> str:
 def _evaluation(found: dict[str, float] | None) -> str:
     if found is None:
         return "-"
-    return f"{number(found['last'])} (best {number(found['best'])} at {found['best_step']:g})"
+    error = f" ± {number(found['error'])}" if "error" in found else ""
+    return f"{number(found['last'])}{error} (best {number(found['best'])} at {found['best_step']:g})"

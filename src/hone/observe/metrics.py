@@ -197,6 +197,9 @@ METRICS: dict[str, Metric] = {
     "rm/eval_score_mean": Metric("score", "Mean score of the held-out responses; subtracted by `normalize`."),
     "rm/eval_score_std": Metric("score", "Standard deviation of those scores; the divisor of `normalize`."),
     "eval/accuracy": Metric("fraction", "Evaluation samples whose reward reaches eval.threshold."),
+    "eval/accuracy_se": Metric(
+        "fraction", "Standard error of eval/accuracy over prompts; 1.96 of it each way hold 95 %."
+    ),
     "eval/accuracy[<column>=<value>]": Metric("fraction", "Accuracy over the rows with this value (eval.by)."),
     "eval/unscored_frac": Metric("fraction", "Evaluation samples without a reward."),
     "eval/pass@<k>": Metric("fraction", "Unbiased estimate of the probability that one of k samples is correct."),

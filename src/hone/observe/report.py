@@ -115,7 +115,7 @@ def report_data(
     data = {
         "summary": asdict(RunSummary.read(run_folder)),
         "config": _text(run_folder / "run.yaml"),
-        "stages": _stages(lines),
+        "stages": stages_of(lines),
         "phases": PHASES,
         "memory": _memory(run_folder / "memory.json"),
         "timeline": _text(run_folder / "memory.svg"),
@@ -129,7 +129,7 @@ def report_data(
         for stage in data["stages"]
         for part in ("steps", "evals")
         for name in stage[part]["values"]
-        if (metric := _known(name))
+        if (metric := known_metric(name))
     }
     return data
 
@@ -200,7 +200,7 @@ def _memory(path: Path) -> Any:
         return None
 
 
-def _stages(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def stages_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per stage, in the order run: columns of its steps and of its evaluations, and how long it took."""
     by_stage: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
@@ -236,7 +236,7 @@ def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
-def _known(name: str) -> Any:
+def known_metric(name: str) -> Any:
     """The registry's entry, or None for a run folder of another version of Hone."""
     try:
         return find_metric(name)

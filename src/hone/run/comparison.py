@@ -1,18 +1,22 @@
 """Runs side by side, from their folders: settings that differ, where each metric ended, evaluations, alarms.
 
-For `hone compare`. Needs no torch, and may be used while the runs go.
+For `hone compare`, and as a page. Needs no torch, and may be used while the runs go.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hone.doctor.watch import AlarmWatch, by_importance
+from hone.observe.page import page
+from hone.observe.report import known_metric, stages_of
 from hone.observe.sinks import metric_lines
+from hone.observe.whole import write_whole
 from hone.run.folder import RunFolder, flat_settings
 
 LAST = 10
@@ -24,6 +28,11 @@ SHOWN = (
 )  # fmt: skip
 """Metrics of the table; the others are in the JSON."""
 NOT_COMPARED = ("run.dir",)
+AXES = "x/"
+"""How the columns of a page begin that curves are drawn over."""
+ACCURACY = "eval/accuracy"
+Z_95 = 1.96
+"""Standard errors to each side of a mean that hold 95 % of a normal distribution."""
 
 
 @dataclass(slots=True)
@@ -39,7 +48,8 @@ class ComparedRun:
     ends: dict[str, float] = field(default_factory=dict)
     """Metric -> mean of its last `LAST` finite values."""
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Evaluation metric -> its last value, its best, and the step of the best."""
+    """Evaluation metric -> `last`, `best` and `best_step`; of eval/accuracy `error` too, half of the last value's 95 %
+    confidence interval, where it was logged."""
     alarms: tuple[str, ...] = ()
     """`name: cause`, the one to look at first in front."""
 
@@ -67,6 +77,48 @@ def compare_runs(paths: Sequence[Path]) -> RunComparison:
     return RunComparison(tuple(map(_read, folders)), differing)
 
 
+def comparison_data(paths: Sequence[Path]) -> dict[str, Any]:
+    """What the page of a comparison shows, as JSON values.
+
+    Raises:
+        RunFolderError: one of the folders holds no run.
+    """
+    found = compare_runs(paths)
+    curves = [curves_of(RunFolder.read(path)) for path in paths]
+    runs = [{**asdict(run), "stages": stages} for run, stages in zip(found.runs, curves, strict=True)]
+    names = {
+        name for stages in curves for stage in stages for name in (*stage["steps"]["values"], *stage["evals"]["values"])
+    }
+    known = {name: asdict(metric) for name in names if (metric := known_metric(name))}
+    return {"runs": runs, "settings": found.settings, "shown": SHOWN, "metrics": known, "alarms": []}
+
+
+def write_comparison(paths: Sequence[Path], to: Path) -> None:
+    """Write the page, self-contained.
+
+    Raises:
+        RunFolderError: one of the folders holds no run.
+    """
+    write_whole(to, page("Runs side by side", comparison_data(paths), ["compare.js"]))
+
+
+def curves_of(folder: RunFolder) -> list[dict[str, Any]]:
+    """Columns of each stage as the report has them, each with what its curves may be drawn over: `time_s`, and
+    `samples` and `tokens` so far."""
+    settings = folder.identity()
+    each = {
+        "rl": _number(settings, "train", "prompts_per_step") * _number(settings, "rollout", "group_size"),
+        "sft": _number(settings, "sft", "rows_per_step"),
+    }
+    lines, tokens = list(metric_lines(folder.metrics)), Counter[str]()
+    for line in lines:
+        stage, samples = line["stage"], each.get(line["stage"], 0)
+        tokens[stage] += round((line.get("rollout/response_tokens_mean") or 0) * samples)
+        line[f"{AXES}samples"], line[f"{AXES}tokens"] = line["step"] * samples, tokens[stage]
+        line[f"{AXES}time_s"] = line["time_s"]
+    return stages_of(lines)
+
+
 def _read(folder: RunFolder) -> ComparedRun:
     settings = folder.identity()
     run, watch, recent = ComparedRun(str(folder.path)), AlarmWatch(settings), {}
@@ -82,6 +134,8 @@ def _read(folder: RunFolder) -> ComparedRun:
             else:
                 recent.setdefault(name, []).append(value)
                 del recent[name][:-LAST]
+    if error := run.evaluations.pop(f"{ACCURACY}_se", None):
+        run.evaluations[ACCURACY]["error"] = Z_95 * error["last"]
     run.ends = {name: sum(values) / len(values) for name, values in recent.items()}
     run.samples = run.steps.get("rl", 0) * _number(settings, "train", "prompts_per_step")
     run.samples *= _number(settings, "rollout", "group_size")

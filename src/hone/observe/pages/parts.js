@@ -116,7 +116,7 @@ function chart(title, series, options = {}) {
     <svg viewBox="0 0 ${width} ${H}" role="img" aria-label="${esc(title)}">${svg}</svg><div class="legend"></div>`;
   const legend = card.querySelector(".legend");
   const readOut = at => {
-    legend.innerHTML = (at === null ? "" : `<span>step <b>${Math.round(at)}</b></span>`) + series.map((s, k) => {
+    legend.innerHTML = (at === null ? "" : `<span>${options.axis || "step"} <b>${number(Math.round(at))}</b></span>`) + series.map((s, k) => {
       const i = at === null ? s.ys.findLastIndex(v => v !== null) : nearest(s.xs, at);
       return `<span><i style="background:${color(k)}"></i>${esc(s.label)} <b>${number(s.ys[i])}</b></span>`;
     }).join("");
