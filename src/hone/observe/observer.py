@@ -34,9 +34,9 @@ from hone.observe.whole import sync
 from hone.types import Group, Position
 
 REPORT_AFTER_S, REPORT_EVERY_S = 15.0, 120.0
-"""When report.html is written first, and then while the run goes on."""
+"""When report.html is written first, and how often then, during the run."""
 REPORT_SHARE = 0.02
-"""Of a run's time, at most, for reports while it goes on."""
+"""Of a run's time, at most, for reports during it."""
 
 OnMetrics = Callable[[dict[str, Any]], object]
 """Callback for a line of metrics: `stage`, `step` and values by name."""
@@ -270,12 +270,12 @@ class Observer:
                 view.close(message)  # in any case restore the terminal
 
     def _report(self) -> None:
-        """Write report.html of a run that goes on, and say when it is due again."""
+        """Write report.html of a run in progress, and say when it is due again."""
         began_s = time.monotonic()
         try:
             write_report(self._folder, decode=self._decode, picture=self._picture)
-        except Exception as error:  # boundary: files of a run that goes on, and the user's own pictures
-            self.warn(f"report.html cannot be written while the run goes on: {type(error).__name__}: {error}")
+        except Exception as error:  # boundary: files of a run in progress, and the user's own pictures
+            self.warn(f"report.html cannot be written during the run: {type(error).__name__}: {error}")
             self._report_due_s = math.inf
         else:
             took_s = time.monotonic() - began_s
