@@ -22,7 +22,7 @@ LAYERS = (
     ("cluster",),
     ("loop", "serve"),
     ("run",),
-    ("assemble",),
+    ("assemble", "ui"),
     ("cli", "api"),
     ("__main__", "tools"),
 )

@@ -29,6 +29,7 @@ from hone.cli import (
     serve,
     services,
     train,
+    ui,
 )
 from hone.errors import HoneError, Stopped
 from hone.observe.console import Lasting
@@ -51,6 +52,7 @@ app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("compare", epilog=compare_runs.EXAMPLES)(compare_runs.compare)
+app.command("ui", epilog=ui.EXAMPLES)(ui.ui)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
 app.command("import", epilog=importing.EXAMPLES)(importing.import_command)
 app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)

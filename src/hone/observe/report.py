@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from hone.doctor.watch import by_importance, watch_lines
+from hone.observe.events import FILE, read_events
 from hone.observe.metrics import PHASES, find_metric
 from hone.observe.page import page
 from hone.observe.recorder import RecordedSample, is_whole, read_samples, recorded_steps, samples_file
-from hone.observe.sinks import metric_lines
+from hone.observe.sinks import lines_in, metric_lines
 from hone.observe.whole import set_aside, write_whole
 
 SUMMARY = Path("logs") / "summary.json"
@@ -106,12 +107,22 @@ def write_report(
 
 
 def report_data(
-    run_folder: Path, *, decode: Callable[[Sequence[int]], str] | None = None, picture: Picture | None = None
+    run_folder: Path,
+    *,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    picture: Picture | None = None,
+    max_lines: int | None = None,
 ) -> dict[str, Any]:
-    """What the page of a run shows, as JSON values."""
+    """What the page of a run shows, as JSON values.
+
+    Args:
+        max_lines: of metrics that are read, evenly spaced, and every evaluation. Alarms are then those of the events,
+            without evidence.
+    """
     samples = choose_samples(run_folder)
-    lines = list(metric_lines(run_folder / "metrics.jsonl"))
-    watch = watch_lines(_settings(run_folder / ".identity.json"), lines)
+    metrics = run_folder / "metrics.jsonl"
+    every = 1 if max_lines is None else lines_in(metrics) // max_lines + 1
+    lines = list(metric_lines(metrics, every=every))
     data = {
         "summary": asdict(RunSummary.read(run_folder)),
         "config": _text(run_folder / "run.yaml"),
@@ -119,11 +130,15 @@ def report_data(
         "phases": PHASES,
         "memory": _memory(run_folder / "memory.json"),
         "timeline": _text(run_folder / "memory.svg"),
-        "samples": _sample_rows(samples, _pictures(run_folder, samples, picture)),
+        "samples": sample_rows(samples, _pictures(run_folder, samples, picture)),
         "pieces": _pieces(run_folder, samples, decode),
         "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},
     }
-    data["alarms"] = [asdict(alarm) for alarm in by_importance(watch.alarms)]
+    if every == 1:
+        watch = watch_lines(_settings(run_folder / ".identity.json"), lines)
+        data["alarms"] = [asdict(alarm) for alarm in by_importance(watch.alarms)]
+    else:
+        data["alarms"] = alarms_of_events(read_events(run_folder / FILE))
     data["metrics"] = {
         name: asdict(metric)
         for stage in data["stages"]
@@ -151,20 +166,20 @@ def choose_samples(run_folder: Path) -> list[RecordedSample]:
     steps = recorded_steps(run_folder)
     places = [(stage, step) for stage, found in steps.items() for step in _spread(found, STEPS_SHOWN)]
     places = [place for place in places if is_whole(samples_file(run_folder / "samples", *place))]
-    chosen: list[RecordedSample] = []
-    for stage, step in places:
-        groups: dict[str, list[RecordedSample]] = {}
-        for sample in read_samples(run_folder, step, stage):
-            groups.setdefault(sample.prompt_id, []).append(sample)
-        quota = MAX_SAMPLES // len(places)
-        largest = max(map(len, groups.values()), default=1)
-        telling = [prompt_id for prompt_id, group in groups.items() if has_signal(group)]
-        silent = [prompt_id for prompt_id in groups if prompt_id not in telling]
-        room = max(1, quota // largest)
-        shown = _spread(telling, room)
-        for prompt_id in shown + _spread(silent, room - len(shown)):
-            chosen += groups[prompt_id][:quota]
-    return chosen
+    return [sample for place in places for sample in step_samples(run_folder, *place, MAX_SAMPLES // len(places))]
+
+
+def step_samples(run_folder: Path, stage: str, step: int, most: int = MAX_SAMPLES) -> list[RecordedSample]:
+    """Whole groups of a step, at most so many samples; those with signal come first."""
+    groups: dict[str, list[RecordedSample]] = {}
+    for sample in read_samples(run_folder, step, stage):
+        groups.setdefault(sample.prompt_id, []).append(sample)
+    telling = [prompt_id for prompt_id, group in groups.items() if has_signal(group)]
+    silent = [prompt_id for prompt_id in groups if prompt_id not in telling]
+    room = max(1, most // max(map(len, groups.values()), default=1))
+    shown = _spread(telling, room)
+    shown += _spread(silent, room - len(shown))
+    return [sample for prompt_id in shown for sample in groups[prompt_id][:most]]
 
 
 def has_signal(group: Iterable[RecordedSample]) -> bool:
@@ -181,6 +196,20 @@ def _spread(items: Sequence[Any], most: int) -> list[Any]:
     if most == 1:
         return [items[0]]
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def alarms_of_events(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Alarms as a page shows them, without what only `hone doctor` finds out again."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for event in events:
+        if event["kind"] == "alarm":
+            more = {"metric": "", "level": "alarm", "pattern": "", "evidence": [], "what": event["cause"]}
+            where = {name: event[name] for name in ("name", "stage", "since")}
+            text = {"change": "see `hone doctor RUN_DIR`", "confirm": "", "source": "", "ended": None}
+            found[event["stage"], event["name"]] = where | more | text
+        elif event["kind"] == "alarm_ended" and (begun := found.get((event["stage"], event["name"]))):
+            begun["ended"] = event["step"]
+    return sorted(found.values(), key=lambda alarm: alarm["ended"] is not None)
 
 
 def _settings(identity: Path) -> dict[str, Any]:
@@ -244,7 +273,7 @@ def known_metric(name: str) -> Any:
         return None
 
 
-def _sample_rows(samples: Sequence[RecordedSample], pictures: Mapping[str, str]) -> list[dict[str, Any]]:
+def sample_rows(samples: Sequence[RecordedSample], pictures: Mapping[str, str]) -> list[dict[str, Any]]:
     rows, tokens_left = [], MAX_TOKENS
     for recorded in samples:
         sample = recorded.sample

@@ -7,7 +7,7 @@ const AXES = { "step": null, "samples": "x/samples", "tokens": "x/tokens", "seco
 
 function table(id, rows) {
   const cells = row => row.slice(1).map(cell => `<td>${esc(cell)}</td>`).join("");
-  byId(id).innerHTML = `<div class="scroll"><table class="fit"><thead><tr><th></th>${LABELS.map((name, i) => `<th><i style="background:var(${COLORS[i % COLORS.length]})"></i>${esc(name)}</th>`).join("")}</tr></thead>
+  byId(id).innerHTML = `<div class="scroll"><table class="fit"><thead><tr><td></td>${LABELS.map((name, i) => `<th><i style="background:var(${COLORS[i % COLORS.length]})"></i>${esc(name)}</th>`).join("")}</tr></thead>
     <tbody>${rows.map(row => `<tr><th scope="row">${esc(row[0])}</th>${cells(row)}</tr>`).join("")}</tbody></table></div>`;
 }
 

@@ -159,3 +159,11 @@ function nearest(xs, at) {
 const root = document.documentElement;
 root.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 byId("theme").addEventListener("click", () => { root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark"; });
+
+// ---- keyboard: / goes to the search
+
+addEventListener("keydown", event => {
+  if (event.key !== "/" || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) || !byId("search")) return;
+  event.preventDefault();
+  byId("search").focus();
+});

@@ -190,17 +190,17 @@ const SORTS = {
 function drawSamples() {
   const section = byId("samples");
   if (!data.samples.length) { section.innerHTML = `<h2>Samples</h2><div class="note">None were recorded.</div>`; return; }
-  const places = [...new Set(data.samples.map(placeOf))];
   const options = list => list.map(o => `<option>${esc(o)}</option>`).join("");
   const total = Object.entries(data.recorded_steps).map(([stage, count]) => `${count} ${stage} steps`).join(", ");
   section.innerHTML = `<h2>Samples</h2><div class="note">Whole groups from a few steps; samples/ has all of ${esc(total)}. Click a row to read it token by token.</div>
-    <div class="row" style="margin-top:12px"><select id="place" aria-label="Step"><option value="">every step</option>${options(places)}</select>
+    <div class="row" style="margin-top:12px"><select id="place" aria-label="Step"></select>
     <select id="sort" aria-label="Order">${options(Object.keys(SORTS))}</select>
     <input type="search" id="search" placeholder="Words, reward&lt;0.5, tokens&gt;100, version=3, fault" title="Words of prompt, answer or response; reward, advantage, tokens, step, version or a component with &lt; &gt; = &lt;= &gt;=; fault" aria-label="Search"><span class="note" id="found"></span></div>
     <div class="pictures" id="pictures"></div>
     <table><thead><tr><th class="num">step</th><th style="width:34%">prompt</th><th class="optional" style="width:13%">answer</th><th>response</th><th class="num optional">tokens</th><th class="num">reward</th><th class="num">advantage</th></tr></thead><tbody id="rows"></tbody></table>`;
-  byId("place").value = places[places.length - 1];
-  for (const id of ["place", "sort", "search"]) byId(id).addEventListener("input", fillRows);
+  fillPlaces(placeOf(data.samples[data.samples.length - 1]));
+  for (const id of ["sort", "search"]) byId(id).addEventListener("input", fillRows);
+  byId("place").addEventListener("input", async () => { await askForPlace(byId("place").value); fillRows(); });
   fillRows();
 }
 
@@ -225,6 +225,21 @@ function inGroups(samples) {
   const groups = new Map();
   for (const s of samples) groups.set(groupOf(s), [...groups.get(groupOf(s)) || [], s]);
   return [...groups.values()].flatMap(group => group.sort((a, b) => (b.advantage ?? b.reward ?? 0) - (a.advantage ?? a.reward ?? 0)));
+}
+
+// Steps with samples: those in the page, and of a live page all.
+function fillPlaces(chosen) {
+  const inPage = [...new Set(data.samples.map(placeOf))];
+  const places = data.recorded ? Object.entries(data.recorded).flatMap(([stage, steps]) => steps.map(step => `${stage} step ${step}`)) : inPage;
+  byId("place").innerHTML = `<option value="">every step shown</option>` + places.map(place => `<option>${esc(place)}</option>`).join("");
+  byId("place").value = chosen;
+}
+
+// A live page has the samples of a few steps, and asks for those of others.
+async function askForPlace(place) {
+  if (!place || data.samples.some(s => placeOf(s) === place)) return;
+  const [, stage, step] = /^(.*) step (\d+)$/.exec(place);
+  data.samples.push(...await ask(`${data.live.samples}&stage=${encodeURIComponent(stage)}&step=${step}`));
 }
 
 function fillRows() {
@@ -282,13 +297,33 @@ function tokenView(s) {
   }).join("") + "</div>";
 }
 
+// ---- what is happening now, on a live page
+
+function drawNow() {
+  if (!data.now) return;
+  const { stage, step, steps, phase, eta_s: eta, replicas, recent } = data.now, rows = Object.entries(replicas);
+  byId("now").innerHTML = `<h2>Now</h2><div class="card"><div>${stage ? `${esc(stage)} step ${step}${steps ? ` of ${steps}` : ""}` : "no step yet"}${phase && data.now.running ? ` · ${esc(phase)}` : ""}${eta !== null && data.now.running ? ` · ${duration(eta)} to its end` : ""}</div>
+    ${rows.length ? `<div class="note">${rows.map(([name, replica]) => `${esc(name)}: ${esc(replica.state)}${replica.version === null ? "" : `, version ${replica.version}`}${replica.why ? `, ${esc(replica.why)}` : ""}`).join("<br>")}</div>` : ""}
+    <details><summary class="soft">last events</summary><pre>${esc(recent.join("\n"))}</pre></details>
+    <details><summary class="soft">end of the log</summary><pre>${esc(data.log)}</pre></details></div>`;
+}
+
 // ---- page
 
+// j and k: the next and the previous sample.
+addEventListener("keydown", event => {
+  if (!["j", "k"].includes(event.key) || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey) return;
+  const rows = [...document.querySelectorAll("tr.sample")], at = rows.indexOf(document.activeElement);
+  const next = rows[event.key === "j" ? at + 1 : Math.max(0, at - 1)];
+  if (next) next.focus();
+});
+
 function draw() {
-  byId("content").innerHTML = `<dl class="origin" id="origin"></dl><section class="tiles" id="tiles" aria-label="Summary"></section><section id="alarms"></section>
+  byId("content").innerHTML = `<dl class="origin" id="origin"></dl><section class="tiles" id="tiles" aria-label="Summary"></section><section id="now"></section><section id="alarms"></section>
     <div id="stages"></div><section id="samples"></section><section id="memory"></section><section id="settings"></section>`;
   drawOrigin();
   drawSummary();
+  drawNow();
   drawAlarms();
   data.stages.forEach(drawStage);
   drawSamples();

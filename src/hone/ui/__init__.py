@@ -1,0 +1,1 @@
+"""`hone ui`: pages of runs in a browser, live."""

@@ -1,0 +1,120 @@
+"""`hone ui` as its reader meets it: the real command, a real browser, a run that makes steps meanwhile."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from browser import Browser
+from needs import needs
+from written_runs import add_steps, write_run
+
+pytestmark = [
+    pytest.mark.slow("starts a browser and the server, again and again"),
+    needs("chromium", shutil.which("chromium")),
+]
+
+
+@pytest.fixture
+def server(tmp_path):
+    """`hone ui` of a folder with two runs, one of which has not ended: (address with token, its observer)."""
+    folder = tmp_path / "runs"
+    write_run(folder / "a").close("finished")
+    observer = write_run(folder / "b", lr=1e-2)
+    log = tmp_path / "ui.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hone", "ui", str(folder), "--port", "0"], stdout=out, stderr=out
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while "ui: ready" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        text = log.read_text()
+        (url,), (token,) = re.findall(r"listening on (\S+)", text), re.findall(r"token=(\S+)", text)
+        yield f"{url}/", token, observer
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(30) in (0, 130)
+        assert token not in log.read_text().replace(f"token={token}", "", 1), "it is shown once, and never logged"
+    finally:
+        process.kill()
+        process.wait()
+        observer.close("finished")
+
+
+def test_a_reader_opens_a_run_searches_and_sees_new_steps(server, tmp_path):
+    url, token, observer = server
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(f"{url}?token={token}")
+        assert browser.run("location.href") == url
+        assert browser.run("document.querySelectorAll('#runs tr').length") == 2
+        browser.run("document.querySelector('#runs a[href$=\"name=b\"]').click()")
+        browser.until("document.title.startsWith('b ·') && document.querySelector('tr.sample')")
+        assert "hone train run.yaml" in browser.run("byId('origin').textContent")
+
+        browser.press("/")
+        assert browser.run("document.activeElement.id") == "search"
+        browser.run("byId('search').value = 'reward<0.5'; byId('search').dispatchEvent(new Event('input'))")
+        assert browser.run("[...document.querySelectorAll('tr.sample')].length") == 1
+        browser.run(
+            "byId('search').value = ''; byId('search').dispatchEvent(new Event('input')); byId('search').blur()"
+        )
+        browser.press("j")
+        browser.press("Enter")
+        assert browser.run("document.querySelectorAll('.detail').length") == 1
+        assert browser.run("document.querySelectorAll('.detail b').length") == 0, "text of the model is no markup"
+
+        add_steps(observer, 13, 15)
+        browser.until("data.now.step === 15")
+        assert browser.run("document.querySelectorAll('.detail').length") == 1, "what was opened stays open"
+        browser.run("byId('place').value = 'rl step 14'; byId('place').dispatchEvent(new Event('input'))")
+        browser.until("document.querySelectorAll('tr.sample').length === 4")
+        assert browser.errors == [] and browser.hosts == {url.split("/")[2]}
+
+
+def test_runs_are_compared_and_pages_fit_a_phone_and_the_dark(server, tmp_path):
+    url, token, _ = server
+    with Browser(tmp_path / "profile") as browser:
+        browser.size(390, 844)
+        browser.open(f"{url}?token={token}")
+        assert browser.run("byId('compare').disabled")
+        browser.run("document.querySelectorAll('#runs input').forEach(box => box.click())")
+        browser.run("byId('compare').click()")
+        browser.until("document.querySelectorAll('#curves svg').length > 1")
+        assert "train.optimizer.lr" in browser.run("byId('differing').textContent")
+        browser.run("byId('axis').value = 'samples'; byId('axis').dispatchEvent(new Event('input'))")
+        assert browser.run("document.querySelectorAll('#curves svg').length") > 1
+        for page in ("", "run?name=a", "compare?name=a&name=b"):
+            browser.open(url + page)
+            assert browser.run("document.documentElement.scrollWidth <= innerWidth"), page
+        before = browser.run("getComputedStyle(document.body).backgroundColor")
+        browser.run("byId('theme').click()")
+        assert browser.run("getComputedStyle(document.body).backgroundColor") != before
+        assert browser.errors == [] and browser.hosts == {url.split("/")[2]}
+
+
+AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text(encoding="utf-8")
+"""axe-core 4.14.1 (Mozilla Public Licence 2.0, beside it): finds what keeps people from using a page."""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_pages_are_accessible(server, tmp_path, theme):
+    url, token, _ = server
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(f"{url}?token={token}")
+        for page in ("", "run?name=a", "compare?name=a&name=b"):
+            browser.open(url + page)
+            browser.run(f"document.documentElement.dataset.theme = '{theme}'")
+            browser.run("document.querySelectorAll('details').forEach(node => { node.open = true; })")
+            browser.run("document.querySelector('tr.sample') && document.querySelector('tr.sample').click()")
+            browser.run(AXE)
+            found = browser.run(
+                "axe.run().then(all => all.violations.map(v => [v.id, v.nodes.map(n => n.html.slice(0, 200))]))"
+            )
+            assert found == [], page

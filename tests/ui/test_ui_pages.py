@@ -1,0 +1,123 @@
+"""Pages of `hone ui` and their data, without a browser."""
+
+import json
+import re
+
+import pytest
+from fastapi.testclient import TestClient
+from written_runs import write_run
+
+from hone.serve.http import HttpSettings, Lifecycle
+from hone.services.state import TOKEN_FILE, write_token
+from hone.ui.runs import MAX_LINES, Runs
+from hone.ui.server import ui_app
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A folder of two: `a` has ended, `sub/b` has not."""
+    folder = tmp_path / "runs"
+    write_run(folder / "a").close("finished")
+    going = write_run(folder / "sub" / "b", lr=1e-2)
+    yield folder
+    going.close("finished")
+
+
+@pytest.fixture
+def client(runs, tmp_path):
+    """Somebody who does not know the token."""
+    return client_of(runs, tmp_path)
+
+
+def client_of(runs, tmp_path):
+    write_token(tmp_path, "secret")
+    settings = HttpSettings(token_file=tmp_path / TOKEN_FILE)
+    app = ui_app(Runs(runs), Lifecycle(), settings, "secret")
+    return TestClient(app, base_url="http://127.0.0.1:8900", follow_redirects=False)
+
+
+@pytest.fixture
+def reader(client):
+    """Somebody who has opened the address with the token."""
+    answer = client.get("/run?name=a&token=secret")
+    assert answer.status_code == 303 and answer.headers["location"] == "/run?name=a"
+    assert "HttpOnly" in answer.headers["set-cookie"] and "SameSite=strict" in answer.headers["set-cookie"]
+    return client
+
+
+def data_of(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page.text, re.S)[1])
+
+
+@pytest.mark.parametrize("path", ["/", "/run?name=a", "/data/runs", "/data/run?name=a", "/changes", "/?token=wrong"])
+def test_without_the_token_nothing_is_shown(client, path):
+    assert client.get(path).status_code == 401
+
+
+def test_a_page_of_another_site_and_another_name_are_refused(reader):
+    assert reader.get("/data/runs", headers={"Origin": "http://evil.example"}).status_code == 403
+    assert reader.get("/data/runs", headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_the_list_has_every_run_with_its_state(reader):
+    found = {run["name"]: run for run in data_of(reader.get("/"))["runs"]}
+    assert set(found) == {"a", "sub/b"}
+    assert (found["a"]["outcome"], found["sub/b"]["outcome"]) == ("finished", None)
+    run = found["sub/b"]
+    assert (run["stage"], run["step"], run["steps"]) == ("rl", 12, 20)
+    assert run["metrics"] == {"eval/accuracy": 0.25, "rollout/reward_mean": 0.6}
+
+
+def test_a_run_has_its_report_and_what_happens_now(reader):
+    data = data_of(reader.get("/run?name=a"))
+    assert data["summary"]["origin"]["git_commit"] == "1234abc"
+    assert data["stages"][0]["steps"]["step"] == list(range(1, 13))
+    assert data["now"]["step"] == 12 and not data["now"]["running"]
+    assert data["live"]["changes"] == "/changes?name=a" and "12" in data["log"]
+    assert reader.get("/data/run?name=a").json()["recorded"] == {"rl": list(range(1, 13))}
+
+
+def test_samples_of_any_step_come_in_groups_those_with_signal_first(reader):
+    rows = reader.get("/data/samples?name=a&stage=rl&step=7").json()
+    assert [(row["group"], row["reward"]) for row in rows] == [
+        ("row-1", 0.0),
+        ("row-1", 1.0),
+        ("row-0", 1.0),
+        ("row-0", 1.0),
+    ]
+    assert {row["step"] for row in rows} == {7}
+    assert reader.get("/data/samples?name=a&stage=rl&step=99").status_code == 404
+
+
+def test_runs_side_by_side(reader):
+    data = data_of(reader.get("/compare?name=a&name=sub/b"))
+    assert data["settings"] == {"train.optimizer.lr": [1e-3, 1e-2]}
+    assert [run["evaluations"]["eval/accuracy"]["error"] for run in data["runs"]] == pytest.approx([0.0196, 0.0196])
+
+
+@pytest.mark.parametrize("name", ["../runs/a", "/etc", "sub", "a/logs", "", "nobody"])
+def test_nothing_but_runs_of_the_folder_is_read(reader, name):
+    for path in ("/run", "/data/run", "/compare", "/changes"):
+        answer = reader.get(path, params={"name": name})
+        assert answer.status_code == 404 and "no such run" in answer.json()["detail"]
+
+
+def test_a_long_run_is_read_in_part_with_every_evaluation(tmp_path):
+    observer = write_run(tmp_path / "runs" / "long", steps=1)
+    observer.close("finished")
+    with (tmp_path / "runs" / "long" / "metrics.jsonl").open("w") as lines:
+        for step in range(1, 100_001):
+            lines.write(f'{{"stage": "rl", "step": {step}, "time_s": {step}.0, "rollout/reward_mean": {step / 1e5}}}\n')
+            if step % 10_000 == 0:
+                lines.write(f'{{"stage": "rl", "step": {step}, "time_s": {step}.0, "eval/accuracy": {step / 1e5}}}\n')
+    (stage,) = Runs(tmp_path / "runs").run("long")["stages"]
+    steps = stage["steps"]["step"]
+    assert stage["steps"]["count"] <= 2 * MAX_LINES and len(steps) <= 1000
+    assert steps[0] < 100 and steps[-1] > 99_900
+    assert stage["steps"]["values"]["rollout/reward_mean"] == pytest.approx([step / 1e5 for step in steps], rel=1e-3)
+    assert stage["evals"]["step"] == list(range(10_000, 100_001, 10_000))
+
+
+def test_a_folder_without_runs_and_one_that_is_a_run(tmp_path, runs):
+    assert Runs(tmp_path / "nothing").list()["runs"] == []
+    assert [run["name"] for run in Runs(runs / "a").list()["runs"]] == ["."]
