@@ -47,7 +47,8 @@ def run_ui(folder: Path, *, port: int) -> None:
     try:
         token = secrets.token_urlsafe(32)
         write_token(scratch.path, token)
-        settings = HttpSettings(port=port, token_file=scratch.path / TOKEN_FILE, drain_timeout_s=DRAIN_S)
+        token_file = scratch.path / TOKEN_FILE
+        settings = HttpSettings.model_validate({"port": port, "token_file": token_file, "drain_timeout_s": DRAIN_S})
         asyncio.run(_serve(Runs(folder), settings, token))
     finally:
         scratch.remove()
@@ -174,7 +175,7 @@ class _TokenInCookie:
         await self._app(scope, receive, send)
 
     def _bearer(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        cookies = SimpleCookie[str]()
+        cookies = SimpleCookie()
         for name, value in scope["headers"]:
             if name == b"cookie":
                 try:
