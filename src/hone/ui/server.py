@@ -140,7 +140,7 @@ def _page(title: str, data: dict[str, Any], what: str, names: Sequence[str]) -> 
 _POLICY = (
     "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 )
-"""Pages ask nobody but this server."""
+"""Pages send requests to this server alone."""
 
 
 async def _changes(runs: Runs, names: Sequence[str], lifecycle: Lifecycle) -> AsyncIterator[bytes]:
