@@ -20,7 +20,7 @@ from hone.memory.gauges import GIB
 from hone.memory.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS
 from hone.memory.record import Record, comparison
 from hone.model.decoder import Decoder
-from hone.observe.report import script_json
+from hone.observe.page import script_json
 from hone.rollout.decoding import DecoderStepper
 from hone.run.folder import RunFolder
 from hone.train import learner, policy
