@@ -10,11 +10,11 @@ import copy
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hone.errors import DataError
@@ -24,7 +24,10 @@ from hone.model.layout import Layout
 from hone.model.logprobs import LogitMap
 from hone.model.recompute import Checkpointing, contexts
 from hone.model.repository_names import NamedPart, repository_parts
-from hone.model.vision import LAYOUT_ATTENTION, SEEING, Vision, with_pictures
+from hone.model.vision import LAYOUT_ATTENTION, SEEING, Vision, register_layout_attention, with_pictures
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class TransformersModel(CausalModel):
@@ -51,6 +54,7 @@ class TransformersModel(CausalModel):
         if hf_config.model_type in SEEING and "sliding_attention" not in (
             getattr(text_config, "layer_types", None) or ()
         ):
+            register_layout_attention()
             self.vision = Vision(self.hf.base_model, hf_config)
             self.body.set_attn_implementation(LAYOUT_ATTENTION)
         if has_tower(hf_config):

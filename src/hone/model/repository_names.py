@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ def repository_parts(hf: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[s
     Args:
         state: the module's weights under its own names, on any device; they are not read.
     """
+    from transformers.core_model_loading import revert_weight_conversion  # brings modelling code and SciPy: 0.7 s
+
     stand_ins = {name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in state.items()}
     owners = {_storage(tensor): name for name, tensor in stand_ins.items()}
     found: dict[str, list[NamedPart]] = {name: [] for name in state}

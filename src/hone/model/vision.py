@@ -15,9 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 from hone.types import Picture
 
@@ -161,6 +158,15 @@ def places_of(pictures: Sequence[Picture], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(p.start, p.start + p.num_tokens, device=device) for p in pictures])
 
 
+def register_layout_attention() -> None:
+    """Give `attend_in_layout` its name in Transformers' registry."""
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # brings modelling code and SciPy: 0.7 s
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(LAYOUT_ATTENTION, attend_in_layout)
+    AttentionMaskInterface.register(LAYOUT_ATTENTION, sdpa_mask)
+
+
 def attend_in_layout(
     module: nn.Module,
     query: Tensor,
@@ -177,10 +183,8 @@ def attend_in_layout(
         attend: see `attention.shared_prompt_attention`; None: torch's scaled dot product.
     """
     if attend is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
     layer: Any = module.layer_idx
     return attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
-
-
-AttentionInterface.register(LAYOUT_ATTENTION, attend_in_layout)
-AttentionMaskInterface.register(LAYOUT_ATTENTION, sdpa_mask)

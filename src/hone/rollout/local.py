@@ -24,7 +24,6 @@ from hone.rollout.engine import CacheUse, OnSample, OnToken, Request
 from hone.rollout.rows import RowJob
 from hone.rollout.scheduler import Decode, Scheduler
 from hone.rollout.stepper import Stepper
-from hone.rollout.transformers_decoding import TransformersStepper
 from hone.rollout.worker import Action, EngineWorker
 from hone.types import Sample
 
@@ -204,6 +203,8 @@ def make_stepper(model: CausalModel, max_rows: int, prefill_tokens: int) -> Step
     if isinstance(model, Decoder):
         return DecoderStepper(model, max_rows, prefill_tokens)
     if isinstance(model, TransformersModel):
+        from hone.rollout.transformers_decoding import TransformersStepper  # brings modelling code and SciPy: 0.7 s
+
         return TransformersStepper(model)
     raise TypeError(f"no way to decode with a {type(model).__name__}")
 
