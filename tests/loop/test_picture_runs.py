@@ -1,6 +1,9 @@
 """Runs whose prompts have pictures: check, both stages, resuming, and what they leave."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from pictures import save_picture, save_seeing_model
@@ -11,6 +14,7 @@ from hone import assemble
 from hone.cli.main import main
 from hone.config.load import load_config
 from hone.errors import HoneError
+from hone.run.audit import audit_file
 
 RUN = """
 stages: [sft, rl]
@@ -73,6 +77,33 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, overrides):
     assert first["gate/logprob_gap"] < 1e-5
     AutoModelForImageTextToText.from_pretrained(whole.parent / "run" / "hf")
     assert (whole.parent / "run" / "hf" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.slow("nine starts of a run")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("freeze", ["[vision]", "[]"], ids=["frozen", "learning"])
+def test_kills_change_nothing(tmp_path, freeze):
+    """A killed life keeps nothing of what its frozen tower made of pictures; the next computes the same numbers."""
+    files = []
+    for name in ("whole", "killed"):
+        file = write_run(tmp_path / name)
+        text = file.read_text().replace("steps: 3", "steps: 100")
+        file.write_text(text.replace("model: {path:", f"model: {{freeze: {freeze}, path:"))
+        files.append(file)
+    whole, killed = files
+    assert main(["train", str(whole)]) == 0
+    program = Path(__file__).with_name("killed_runs.py")
+    done = subprocess.run(
+        [sys.executable, program, killed, "8", "3"], capture_output=True, text=True, timeout=280, check=True
+    )
+    lives = json.loads(done.stdout.splitlines()[-1])
+    assert lives["exit"] == 0
+    assert lives["killed"] >= 6 and lives["during_save"] >= 1, "the faults really happened"
+    assert weights_of(killed.parent) == weights_of(whole.parent)
+    assert metrics_of(killed.parent) == metrics_of(whole.parent)
+    found = audit_file(killed.parent / "run" / "events.jsonl")
+    assert found.violations == () and found.updates == 100
+    assert found.counts["stopped"] < found.counts["started"], "lives that were killed did not end in order"
 
 
 @pytest.mark.slow("a run of two stages")
