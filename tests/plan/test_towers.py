@@ -1,9 +1,12 @@
-"""Vision towers in a plan: counts are those of Transformers' classes, and bounds those of the code that computes."""
+"""Vision towers in a plan: counts are those of Transformers' classes, memory is what torch's allocator hands out, and
+bounds are those of the code that computes."""
 
+import importlib
 from pathlib import Path
 
 import pytest
 import torch
+from measuring import allocated
 from model_zoo import OTHERS
 from pictures import SEEING
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -11,7 +14,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from hone.config.load import load_config
 from hone.errors import DataError
 from hone.model import vision
-from hone.plan import local
+from hone.model.recompute import contexts
+from hone.plan import local, towers
 from hone.plan.architecture import architecture_from
 from hone.plan.hardware import find_hardware
 from hone.plan.planner import plan
@@ -40,6 +44,76 @@ def test_the_tower_of_a_published_model():
     arch = architecture_from({"model_type": "qwen2_5_vl", **text, "vision_config": vision_config})
     assert arch.tower is not None and arch.tower.parameters == 676_550_144
     assert arch.total_parameters == 7_615_616_512
+
+
+# ---- memory
+
+TOWERS = {
+    "qwen2_5_vl": ({"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}, 32),
+    "qwen2_vl": ({"embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4}, 32),
+    "qwen3_vl": ({"hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096}, 27),
+}
+"""Of Qwen2.5-VL-7B, Qwen2-VL-7B and Qwen3-VL-8B: widths, and how many blocks."""
+SHALLOW, DEEPER, ROWS = 1, 3, 12
+
+
+def tower_of(kind, depth):
+    """Its tower with fewer blocks, all widths as they are."""
+    behind = {"qwen2_5_vl": {"fullatt_block_indexes": [0]}, "qwen3_vl": {"deepstack_visual_indexes": []}}.get(kind, {})
+    keys = {**TOWERS[kind][0], "num_heads": 16, "depth": depth, **behind}
+    config = AutoConfig.for_model(kind, vision_config=keys).vision_config
+    config._attn_implementation = "sdpa"
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    name = {"qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel", "qwen3_vl": "Qwen3VLVisionModel"}.get(
+        kind, "Qwen2VisionTransformerPretrainedModel"
+    )
+    return getattr(module, name), config
+
+
+def peaks(kind, depth, dtype, checkpointing):
+    """Most bytes of a pass without gradients, and of one forward and backward."""
+    cls, config = tower_of(kind, depth)
+    tower = cls._from_config(config, dtype=dtype).requires_grad_(False)
+    pixels, grid = torch.randn(4 * ROWS**2, 6 * config.patch_size**2), torch.tensor([[1, 2 * ROWS, 2 * ROWS]])
+    with torch.no_grad():
+        forward = allocated(lambda: tower(pixels, grid_thw=grid))
+    tower.requires_grad_(True)
+    for weight in tower.parameters():
+        weight.grad = torch.zeros_like(weight)
+    if checkpointing != "none":
+        how = {"context_fn": contexts} if checkpointing == "selective" else {}
+        tower.train().gradient_checkpointing_enable({"use_reentrant": False, **how})
+    return forward, allocated(lambda: tower(pixels, grid_thw=grid).pooler_output.sum().backward())
+
+
+def of_depth(kind, dtype, checkpointing):
+    """Peaks of the whole tower, from the line through two shallow ones."""
+    shallow, deeper = (peaks(kind, depth, dtype, checkpointing) for depth in (SHALLOW, DEEPER))
+    steps = (TOWERS[kind][1] - SHALLOW) / (DEEPER - SHALLOW)
+    return [a + (b - a) * steps for a, b in zip(shallow, deeper, strict=True)]
+
+
+CASES = [
+    *((kind, *how) for kind in TOWERS for how in ((torch.float32, "none"), (torch.bfloat16, "full"))),
+    *(("qwen2_5_vl", dtype, "selective") for dtype in (torch.float32, torch.bfloat16)),
+    ("qwen2_5_vl", torch.bfloat16, "none"),
+]
+
+
+@pytest.mark.slow("a minute of towers at full width")
+@pytest.mark.parametrize(("kind", "dtype", "checkpointing"), CASES, ids=lambda one: str(one).removeprefix("torch."))
+def test_passes_take_what_the_allocator_hands_out(kind, dtype, checkpointing):
+    keys = {**TOWERS[kind][0], "depth": TOWERS[kind][1]}
+    config = {"model_type": kind, **OTHERS[kind], "vision_config": keys}
+    tower, patches, p = architecture_from(config).tower, 4 * ROWS**2, dtype.itemsize
+    assert tower is not None
+    forward, backward = of_depth(kind, dtype, checkpointing)
+    assert towers.forward_per_patch(tower, p) * patches == pytest.approx(forward, rel=0.1)
+    planned = [make(tower, patches, p, checkpointing).bytes for make in (towers.kept, towers.backward)]
+    assert sum(planned) == pytest.approx(backward, rel=0.1)
+
+
+# ---- plans
 
 
 def test_a_width_that_is_missing_is_named():

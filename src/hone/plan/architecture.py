@@ -51,6 +51,8 @@ class Experts:
 class Tower:
     """A vision tower of the Qwen-VL family."""
 
+    kind: str
+    """The model type."""
     parameters: int
     layers: int
     hidden: int
@@ -60,6 +62,13 @@ class Tower:
     patches_per_token: int
     values_per_patch: int
     """Numbers that describe one."""
+    out: int
+    """Width of a token's features."""
+
+    @property
+    def merged(self) -> int:
+        """Width of the patches of a token side by side."""
+        return self.patches_per_token * self.hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +347,7 @@ def _tower(kind: str, keys: Mapping[str, Any], source: str) -> Tower:
     if kind == "qwen3_vl":  # learned positions, and mergers behind some blocks
         deeper = len(keys.get("deepstack_visual_indexes", (8, 16, 24)))
         count += hidden + keys.get("num_position_embeddings", 2304) * hidden + deeper * (2 * wide + merger)
-    return Tower(count, depth, hidden, inner, patch, merged, values)
+    return Tower(kind, count, depth, hidden, inner, patch, merged, values, out)
 
 
 def _latent(keys: _Keys) -> Latent:

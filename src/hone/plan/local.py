@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from hone.plan import towers
 from hone.plan.activations import (
     CHUNK_BYTES_FORWARD,
     Pass,
@@ -125,8 +126,11 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
     if settings.critic and workload.has_critic:
         critic = replace(work, architecture=settings.critic, has_logits=False)
         yield from update_moments("critic's ", critic, [*resident, *cache], trained=True)
-    held = [*resident, *cache, *_tower_activations(settings)]
-    yield from update_moments("", work, held, trained=not workload.adapter_rank)
+    seen = _tower_activations(settings)
+    yield from update_moments("", work, [*resident, *cache, *seen], trained=not workload.adapter_rank)
+    if seen and (tower := settings.architecture.tower):
+        working = towers.backward(tower, _patches(tower, work), work.bytes_each, work.checkpointing)
+        yield moment("update", "tower backward", resident, cache, seen, working)
     yield moment("optimizer", "step", resident, cache)
     copies = 1 if settings.is_gpu else 2
     yield moment("checkpoint", "exporting", resident, cache, exported(settings.architecture, copies))
@@ -176,20 +180,25 @@ def _tower_resident(settings: LocalSettings, workload: Workload) -> Iterator[Ter
 
 
 def _tower_pass(settings: LocalSettings, tower: Tower) -> Iterator[Term]:
-    """A block of a vision tower without gradients; an estimate."""
+    """Pictures that go through a vision tower without gradients, and the block that computes."""
     patches = max(PATCHES_PER_PASS, settings.picture_pixels // tower.patch**2)
-    each = 4 * (2 * tower.values_per_patch + 8 * tower.hidden + 3 * tower.inner)
-    yield term("one block of tower", each * patches, f"{each:,} B x {patches:,} patches", "data.max_image_pixels")
+    knob, p = "data.max_image_pixels", settings.work.bytes_each if settings.tower_learns else 4
+    pixels, each = 2 * 4 * tower.values_per_patch, towers.forward_per_patch(tower, p)
+    yield term("pixels of pictures", pixels * patches, f"{pixels:,} B x {patches:,} patches", knob)
+    yield term("one block of tower", each * patches, f"{each:,} B x {patches:,} patches", knob)
 
 
 def _tower_activations(settings: LocalSettings) -> list[Term]:
-    """What a trained vision tower keeps for its backward pass; an estimate."""
+    """What a trained vision tower keeps for its backward pass, if all tokens of prompts are of pictures."""
     tower, work = settings.architecture.tower, settings.work
     if tower is None or not settings.tower_learns or not settings.picture_pixels:
         return []
-    patches = tower.patches_per_token * max(work.tokens - work.response_tokens, 0)
-    each = work.bytes_each * (2 * tower.values_per_patch + tower.layers * (8 * tower.hidden + 3 * tower.inner))
-    return [term("tower activations", each * patches, f"{each:,} B x {patches:,} patches", "model.freeze")]
+    return [towers.kept(tower, _patches(tower, work), work.bytes_each, work.checkpointing)]
+
+
+def _patches(tower: Tower, work: Pass) -> int:
+    """Of a microbatch, at most."""
+    return tower.patches_per_token * max(work.tokens - work.response_tokens, 0)
 
 
 def exported(architecture: Architecture, copies: int) -> Term:
