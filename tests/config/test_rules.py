@@ -27,6 +27,21 @@ BROKEN = [
     ({"model__characters": None}, "model.tokenizer: is required with model.init"),
     ({"model__tokenizer": "a/b"}, "model.characters: contradicts model.tokenizer"),
     ({"model__init": None, "model__path": "a/b"}, "model.characters: is for model.init only"),
+    (
+        {"model__override": "{max_position_embeddings: 9}"},
+        "model.override: replaces keys of the config.json in model.path: with model.init, write them there",
+    ),
+    (
+        {
+            "model__override": "{model_type: llama}",
+            "model__init": None,
+            "model__path": "a/b",
+            "model__characters": None,
+        },
+        "model.override.model_type: cannot be replaced",
+    ),
+    ({"run__name": "a/b"}, "run.name: must be letters, digits, blanks and _ . + = -, at most 128"),
+    ({"run__name": "..", "run__dir": "'{name}'"}, "run.name: must be letters"),
     ({"model__characters": "''"}, "model.characters: must hold at least one character"),
     ({"data__template": "'{prompt}'", "data__chat": "true"}, "data.template: contradicts data.chat = true"),
     ({"data__system": "hi"}, "data.system: is only used by a chat template"),

@@ -245,3 +245,32 @@ def test_trackers_are_named():
     found = settings(text.replace('"', "'"))
     assert (found["observe.swanlab"], found["observe.mlflow"]) == ("p", "p")
     assert "observe.wandb" not in found
+
+
+def test_a_verl_command_with_pictures_and_a_config_of_its_own():
+    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+    more = (
+        f"data.image_key=images trainer.experiment_name='qwen/vl 7b' {actor}.shuffle=True "
+        f"+{model}.override_config.max_position_embeddings=32768 "
+        f"+{model}.override_config.model_config.rope_scaling.factor=2.0 "
+        f"+{model}.override_config.attn_implementation=eager"
+    )
+    found = settings(VERL.replace("{more}", more))
+    assert found["data.image_columns"] == ["images"] and found["model.freeze"] == [], "verl trains the tower"
+    assert found["model.override"] == {"max_position_embeddings": 32768, "rope_scaling": {"factor": 2.0}}
+    assert found["run.name"] == "qwen-vl 7b" and "run.dir" not in found
+    assert "model.freeze" not in settings(VERL.replace("{more}", ""))
+    adapter = settings(
+        VERL.replace("{more}", f"{model}.lora_rank=8 {model}.lora_adapter_path=a/b data.image_key=images")
+    )
+    assert (adapter["lora.rank"], adapter["lora.start"]) == (8, "a/b") and "model.freeze" not in adapter
+
+
+def test_names_groups_and_tags():
+    flags = "--actor.model_name_or_path a/b --logger.wandb.run_name first --logger.wandb.group seeds"
+    found = settings(f"python3 -m openrlhf.cli.train_ppo_ray {flags}")
+    assert (found["run.name"], found["run.group"]) == ("first", "seeds")
+    toml = '[orchestrator]\nbatch_size = 8\n[monitors.wandb]\nname = "x"\ngroup = "seeds"\ntags = ["a", "b"]\n'
+    found = settings(toml, "rl.toml")
+    assert (found["run.name"], found["run.group"], found["run.tags"]) == ("x", "seeds", ["a", "b"])
+    assert settings("from trl import GRPOConfig\nGRPOConfig(run_name='try 2')\n", "a.py")["run.name"] == "try 2"

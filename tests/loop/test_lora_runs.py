@@ -58,6 +58,19 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(trained
     assert sum(tensor.numel() for tensor in whole.values()) > 2.5 * ADAPTER_SIZE
 
 
+def test_a_run_goes_on_from_an_exported_adapter(trained, tmp_path):
+    assert main(["export", str(trained / "tiny.yaml"), *LORA, "--to", str(tmp_path / "adapter"), "--adapter"]) == 0
+    run_file, settings = start_from_sft(trained, tmp_path)
+    settings += ("run.steps=1", "lora.start=adapter", "train.optimizer.lr=1e-9", "run.name=second try")
+    assert train(run_file, *settings) == 0
+    before, after = (load_file(folder / "run" / "hf" / "model.safetensors") for folder in (trained, tmp_path))
+    for name, weight in after.items():
+        torch.testing.assert_close(weight, before[name], atol=1e-6, rtol=0)
+    first = next(line for line in metrics_of(tmp_path) if "train/kl_ref" in line)
+    assert first["train/kl_ref"] > 0 and "gate/reference_gap" not in first, "the reference is what is beneath"
+    assert "<title>second try" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_only_layers_with_an_adapter_changed(trained):
     before, after = (load_file(trained / "run" / name / "model.safetensors") for name in ("hf-sft", "hf"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}

@@ -12,7 +12,16 @@ from hone.errors import DataError
 from hone.model.decoder import Decoder
 from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
-from hone.model.load import init_config, init_model, load_model, save_hf, weights_fingerprint
+from hone.model.load import (
+    describe_model,
+    init_config,
+    init_model,
+    link_with_config,
+    load_model,
+    read_config,
+    save_hf,
+    weights_fingerprint,
+)
 
 SIZES = {
     "vocab_size": 40,
@@ -231,3 +240,30 @@ def test_one_file_directory(tmp_path):
 
 def test_a_new_model_says_which_class_it_is():
     assert init_config({"model_type": "qwen3"}, vocab_size=12).architectures == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("implementation", ["hone", "transformers"])
+def test_keys_of_the_config_are_replaced_and_exported(folder, tmp_path, implementation):
+    override = {"max_position_embeddings": 128, "rope_parameters": {"rope_theta": 50.0}}
+    plain = load_model(folder, implementation=implementation, **CPU_FLOAT32)
+    model = load_model(folder, implementation=implementation, override=override, **CPU_FLOAT32)
+    assert (model.max_positions, plain.max_positions) == (128, 64)
+    assert model.hf_config.rope_parameters["rope_theta"] == 50.0
+    assert weights_fingerprint(model.named_weights()) == weights_fingerprint(plain.named_weights())
+    assert not torch.equal(logits(model), logits(plain)), "other frequencies"
+    save_hf(tmp_path / "export", model.hf_config, model.named_weights())
+    assert torch.equal(
+        logits(load_model(tmp_path / "export", implementation=implementation, **CPU_FLOAT32)), logits(model)
+    )
+    assert describe_model(folder, override=override)["model type"] == "qwen3"
+    with pytest.raises(DataError, match=r"model\.override: qwen3 has no key max_positions"):
+        load_model(folder, override={"max_positions": 3}, **CPU_FLOAT32)
+
+
+def test_a_directory_with_another_config_has_the_same_weights(folder, tmp_path):
+    config = read_config(folder, override={"max_position_embeddings": 128})
+    link_with_config(folder, tmp_path / "start", config)
+    assert json.loads((tmp_path / "start" / "config.json").read_text())["max_position_embeddings"] == 128
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 64
+    linked, plain = (load_model(path, **CPU_FLOAT32) for path in (tmp_path / "start", folder))
+    assert weights_fingerprint(linked.named_weights()) == weights_fingerprint(plain.named_weights())

@@ -1,6 +1,7 @@
 """Adapters against peft on the same numbers: logits, gradients, merging, and the files on disk."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hone.model.lora import (
     check_targets,
     linear_layers,
     merged_copy,
+    refuse_other_adapter,
     save_adapter,
 )
 
@@ -210,3 +212,38 @@ def test_the_output_layer_needs_no_gradient():
     logprobs, _ = token_logprobs(hidden, model.output_weight, torch.tensor([1, 2, 3, 4]), temperature=1, chunk_tokens=2)
     logprobs.sum().backward()
     assert model.output_weight.grad is None and hidden.grad is not None
+
+
+@pytest.mark.parametrize("kind", ["decoder", "llama"])
+def test_a_saved_adapter_is_started_from(kind, tmp_path):
+    model = adapted(make(kind))
+    save_adapter(tmp_path, model, "base")
+    again = make(kind)
+    again.load_weights(model.own_weights())
+    add_adapter(again, settings(), seed=7, dtype=torch.float32, start=tmp_path)
+    assert torch.equal(our_logits(again), our_logits(model))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (settings(rank=4), r"lora\.rank = 4, but the adapter in lora\.start has 3"),
+        (settings(alpha=6.0), r"lora\.alpha = 6, but .* Set lora\.alpha=5"),
+        (settings(("q_proj",)), r"down_proj.lora_A.weight has shape \(3, \d+\) there and none here"),
+    ],
+)
+def test_another_adapter_than_the_run_files_is_refused(changed, message, tmp_path):
+    save_adapter(tmp_path, adapted(make("decoder")), "base")
+    with pytest.raises(DataError, match=message):
+        add_adapter(make("decoder"), changed, seed=7, dtype=torch.float32, start=tmp_path)
+
+
+def test_an_adapter_of_another_kind_is_refused(tmp_path):
+    save_adapter(tmp_path, adapted(make("decoder")), "base")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(DataError, match=r"another kind \(use_dora\)"):
+        refuse_other_adapter(tmp_path, settings())
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"lora\.start: .* cannot be read"):
+        refuse_other_adapter(tmp_path, settings())

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from hone.errors import ConfigError
-from hone.observe.trackers import open_trackers
+from hone.observe.trackers import Labels, open_trackers
 from hone.run.provenance import provenance
 
 NAMES = ("wandb", "swanlab", "trackio", "mlflow")
@@ -19,11 +19,12 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from hone.observe.trackers import open_trackers
+from hone.observe.trackers import Labels, open_trackers
 name, folder = sys.argv[1], Path(sys.argv[2])
 names = dict.fromkeys(("wandb", "swanlab", "trackio", "mlflow")) | {name: "project"}
 metadata = {"config": {"run": {"steps": 3}}, "command": "hone train run.yaml"}
-(tracker,) = open_trackers(folder, SimpleNamespace(**names), "title", metadata)
+labels = Labels("title", "seeds", ("math", "try"))
+(tracker,) = open_trackers(folder, SimpleNamespace(**names), labels, metadata)
 for step in range(int(sys.argv[3]), int(sys.argv[3]) + 2):
     tracker.write("rl", step, {"train/loss": 0.5 * step})
 tracker.close()
@@ -36,14 +37,14 @@ def settings(**names):
 
 
 def test_without_a_name_there_is_no_tracker(tmp_path):
-    assert open_trackers(tmp_path, settings(), "title", {}) == []
+    assert open_trackers(tmp_path, settings(), Labels("title"), {}) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_package_that_is_missing_is_named(name, tmp_path, monkeypatch):
     monkeypatch.setattr("hone.observe.trackers.find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=rf"pip install 'hone-rl\[{name}\]'"):
-        open_trackers(tmp_path, settings(**{name: "project"}), "title", {})
+        open_trackers(tmp_path, settings(**{name: "project"}), Labels("title"), {})
 
 
 def test_wandb_without_a_key_says_what_to_do(tmp_path, monkeypatch):
@@ -51,7 +52,7 @@ def test_wandb_without_a_key_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr("hone.observe.trackers.find_spec", lambda package: object())
     with pytest.raises(ConfigError, match=r"WANDB_API_KEY.*WANDB_MODE=offline"):
-        open_trackers(tmp_path, settings(wandb="project"), "title", {})
+        open_trackers(tmp_path, settings(wandb="project"), Labels("title"), {})
 
 
 def used(name, folder, first=1):
@@ -71,7 +72,8 @@ def test_wandb_keeps_the_run_in_the_folder_under_its_id(tmp_path):
     used("wandb", tmp_path)
     (record,) = (tmp_path / "wandb").glob("wandb/offline-run-*/*.wandb")
     assert (tmp_path / "wandb" / "id").read_text() in record.name
-    assert b"train/loss" in record.read_bytes() and b"hone train run.yaml" in record.read_bytes()
+    for written in (b"train/loss", b"hone train run.yaml", b"title", b"seeds", b"math"):
+        assert written in record.read_bytes()
 
 
 @pytest.mark.slow("the real package takes seconds to import")
@@ -105,9 +107,11 @@ def test_mlflow_continues_the_run_in_its_database(tmp_path):
     database = sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")
     rows = database.execute("select run_uuid, key, step, value from metrics order by step").fetchall()
     params = dict(database.execute("select key, value from params").fetchall())
+    tags = dict(database.execute("select key, value from tags").fetchall())
     database.close()
     run = (tmp_path / "mlflow" / "id").read_text()
     assert rows == [(run, "rl/train/loss", step, 0.5 * step) for step in range(1, 5)]
+    assert tags["group"] == "seeds" and tags["mlflow.runName"] == "title" and {"math", "try"} <= tags.keys()
     assert params == {"config.run.steps": "3", "command": "hone train run.yaml"}
 
 

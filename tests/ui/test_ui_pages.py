@@ -65,6 +65,7 @@ def test_the_list_has_every_run_with_its_state(reader):
     assert (found["a"]["outcome"], found["sub/b"]["outcome"]) == ("finished", None)
     run = found["sub/b"]
     assert (run["stage"], run["step"], run["steps"]) == ("rl", 12, 20)
+    assert (run["title"], run["group"], run["tags"]) == ("b", "seeds", ["math"])
     assert run["metrics"] == {"eval/accuracy": 0.25, "rollout/reward_mean": 0.6}
 
 

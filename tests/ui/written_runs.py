@@ -18,7 +18,16 @@ def write_run(folder: Path, steps: int = 12, lr: float = 1e-3) -> Observer:
     settings |= {"rollout": {"group_size": 2}}
     (folder / ".identity.json").write_text(json.dumps({"run_file": "run.yaml", "config": settings}))
     origin = {"command": "hone train run.yaml", "git_commit": "1234abc"}
-    observer = Observer(folder, Settings(), title=folder.name, total_steps=20, decode=decode, metadata=origin)
+    observer = Observer(
+        folder,
+        Settings(),
+        title=folder.name,
+        group="seeds",
+        tags=("math",),
+        total_steps=20,
+        decode=decode,
+        metadata=origin,
+    )
     observer.begin("rl", 20)
     add_steps(observer, 1, steps)
     return observer

@@ -21,6 +21,7 @@ from hone.data.chat import Tokenizer, can_resolve, resolve_model
 from hone.data.sources import read_rows
 from hone.errors import DataError, RunFolderError
 from hone.model.load import weight_files
+from hone.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hone.reward.fingerprint import code_files, digest, named_files
 from hone.reward.resolve import Unusable
 
@@ -49,6 +50,8 @@ def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
     for key, place in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if place is not None:
             hashes |= {f"{key} {name}": found for name, found in _model(place, folder).items()}
+    if config.lora.start is not None:
+        hashes |= {f"lora.start {name}": found for name, found in _adapter(config.lora.start, folder).items()}
     environment = config.rollout.environment
     uses = [component.use for component in config.reward.components]
     uses += [environment.use] if environment.use is not None else []
@@ -96,10 +99,21 @@ def _rows(source: str | tuple[str, ...], folder: Path, split: str) -> str:
 def _model(place: str, folder: Path) -> dict[str, str]:
     path = Path(resolve_model(place, folder))
     if not path.is_dir():
-        is_offline = not can_resolve(ENDPOINT)
-        return {"commit": Path(hf_hub_download(place, "config.json", local_files_only=is_offline)).parent.name}
+        return _commit(place, "config.json")
     files = [path / "config.json", *sorted(path.glob("*.py")), *weight_files(path)]
     return {file.name: file_hash(file) for file in files if file.is_file()}
+
+
+def _adapter(place: str, folder: Path) -> dict[str, str]:
+    path = Path(resolve_model(place, folder))
+    if not path.is_dir():
+        return _commit(place, ADAPTER_CONFIG)
+    return {name: file_hash(path / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if (path / name).is_file()}
+
+
+def _commit(place: str, name: str) -> dict[str, str]:
+    """That of a hub's model, by one of its files."""
+    return {"commit": Path(hf_hub_download(place, name, local_files_only=not can_resolve(ENDPOINT))).parent.name}
 
 
 def _code(use: str, folder: Path) -> Iterator[Path]:

@@ -11,7 +11,13 @@ import torch
 
 from hone.assemble.job import Job
 from hone.config.cluster import Role
-from hone.config.derived import critic_steps_total, needs_critic, optimizer_steps_total, trains_adapter
+from hone.config.derived import (
+    critic_steps_total,
+    needs_critic,
+    optimizer_steps_total,
+    starts_from_adapter,
+    trains_adapter,
+)
 from hone.config.load import Loaded
 from hone.config.run import OptimizerSection, RunConfig
 from hone.data.chat import Tokenizer, resolve_model
@@ -20,7 +26,7 @@ from hone.memory.guard import Guard
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel, load_scalar_model, reward_config
 from hone.model.hf import has_tower
-from hone.model.load import init_model, load_model, model_folder, read_config, save_hf
+from hone.model.load import init_model, link_with_config, load_model, model_folder, read_config, save_hf
 from hone.model.lora import AdapterOff, add_adapter
 from hone.run.folder import RunFolder
 from hone.train.checkpoint import SavedCheckpoint
@@ -97,37 +103,51 @@ def named_model(config: RunConfig, tokenizer: Tokenizer, base_dir: Path, device:
         device=device,
         implementation=implementation,
         trust_remote_code=model.trust_remote_code,
+        override=model.override,
     )
 
 
 def starting_folder(source: Source) -> Path:
-    """The Hugging Face directory of the model that the RL stage begins with. Random weights are first written to one,
-    in the run's folder, so this is for one process to ask before the engines start."""
-    loaded, model = source.loaded, source.loaded.config.model
+    """The Hugging Face directory of the model that the RL stage begins with. Random weights, and a config with
+    `model.override`, are first written to one in the run's folder, so this is for one process to ask before the engines
+    start."""
+    loaded, model, start = source.loaded, source.loaded.config.model, source.folder.path / "hf-start"
     if (folder := weights_before("rl", loaded.config, source.folder)) is not None:
         return folder
     if model.init is None:
         path = resolve_model(model.path or "", loaded.run_file.parent)
-        return model_folder(path, trust_remote_code=model.trust_remote_code)
-    folder = source.folder.path / "hf-start"
+        found = model_folder(path, trust_remote_code=model.trust_remote_code)
+        if not model.override:
+            return found
+        config = read_config(found, trust_remote_code=model.trust_remote_code, override=model.override)
+        link_with_config(found, start, config)
+        return start
     random = named_model(loaded.config, source.tokenizer, loaded.run_file.parent, source.device)
     tokenizer = source.tokenizer
     save_hf(
-        folder,
+        start,
         random.hf_config,
         random.named_weights(),
         tokenizer.hf,
         eos_ids=tokenizer.eos_ids,
         processor=tokenizer.processor,
     )
-    return folder
+    return start
 
 
-def with_adapter(config: RunConfig, model: CausalModel, stage: str) -> CausalModel:
-    """The model, frozen and with a new adapter in it, if the stage trains one."""
+def with_adapter(config: RunConfig, model: CausalModel, stage: str, start: Path | None = None) -> CausalModel:
+    """The model, frozen and with an adapter in it, if the stage trains one: a new one, or that of `start`."""
     if trains_adapter(config, stage):
-        add_adapter(model, config.lora, seed=config.seed, dtype=getattr(torch, config.run.compute_dtype))
+        add_adapter(model, config.lora, seed=config.seed, dtype=getattr(torch, config.run.compute_dtype), start=start)
     return model
+
+
+def starting_adapter(source: Source, stage: str) -> Path | None:
+    """The directory of `lora.start`, if the stage begins with it."""
+    start = source.loaded.config.lora.start
+    if start is None or not starts_from_adapter(source.loaded.config, stage):
+        return None
+    return model_folder(resolve_model(start, source.loaded.run_file.parent))
 
 
 def make_reference(model: CausalModel) -> CausalModel:
@@ -159,7 +179,7 @@ def rl_roles(source: Source, ranks: Ranks = ALONE, *, held: Collection[Role]) ->
     critic = make_critic(source, passes, model, takes_policy_over=not is_shared) if "critic" in held else None
     policy, frozen = None, model
     if "policy" in held:
-        model = with_adapter(config, model, "rl")
+        model = with_adapter(config, model, "rl", starting_adapter(source, "rl"))
         frozen = make_reference(model) if "reference" in held else model
         policy = make_policy(source, passes, model, train.optimizer, optimizer_steps_total(config))
     return Roles(
@@ -177,7 +197,7 @@ def rl_roles(source: Source, ranks: Ranks = ALONE, *, held: Collection[Role]) ->
 def imitation_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> Roles:
     """The trainer of a supervised stage of so many optimizer steps, at its beginning."""
     config = source.loaded.config
-    model = with_adapter(config, starting_model(source, "sft"), "sft")
+    model = with_adapter(config, starting_model(source, "sft"), "sft", starting_adapter(source, "sft"))
     return Roles(
         policy=make_policy(source, make_passes(source, ranks), model, config.sft.optimizer, steps), seed=config.seed
     )

@@ -127,6 +127,8 @@ def train(
             folder.path,
             config.observe,
             title=loaded.name,
+            group=config.run.group,
+            tags=config.run.tags,
             total_steps=config.run.steps,
             resume=saved.progress.position if saved else None,
             decode=tokenizer.decode,

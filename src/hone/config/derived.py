@@ -12,15 +12,26 @@ from typing import Any
 from hone.config.run import RewardComponent, RunConfig
 
 
-def run_name(run_file: Path) -> str:
-    """The run file's own name, or its folder's for `run.yaml`."""
+def run_name(config: RunConfig, run_file: Path) -> str:
+    """`run.name`, else the run file's own name, or its folder's for `run.yaml`."""
+    if config.run.name is not None:
+        return config.run.name
     path = run_file.absolute()
     return path.parent.name if path.stem == "run" else path.stem
 
 
 def run_dir(config: RunConfig, run_file: Path) -> Path:
     """`run.dir` with `{name}` filled in, relative to the current directory."""
-    return Path(config.run.dir.replace("{name}", run_name(run_file))).expanduser()
+    return Path(config.run.dir.replace("{name}", run_name(config, run_file))).expanduser()
+
+
+def overridden(keys: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json with those of `model.override`; nested ones are merged."""
+    found = dict(keys)
+    for name, value in override.items():
+        both = isinstance(value, Mapping) and isinstance(found.get(name), Mapping)
+        found[name] = overridden(found[name], value) if both else value
+    return found
 
 
 def samples_per_update(config: RunConfig) -> int:
@@ -106,6 +117,12 @@ def needs_critic(config: RunConfig) -> bool:
 def trains_adapter(config: RunConfig, stage: str) -> bool:
     """Whether a stage trains a low-rank adapter instead of the weights."""
     return config.lora.rank > 0 and stage in config.lora.stages and stage in config.stages
+
+
+def starts_from_adapter(config: RunConfig, stage: str) -> bool:
+    """Whether a stage begins with the adapter in `lora.start`: the first one that trains an adapter does."""
+    first = next((name for name in config.stages if trains_adapter(config, name)), None)
+    return config.lora.start is not None and stage == first
 
 
 def adapter_stages(config: RunConfig) -> str | None:

@@ -54,8 +54,8 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        """What `{name}` stands for: the run file's own name, or its folder's for `run.yaml`."""
-        return run_name(self.run_file)
+        """The run's name, which `{name}` stands for."""
+        return run_name(self.config, self.run_file)
 
     @property
     def run_dir(self) -> Path:

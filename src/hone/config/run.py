@@ -16,7 +16,13 @@ from hone.devices import DeviceName
 
 class RunSection(Section):
     dir: str = key("runs/{name}", min_length=1)
-    """Folder of everything the run writes; `{name}` is the run file's own name, or its folder's for `run.yaml`."""
+    """Folder of everything the run writes; `{name}` is the run's name."""
+    name: str | None = key(None, min_length=1)
+    """Name of the run in reports, pages and trackers; null: the run file's own, or its folder's for `run.yaml`."""
+    group: str | None = key(None, min_length=1)
+    """Runs that belong together, such as the seeds of one experiment; shown beside the name, and passed to trackers."""
+    tags: tuple[str, ...] = key(())
+    """Words to find the run by; shown beside the name, and passed to trackers."""
     steps: int = key(100, unit="policy updates", ge=0)
     """Policy updates of the RL stage."""
     epochs: float | None = key(None, unit="passes over data.train", gt=0)
@@ -43,6 +49,9 @@ class ModelSection(Section):
     """Hugging Face model: a local directory or a hub name. Exactly one of `path` and `init`."""
     init: dict[str, Any] | None = key(None)
     """Random initialisation from an architecture config: the keys of a config.json, including `model_type`."""
+    override: dict[str, Any] = key({})
+    """Keys of the config.json in `path` that are replaced, such as `{max_position_embeddings: 65536}`; nested ones are
+    merged. Exported models have them."""
     tokenizer: str | None = key(None, is_path=True)
     """Tokenizer directory or hub name; null: the one in `path`."""
     characters: str | None = key(None)
@@ -334,6 +343,9 @@ class LoraSection(Section):
     """Rank of the adapter; 0: train all weights."""
     alpha: float = key(32.0, gt=0)
     """The adapter is scaled by alpha / rank."""
+    start: str | None = key(None, is_path=True)
+    """Directory of an adapter in peft's format to start from, in the first stage that trains one; its rank, alpha and
+    targets must be these. The reference of a KL is the model beneath it. null: a new adapter."""
     targets: tuple[str, ...] | None = key(None, min_length=1)
     """Linear layers to adapt, by the last part of their names, such as q_proj; null: all but the output layer."""
     stages: tuple[Literal["sft", "rl"], ...] = key(("sft", "rl"), min_length=1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun
-from hone.dialects.rows import automatic, by, each, listed, missing, placement, table, to, under, when, where
+from hone.dialects.rows import automatic, by, each, listed, missing, placement, rewritten, table, to, under, when, where
 from hone.dialects.shared import CONVERTED, EXPERTS, LOGGING, MEMORY, PIPELINE, RESUME
 from hone.dialects.values import names, number, positive, text, truth, whole
 from hone.dialects.verdict import Dialect, ForeignJob, KeyVerdict, Row, default, nothing, put, refused, unknown
@@ -217,7 +217,7 @@ RL: dict[str, Row] = {
     "max_prompt_length": to("data.max_prompt_tokens", whole),
     "rollout_max_tokens": to("rollout.max_response_tokens", whole),
     "epochs": to("train.passes_per_batch", whole, "passes over a batch"),
-    "shuffle_mini_batch": missing("optimizer steps are in the order of sampling", "train.samples_per_optimizer_step"),
+    "shuffle_mini_batch": automatic(shared.SHUFFLED),
     "rule_reward": automatic("verifier_function"),
     "beta": automatic("the weight of rule_reward beside a model: weights of reward.components"),
     "verifier_function": by(_verifiers, "reward.components"),
@@ -232,6 +232,7 @@ RL: dict[str, Row] = {
     "overlong_buffer*": automatic("part of overlong_buffer_enable"),
     "use_tensorboard": automatic("TensorBoard files are in the run's folder"),
     "use_wandb": by(_wandb, "observe.wandb"),
+    "wandb_exp_name": shared.run_name(),
     "wandb_*": automatic(LOGGING),
     **each("*resource* *_resource.**", shared.DEVICES),
     "use_integrated_worker": placement("all roles on one pool"),
@@ -253,7 +254,7 @@ RL: dict[str, Row] = {
     ),
     **each("tool_config_path max_tool_calls", _TURNS),
     "partial_rollout_*": missing(_CARRIED, "rollout.max_staleness", off=(None, False, 1)),
-    "is_multimodal": missing(shared.PICTURES),
+    "is_multimodal": rewritten("which column has the pictures: name it", "data.image_columns"),
 }
 
 GENERATE: dict[str, Row] = {

@@ -8,8 +8,8 @@ from typing import Any
 
 from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun
-from hone.dialects.rows import automatic, by, each, missing, placement, table, to
-from hone.dialects.shared import EXPERTS, LOGGING, MEMORY, PICTURES, PROFILER, RESUME
+from hone.dialects.rows import automatic, by, each, missing, placement, rewritten, table, to
+from hone.dialects.shared import EXPERTS, LOGGING, MEMORY, PROFILER, RESUME
 from hone.dialects.values import names, number, positive, text, whole
 from hone.dialects.verdict import Dialect, ForeignJob, KeyVerdict, Row, default, put, refused, unknown
 
@@ -76,7 +76,7 @@ ROWS: dict[str, Row] = {
     "trainer.ckpt.**": automatic("checkpoints are whole"),
     "trainer.**": placement("of the trainer: placement and memory"),
     "trainer": automatic("nothing set"),
-    "model.vlm.**": missing(PICTURES, off=()),
+    "model.vlm.**": rewritten("which column has the pictures: name it", "data.image_columns", off=()),
     "model.**": _TRAINER,
     "inference": automatic("engines start with the run"),
     "inference.vllm.tensor_parallel_size": shared.width("cluster.engines.tensor_parallel_size"),
@@ -96,6 +96,9 @@ ROWS: dict[str, Row] = {
     "ckpt": automatic("checkpoint.every"),
     **each("resume.** resume ckpt.resume_step", automatic(RESUME)),
     "monitors.wandb.project": to("observe.wandb", text),
+    "monitors.wandb.name": shared.run_name(),
+    "monitors.wandb.group": to("run.group", text),
+    "monitors.wandb.tags": to("run.tags", names),
     **each("monitors.** log.**", automatic(LOGGING)),
     "env_vars.**": automatic(shared.RUNTIME),
     "bench": automatic(PROFILER),

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hone.config.rules.rules import MAX_NAME
 from hone.dialects.rows import Condition, by, to, when
 from hone.dialects.values import names, number, positive, truth, whole
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, nothing, placed, put, refused
 
 PIPELINE = "pipeline parallelism: Hone shards weights over devices (FSDP2) instead; `hone plan` says whether it fits"
 EXPERTS = "expert parallelism: Hone shards experts like other weights; `hone plan` says whether it fits"
-PICTURES = "images in prompts are not imported: data.image_columns has them, for Qwen-VL models in one process"
 ENVIRONMENT = "code of yours that the command does not show: write it as an environment, rollout.environment.use"
 CONVERTED = "a converted checkpoint: Hone reads the Hugging Face directory of model.path itself"
 MEMORY = "changes memory and speed, not results; `hone plan --preset recommended` finds a value"
@@ -21,6 +21,7 @@ PROFILER = "profiling: every run writes trace.json, for Perfetto"
 RESUME = "resuming is a command: `hone train --resume RUN`"
 CUT = "samples from a cut distribution, while the ratio is taken with the whole one: biased; nearest: "
 RUNTIME = "environment of the job: set it where `hone train` is started"
+SHUFFLED = "samples of an update are always shuffled over its optimizer steps, by `seed`"
 AS_READ = "rows are tokenised as they are read"
 CONSTANT = "unused by a constant schedule"
 NO_CRITIC = "no critic with this estimator"
@@ -119,6 +120,32 @@ def checkpointing() -> Row:
 
 def bfloat16() -> Row:
     return to("run.precision", lambda value: "bfloat16" if truth(value) else None)
+
+
+def pictures() -> Row:
+    """A column of pictures, or several."""
+    return to("data.image_columns", lambda value: names(value) or None, "for models that see pictures")
+
+
+def tower(sees: Condition, has_adapter: Condition) -> Row:
+    """Whether a vision tower is frozen, which is the default here and not elsewhere."""
+
+    def read(job: ForeignJob, value: Any) -> KeyVerdict:
+        if truth(value) or has_adapter(job):
+            return nothing("frozen, as by default, and always beside an adapter")
+        return put({"model.freeze": []}, "the vision tower is trained too")
+
+    return when(sees, "no images", by(read, "model.freeze"))
+
+
+def run_name() -> Row:
+    """The run's name, in what a folder's name may have."""
+
+    def convert(value: Any) -> str | None:
+        kept = "".join(char if char.isalnum() or char in "-_.+= " else "-" for char in str(value))[:MAX_NAME]
+        return kept.lstrip("-.+= ") or None
+
+    return to("run.name", convert)
 
 
 def slice_of_rows(key: str) -> Row:

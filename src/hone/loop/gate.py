@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.config.derived import starts_from_adapter
 from hone.config.run import RunConfig
 from hone.data.pack import joined
 from hone.errors import GateError
@@ -92,7 +93,7 @@ def check_first_step(
         "gate/logprob_gap_max": most,
         "gate/ratio_mean": float(ratio_T.sum() / batch.loss_mask_T.sum().clamp(min=1)),
     }
-    if "ref_logprobs" in needs and step == 0:
+    if "ref_logprobs" in needs and step == 0 and not starts_from_adapter(config, "rl"):
         reference_T = trainer.logprobs(batch, reference=True)
         metrics["gate/reference_gap"] = mean_gap(trainer_T, reference_T, batch.loss_mask_T)
         if not metrics["gate/reference_gap"] <= noticeable:

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from hone.config.derived import overridden
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.contents import Contents
@@ -54,17 +55,20 @@ def load_model(
     device: torch.device | str,
     implementation: Implementation = "auto",
     trust_remote_code: bool = False,
+    override: Mapping[str, Any] = MappingProxyType({}),
 ) -> CausalModel:
     """The model in a local directory, or under a hub name.
 
     On device `meta` nothing is read: the model's `contents` read its weights later, and raise what would be raised
     here.
 
+    Args:
+        override: keys of its config.json that are replaced.
     Raises:
         DataError: no such model, no safetensors, a shard is missing or corrupt, or names and shapes do not fit.
     """
     folder = model_folder(path, trust_remote_code=trust_remote_code)
-    config = read_config(folder, trust_remote_code=trust_remote_code)
+    config = read_config(folder, trust_remote_code=trust_remote_code, override=override)
     weight_files(folder)  # so that a missing file is reported by Hone, not by its reader
     if is_ours(config, implementation):
         model = Decoder(config, dtype=dtype, device=device)
@@ -202,13 +206,15 @@ def replaced_when_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def describe_model(folder: Path, *, trust_remote_code: bool = False) -> dict[str, str | int]:
+def describe_model(
+    folder: Path, *, trust_remote_code: bool = False, override: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, str | int]:
     """What a model directory holds, without loading its weights.
 
     Raises:
         DataError: as `load_model`, as far as the headers of the files tell.
     """
-    config = read_config(folder, trust_remote_code=trust_remote_code)
+    config = read_config(folder, trust_remote_code=trust_remote_code, override=override)
     parameters = sum(math.prod(shape) for shape in weight_shapes(folder).values())
     return {
         "model type": config.model_type,
@@ -234,15 +240,37 @@ def model_folder(path: str | Path, *, trust_remote_code: bool = False) -> Path:
         ) from error
 
 
-def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config.json of a model directory. Raises DataError when there is none that Transformers understands."""
+def read_config(
+    folder: Path, *, trust_remote_code: bool = False, override: Mapping[str, Any] = MappingProxyType({})
+) -> PreTrainedConfig:
+    """The config.json of a model directory, with the keys of `override` replaced.
+
+    Raises:
+        DataError: there is none that Transformers understands, or its class has no such key.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise DataError(f"{folder}: no config.json. Is this a Hugging Face model directory?")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if not override:
+            return config
+        keys = json.loads(file.read_text("utf-8"))
+        unknown = [name for name in override if name not in keys and not hasattr(config, name)]
+        if unknown:
+            raise DataError(f"model.override: {config.model_type} has no key {', '.join(unknown)} in its config.json.")
+        return type(config).from_dict(overridden(keys, override))
+    except (ValueError, OSError, KeyError, TypeError) as error:
         raise DataError(f"{file}: {error}") from error
+
+
+def link_with_config(folder: Path, to: Path, config: PreTrainedConfig) -> None:
+    """A model directory `to` with another config.json than `folder`, whose other files are linked to."""
+    with replaced_when_whole(to) as aside:
+        for file in folder.iterdir():
+            if file.is_file() and file.name != "config.json":
+                (aside / file.name).symlink_to(file.resolve())
+        config.save_pretrained(aside)
 
 
 def is_ours(config: PreTrainedConfig, implementation: Implementation) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -181,13 +182,19 @@ class AdapterOff(CausalModel):
         self.policy.load_weights(weights)
 
 
-def add_adapter(model: CausalModel, settings: LoraSection, *, seed: int, dtype: torch.dtype) -> None:
-    """Freeze a model, turn its weights into `dtype`, and put a new adapter into it, a function of `seed`.
+def add_adapter(
+    model: CausalModel, settings: LoraSection, *, seed: int, dtype: torch.dtype, start: Path | None = None
+) -> None:
+    """Freeze a model, turn its weights into `dtype`, and put an adapter into it: a new one, or that of a directory.
 
-    A is uniform in +-1/sqrt(in), as peft starts it, and B is 0. The adapter keeps the dtype that the model had.
+    Of a new one A is uniform in +-1/sqrt(in), as peft starts it, a function of `seed`, and B is 0. The adapter keeps
+    the dtype that the model had.
 
+    Args:
+        start: a directory in peft's format.
     Raises:
-        DataError: targets that the model does not have, or no peft where it is needed.
+        DataError: targets that the model does not have, no peft where it is needed, or another kind of adapter in
+            `start` than `settings` says.
     """
     model.requires_grad_(False)
     if isinstance(model, Decoder):
@@ -199,7 +206,10 @@ def add_adapter(model: CausalModel, settings: LoraSection, *, seed: int, dtype: 
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    first = partial(_first_factors, {name: factor.shape for name, factor in adapter.weights()}, seed)
+    shapes = {name: factor.shape for name, factor in adapter.weights()}
+    if start is not None:
+        refuse_other_adapter(start, settings, shapes)
+    first = partial(_first_factors, shapes, seed) if start is None else partial(_saved_factors, start)
     if model.contents is None:
         copy_by_name(dict(adapter.weights()), first())
     else:
@@ -215,6 +225,56 @@ def _first_factors(shapes: Mapping[str, torch.Size], seed: int) -> Iterator[tupl
             yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
         else:
             yield name, torch.zeros(shape)
+
+
+def _saved_factors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+            yield name, tensors.get_tensor(name)
+
+
+def refuse_other_adapter(folder: Path, settings: LoraSection, shapes: Mapping[str, torch.Size] | None = None) -> None:
+    """Raises DataError when the adapter in a directory is not of these settings, or not beside these layers.
+
+    Args:
+        shapes: of its factors, by peft's names; None: not compared.
+    """
+    try:
+        found = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as tensors:
+            saved = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(
+            f"lora.start: {folder} cannot be read as an adapter of peft: {error}. It needs {ADAPTER_CONFIG} and "
+            f"{ADAPTER_WEIGHTS}."
+        ) from error
+    for key, theirs, ours in (
+        ("rank", found.get("r"), settings.rank),
+        ("alpha", found.get("lora_alpha"), settings.alpha),
+    ):
+        if theirs != ours:
+            raise DataError(
+                f"lora.{key} = {ours:g}, but the adapter in lora.start has {theirs}. Set lora.{key}={theirs}."
+            )
+    more = [name for name in OTHER_KINDS if found.get(name)] + (["bias"] if found.get("bias", "none") != "none" else [])
+    if found.get("peft_type") != "LORA" or more:
+        raise DataError(
+            f"lora.start: {folder} is an adapter of another kind ({', '.join(more) or found.get('peft_type')}); plain "
+            "LoRA can be continued. Merge it into its model, and name that in model.path."
+        )
+    if shapes is None or saved == dict(shapes):
+        return
+    differs = sorted(name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name))
+    raise DataError(
+        f"lora.start: the adapter in {folder} is not beside the layers that this run adapts: {differs[0]} has shape "
+        f"{tuple(saved.get(differs[0], ())) or 'none'} there and {tuple(shapes.get(differs[0], ())) or 'none'} here "
+        f"({len(differs)} differ). Set lora.targets to its target_modules, and model.path to its model."
+    )
+
+
+OTHER_KINDS = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform")
+"""Keys of an adapter_config.json that change what an adapter computes."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def merged_copy(model: CausalModel) -> CausalModel:
@@ -311,6 +371,6 @@ def save_adapter(folder: Path, model: CausalModel, base: str) -> None:
     if has_tower(model.hf_config):  # whose layers may have the same last names
         keys["target_modules"] = list(adapter.names)
     with replaced_when_whole(folder) as aside:
-        (aside / "adapter_config.json").write_text(json.dumps(keys, indent=2) + "\n")
+        (aside / ADAPTER_CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
         tensors = {name: weight.cpu().contiguous() for name, weight in adapter.weights()}
-        save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})

@@ -29,7 +29,7 @@ from hone.observe.recorder import Recorder
 from hone.observe.report import Picture, RunSummary, write_report
 from hone.observe.sinks import MetricsFile, TensorBoard
 from hone.observe.trace import Event, Spans, Timeline, TraceFile
-from hone.observe.trackers import TrackerSettings, open_trackers
+from hone.observe.trackers import Labels, TrackerSettings, open_trackers
 from hone.observe.whole import sync
 from hone.types import Group, Position
 
@@ -66,6 +66,8 @@ class Observer:
         settings: ObserveSettings,
         *,
         title: str,
+        group: str | None = None,
+        tags: Sequence[str] = (),
         total_steps: int,
         resume: Position | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
@@ -77,6 +79,7 @@ class Observer:
         """Open the run's records in `folder`.
 
         Args:
+            title: what the run is called; `group` and `tags`: what it is found by, in reports and trackers.
             total_steps: of the stage that runs first; `begin` announces the next one.
             resume: `position()` at the checkpoint that the run continues from; metrics.jsonl is cut there and samples
                 beyond it go. None starts new records and removes old ones.
@@ -91,13 +94,13 @@ class Observer:
             RunFolderError: metrics.jsonl does not match `resume`.
         """
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        is_resumed = resume is not None
+        is_resumed, labels = resume is not None, Labels(title, group, tuple(tags))
         self._folder, self._decode, self._picture, self._callbacks = folder, decode, picture, tuple(callbacks)
         self._lock = threading.Lock()
         self._metrics = MetricsFile(folder / "metrics.jsonl", resume.metrics_bytes if resume else None)
         log = LogView(folder / "logs" / "training.log", title, total_steps, resume=is_resumed)
         self._views: tuple[View, View] = (log, open_view(settings.console, title, total_steps))
-        self._trackers = open_trackers(folder, settings, title, {**(metadata or {}), "machine": versions()})
+        self._trackers = open_trackers(folder, settings, labels, {**(metadata or {}), "machine": versions()})
         self._tensorboard = TensorBoard(folder / "tensorboard", resume=is_resumed) if settings.tensorboard else None
         self._trace = TraceFile(folder / "trace.json", title=title, resume=is_resumed) if settings.trace else None
         self._spans = Spans()
@@ -109,7 +112,7 @@ class Observer:
         self._recorder = self._new_recorder(resume)
         self._summary = RunSummary.begin(
             folder,
-            title=title,
+            labels,
             versions=versions(),
             origin={name: value for name, value in (metadata or {}).items() if name != "config"},
             resume=is_resumed,

@@ -22,6 +22,7 @@ from hone.observe.metrics import PHASES, find_metric
 from hone.observe.page import page
 from hone.observe.recorder import RecordedSample, is_whole, read_samples, recorded_steps, samples_file
 from hone.observe.sinks import lines_in, metric_lines
+from hone.observe.trackers import Labels
 from hone.observe.whole import set_aside, write_whole
 
 SUMMARY = Path("logs") / "summary.json"
@@ -46,6 +47,8 @@ class RunSummary:
 
     title: str
     began_unix_s: float
+    group: str | None = None
+    tags: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
     """Where it comes from: `command`, `git_commit`, `inputs` (hashes by name)."""
@@ -56,15 +59,15 @@ class RunSummary:
     def begin(
         cls,
         folder: Path,
+        labels: Labels,
         *,
-        title: str,
         versions: Mapping[str, str],
         origin: Mapping[str, Any],
         resume: bool,
         warn: Callable[[str], None],
     ) -> RunSummary:
         """A run begins, or continues: then it keeps the time at which it began."""
-        summary = cls(title=title, began_unix_s=time.time(), versions=versions, origin=origin)
+        summary = cls(labels.name, time.time(), labels.group, labels.tags, versions=versions, origin=origin)
         if resume and (folder / SUMMARY).exists():
             try:
                 summary.began_unix_s = cls.read(folder).began_unix_s

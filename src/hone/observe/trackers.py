@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,16 @@ MLFLOW_BATCH = 100
 """Parameters of one request."""
 MLFLOW_CHARS = 5000
 """Of a parameter's value."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a run is called and found by."""
+
+    name: str
+    group: str | None = None
+    """Of the runs that it belongs to."""
+    tags: tuple[str, ...] = ()
 
 
 class Tracker(Protocol):
@@ -43,7 +54,9 @@ class TrackerSettings(Protocol):
     def mlflow(self) -> str | None: ...
 
 
-def open_trackers(folder: Path, settings: TrackerSettings, title: str, metadata: Mapping[str, Any]) -> list[Tracker]:
+def open_trackers(
+    folder: Path, settings: TrackerSettings, labels: Labels, metadata: Mapping[str, Any]
+) -> list[Tracker]:
     """The trackers that the run file names.
 
     Args:
@@ -55,13 +68,13 @@ def open_trackers(folder: Path, settings: TrackerSettings, title: str, metadata:
     """
     found: list[Tracker] = []
     if settings.wandb:
-        found.append(Wandb(folder / "wandb", settings.wandb, title, metadata))
+        found.append(Wandb(folder / "wandb", settings.wandb, labels, metadata))
     if settings.swanlab:
-        found.append(SwanLab(folder / "swanlab", settings.swanlab, title, metadata))
+        found.append(SwanLab(folder / "swanlab", settings.swanlab, labels, metadata))
     if settings.trackio:
-        found.append(Trackio(folder / "trackio", settings.trackio, title, metadata))
+        found.append(Trackio(folder / "trackio", settings.trackio, labels, metadata))
     if settings.mlflow:
-        found.append(MLflow(folder / "mlflow", settings.mlflow, title, metadata))
+        found.append(MLflow(folder / "mlflow", settings.mlflow, labels, metadata))
     return found
 
 
@@ -88,7 +101,7 @@ def _by_stage(stage: str, values: Mapping[str, float]) -> dict[str, float]:
 class Wandb:
     """One Weights & Biases run per run folder; a resumed run continues it. WANDB_MODE=offline needs no key."""
 
-    def __init__(self, folder: Path, project: str, title: str, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, project: str, labels: Labels, metadata: Mapping[str, Any]) -> None:
         """Raises ConfigError when the package or the key is missing, HoneError when the service does not answer."""
         _require("wandb", project)
         offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
@@ -113,7 +126,9 @@ class Wandb:
         try:
             self._run = wandb.init(
                 project=project,
-                name=title,
+                name=labels.name,
+                group=labels.group,
+                tags=labels.tags,
                 dir=str(folder),
                 id=_run_id(folder),
                 resume="allow",
@@ -134,14 +149,16 @@ class Wandb:
 class SwanLab:
     """SwanLab; without SWANLAB_API_KEY the run is written into the folder, for `swanlab sync`."""
 
-    def __init__(self, folder: Path, project: str, title: str, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, project: str, labels: Labels, metadata: Mapping[str, Any]) -> None:
         _require("swanlab", project)
         import swanlab  # pyright: ignore[reportMissingImports]
 
         mode = os.environ.get("SWANLAB_MODE") or ("online" if os.environ.get("SWANLAB_API_KEY") else "offline")
         self._run = swanlab.init(
             project=project,
-            name=title,
+            name=labels.name,
+            group=labels.group,
+            tags=list(labels.tags) or None,
             id=_run_id(folder),
             resume="allow",
             mode=mode,
@@ -159,13 +176,14 @@ class SwanLab:
 class Trackio:
     """Trackio: on this machine, for `trackio show`; TRACKIO_DIR says where."""
 
-    def __init__(self, folder: Path, project: str, title: str, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, project: str, labels: Labels, metadata: Mapping[str, Any]) -> None:
         _require("trackio", project)
         import trackio  # pyright: ignore[reportMissingImports]
 
         self._run = trackio.init(
             project,
-            name=f"{title}-{_run_id(folder)}",
+            name=f"{labels.name}-{_run_id(folder)}",
+            group=labels.group,
             config=json.loads(json.dumps(metadata, default=str)),
             resume="allow",
             embed=False,
@@ -183,7 +201,7 @@ class Trackio:
 class MLflow:
     """MLflow at MLFLOW_TRACKING_URI; without it, in a database in the folder."""
 
-    def __init__(self, folder: Path, project: str, title: str, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, project: str, labels: Labels, metadata: Mapping[str, Any]) -> None:
         _require("mlflow", project)
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
@@ -200,7 +218,7 @@ class MLflow:
                 return
             experiment = self._client.get_experiment_by_name(project)
             place = experiment.experiment_id if experiment else self._client.create_experiment(project)
-            self._id = self._client.create_run(place, run_name=title).info.run_id
+            self._id = self._client.create_run(place, run_name=labels.name, tags=_mlflow_tags(labels)).info.run_id
             params = [Param(name, str(value)[:MLFLOW_CHARS]) for name, value in _leaves(metadata)]
             for start in range(0, len(params), MLFLOW_BATCH):
                 self._client.log_batch(self._id, params=params[start : start + MLFLOW_BATCH])
@@ -217,6 +235,11 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def _mlflow_tags(labels: Labels) -> dict[str, str]:
+    """MLflow's tags are names with values: `group`, and each of ours as a name alone."""
+    return {**dict.fromkeys(labels.tags, ""), **({"group": labels.group} if labels.group else {})}
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hone.config.derived import overridden
 from hone.config.messages import nearest
 from hone.config.run import ModelSection
 from hone.errors import DataError
@@ -66,9 +67,9 @@ def find_architecture(model: ModelSection, folder: Path) -> Architecture:
 
 def policy_config(model: ModelSection, folder: Path) -> Mapping[str, Any]:
     """The keys of the policy's config.json; arguments and errors as `find_architecture`."""
-    return (
-        _with_vocab(model, folder) if model.init is not None else named_config(model.path or "", folder, "model.path")
-    )
+    if model.init is not None:
+        return _with_vocab(model, folder)
+    return overridden(named_config(model.path or "", folder, "model.path"), model.override)
 
 
 def named_architecture(name: str, folder: Path, *, key: str) -> Architecture:

@@ -26,7 +26,7 @@ from hone.devices import device_of, visible_devices
 from hone.errors import ConfigError, DataError, PlacementError, ServiceError
 from hone.loop.sft import imitation_rows
 from hone.model.load import describe_model, init_config, read_config
-from hone.model.lora import check_targets
+from hone.model.lora import check_targets, refuse_other_adapter
 from hone.reward.http import Address
 from hone.reward.rewards import Rewards
 from hone.rollout.env_pool import EnvironmentPool
@@ -123,7 +123,9 @@ def check_tokenizer_and_model(config: RunConfig, folder: Path, findings: CheckRe
                     f"weights of {model.path}: a hub name; they are fetched when training starts"
                 )
             else:
-                findings.figures |= describe_model(Path(place), trust_remote_code=model.trust_remote_code)
+                findings.figures |= describe_model(
+                    Path(place), trust_remote_code=model.trust_remote_code, override=model.override
+                )
         return load_tokenizer(model, folder, config.data.template_args)
     except DataError as error:
         if is_hub_name:
@@ -301,7 +303,9 @@ def check_adapter(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, 
             if not place.is_dir():
                 findings.not_checked.append(f"lora.targets: {model.path} is a hub name, read when training starts")
                 return
-            architecture = read_config(place, trust_remote_code=model.trust_remote_code)
+            architecture = read_config(place, trust_remote_code=model.trust_remote_code, override=model.override)
+        if config.lora.start is not None and (start := Path(resolve_model(config.lora.start, folder))).is_dir():
+            refuse_other_adapter(start, config.lora)
         layers = check_targets(
             architecture, config.lora, model.implementation, trust_remote_code=model.trust_remote_code
         )

@@ -35,6 +35,9 @@ from hone.runtime.processes import own_command
 
 SAME_NUMBERS = (
     "run.dir",
+    "run.name",
+    "run.group",
+    "run.tags",
     "run.steps",
     "run.epochs",
     "run.threads",

@@ -114,7 +114,7 @@ def starting_architecture(model: ModelSection, folder: Path, *, vocab_size: int 
             place = Path(hf_hub_download(place, "config.json", local_files_only=not can_resolve(ENDPOINT))).parent
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise DataError(f"model.path: {model.path}: no config.json ({type(error).__name__}: {error})") from error
-    return read_config(Path(place), trust_remote_code=model.trust_remote_code)
+    return read_config(Path(place), trust_remote_code=model.trust_remote_code, override=model.override)
 
 
 def refused_by_config(architecture: PreTrainedConfig) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from hone.errors import RunFolderError
 from hone.observe.events import read_events
 from hone.observe.recorder import is_whole, recorded_steps, samples_file
-from hone.observe.report import report_data, sample_rows, step_samples
+from hone.observe.report import RunSummary, report_data, sample_rows, step_samples
 from hone.run.comparison import comparison_data
 from hone.run.folder import RunFolder
 from hone.run.status import described, read_status
@@ -88,6 +88,7 @@ class Runs:
         path = self.folder / name
         folder = RunFolder.read(path)
         status = read_status(folder)
+        summary = RunSummary.read(path)
         last = status.last or {}
         alarms: dict[str, None] = {}
         for event in read_events(folder.events, last_bytes=1 << 20):
@@ -97,6 +98,9 @@ class Runs:
                 alarms.pop(event["name"], None)
         return {
             "name": name,
+            "title": summary.title,
+            "group": summary.group,
+            "tags": list(summary.tags),
             "running": status.running,
             "outcome": status.outcome,
             "stage": status.stage,

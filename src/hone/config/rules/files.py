@@ -21,6 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
+from hone.config.derived import overridden
 from hone.config.engine import EngineSection
 from hone.config.messages import nearest
 from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
@@ -321,6 +322,7 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
     for key, text, needed in (
         ("model.path", config.model.path, "config.json"),
         ("critic.path", config.critic.path, "config.json"),
+        ("lora.start", config.lora.start, "adapter_config.json"),
         ("model.tokenizer", config.model.tokenizer, "tokenizer_config.json"),
         *((f"services.{name}.policy", service.policy, "config.json") for name, service in config.services.items()),
     ):
@@ -394,7 +396,7 @@ def architecture_of(config: RunConfig, folder: Path) -> Mapping[str, Any]:
             architecture = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError, RecursionError):
             return {}
-    return architecture if isinstance(architecture, dict) else {}
+    return overridden(architecture, config.model.override) if isinstance(architecture, dict) else {}
 
 
 def context_limit(config: RunConfig, folder: Path) -> int | None:

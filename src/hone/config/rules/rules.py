@@ -26,6 +26,8 @@ from hone.doctor.rules import NAMES
 
 Rule = Callable[[RunConfig], Iterator[Breach]]
 
+MAX_NAME = 128
+"""Characters of `run.name`."""
 _ROWS = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
 
 
@@ -60,6 +62,11 @@ def one_tokenizer(config: RunConfig) -> Iterator[Breach]:
     model = config.model
     if model.characters is not None and model.tokenizer is not None:
         yield Breach(("model.characters", "model.tokenizer"), "contradicts model.tokenizer: set one of them to null")
+    if model.override and model.path is None:
+        keys = ("model.override", "model.init")
+        yield Breach(keys, "replaces keys of the config.json in model.path: with model.init, write them there")
+    if "model_type" in model.override:
+        yield Breach(("model.override.model_type", "model.override"), "cannot be replaced: weights are of one class")
     if model.characters is not None and model.path is not None:
         yield Breach(
             ("model.characters", "model.path"),
@@ -285,6 +292,16 @@ def best_can_be_told(config: RunConfig) -> Iterator[Breach]:
         yield Breach(keys, f"= {best} needs evaluations to choose from: stage rl with eval.every above 0")
 
 
+def run_name_may_name_a_folder(config: RunConfig) -> Iterator[Breach]:
+    name = config.run.name
+    if name is not None and (not re.fullmatch(r"\w[\w .+=-]*", name) or len(name) > MAX_NAME):
+        yield Breach(
+            ("run.name",),
+            f"must be letters, digits, blanks and _ . + = -, at most {MAX_NAME}, because run.dir may use it "
+            f"(got {name!r})",
+        )
+
+
 def run_folder_is_its_own(config: RunConfig, run_file: Path) -> Iterator[Breach]:
     """`--fresh` moves the run's folder aside: it must never be one that holds anything else."""
     text = config.run.dir
@@ -317,6 +334,7 @@ RULES: tuple[Rule, ...] = (
     one_tokenizer,
     template_or_chat,
     rows_are_ranges,
+    run_name_may_name_a_folder,
     stages_run_once,
     stages_have_what_they_train_on,
     rewards_have_answers,

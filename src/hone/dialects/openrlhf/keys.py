@@ -6,7 +6,7 @@ from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun
 from hone.dialects.openrlhf import rules
 from hone.dialects.rows import automatic, by, each, listed, missing, placement, rewritten, table, to, under, when, where
-from hone.dialects.shared import LOGGING, MEMORY, PICTURES, RESUME
+from hone.dialects.shared import LOGGING, MEMORY, RESUME
 from hone.dialects.values import number, pair, positive, text, truth, whole, zero_if_off
 from hone.dialects.verdict import Dialect, Row, nothing, put
 
@@ -61,7 +61,9 @@ ACTOR: dict[str, Row] = {
     "model_name_or_path": to("model.path", text),
     "gradient_checkpointing_enable": shared.checkpointing(),
     "gradient_checkpointing_reentrant": automatic("never reentrant"),
-    "freeze_visual_encoder": missing(PICTURES),
+    "freeze_visual_encoder": shared.tower(
+        lambda job: whole(job.get("data.max_images_per_prompt", 0)), lambda job: job.get("ds.lora.rank", 0)
+    ),
     "aux_loss_coef": missing(shared.NO_AUX_LOSS),
     "ptx_coef": automatic("only read with pretrain data"),
     "eps_clip": by(rules.clip, "algorithm.clip_low", "algorithm.clip_high"),
@@ -108,8 +110,8 @@ DATA: dict[str, Row] = {
         "data.train_rows", lambda value: None if whole(value) >= 10_000_000 else f"0:{whole(value)}", "a slice"
     ),
     "dataloader_num_workers": automatic(shared.AS_READ),
-    "image_key": when(lambda job: whole(job.get("data.max_images_per_prompt", 0)), "no images", missing(PICTURES)),
-    "max_images_per_prompt": missing(PICTURES),
+    "image_key": when(lambda job: whole(job.get("data.max_images_per_prompt", 0)), "no images", shared.pictures()),
+    "max_images_per_prompt": automatic("a prompt has the pictures of its row"),
     "pretrain_dataset": missing("no language-modelling loss beside RL"),
     "pretrain_*": automatic("only read with pretrain data"),
 }
@@ -209,6 +211,8 @@ FILES: dict[str, Row] = {
     "logger.wandb.project": by(
         lambda job, v: put({"observe.wandb": str(v)} if job.given("logger.wandb.key") else {}), "observe.wandb"
     ),
+    "logger.wandb.run_name": shared.run_name(),
+    "logger.wandb.group": to("run.group", text),
     "logger.wandb.*": automatic(LOGGING),
     "logger.tensorboard_dir": by(
         lambda job, v: nothing("TensorBoard files are in the run's folder"), "observe.tensorboard"

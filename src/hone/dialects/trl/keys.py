@@ -196,7 +196,7 @@ TRAINER: dict[str, Row] = {
 
 FILES: dict[str, Row] = {
     "output_dir": to("run.dir", text),
-    "run_name": automatic("the run's name is its folder's"),
+    "run_name": shared.run_name(),
     "seed": to("seed", whole),
     "data_seed": automatic("order follows `seed`"),
     "full_determinism": automatic("a synchronous run on one process repeats bit for bit"),

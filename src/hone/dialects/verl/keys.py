@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hone.dialects import shared
 from hone.dialects.rows import automatic, by, each, listed, missing, placement, rewritten, table, to, under, when, where
-from hone.dialects.shared import ENVIRONMENT, EXPERTS, LOGGING, MEMORY, PICTURES, PIPELINE, PROFILER, RESUME
+from hone.dialects.shared import ENVIRONMENT, EXPERTS, LOGGING, MEMORY, PIPELINE, PROFILER, RESUME
 from hone.dialects.values import number, positive, text, truth, whole, zero_if_off
 from hone.dialects.verdict import Dialect, Row, nothing, put, refused
 from hone.dialects.verl import rules
@@ -13,7 +13,7 @@ from hone.dialects.verl.rules import ACTOR, MODEL, ROLLOUT
 _MICROBATCHES = automatic("sequences of a pass: train.tokens_per_microbatch counts tokens")
 _NEVER_PADDED = automatic("never padded")
 _CHUNKED = automatic("logits are made in chunks")
-_NO_IMAGES = automatic("no images")
+_PROCESSOR = automatic("the model's own processor; data.max_image_pixels bounds a picture")
 _PUBLISHED = automatic("weights are published by the trainer")
 _BY_SEED = automatic("each sample's randomness follows `seed`")
 _FSDP = placement("the trainer is FSDP2")
@@ -21,6 +21,7 @@ _ROUTER = missing(shared.ROUTER, off=(None, "disabled", False))
 _MTP = missing("multi-token prediction is not supported")
 _DISTILLATION = "distillation from a teacher is not supported"
 _TEMPLATE_ARGS = by(rules.template_args, "data.template_args")
+_OVERRIDE = by(rules.override, "model.override")
 
 DATA: dict[str, Row] = {
     "train_files": rules.files("data.train"),
@@ -44,8 +45,9 @@ DATA: dict[str, Row] = {
     **each("return_raw_chat return_raw_input_ids return_full_prompt", automatic("rewards see prompt and messages")),
     "reward_fn_key": automatic("one reward for all rows; data.eval and eval.by report by column"),
     "use_shm": automatic("data is read once"),
-    **each("image_key video_key audio_key", missing(PICTURES)),
-    **each("return_multi_modal_inputs image_patch_size mm_processor_kwargs", _NO_IMAGES),
+    "image_key": shared.pictures(),
+    **each("video_key audio_key", missing("prompts have text and pictures; video and sound are not supported")),
+    **each("return_multi_modal_inputs image_patch_size mm_processor_kwargs", _PROCESSOR),
     "apply_chat_template_kwargs": _TEMPLATE_ARGS,
     "apply_chat_template_kwargs.*": _TEMPLATE_ARGS,
     "custom_cls.**": rewritten("a data set class: write its rows to JSONL or Parquet and name it", "data.train"),
@@ -110,7 +112,7 @@ ACTOR_ROWS: dict[str, Row] = {
     ),
     **_LOSS,
     "ppo_epochs": to("train.passes_per_batch", whole),
-    "shuffle": by(rules.shuffled_steps, "train.samples_per_optimizer_step"),
+    "shuffle": automatic(shared.SHUFFLED),
     "data_loader_seed": automatic("order follows `seed`"),
     "use_torch_compile": automatic("kernels of Hone's own; cluster.trainer.compile compiles layers"),
     "strategy": _FSDP,
@@ -138,7 +140,7 @@ ACTOR_ROWS: dict[str, Row] = {
     "use_prefix_grouper": automatic("prompts are computed once per group"),
     "load_weight": automatic("weights are loaded"),
     "rollout_n": automatic("rollout.n"),
-    "freeze_vision_tower": missing(PICTURES),
+    "freeze_vision_tower": shared.tower(lambda job: job.given("data.image_key"), rules.has_adapter),
     "self_distillation.**": missing("distillation is not supported", off=()),
     "qat.**": missing(shared.QUANTISED),
 }
@@ -197,7 +199,7 @@ ROLLOUT_ROWS: dict[str, Row] = {
     "engine_kwargs.vllm.max_model_len": shared.engine("max_model_len"),
     "engine_kwargs.vllm.**": placement("of vLLM: speed and memory; keys of cluster.engines are in docs/vllm.md"),
     "engine_kwargs.**": placement("of another engine: vLLM samples here"),
-    "limit_images": missing(PICTURES),
+    "limit_images": automatic("a prompt has the pictures of its row"),
     "multi_turn.enable": _TURNS,
     **each("multi_turn.tool_config_path multi_turn.interaction_config_path agent.**", _TURNS),
     "multi_turn.**": when(
@@ -223,7 +225,7 @@ ROLLOUT_ROWS: dict[str, Row] = {
     "qat.**": missing("quantised sampling is not supported"),
 }
 
-_adapter = shared.adapter(lambda job: job.get(f"{MODEL}.lora_rank", 0) or job.get(f"{MODEL}.lora.rank", 0))
+_adapter = shared.adapter(rules.has_adapter)
 MODEL_ROWS: dict[str, Row] = {
     "path": to("model.path", text),
     "tokenizer_path": to("model.tokenizer", text),
@@ -235,10 +237,7 @@ MODEL_ROWS: dict[str, Row] = {
     **each("lora_alpha lora.alpha", _adapter("alpha", number)),
     **each("target_modules lora.target_modules", _adapter("targets", shared.targets)),
     **each("exclude_modules lora.exclude_modules", missing("name the layers to adapt in lora.targets", "lora.targets")),
-    **each(
-        "lora_adapter_path lora.adapter_path",
-        missing("a run starts a new adapter; merge the old one into model.path first", "lora.rank"),
-    ),
+    **each("lora_adapter_path lora.adapter_path", _adapter("start", text)),
     "lora.dropout": missing("adapters have no dropout"),
     "lora.**": automatic("adapters start as in the paper, and are published merged"),
     "use_*": automatic("Hone's kernels: never padded, logits in chunks"),
@@ -247,7 +246,7 @@ MODEL_ROWS: dict[str, Row] = {
     "custom_chat_template": missing("write the template to a file and set model.chat_template", "model.chat_template"),
     "external_lib": missing("install the package; set model.implementation = transformers", "model.implementation"),
     "override_config.attn_implementation": automatic("attention is Hone's own"),
-    **each("override_config override_config.**", missing("edit the model's config.json", "model.path")),
+    **each("override_config override_config.**", _OVERRIDE),
     "mtp.**": _MTP,
 }
 
@@ -364,7 +363,7 @@ TRAINER: dict[str, Row] = {
     "device": placement("GPUs where torch finds them"),
     "logger": by(rules.logger, "observe.wandb", "observe.tensorboard"),
     "project_name": by(lambda job, v: nothing("the project of trainer.logger's wandb"), "observe.wandb"),
-    "experiment_name": by(rules.experiment, "run.dir"),
+    "experiment_name": shared.run_name(),
     "default_local_dir": by(rules.folder, "run.dir"),
     "default_hdfs_dir": missing("copy checkpoints from the run's folder", "run.dir"),
     "save_freq": to("checkpoint.every", zero_if_off, "-1: only at the end"),
@@ -443,7 +442,8 @@ WRITTEN = listed(
         ROLLOUT: "n temperature val_kwargs.do_sample name",
         "algorithm": "adv_estimator lam use_kl_in_reward kl_penalty rollout_correction.rollout_is",
         ACTOR: "use_kl_loss kl_loss_type policy_loss.loss_mode clip_ratio_low clip_ratio_high clip_ratio_c "
-        "loss_agg_mode entropy_coeff ppo_mini_batch_size optim.lr optim.weight_decay optim.betas grad_clip",
+        "loss_agg_mode entropy_coeff ppo_mini_batch_size optim.lr optim.weight_decay optim.betas grad_clip "
+        "freeze_vision_tower",
         MODEL: "lora_alpha",
         "critic": "cliprange_value optim.lr optim.weight_decay optim.betas",
         "trainer": "total_epochs save_freq val_before_train",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from hone.config.derived import overridden
 from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun
 from hone.dialects.rows import automatic, by, missing, placement, table, to, under, when, where
@@ -60,6 +61,10 @@ def in_loss(job: ForeignJob) -> bool:
     return truth(job.get(f"{ACTOR}.use_kl_loss", False)) and number(job.get(f"{ACTOR}.kl_loss_coef", 0.001)) > 0
 
 
+def has_adapter(job: ForeignJob) -> bool:
+    return bool(job.get(f"{MODEL}.lora_rank", 0) or job.get(f"{MODEL}.lora.rank", 0))
+
+
 def is_asynchronous(job: ForeignJob) -> bool:
     return any(word in job.foreign.program for word in ("one_step", "async"))
 
@@ -99,6 +104,21 @@ def template_args(job: ForeignJob, value: Any) -> KeyVerdict:
     return put({"data.template_args": found} if found else {})
 
 
+def override(job: ForeignJob, value: Any) -> KeyVerdict:
+    """All of `override_config` as one mapping; verl has two spellings of it."""
+    prefix = f"{MODEL}.override_config"
+    found: dict[str, Any] = {}
+    for key, given in job.values.items():
+        if key == prefix or key.startswith(f"{prefix}."):
+            plain, parts = job.plain(given), [part for part in key.removeprefix(prefix).split(".") if part]
+            for part in reversed(parts):
+                plain = {part: plain}
+            found = overridden(found, plain if isinstance(plain, dict) else {})
+    found = overridden(found, found.pop("model_config", {}))
+    ours = ("attn_implementation", "moe_config")
+    return put({"model.override": kept} if (kept := {k: v for k, v in found.items() if k not in ours}) else {})
+
+
 def prompts_per_step(job: ForeignJob) -> int:
     """Prompts of a policy update; the fully asynchronous program has no batch and counts mini-batches."""
     if given := whole(job.get("data.train_batch_size", 1024)):
@@ -121,12 +141,6 @@ def mini_batch(job: ForeignJob, value: Any) -> KeyVerdict:
 
 def one_step_per_update(job: ForeignJob) -> bool:
     return whole(job.get(f"{ACTOR}.ppo_mini_batch_size", 256)) >= prompts_per_step(job)
-
-
-def shuffled_steps(job: ForeignJob, value: Any) -> KeyVerdict:
-    if not truth(value) or one_step_per_update(job):
-        return nothing("no order to shuffle")
-    return refused("optimizer steps of an update are in the order of sampling; nearest: leave it out")
 
 
 def total_rollouts(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -431,13 +445,6 @@ def logger(job: ForeignJob, value: Any) -> KeyVerdict:
 
 def folder(job: ForeignJob, value: Any) -> KeyVerdict:
     return put({"run.dir": str(value)} if value and "${" not in str(value) else {})
-
-
-def experiment(job: ForeignJob, value: Any) -> KeyVerdict:
-    if job.given("trainer.default_local_dir"):
-        return nothing("run.dir comes from default_local_dir")
-    safe = "".join(char if char.isalnum() or char in "-_." else "-" for char in str(value)).strip(".")
-    return put({"run.dir": f"runs/{safe or 'verl'}"}, "the run's name is its folder's")
 
 
 def staleness(job: ForeignJob, value: Any) -> KeyVerdict:

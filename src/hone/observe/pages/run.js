@@ -165,7 +165,8 @@ function drawMemory() {
 // Where the run comes from, below the title.
 function drawOrigin() {
   const { origin, versions } = data.summary, hashes = Object.entries(origin.inputs || {});
-  const rows = [["command", origin.command], ["git commit", origin.git_commit],
+  const { group, tags } = data.summary;
+  const rows = [["group", group], ["tags", (tags || []).join(" · ")], ["command", origin.command], ["git commit", origin.git_commit],
     ["machine", Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(" · ")],
     ["inputs", hashes.map(([name, hash]) => `${name} ${String(hash).replace("sha256:", "").slice(0, 12)}`).join(" · ")]];
   byId("origin").innerHTML = rows.filter(([, text]) => text).map(([name, text]) => `<dt>${name}</dt><dd>${esc(text)}</dd>`).join("");

@@ -3,11 +3,14 @@
 
 const stateOf = run => run.running ? "running" : run.outcome || "not running";
 
+// What the run file calls the run, where that is not the folder's name; its group and tags.
+const labelsOf = run => [run.name.split("/").pop() === run.title || run.name === "." ? "" : run.title, run.group, ...run.tags].filter(Boolean);
+
 function runRow(run) {
   const row = element("tr"), share = run.steps ? Math.min(1, run.step / run.steps) : 0;
   const metrics = Object.entries(run.metrics).map(([name, value]) => `${esc(name)} <b>${number(value)}</b>`).join(" · ");
   row.innerHTML = `<td><input type="checkbox" id="pick-${esc(run.name)}" value="${esc(run.name)}" aria-label="Compare ${esc(run.name)}"></td>
-    <td><a href="/run?name=${encodeURIComponent(run.name)}">${esc(run.name === "." ? data.folder : run.name)}</a></td>
+    <td><a href="/run?name=${encodeURIComponent(run.name)}">${esc(run.name === "." ? data.folder : run.name)}</a> <span class="soft">${esc(labelsOf(run).join(" · "))}</span></td>
     <td class="${run.running ? "pos" : "soft"}">${esc(stateOf(run))}</td>
     <td>${run.stage ? `${esc(run.stage)} ${run.step}${run.steps ? ` of ${run.steps}` : ""}<div class="bar"><i style="width:${100 * share}%"></i></div>` : "–"}</td>
     <td>${run.running && run.eta_s !== null ? duration(run.eta_s) : ""}</td><td>${metrics}</td>
@@ -19,7 +22,7 @@ const picked = () => [...document.querySelectorAll("#runs input:checked")].map(b
 
 function fillRuns() {
   const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean), keep = picked();
-  const found = data.runs.filter(run => words.every(word => `${run.name} ${stateOf(run)} ${run.alarms.join(" ")}`.toLowerCase().includes(word)));
+  const found = data.runs.filter(run => words.every(word => `${run.name} ${labelsOf(run).join(" ")} ${stateOf(run)} ${run.alarms.join(" ")}`.toLowerCase().includes(word)));
   byId("runs").replaceChildren(...found.map(runRow));
   document.querySelectorAll("#runs input").forEach(box => { box.checked = keep.includes(box.value); box.addEventListener("input", tellPicked); });
   byId("found").textContent = `${found.length} of ${data.runs.length} runs`;
@@ -33,7 +36,7 @@ function tellPicked() {
 function draw() {
   byId("title").textContent = "Runs";
   byId("outcome").textContent = data.folder;
-  byId("content").innerHTML = `<div class="row" style="margin-top:20px"><input type="search" id="search" placeholder="Search names, states, alarms" aria-label="Search">
+  byId("content").innerHTML = `<div class="row" style="margin-top:20px"><input type="search" id="search" placeholder="Search names, tags, states, alarms" aria-label="Search">
     <button id="compare" type="button">Compare the chosen</button><span class="note" id="found"></span></div>
     <div class="scroll"><table class="fit"><thead><tr><th><span class="label">pick</span></th><th>run</th><th>state</th><th>stage</th><th>to its end</th><th>last</th><th>alarms</th><th class="optional">last change</th></tr></thead><tbody id="runs"></tbody></table></div>
     ${data.runs.length ? "" : `<p class="soft">No runs here yet. Each \`hone train\` makes a folder, run.dir.</p>`}`;
