@@ -24,8 +24,10 @@ def pytest_itemcollected(item):
 
 @pytest.fixture(autouse=True, scope="session")
 def state_of_its_own(tmp_path_factory):
-    """Runs remember what memory they took; those of tests are not to be remembered by a user's."""
+    """Runs remember what memory they took, and what rows became; those of tests are not to be remembered by a
+    user's."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True, scope="session")

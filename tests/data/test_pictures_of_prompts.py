@@ -129,7 +129,7 @@ def test_a_file_that_changes_during_a_run_ends_it(tmp_path):
 def test_supervised_rows_have_the_prompts_pictures(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "image": "a.png", "answer": "6"}))
     data = DataSection(train="rows.jsonl", chat=True, image_columns=("image",), answer_column="answer")
-    (row,), _ = load_sft_rows(data, SftSection(), tokenizer_of(), tmp_path)
+    (row,) = load_sft_rows(data, SftSection(), tokenizer_of(), tmp_path)
     assert row.pictures[0].num_tokens == 6 and len(row.prompt) == 6 + 2 + 2
 
 

@@ -20,15 +20,15 @@ def load(tmp_path, digits):
 
 
 def test_a_pair_is_two_texts_with_their_end(write_rows, load):
-    pairs, report = load(write_rows({"prompt": "1+1=", "chosen": "2", "rejected": 11}))
-    assert pairs == [((3, 12, 3, 16, 4, 1), (3, 12, 3, 16, 3, 3, 1), 0.0)]
-    assert (report.read, report.kept) == (1, 1)
+    pairs = load(write_rows({"prompt": "1+1=", "chosen": "2", "rejected": 11}))
+    assert pairs[:] == [((3, 12, 3, 16, 4, 1), (3, 12, 3, 16, 3, 3, 1), 0.0)]
+    assert (pairs.report.read, pairs.report.kept) == (1, 1)
 
 
 def test_columns_template_and_margin_are_the_run_files(write_rows, load):
     name = write_rows({"a": "1", "good": "2", "bad": "3", "by": 0.5})
     rm = {"chosen_column": "good", "rejected_column": "bad", "margin_column": "by"}
-    (pair,), _ = load(name, rm=rm, template="{a}+{a}=")
+    (pair,) = load(name, rm=rm, template="{a}+{a}=")
     assert pair == ((3, 12, 3, 16, 4, 1), (3, 12, 3, 16, 5, 1), 0.5)
 
 
@@ -44,7 +44,7 @@ def test_chats_go_through_the_template_in_all_their_forms(write_rows, load, mode
         {"prompt": [user], "chosen": [good], "rejected": [bad]},
         {"prompt": "how many", "chosen": [user, good], "rejected": [user, bad]},
     )
-    pairs, _ = load(name, tokenizer=tokenizer, chat=True)
+    pairs = load(name, tokenizer=tokenizer, chat=True)
     decoded = tokenizer.hf.decode(pairs[0].chosen)
     assert decoded == "<|user|>how many<eos><|assistant|>four<eos>"
     assert pairs[0] == pairs[1] == pairs[2]
@@ -80,8 +80,8 @@ def test_a_bad_row_is_named_or_skipped(write_rows, load, row, problem):
     rm = {"margin_column": "by"}
     with pytest.raises(DataError, match=problem):
         load(name, rm=rm)
-    pairs, report = load(name, rm=rm, on_bad_row="skip")
-    assert len(pairs) == 1 and report.bad == 1
+    pairs = load(name, rm=rm, on_bad_row="skip")
+    assert len(pairs) == 1 and pairs.report.bad == 1
 
 
 def test_a_margin_of_nan_in_parquet_is_a_bad_row(tmp_path, load):
@@ -98,8 +98,8 @@ def test_long_pairs_are_dropped_and_counted(write_rows, load):
     name = write_rows(
         {"prompt": "1=", "chosen": "2", "rejected": "333333"}, {"prompt": "1=", "chosen": "2", "rejected": "3"}
     )
-    pairs, report = load(name, max_tokens=4)
-    assert len(pairs) == 1 and "1 dropped, longer than 4 tokens (longest: 9)" in str(report)
+    pairs = load(name, max_tokens=4)
+    assert len(pairs) == 1 and "1 dropped, longer than 4 tokens (longest: 9)" in str(pairs.report)
     with pytest.raises(DataError, match="No row is left"):
         load(name, max_tokens=2)
 
@@ -108,4 +108,4 @@ def test_held_out_pairs_need_a_source(write_rows, load):
     name = write_rows({"prompt": "1=", "chosen": "2", "rejected": "3"})
     with pytest.raises(DataError, match=r"data\.eval: not set"):
         load(name, part="eval")
-    assert len(load(name, part="eval", eval=name)[0]) == 1
+    assert len(load(name, part="eval", eval=name)) == 1

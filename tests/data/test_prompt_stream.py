@@ -104,7 +104,7 @@ def test_the_last_turn_can_be_the_answer(write_rows, load, model_directory, tmp_
     assert (prompt.text, prompt.answer, prompt.messages) == ("<|user|>how many<eos><|assistant|>", "four", (USER,))
     (prompt,) = load(name, tokenizer=tokenizer, answer_column="short", **chat).rows()
     assert (prompt.text, prompt.answer) == ("<|user|>how many<eos><|assistant|>", 4)
-    rows, _ = load_sft_rows(DataSection(train=name, **chat), SftSection(), tokenizer, tmp_path)
+    rows = load_sft_rows(DataSection(train=name, **chat), SftSection(), tokenizer, tmp_path)
     assert tokenizer.decode(rows[0].response) == "four"
 
 
@@ -249,15 +249,15 @@ def test_evaluation_data_is_never_shuffled(write_rows, tmp_path, words):
 def test_sft_rows_are_prompt_and_response_with_its_end(write_rows, tmp_path, digits):
     name = write_rows({"prompt": "1+1=", "answer": "2"}, {"prompt": "9*9=", "answer": 81})
     data = DataSection(train=name, answer_column="answer")
-    rows, report = load_sft_rows(data, SftSection(), digits, tmp_path)
+    rows = load_sft_rows(data, SftSection(), digits, tmp_path)
     assert [tuple(map(list, row[:2])) for row in rows] == [([3, 12, 3, 16], [4, 1]), ([11, 14, 11, 16], [10, 3, 1])]
-    assert report.kept == 2
+    assert rows.report.kept == 2
 
 
 def test_sft_rows_may_come_from_elsewhere(write_rows, tmp_path, digits):
     name = write_rows({"prompt": "1=", "worked": "1"}, {"prompt": "2=", "worked": "2"}, {"prompt": "3=", "worked": "3"})
     sft = SftSection(data=name, rows="1:", response_column="worked")
-    rows, _ = load_sft_rows(DataSection(train="unused.jsonl"), sft, digits, tmp_path)
+    rows = load_sft_rows(DataSection(train="unused.jsonl"), sft, digits, tmp_path)
     assert [tuple(map(list, row[:2])) for row in rows] == [([4, 16], [4, 1]), ([5, 16], [5, 1])]
 
 

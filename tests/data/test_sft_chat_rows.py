@@ -54,9 +54,9 @@ def shown(tokenizer, row):
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_only_the_assistants_turns_carry_loss(make_tokenizer, load, template):
     tokenizer = make_tokenizer(template)
-    (row,), report = load(tokenizer, {"talk": TALK})
+    (row,) = rows = load(tokenizer, {"talk": TALK})
     assert shown(tokenizer, row) == "u:1+1=<eos>\na:[2][<eos>]\nu:+3=<eos>\na:[5][<eos>]"
-    assert report.kept == 1
+    assert rows.report.kept == 1
 
 
 def test_marks_win_over_what_rendering_would_say(make_tokenizer):
@@ -67,7 +67,7 @@ def test_marks_win_over_what_rendering_would_say(make_tokenizer):
 
 def test_a_system_message_of_the_run_file_is_put_in_front(make_tokenizer, load):
     tokenizer = make_tokenizer(PLAIN)
-    (row,), _ = load(tokenizer, {"talk": TALK[:2]}, chat=True, system="+")
+    (row,) = load(tokenizer, {"talk": TALK[:2]}, chat=True, system="+")
     assert shown(tokenizer, row) == "s:+<eos>\nu:1+1=<eos>\na:[2][<eos>]"
 
 
@@ -100,13 +100,13 @@ def test_a_bad_row_is_named_or_skipped(make_tokenizer, load, row, problem):
     tokenizer = make_tokenizer(PLAIN)
     with pytest.raises(DataError, match=problem):
         load(tokenizer, row, {"talk": TALK})
-    rows, report = load(tokenizer, row, {"talk": TALK}, on_bad_row="skip")
-    assert len(rows) == 1 and report.bad == 1
+    rows = load(tokenizer, row, {"talk": TALK}, on_bad_row="skip")
+    assert len(rows) == 1 and rows.report.bad == 1
 
 
 def test_long_conversations_are_dropped_and_counted(make_tokenizer, load):
-    rows, report = load(make_tokenizer(PLAIN), {"talk": TALK}, {"talk": TALK[:2]}, max_tokens=15)
-    assert len(rows) == 1 and report.too_long == 1
+    rows = load(make_tokenizer(PLAIN), {"talk": TALK}, {"talk": TALK[:2]}, max_tokens=15)
+    assert len(rows) == 1 and rows.report.too_long == 1
 
 
 def test_without_a_template_there_is_nothing_to_render_with(digits, load):

@@ -17,6 +17,7 @@ from huggingface_hub.constants import ENDPOINT
 
 import hone
 from hone.config.load import Loaded
+from hone.data.cache import file_digest
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
 from hone.data.sources import read_rows
 from hone.errors import DataError, RunFolderError
@@ -37,9 +38,7 @@ def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
         DataError: the weights are not there.
     """
     config, folder = loaded.config, loaded.run_file.parent.resolve()
-    backend = tokenizer.hf.backend_tokenizer.to_str()
-    spelling = json.dumps([backend, tokenizer.hf.chat_template, tokenizer.eos_ids], default=str)
-    hashes = {"hone": hone.__version__, "tokenizer": hashlib.sha256(spelling.encode()).hexdigest()}
+    hashes = {"hone": hone.__version__, "tokenizer": tokenizer.digest()}
     data = config.data
     sources = {
         "data.train": (data.train, data.train_split),
@@ -86,7 +85,7 @@ def _rows(source: str | tuple[str, ...], folder: Path, split: str) -> str:
         return hashlib.sha256("".join(_rows(part, folder, split) for part in source).encode()).hexdigest()
     path = folder / Path(source).expanduser()
     if path.is_file():
-        return digest(path)
+        return file_digest(path)
     hashed = hashlib.sha256()
     try:
         for row in read_rows(source, folder, split=split):

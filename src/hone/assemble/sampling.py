@@ -137,12 +137,13 @@ def held_out_evaluation(job: Job, engine: Engine, rewards: Rewards) -> Evaluate 
     config = job.config
     if config.data.eval is None:
         return None
-    prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, part="eval")
-    job.observer.say(f"evaluating on {prompts.report}")
+    stream = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, part="eval", say=job.observer.say)
+    job.observer.say(f"evaluating on {stream.report}")
+    prompts = tuple(stream.rows())
     sampling = evaluation_sampling(config)
 
     async def run() -> dict[str, float]:
-        found = await evaluate(engine, rewards, prompts.rows(), sampling, config.eval, seed=config.seed)
+        found = await evaluate(engine, rewards, prompts, sampling, config.eval, seed=config.seed)
         return dict(found.metrics)
 
     return run

@@ -267,8 +267,8 @@ async def run_stage(job: Job, backend: Backend, stage: Stage, saved: SavedCheckp
 async def imitate_once(job: Job, backend: Backend, saved: SavedCheckpoint | None, ready: Callable[[], None]) -> None:
     """Supervised fine-tuning from the run file's model; leaves its weights in `stage_weights`. Calls `ready` when the
     trainer is there."""
-    rows, report = imitation_rows(job.config, job.tokenizer, job.base_dir)
-    job.observer.say(f"imitating {report}")
+    rows = imitation_rows(job.config, job.tokenizer, job.base_dir, job.observer.say)
+    job.observer.say(f"imitating {rows.report}")
     steps = total_steps(job.config.sft, len(rows))
     progress = begin_stage(job, "sft", saved)
     async with backend.imitator(steps, saved) as trainer:
@@ -284,15 +284,15 @@ async def learn_preferences_once(
     """Learning from preferences, from the run file's model or from what the SFT stage left. `ready`: as before."""
     config, tokenizer = job.config, job.tokenizer
     longest = longest_tokens(config)
-    pairs, report = load_pairs(config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest)
-    held_out, other = load_pairs(config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest, part="eval")
-    job.observer.say(f"pairs to learn from: {report}; held out: {other}")
+    load = partial(load_pairs, config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest)
+    pairs, held_out = (load(part=part, say=job.observer.say) for part in ("train", "eval"))
+    job.observer.say(f"pairs to learn from: {pairs.report}; held out: {held_out.report}")
     steps = pair_steps(config.rm, len(pairs))
     progress = begin_stage(job, "reward_model", saved)
     async with backend.pair_learner(steps, saved) as trainer:
         ready()
         job.observer.begin("reward_model", steps)
-        run = RewardModelRun(config, progress, trainer, *job.doors, pairs=pairs, held_out=held_out, guard=job.guard)
+        run = RewardModelRun(config, progress, trainer, *job.doors, pairs=pairs, held_out=held_out[:], guard=job.guard)
         await run_to_end(job, run, train_reward_model)
 
 
@@ -300,7 +300,7 @@ async def optimise_once(job: Job, backend: Backend, saved: SavedCheckpoint | Non
     """The policy loop, from the run file's model or from what the SFT stage left. Calls `ready` when trainer and engine
     are there."""
     config = job.config
-    prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed)
+    prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, say=job.observer.say)
     job.observer.say(f"training on {prompts.report}")
     progress = begin_stage(job, "rl", saved, job.memory.predict)
     algorithm = Algorithm(

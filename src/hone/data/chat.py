@@ -6,6 +6,7 @@ character-level one can be built for experiments with randomly initialised model
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import re
@@ -13,6 +14,7 @@ import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -146,6 +148,11 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
+    def digest(self) -> str:
+        """SHA-256 of all that decides how it spells and renders."""
+        spelling = json.dumps([self.hf.backend_tokenizer.to_str(), self.hf.chat_template, self.eos_ids], default=str)
+        return hashlib.sha256(spelling.encode()).hexdigest()
+
     def check_characters(self, text: str, *, rendered: bool = False) -> None:
         """Raises UnknownCharacter for an unpaired surrogate, or a character that a character-level tokenizer lacks.
 
@@ -218,6 +225,11 @@ def with_template_args(template: Any, template_args: Mapping[str, Any]) -> Any:
         for name, value in template_args.items()
     )
     return template if template.startswith(defaults) else defaults + template
+
+
+def clock_at_start(template: Any) -> dict[str, Any]:
+    """Template arguments that keep the time at what it is now, for a chat template that asks for it; else none."""
+    return {"strftime_now": datetime.now().strftime} if "strftime_now" in str(template) else {}
 
 
 def thinks(template: Any, prompt: str) -> bool:

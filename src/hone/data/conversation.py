@@ -5,8 +5,9 @@ The same code prepares training pairs and what is scored later. The policy's pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
 
 import jinja2
 from transformers import PreTrainedTokenizerFast
@@ -28,17 +29,20 @@ class ConversationReader:
         tokenizer: the reward model's; it need have no EOS.
         form: `chat` puts the answer as the assistant's message after the others, through the chat template; `text`
             writes it right after the prompt's text, with the tokenizer's EOS behind it if it has one.
+        clock: further arguments of the chat template, see `clock_at_start`.
     Raises:
         DataError: `chat` without a chat template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, form: Form) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, form: Form, *, clock: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         if form == "chat" and tokenizer.chat_template is None:
             raise DataError(
                 f"reward model: its tokenizer ({tokenizer.name_or_path or 'of characters'}) has no chat template, "
                 "though it scores chats. Set model.chat_template, or use a plain data.template."
             )
-        self.tokenizer, self.form = tokenizer, form
+        self.tokenizer, self.form, self._clock = tokenizer, form, clock
         self._alphabet = alphabet_of(tokenizer)
 
     def read(self, question: str | Sequence[Message], answer: str | Sequence[Message]) -> list[int]:
@@ -72,7 +76,9 @@ class ConversationReader:
             repeats = list(answer[: len(messages)]) == messages
             messages = list(answer) if repeats else [*messages, *answer]
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=False, **self._clock
+            )
         except jinja2.TemplateError as error:
             raise UnreadableConversation(f"the chat template refuses it: {error}") from error
         assert isinstance(text, str)

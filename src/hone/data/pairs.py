@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hone.config.run import DataSection, PreferenceSection
+from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer
 from hone.data.conversation import ConversationReader, UnreadableConversation
+from hone.data.lazy import Facts, LazyRows, Reading, load_lazily
+from hone.data.prompts import hash_of, row_settings
 from hone.data.render import Malformed, Renderer, as_text, column
-from hone.data.report import LoadReport, Tally, nothing_left
-from hone.data.sources import Part, read_rows, source_name, source_of
-from hone.errors import DataError
+from hone.data.report import on_stderr
+from hone.data.sources import Part, SourceRow, source_of
 
 
 class PreferencePair(NamedTuple):
@@ -33,40 +37,50 @@ def load_pairs(
     *,
     max_tokens: int,
     part: Part = "train",
-) -> tuple[list[PreferencePair], LoadReport]:
+    say: Say = on_stderr,
+) -> LazyRows[PreferencePair]:
     """The pairs of one part of the data, in the order of the source.
 
     Args:
         folder: the run file's, for relative paths.
         max_tokens: of one conversation; a pair with a longer one is dropped and reported.
+        say: is given lines about progress.
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
-    source, split, rows = source_of(data, part, lacking="there are no held-out pairs to measure the reward model on")
-    reading = _PairReading(data, rm, tokenizer)
-    tally = Tally(data, source_name(source), max_tokens=max_tokens)
-    pairs: list[PreferencePair] = []
-    for row in tally.rows(read_rows(source, folder, split=split, rows=rows)):
-        try:
-            pair = reading.pair(row.values)
-        except Malformed as error:
-            tally.reject(f"{row.where} {error.field}: {error}")
-            continue
-        if tally.fits(max(len(pair.chosen), len(pair.rejected))):
-            pairs.append(pair)
-    tally.kept = len(pairs)
-    if not pairs:
-        raise DataError(nothing_left(tally.report()))
-    return pairs, tally.report()
+    source = source_of(data, part, lacking="there are no held-out pairs to measure the reward model on")
+    return load_lazily(source, data, folder, _PairReading(data, rm, tokenizer), max_tokens=max_tokens, say=say)
 
 
-class _PairReading:
-    """What a row becomes."""
+class _PairReading(Reading[PreferencePair]):
+    """Rows to pairs."""
 
     def __init__(self, data: DataSection, rm: PreferenceSection, tokenizer: Tokenizer) -> None:
-        self.data, self.rm = data, rm
+        self.data, self.rm, self.tokenizer = data, rm, tokenizer
         self.renderer = Renderer(data, tokenizer)
-        self.reader = ConversationReader(tokenizer.hf, "chat" if data.chat else "text")
+        self.reader = ConversationReader(tokenizer.hf, "chat" if data.chat else "text", clock=self.renderer.clock)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        columns = [self.rm.chosen_column, self.rm.rejected_column, self.rm.margin_column]
+        tokenizer = self.tokenizer.digest()
+        return {"kind": "pairs", "columns": columns, "data": row_settings(self.data), "tokenizer": tokenizer}
+
+    def read(self, rows: Sequence[SourceRow]) -> list[PreferencePair | Malformed]:
+        return [self.pair_or_problem(row) for row in rows]
+
+    def pair_or_problem(self, row: SourceRow) -> PreferencePair | Malformed:
+        try:
+            return self.pair(row.values)
+        except Malformed as error:
+            return error
+
+    def facts(self, item: PreferencePair) -> Facts:
+        content = hash_of(*(np.array(side, np.int32).tobytes() for side in (item.chosen, item.rejected)))
+        return Facts(max(len(item.chosen), len(item.rejected)), content, content)
+
+    def is_repeatable(self) -> bool:
+        return not self.renderer.clock
 
     def pair(self, values: Mapping[str, Any]) -> PreferencePair:
         """Raises Malformed, naming the column."""

@@ -1,7 +1,7 @@
 """Prompt stream: rows to prompts with stable ids, in a shuffled endless stream that one integer resumes.
 
 What a malformed row is gets decided here, row by row; `data.on_bad_row` says what follows. Not here: reading files
-(`sources.py`), turning text into tokens (`chat.py`).
+(`sources.py`), which rows are kept and which of them are in memory (`lazy.py`), turning text into tokens (`chat.py`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,13 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.config.run import DataSection, SftSection
+from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
+from hone.data.lazy import Facts, LazyRows, Reading, load_lazily
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.render import Malformed, Renderer, as_text, column
-from hone.data.report import LoadReport, Tally, nothing_left
-from hone.data.sources import BadRow, Part, SourceRow, read_rows, source_name, source_of
+from hone.data.report import on_stderr
+from hone.data.sources import DataSource, Part, SourceRow, source_of
 from hone.errors import DataError
 from hone.types import Picture, Prompt, TokenIds, read_only
+
+MADE_AHEAD = 16
+"""Prompts of a stream that are tokenised together."""
 
 
 class SftRow(NamedTuple):
@@ -43,58 +47,64 @@ class SftRow(NamedTuple):
 class PromptStream:
     """Prompts in an endless stream of epochs; position `index` is a function of (seed, index) alone.
 
+    Prompts are read and tokenised when they are asked for.
+
     Attributes:
         report: what was read, dropped and skipped.
-        where: file and line of each prompt's row, by the prompt's id.
     """
 
-    def __init__(
-        self, prompts: Sequence[Prompt], report: LoadReport, where: Mapping[str, str], *, seed: int, shuffle: bool
-    ) -> None:
-        if not prompts:
-            raise DataError(nothing_left(report))
-        self.report, self.where = report, where
-        self._prompts = tuple(prompts)
+    def __init__(self, prompts: LazyRows[Prompt], *, seed: int, shuffle: bool) -> None:
+        self.report = prompts.report
+        self._prompts = prompts
         self._seed, self._shuffle = seed, shuffle
 
     def __len__(self) -> int:
         """Prompts per epoch."""
         return len(self._prompts)
 
-    def rows(self) -> tuple[Prompt, ...]:
+    def rows(self) -> LazyRows[Prompt]:
         """Every prompt once, in the order of the source, which is also its `index` here."""
         return self._prompts
+
+    def order(self, epoch: int) -> NDArray[np.uint32]:
+        """(n,) places in `rows()` of the prompts of an epoch."""
+        if self._shuffle:
+            return epoch_order(len(self), seed=self._seed, epoch=epoch)
+        return np.arange(len(self), dtype=np.uint32)
 
     def starting_at(self, index: int) -> Iterator[Prompt]:
         """The endless stream from position `index` on; epoch `index // len(self)`, and so on."""
         first_epoch, position = divmod(index, len(self))
         for epoch in itertools.count(first_epoch):
-            order = epoch_order(len(self), seed=self._seed, epoch=epoch) if self._shuffle else range(len(self))
-            for place in range(position, len(self)):
-                yield replace(self._prompts[order[place]], index=epoch * len(self) + place)
+            order = self.order(epoch)
+            for start in range(position, len(self), MADE_AHEAD):
+                prompts = self._prompts.at(order[start : start + MADE_AHEAD].tolist())
+                for place, prompt in enumerate(prompts, start=start):
+                    yield replace(prompt, index=epoch * len(self) + place)
             position = 0
 
 
 def load_prompts(
-    data: DataSection, tokenizer: Tokenizer, folder: Path, *, seed: int, part: Part = "train"
+    data: DataSection, tokenizer: Tokenizer, folder: Path, *, seed: int, part: Part = "train", say: Say = on_stderr
 ) -> PromptStream:
-    """Read, render and tokenise one part of the data.
+    """Read, render and tokenise one part of the data, unless a cache knows what comes of it.
 
     Args:
         folder: the run file's, for relative paths.
         part: `train` is shuffled when `data.shuffle` says so, `eval` never.
+        say: is given lines about progress.
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
-    source, split, rows = source_of(data, part, lacking="there is nothing to evaluate on")
-    loading = _Loading(data, tokenizer, source_name(source), folder)
-    prompts = loading.prompts(read_rows(source, folder, split=split, rows=rows))
-    return PromptStream(prompts, loading.report(), loading.where, seed=seed, shuffle=data.shuffle and part == "train")
+    source = source_of(data, part, lacking="there is nothing to evaluate on")
+    reading = _PromptReading(data, tokenizer, folder)
+    prompts = load_lazily(source, data, folder, reading, max_tokens=data.max_prompt_tokens, say=say)
+    return PromptStream(prompts, seed=seed, shuffle=data.shuffle and part == "train")
 
 
 def load_sft_rows(
-    data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path
-) -> tuple[list[SftRow], LoadReport]:
+    data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path, *, say: Say = on_stderr
+) -> LazyRows[SftRow]:
     """Supervised rows in source order: prompts as in `load_prompts`, and responses with EOS.
 
     Raises DataError as `load_prompts` does, and without a response column.
@@ -103,17 +113,9 @@ def load_sft_rows(
         raise DataError(
             "sft.response_column: not set, and neither is data.answer_column; which column has the responses?"
         )
-    source = sft.data or data.train
-    loading = _Loading(data, tokenizer, source_name(source), folder, sft=sft)
-    prompts = loading.prompts(read_rows(source, folder, split=data.train_split, rows=sft.rows))
-    if not prompts:
-        raise DataError(nothing_left(loading.report()))
-    responses = tokenizer.encode_responses([loading.responses[prompt.id] for prompt in prompts])
-    imitated = [
-        SftRow(prompt.token_ids, read_only(ids, np.int32), pictures=prompt.pictures)
-        for prompt, ids in zip(prompts, responses, strict=True)
-    ]
-    return imitated, loading.report()
+    source = DataSource(sft.data or data.train, data.train_split, sft.rows)
+    reading = _SftReading(data, sft, tokenizer, folder)
+    return load_lazily(source, data, folder, reading, max_tokens=data.max_prompt_tokens, say=say)
 
 
 def shortened(ids: Sequence[int], data: DataSection) -> Sequence[int]:
@@ -127,23 +129,26 @@ def shortened(ids: Sequence[int], data: DataSection) -> Sequence[int]:
 
 
 @lru_cache(maxsize=2)
-def epoch_order(num_rows: int, *, seed: int, epoch: int) -> tuple[int, ...]:
+def epoch_order(num_rows: int, *, seed: int, epoch: int) -> NDArray[np.uint32]:
     """A permutation of range(num_rows) that is a function of (seed, epoch), on every machine and library version.
 
     Rows are sorted by a hash of their number (splitmix64, Steele et al., 2014), keyed by seed and epoch.
     """
     key = int.from_bytes(hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest(), "little")
-    x = np.uint64(key) + np.arange(1, num_rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return tuple(np.argsort(x ^ (x >> np.uint64(31)), kind="stable").tolist())
+    x = np.arange(1, num_rows + 1, dtype=np.uint64)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x += np.uint64(key)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    return read_only(np.argsort(x, kind="stable"), np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptDraft:
     """A row that is well-formed and rendered, not yet tokenised."""
 
-    where: str
     id: str
     text: str
     answer: Any
@@ -152,97 +157,141 @@ class _PromptDraft:
     pictures: tuple[Picture, ...]
 
 
-class _Loading(Tally):
-    """One pass over one source, row by row."""
+class _PromptReading(Reading[Prompt]):
+    """Rows to prompts. Ids of rows that ask and answer the same are equal until they are
+    `finished`, then the second is `...#2`."""
 
-    def __init__(
-        self,
-        data: DataSection,
-        tokenizer: Tokenizer,
-        source: str,
-        folder: Path,
-        *,
-        sft: SftSection | None = None,
-    ) -> None:
-        super().__init__(data, source, max_tokens=data.max_prompt_tokens)
-        self.tokenizer = tokenizer
+    def __init__(self, data: DataSection, tokenizer: Tokenizer, folder: Path) -> None:
+        self.data, self.tokenizer = data, tokenizer
         self.renderer = Renderer(data, tokenizer, folder)
-        self.sft = sft
-        self.responses: dict[str, str] = {}
-        """Prompt id -> target text, when `sft` is given."""
-        self.where: dict[str, str] = {}
-        """Prompt id -> file and line of its row."""
-        self.repeats = Counter[str]()
-        """Number of rows with the same content."""
+        self.id_column = data.id_column
+        self._had_pictures = False
 
-    def prompts(self, rows: Iterable[SourceRow | BadRow]) -> list[Prompt]:
-        """The well-formed rows that are short enough."""
-        drafts = [draft for row in self.rows(rows) if (draft := self.draft(row)) is not None]
-        whole_ids = self.tokenizer.encode_prompts([draft.text for draft in drafts], rendered=self.data.chat)
-        prompts: list[Prompt] = []
-        for draft, whole in zip(drafts, whole_ids, strict=True):
-            ids, pictures = shortened(whole, self.data), draft.pictures
-            if pictures:
-                try:
-                    ids, pictures = with_picture_tokens(whole, pictures, self.tokenizer.picture_id)
-                except BrokenPicture as error:
-                    self.reject(f"{draft.where} {self.data.prompt_column}: {error}")
-                    continue
-            if not ids:
-                self.reject(f"{draft.where} {self.data.prompt_column}: the prompt is empty")
-            elif self.fits(len(ids)):
-                prompts.append(
-                    Prompt(
-                        draft.id,
-                        len(prompts),
-                        draft.text,
-                        np.array(ids, np.int32),
-                        answer=draft.answer,
-                        columns=draft.columns,
-                        messages=draft.messages,
-                        pictures=pictures,
-                    )
-                )
-        self.kept = len(prompts)
-        return prompts
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"kind": "prompts", "data": row_settings(self.data), "tokenizer": self.tokenizer.digest()}
 
-    def draft(self, row: SourceRow) -> _PromptDraft | None:
+    def read(self, rows: Sequence[SourceRow]) -> list[Prompt | Malformed]:
+        drafts = [self.draft(row) for row in rows]
+        texts = [draft.text for draft in drafts if isinstance(draft, _PromptDraft)]
+        ids = iter(self.tokenizer.encode_prompts(texts, rendered=self.data.chat))
+        return [draft if isinstance(draft, Malformed) else self.prompt(draft, next(ids)) for draft in drafts]
+
+    def draft(self, row: SourceRow) -> _PromptDraft | Malformed:
         data, values = self.data, row.values
         try:
             rendered = self.renderer.render(values)
-            text = self.spelled(rendered.text, data.prompt_column, rendered=data.chat)
+            text = spelled(self.tokenizer, rendered.text, data.prompt_column, rendered=data.chat)
             answer = column(values, data.answer_column) if data.answer_column is not None else rendered.answer
-            row_id = self.row_id(row, answer, rendered.pictures)
-            if self.sft is not None:
-                field = self.sft.response_column or data.answer_column or data.prompt_column
-                response = column(values, field) if self.sft.response_column else answer
-                self.responses[row_id] = self.spelled(as_text(response, field), field)
+            name = data.id_column
+            row_id = (
+                self.content_id(row, answer, rendered.pictures) if name is None else as_text(column(values, name), name)
+            )
         except Malformed as error:
-            return self.reject(f"{row.where} {error.field}: {error}")
+            return error
+        self._had_pictures |= bool(rendered.pictures)
         shown = {data.prompt_column, *data.image_columns}  # a reward sees pictures on the prompt
         others = {k: v for k, v in values.items() if k not in shown}
-        return _PromptDraft(row.where, row_id, text, answer, others, rendered.messages, rendered.pictures)
+        return _PromptDraft(row_id, text, answer, others, rendered.messages, rendered.pictures)
 
-    def spelled(self, text: str, field: str, *, rendered: bool = False) -> str:
-        """`text`, after checking that the tokenizer can encode it."""
+    def prompt(self, draft: _PromptDraft, whole: list[int]) -> Prompt | Malformed:
+        ids, pictures, name = shortened(whole, self.data), draft.pictures, self.data.prompt_column
+        if pictures:
+            try:
+                ids, pictures = with_picture_tokens(whole, pictures, self.tokenizer.picture_id)
+            except BrokenPicture as error:
+                return Malformed(name, str(error))
+        if not ids:
+            return Malformed(name, "the prompt is empty")
+        return Prompt(
+            draft.id, 0, draft.text, np.array(ids, np.int32), answer=draft.answer, columns=draft.columns,
+            messages=draft.messages, pictures=pictures,
+        )  # fmt: skip
+
+    def content_id(self, row: SourceRow, answer: Any, pictures: Sequence[Picture]) -> str:
+        """A hash of what the row asks and answers."""
+        asks = [*self.renderer.asks(row.values), *(picture.digest for picture in pictures)]
+        content = json.dumps([asks, answer], sort_keys=True, default=str)
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+    def facts(self, item: Prompt) -> Facts:
+        row_id = int(item.id, 16) if self.id_column is None else hash_of(item.id.encode())
+        pictures = [f"{picture.digest} {picture.start}".encode() for picture in item.pictures]
+        return Facts(len(item.token_ids), row_id, hash_of(item.token_ids.tobytes(), *pictures))
+
+    def finished(self, item: Prompt, place: int, repeat: int) -> Prompt:
+        is_first = repeat == 1 or self.id_column is not None
+        return replace(item, id=item.id if is_first else f"{item.id}#{repeat}", index=place)
+
+    def is_repeatable(self) -> bool:
+        return not self._had_pictures and not (self.data.chat and self.renderer.clock)
+
+
+class _SftReading(Reading[SftRow]):
+    """Rows to prompts and responses."""
+
+    def __init__(self, data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path) -> None:
+        self.prompts, self.tokenizer = _PromptReading(data, tokenizer, folder), tokenizer
+        self.response_column = sft.response_column
+        self.answer_name = data.answer_column or data.prompt_column
+        self.id_column = data.id_column
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**self.prompts.settings, "kind": "sft", "responses": self.response_column}
+
+    def read(self, rows: Sequence[SourceRow]) -> list[SftRow | Malformed]:
+        prompts = self.prompts.read(rows)
+        texts = [self.response(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        responses = iter(self.tokenizer.encode_responses([text for text in texts if isinstance(text, str)]))
+        items: list[SftRow | Malformed] = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            if isinstance(prompt, Malformed):
+                items.append(prompt)
+            elif isinstance(text, Malformed):
+                items.append(text)
+            else:
+                response = read_only(next(responses), np.int32)
+                items.append(SftRow(prompt.token_ids, response, pictures=prompt.pictures))
+        return items
+
+    def response(self, row: SourceRow, prompt: Prompt | Malformed) -> str | Malformed:
+        """What is imitated after a prompt."""
+        if isinstance(prompt, Malformed):
+            return prompt
+        name = self.response_column or self.answer_name
         try:
-            self.tokenizer.check_characters(text, rendered=rendered)
-        except UnknownCharacter as error:
-            raise Malformed(field, str(error)) from error
-        return text
+            response = column(row.values, name) if self.response_column else prompt.answer
+            return spelled(self.tokenizer, as_text(response, name), name)
+        except Malformed as error:
+            return error
 
-    def row_id(self, row: SourceRow, answer: Any, pictures: Sequence[Picture]) -> str:
-        """Stable: the id column, else a hash of what the row asks and answers; equal rows get `#2`, `#3`, ..."""
-        name = self.data.id_column
-        if name is not None:
-            row_id = as_text(column(row.values, name), name)
-            if row_id in self.where:
-                raise Malformed(name, f"{row_id!r} is also the id of {self.where[row_id]}; ids must be unique")
-        else:
-            asks = [*self.renderer.asks(row.values), *(picture.digest for picture in pictures)]
-            content = json.dumps([asks, answer], sort_keys=True, default=str)
-            base = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
-            self.repeats[base] += 1
-            row_id = base if self.repeats[base] == 1 else f"{base}#{self.repeats[base]}"
-        self.where[row_id] = row.where
-        return row_id
+    def facts(self, item: SftRow) -> Facts:
+        content = hash_of(item.prompt.tobytes(), item.response.tobytes())
+        return Facts(len(item.prompt), content, content)
+
+    def is_repeatable(self) -> bool:
+        return self.prompts.is_repeatable()
+
+
+def row_settings(data: DataSection) -> dict[str, Any]:
+    """Those keys of `data` that decide what a row becomes."""
+    places = {"train", "train_split", "train_rows", "eval", "eval_split", "eval_rows", "shuffle"}
+    return data.model_dump(mode="json", exclude=places | {"on_bad_row", "max_bad_rows"})
+
+
+def spelled(tokenizer: Tokenizer, text: str, field: str, *, rendered: bool = False) -> str:
+    """`text`, after checking that the tokenizer can encode it. Raises Malformed."""
+    try:
+        tokenizer.check_characters(text, rendered=rendered)
+    except UnknownCharacter as error:
+        raise Malformed(field, str(error)) from error
+    return text
+
+
+def hash_of(*parts: bytes) -> int:
+    """Unsigned 64-bit hash of some bytes."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little") + part)
+    return int.from_bytes(hashed.digest(), "little")

@@ -18,7 +18,7 @@ import numpy as np
 
 from hone.config.rules.files import flat
 from hone.config.run import DataSection
-from hone.data.chat import Message, Tokenizer
+from hone.data.chat import Message, Tokenizer, clock_at_start
 from hone.data.pictures import BrokenPicture, PictureProcessor, source_of_picture
 from hone.errors import DataError
 from hone.types import Picture
@@ -150,6 +150,8 @@ class Renderer:
         """`folder` is the run file's, for paths of pictures."""
         self.data, self.tokenizer = data, tokenizer
         self.image_root = folder / Path(data.image_root or "").expanduser()
+        self.clock = clock_at_start(tokenizer.hf.chat_template)
+        """As a row is rendered when it is first read and again when it is needed."""
         self.system = [{"role": "system", "content": data.system}] if data.system is not None else []
         self.template = (
             RowTemplate(data.template, prompt_column=data.prompt_column) if data.template is not None else None
@@ -168,7 +170,7 @@ class Renderer:
         messages, answer = self._without_answer(self.messages(value, may_show=True))
         messages, pictures = self._with_pictures(messages, values)
         try:
-            return Rendered(self.tokenizer.render(messages), tuple(messages), answer, pictures)
+            return Rendered(self.tokenizer.render(messages, self.clock), tuple(messages), answer, pictures)
         except jinja2.TemplateError as error:
             raise Malformed(name, f"the chat template refuses it: {error}") from error
 

@@ -1,13 +1,16 @@
-"""Row counts of a data source: read, kept, dropped, malformed; and when malformed rows end the run."""
+"""Row counts of a data source: read, kept, dropped, malformed; when malformed rows end the run; and progress."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hone.config.run import DataSection
-from hone.data.sources import BadRow, SourceRow
 from hone.errors import DataError
+
+FIRST_LINE_S, LINE_EVERY_S = 2.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +49,6 @@ class Tally:
         self.read = self.kept = self.too_long = self.longest = 0
         self.bad: list[str] = []
 
-    def rows(self, found: Iterable[SourceRow | BadRow]) -> Iterator[SourceRow]:
-        """The rows that could be read, all of them counted."""
-        for row in found:
-            self.read += 1
-            if isinstance(row, BadRow):
-                self.reject(f"{row.where}: {row.problem}")
-            else:
-                yield row
-
     def fits(self, num_tokens: int) -> bool:
         """Whether a row is short enough; one that is not is counted."""
         self.longest = max(self.longest, num_tokens)
@@ -78,6 +72,28 @@ class Tally:
             source=self.source, read=self.read, kept=self.kept, too_long=self.too_long, longest_tokens=self.longest,
             max_tokens=self.max_tokens, bad=len(self.bad), first_bad=tuple(self.bad[:5]),
         )  # fmt: skip
+
+
+class Progress:
+    """Lines about a pass over many rows, the first after two seconds, then one every ten."""
+
+    def __init__(self, what: str, say: Callable[[str], None], *, total: int | None = None) -> None:
+        self._what, self._say, self._total = what, say, total
+        self._started = time.monotonic()
+        self._next = self._started + FIRST_LINE_S
+
+    def at(self, rows: int) -> None:
+        """`rows` are done."""
+        now = time.monotonic()
+        if now >= self._next:
+            share = f" of {self._total:,} rows ({rows / self._total:.0%})" if self._total else " rows"
+            self._say(f"{self._what}: {rows:,}{share}, {now - self._started:.0f} s")
+            self._next = now + LINE_EVERY_S
+
+
+def on_stderr(line: str) -> None:
+    """Shows a line about loading data where no run shows it."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def nothing_left(report: LoadReport) -> str:

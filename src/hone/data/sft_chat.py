@@ -7,8 +7,9 @@ the template adds when a turn is appended. Turns are tokenised apart, as they ar
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -16,11 +17,13 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hone.config.run import DataSection, SftSection
+from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
-from hone.data.prompts import SftRow
+from hone.data.lazy import Facts, LazyRows, Reading, load_lazily
+from hone.data.prompts import SftRow, hash_of, row_settings
 from hone.data.render import Malformed, Renderer, column
-from hone.data.report import LoadReport, Tally, nothing_left
-from hone.data.sources import read_rows, source_name
+from hone.data.report import on_stderr
+from hone.data.sources import DataSource, SourceRow
 from hone.errors import DataError
 from hone.types import read_only
 
@@ -31,12 +34,13 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_chat_rows(
-    data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path, *, max_tokens: int
-) -> tuple[list[SftRow], LoadReport]:
+    data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path, *, max_tokens: int, say: Say = on_stderr
+) -> LazyRows[SftRow]:
     """The conversations in `sft.messages_column`, in the order of the source.
 
     Args:
         max_tokens: of a whole conversation; longer ones are dropped and reported.
+        say: is given lines about progress.
     Raises:
         DataError: no chat template, one that cannot tell the assistant's part, or as `load_prompts` does.
     """
@@ -44,27 +48,53 @@ def load_chat_rows(
     assert name is not None, "the caller asks for chat rows only where the run file names their column"
     if tokenizer.hf.chat_template is None:
         raise DataError("sft.messages_column: the tokenizer has no chat template. Name one in model.chat_template.")
-    source = sft.data or data.train
-    tally, renderer = Tally(data, source_name(source), max_tokens=max_tokens), Renderer(data, tokenizer)
-    imitated: list[SftRow] = []
-    for row in tally.rows(read_rows(source, folder, split=data.train_split, rows=sft.rows)):
+    source = DataSource(sft.data or data.train, data.train_split, sft.rows)
+    return load_lazily(source, data, folder, _ChatReading(data, name, tokenizer), max_tokens=max_tokens, say=say)
+
+
+class _ChatReading(Reading[SftRow]):
+    """Rows to conversations."""
+
+    def __init__(self, data: DataSection, name: str, tokenizer: Tokenizer) -> None:
+        self.data, self.name, self.tokenizer = data, name, tokenizer
+        self.renderer = Renderer(data, tokenizer)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        tokenizer = self.tokenizer.digest()
+        return {"kind": "chat", "column": self.name, "data": row_settings(self.data), "tokenizer": tokenizer}
+
+    def read(self, rows: Sequence[SourceRow]) -> list[SftRow | Malformed]:
+        return [self.conversation(row) for row in rows]
+
+    def conversation(self, row: SourceRow) -> SftRow | Malformed:
         try:
-            segments = segments_of(tokenizer, renderer.messages(column(row.values, name), name), name)
-            conversation = tokenised(tokenizer, segments, name)
+            messages = self.renderer.messages(column(row.values, self.name), self.name)
+            segments = segments_of(self.tokenizer, messages, self.name, clock=self.renderer.clock)
+            return tokenised(self.tokenizer, segments, self.name)
         except Malformed as error:
-            tally.reject(f"{row.where} {error.field}: {error}")
-            continue
-        if tally.fits(len(conversation.prompt) + len(conversation.response)):
-            imitated.append(conversation)
-    tally.kept = len(imitated)
-    if not imitated:
-        raise DataError(nothing_left(tally.report()))
-    return imitated, tally.report()
+            return error
+
+    def facts(self, item: SftRow) -> Facts:
+        content = hash_of(item.prompt.tobytes(), item.response.tobytes())
+        return Facts(len(item.prompt) + len(item.response), content, content)
+
+    def is_repeatable(self) -> bool:
+        return not self.renderer.clock
 
 
-def segments_of(tokenizer: Tokenizer, messages: Sequence[Message], field: str = "messages") -> list[Segment]:
+def segments_of(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    field: str = "messages",
+    *,
+    clock: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Segment]:
     """A rendered conversation, cut where the assistant's part begins and ends.
 
+    Args:
+        field: column of the messages, for errors.
+        clock: what `clock_at_start` gave.
     Raises:
         Malformed: no turn of the assistant's, or messages that the template refuses.
         DataError: a template without marks that rewrites earlier turns when later ones follow.
@@ -74,7 +104,7 @@ def segments_of(tokenizer: Tokenizer, messages: Sequence[Message], field: str = 
     template = tokenizer.hf.get_chat_template()
     try:
         marked = _MARKS.search(template) is not None
-        text, spans = _marked(tokenizer, template, messages) if marked else _appended(tokenizer, messages)
+        text, spans = _marked(tokenizer, template, messages, clock) if marked else _appended(tokenizer, messages, clock)
     except jinja2.TemplateError as error:
         raise Malformed(field, f"the chat template refuses it: {error}") from error
     segments: list[Segment] = []
@@ -120,13 +150,16 @@ def _length_with_end(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int
     return ends[-1] + 1
 
 
-def _marked(tokenizer: Tokenizer, template: str, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+def _marked(
+    tokenizer: Tokenizer, template: str, messages: Sequence[Message], clock: Mapping[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
     names: Any = tokenizer.hf.special_tokens_map
     rendered: Any = render_jinja_template(
         conversations=[list(messages)],
         chat_template=template,
         return_assistant_tokens_mask=True,
         **names,
+        **clock,
     )
     (text,), (spans,) = rendered
     if not spans:
@@ -134,11 +167,15 @@ def _marked(tokenizer: Tokenizer, template: str, messages: Sequence[Message]) ->
     return text, [(start, end) for start, end in spans]
 
 
-def _appended(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+def _appended(
+    tokenizer: Tokenizer, messages: Sequence[Message], clock: Mapping[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
     """Each turn of the assistant's is what rendering one message more adds behind the opening of the answer."""
 
     def render(count: int, *, opening: bool) -> str:
-        text = tokenizer.hf.apply_chat_template(list(messages[:count]), tokenize=False, add_generation_prompt=opening)
+        text = tokenizer.hf.apply_chat_template(
+            list(messages[:count]), tokenize=False, add_generation_prompt=opening, **clock
+        )
         assert isinstance(text, str)
         return text
 

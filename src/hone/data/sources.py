@@ -1,7 +1,7 @@
-"""Data sources: rows of JSON, CSV and Parquet files and Hugging Face datasets, uninterpreted.
+"""Data sources: what JSON, CSV and Parquet files and Hugging Face datasets hold, uninterpreted, from first to last.
 
 Rows know their file and line, for errors. A line that is no JSON object becomes a `BadRow`, which the caller handles
-(`data.on_bad_row`). A file that cannot be read further is a DataError.
+(`data.on_bad_row`). A file that cannot be read further is a DataError. Rows by number are `rows.py`'s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
@@ -24,6 +24,8 @@ from hone.errors import DataError
 
 Part = Literal["train", "eval"]
 
+BATCH_ROWS = 8192
+"""Rows that are read from a Parquet file, or kept in a cache, together."""
 _SLICE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
 _NO_SPACE = re.compile(r"[^ \t\n\r]")
 
@@ -43,6 +45,35 @@ class BadRow:
 
     where: str
     problem: str
+
+
+class TextRow(NamedTuple):
+    """A row of a .jsonl, .json or .csv file."""
+
+    line: int
+    """The first of its lines, from 1."""
+    text: bytes
+    """JSON as it stands there; of a CSV file, an object made of it."""
+    problem: str = ""
+    """Why it is no row; empty for most."""
+
+
+class DataFile(NamedTuple):
+    """One file of a source."""
+
+    name: str
+    """In messages."""
+    path: Path
+    kind: str
+    """`.jsonl`, `.json`, `.csv` or `.parquet`, compressed or not."""
+
+
+class Dataset(NamedTuple):
+    """One Hugging Face dataset of a source, rows by number from 0."""
+
+    name: str
+    """In messages."""
+    rows: Any
 
 
 class DataSource(NamedTuple):
@@ -80,16 +111,26 @@ def read_rows(
     Raises:
         DataError: the source is missing, of an unknown kind or unreadable as a whole.
     """
+    return _cut((row for part in parts_of(source, folder, split) for row in _rows_of(part)), rows)
+
+
+def parts_of(source: str | tuple[str, ...], folder: Path, split: str) -> list[DataFile | Dataset]:
+    """The files and datasets of a source, as `read_rows` describes it. Raises DataError."""
     if not isinstance(source, str):
-        return _cut(itertools.chain(*[read_rows(part, folder, split=split) for part in source]), rows)
-    path = folder / Path(source).expanduser()
+        return [part for one in source for part in parts_of(one, folder, split)]
     if (files := files_of(source, folder)) is not None:
-        found = _file_rows(files, source, folder)
-    elif is_saved_dataset(path):
-        found = _saved_rows(source, path, split)
-    else:
-        found = _hub_rows(source, path, split)
-    return _cut(found, rows)
+        return [*_files(files, source, folder)]
+    path = folder / Path(source).expanduser()
+    return [_saved_dataset(source, path, split) if is_saved_dataset(path) else _hub_dataset(source, path, split)]
+
+
+def _rows_of(part: DataFile | Dataset) -> Iterator[SourceRow | BadRow]:
+    if isinstance(part, Dataset):
+        return (SourceRow(f"{part.name} row {number}", values) for number, values in enumerate(part.rows, start=1))
+    if part.kind == ".parquet":
+        rows = (values for batch in parquet_batches(part.path) for values in batch.to_pylist())
+        return (SourceRow(f"{part.name} row {number}", values) for number, values in enumerate(rows, start=1))
+    return (row_of(part.name, row) for row in text_rows(part))
 
 
 def parse_slice(rows: str) -> slice:
@@ -109,17 +150,10 @@ def _cut(found: Iterator[SourceRow | BadRow], rows: str | None) -> Iterator[Sour
     return itertools.islice(found, part.start, part.stop)
 
 
-def _file_rows(files: Mapping[str, Path], source: str, folder: Path) -> Iterator[SourceRow | BadRow]:
-    """Rows of all files, one after the other, each named as in `files`."""
-    readers: dict[str, Callable[[Path, str], Iterator[SourceRow | BadRow]]] = {
-        ".jsonl": _jsonl_rows,
-        ".json": _json_rows,
-        ".csv": _csv_rows,
-        ".parquet": _parquet_rows,
-    }
+def _files(files: Mapping[str, Path], source: str, folder: Path) -> Iterator[DataFile]:
+    """The files of a source, each named as in `files`."""
     if not files:
         raise DataError(f"data {source}: no file matches this pattern in {folder}")
-    reading: list[tuple[Callable[[Path, str], Iterator[SourceRow | BadRow]], Path, str]] = []
     for name, path in files.items():
         if not name.endswith(FILE_KINDS):
             raise DataError(f"data file {name}: unknown kind. Use one of {', '.join(FILE_KINDS)}.")
@@ -127,25 +161,35 @@ def _file_rows(files: Mapping[str, Path], source: str, folder: Path) -> Iterator
             others = sorted(p.name for p in path.parent.glob("*") if p.name.endswith(FILE_KINDS))
             beside = f" Data files there: {', '.join(others[:8])}." if others else ""
             raise DataError(f"data file {source}: not found at {path}.{beside}")
-        reading.append((readers[Path(name.removesuffix(".gz")).suffix], path, name))
-    return (row for reader, path, name in reading for row in reader(path, name))
+        yield DataFile(name, path, Path(name.removesuffix(".gz")).suffix)
+
+
+def text_rows(file: DataFile) -> Iterator[TextRow]:
+    """Rows of a .jsonl, .json or .csv file. Raises DataError where it cannot be read further."""
+    return {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}[file.kind](file.path, file.name)
+
+
+def row_of(name: str, row: TextRow) -> SourceRow | BadRow:
+    """What a row of a text file holds; `name` is the file's."""
+    where = f"{name}:{row.line}"
+    return BadRow(where, row.problem) if row.problem else _json_row(where, row.text)
 
 
 def _opened(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def _jsonl_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
+def _jsonl_rows(path: Path, name: str) -> Iterator[TextRow]:
     try:
         with _opened(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _json_row(f"{name}:{number}", line.rstrip())
+                    yield TextRow(number, line.rstrip())
     except (OSError, EOFError) as error:
         raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
 
 
-def _json_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
+def _json_rows(path: Path, name: str) -> Iterator[TextRow]:
     """Rows of an array, each with the line that it begins on."""
     try:
         with _opened(path) as file:
@@ -169,6 +213,7 @@ def _json_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
     place = _after_space(text, place + 1)
     while text[place : place + 1] != "]":
         line, counted = line + text.count("\n", counted, place), place
+        start = place
         try:
             values, place = decoder.raw_decode(text, place)
         except json.JSONDecodeError as error:
@@ -176,7 +221,7 @@ def _json_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
             raise DataError(f"{name}:{line}: {problem}") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{name}:{line}: malformed JSON: {error}") from error
-        yield _object(f"{name}:{line}", values, "entry")
+        yield TextRow(line, text[start:place].encode(), _no_object(values, "entry"))
         place = _after_space(text, place)
         if text[place : place + 1] == ",":
             place = _after_space(text, place + 1)
@@ -192,7 +237,7 @@ def _after_space(text: str, place: int) -> int:
     return found.start() if found else len(text)
 
 
-def _csv_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
+def _csv_rows(path: Path, name: str) -> Iterator[TextRow]:
     """Rows under a header line; every value is text. Each is named by its first line: quoted text may span lines."""
     csv.field_size_limit(1 << 30)  # code and its tests are longer than csv's own limit
     line = 1
@@ -204,11 +249,11 @@ def _csv_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
                 raise DataError(f"{name}:1: the header must name every column, and each once; got {', '.join(header)}")
             line = rows.line_num + 1
             for values in rows:
-                where, line = f"{name}:{line}", rows.line_num + 1
+                first, line = line, rows.line_num + 1
                 if len(values) == len(header):
-                    yield SourceRow(where, dict(zip(header, values, strict=True)))
+                    yield TextRow(first, json.dumps(dict(zip(header, values, strict=True))).encode())
                 elif values:
-                    yield BadRow(where, f"has {len(values)} values; the header names {len(header)} columns")
+                    yield TextRow(first, b"", f"has {len(values)} values; the header names {len(header)} columns")
     except csv.Error as error:
         raise DataError(f"{name}:{line}: malformed CSV: {error}") from error
     except (OSError, EOFError, UnicodeDecodeError) as error:
@@ -224,13 +269,15 @@ def _json_row(where: str, line: bytes) -> SourceRow | BadRow:
         return BadRow(where, f"malformed JSON at character {error.pos + 1}: {error.msg}")
     except (ValueError, RecursionError) as error:
         return BadRow(where, f"malformed JSON: {error}")
-    return _object(where, values, "line")
+    problem = _no_object(values, "line")
+    return BadRow(where, problem) if problem else SourceRow(where, values)
 
 
-def _object(where: str, values: Any, what: str) -> SourceRow | BadRow:
-    if not isinstance(values, dict):
-        return BadRow(where, f'got {_json_kind(values)}; each {what} must be an object such as {{"prompt": "..."}}')
-    return SourceRow(where, values)
+def _no_object(values: Any, what: str) -> str:
+    """What is wrong with a value that must be an object; empty for one."""
+    if isinstance(values, dict):
+        return ""
+    return f'got {_json_kind(values)}; each {what} must be an object such as {{"prompt": "..."}}'
 
 
 def _refuse_constant(name: str) -> float:
@@ -242,34 +289,30 @@ def _json_kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _parquet_rows(path: Path, name: str) -> Iterator[SourceRow | BadRow]:
+def parquet_batches(path: Path) -> Iterator[Any]:
+    """Record batches of a Parquet file. Raises DataError where it cannot be read further."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches():
-                for values in batch.to_pylist():
-                    number += 1
-                    yield SourceRow(f"{name} row {number}", values)
+            yield from file.iter_batches(batch_size=BATCH_ROWS)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {path}: not readable as Parquet: {error}") from error
 
 
-def _saved_rows(source: str, path: Path, split: str) -> Iterator[SourceRow | BadRow]:
-    """Rows of a folder that `save_to_disk` made, of one dataset or of several splits."""
+def _saved_dataset(source: str, path: Path, split: str) -> Dataset:
+    """A folder that `save_to_disk` made, of one dataset or of several splits."""
     datasets = _datasets(source)
     try:
         dataset: Any = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"data {source}: not readable as a folder of `save_to_disk`: {error}") from error
-    name = source
-    if isinstance(dataset, datasets.DatasetDict):
-        if split not in dataset:
-            raise DataError(f"data {source}: has no split {split!r}; it has {', '.join(dataset)}")
-        dataset, name = dataset[split], f"{source} {split}"
-    return (SourceRow(f"{name} row {number}", values) for number, values in enumerate(dataset, start=1))
+    if not isinstance(dataset, datasets.DatasetDict):
+        return Dataset(source, dataset)
+    if split not in dataset:
+        raise DataError(f"data {source}: has no split {split!r}; it has {', '.join(dataset)}")
+    return Dataset(f"{source} {split}", dataset[split])
 
 
 def _datasets(source: str) -> Any:
@@ -282,8 +325,8 @@ def _datasets(source: str) -> Any:
     return datasets
 
 
-def _hub_rows(source: str, path: Path, split: str) -> Iterator[SourceRow | BadRow]:
-    """Rows of a dataset of the hub, or of a local directory that holds one."""
+def _hub_dataset(source: str, path: Path, split: str) -> Dataset:
+    """A dataset of the hub, or of a local directory that holds one."""
     datasets = _datasets(source)
     from datasets.exceptions import DatasetsError
 
@@ -295,4 +338,4 @@ def _hub_rows(source: str, path: Path, split: str) -> Iterator[SourceRow | BadRo
         raise DataError(
             f"data {source}: neither a file nor a Hugging Face dataset that can be loaded, split {split!r}: {reason}"
         ) from error
-    return (SourceRow(f"{source} {split} row {number}", values) for number, values in enumerate(dataset, start=1))
+    return Dataset(f"{source} {split}", dataset)

@@ -7,7 +7,7 @@ response's tokens. So packing, chunked logprobs, optimizer and checkpoints are t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from hone.algo.algorithm import Algorithm
 from hone.config.derived import longest_tokens
 from hone.config.run import AlgorithmSection, RunConfig, SftSection
 from hone.data.chat import Tokenizer
+from hone.data.lazy import LazyRows
 from hone.data.pack import joined, pictures_of
 from hone.data.prompts import SftRow, epoch_order, load_sft_rows
-from hone.data.report import LoadReport
+from hone.data.report import on_stderr
 from hone.data.sft_chat import load_chat_rows
 from hone.loop.run import Stage, due, now
 from hone.train.trainer import Trainer
@@ -36,14 +37,17 @@ class SftRun(Stage[Trainer]):
     rows: Sequence[SftRow]
 
 
-def imitation_rows(config: RunConfig, tokenizer: Tokenizer, folder: Path) -> tuple[list[SftRow], LoadReport]:
-    """What the stage imitates: responses after prompts, or the assistant's turns of whole conversations.
+def imitation_rows(
+    config: RunConfig, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None] = on_stderr
+) -> LazyRows[SftRow]:
+    """What the stage imitates: responses after prompts, or the assistant's turns of whole conversations. `say` is given
+    lines about progress.
 
     Raises DataError as `load_sft_rows` and `load_chat_rows` do.
     """
     if config.sft.messages_column is None:
-        return load_sft_rows(config.data, config.sft, tokenizer, folder)
-    return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest_tokens(config))
+        return load_sft_rows(config.data, config.sft, tokenizer, folder, say=say)
+    return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest_tokens(config), say=say)
 
 
 def total_steps(settings: SftSection, num_rows: int) -> int:
@@ -89,7 +93,7 @@ def rows_of_step(step: int, *, count: int, num_rows: int, seed: int) -> list[int
     while len(rows) < count:
         epoch, start = divmod(step * count + len(rows), num_rows)
         order = epoch_order(num_rows, seed=seed, epoch=epoch)
-        rows += order[start : start + count - len(rows)]
+        rows += order[start : start + count - len(rows)].tolist()
     return rows
 
 

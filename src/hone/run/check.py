@@ -6,7 +6,6 @@ without a network) is named as not checked instead of being passed over.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -201,7 +200,7 @@ def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, finding
         streams.append(stream)
         prompts = stream.rows()
         findings.lines.append(f"{part}: {stream.report}")
-        lengths = np.array([len(prompt.token_ids) for prompt in prompts])
+        lengths = prompts.tokens
         findings.figures[f"{part} rows"] = len(prompts)
         findings.figures[f"{part} prompt tokens, mean"] = float(lengths.mean())
         findings.figures[f"{part} prompt tokens, 95th percentile"] = float(np.percentile(lengths, 95))
@@ -223,20 +222,18 @@ def check_steps(stream: PromptStream, prompts_per_step: int, findings: CheckRepo
             f"step would hold the same prompts several times. Nearest: {len(stream)}"
         )
         return
-    epoch = itertools.islice(stream.starting_at(0), len(stream))
-    steps = list(zip(*[epoch] * prompts_per_step, strict=False))
-    twice: list[tuple[int, Prompt, Prompt]] = []
-    for number, step in enumerate(steps, start=1):
-        firsts: dict[tuple[object, ...], Prompt] = {}
-        for prompt in step:
-            if (first := firsts.setdefault((prompt.token_ids.tobytes(), *prompt.pictures), prompt)) is not prompt:
-                twice.append((number, first, prompt))
-    if twice:
-        number, first, second = twice[0]
+    num_steps, rows = len(stream) // prompts_per_step, stream.rows()
+    order = stream.order(0)[: num_steps * prompts_per_step].reshape(num_steps, prompts_per_step)
+    content = rows.content[order]
+    sorted_content = np.sort(content, axis=1)
+    twice = np.flatnonzero((sorted_content[:, 1:] == sorted_content[:, :-1]).any(axis=1))
+    if len(twice):
+        firsts: dict[int, int] = {}
+        step = zip(content[twice[0]].tolist(), order[twice[0]].tolist(), strict=True)
+        second, first = next((place, found) for key, place in step if (found := firsts.setdefault(key, place)) != place)
         findings.warnings.append(
-            f"data.train: {len({n for n, _, _ in twice})} of the {len(steps)} steps of the first epoch hold the same "
-            f"prompt more than once, such as step {number}: {stream.where[first.id]} and {stream.where[second.id]}. "
-            "Leave repeated rows out"
+            f"data.train: {len(twice)} of the {num_steps} steps of the first epoch hold the same prompt more than "
+            f"once, such as step {twice[0] + 1}: {rows.where(first)} and {rows.where(second)}. Leave repeated rows out"
         )
 
 
@@ -244,17 +241,17 @@ def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, find
     """What is imitated, and the pairs of preferences."""
     try:
         if "sft" in config.stages:
-            rows, report = imitation_rows(config, tokenizer, folder)
-            findings.lines.append(f"sft: {report}")
+            rows = imitation_rows(config, tokenizer, folder)
+            findings.lines.append(f"sft: {rows.report}")
             findings.lines.append(
                 f"  imitates {tokenizer.decode(rows[0].response.tolist())!r}, {len(rows[0].response)} tokens with EOS"
             )
         if "reward_model" in config.stages:
             for part in ("train", "eval"):
-                pairs, report = load_pairs(
+                pairs = load_pairs(
                     config.data, config.rm, tokenizer, folder, max_tokens=longest_tokens(config), part=part
                 )
-                findings.lines.append(f"pairs to {'learn from' if part == 'train' else 'measure on'}: {report}")
+                findings.lines.append(f"pairs to {'learn from' if part == 'train' else 'measure on'}: {pairs.report}")
             findings.lines.append(f"  prefers {tokenizer.decode(pairs[0].chosen)!r}")
             findings.lines.append(f"  to      {tokenizer.decode(pairs[0].rejected)!r}, by {pairs[0].margin:g}")
     except DataError as error:

@@ -131,7 +131,7 @@ def checkable(config: RunConfig, services: Mapping[str, Address], findings: Chec
 
 def trials_of(config: RunConfig, streams: Sequence[PromptStream], components: Sequence[RewardComponent]) -> list[Trial]:
     """The rows to try, each with what to score; without gold answers the prompts' own texts."""
-    rows = [(prompt, stream.where[prompt.id]) for stream in streams for prompt in stream.rows()]
+    rows = [(prompt, stream.rows().where(prompt.index)) for stream in streams for prompt in stream.rows()]
     if any(builtin_reward(component.use).runs != "in process" for component in components):
         rows = rows[: max(MIN_ROWS, MAX_SAMPLES_OF_USER_REWARDS // config.rollout.group_size)]
     prompts = [prompt for prompt, _ in rows]

@@ -1,0 +1,158 @@
+"""Cache of what was made from data, by content: memory-mapped Arrow files in the user's cache folder.
+
+An entry is an Arrow file, and a JSON file that names it with its size, checksum and notes. The JSON file is written
+last and replaced whole, so that an entry is there completely or not at all. Entries unused for a month are removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow
+
+from hone.errors import DataError
+from hone.observe.whole import sync, write_whole
+
+Say = Callable[[str], None]
+"""Shows one line to the user."""
+Write = Callable[[Any], Mapping[str, Any]]
+"""Writes an Arrow file to a sink that `pyarrow.ipc.new_file` takes; returns notes to keep beside it, as JSON."""
+
+UNUSED_DAYS = 30
+_CHUNK_BYTES = 1 << 22
+
+
+class Entry(NamedTuple):
+    """What was written for a key."""
+
+    batches: pyarrow.RecordBatchFileReader
+    """Memory-mapped, or held in memory."""
+    notes: Mapping[str, Any]
+
+
+def cache_folder() -> Path:
+    """`hone/data` in XDG_CACHE_HOME, or in ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "hone" / "data"
+
+
+def key_of(*parts: Any) -> str:
+    """A key: equal for equal parts, which JSON can hold."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes. Read once per process, unless its size, time or inode changes. Raises OSError."""
+    found = path.stat()
+    return _digest(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+@lru_cache(maxsize=4096)
+def _digest(path: Path, *_stat: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find(key: str, say: Say) -> Entry | None:
+    """The entry of a key. One that is broken is removed, which is said, and is none."""
+    described = cache_folder() / f"{key}.json"
+    try:
+        description = described.read_bytes()
+    except OSError:  # none, or a folder that cannot be used, which `save` says
+        return None
+    try:
+        about = json.loads(description)
+        path = described.with_name(about["file"])
+        if path.stat().st_size != about["bytes"] or _checksum(path) != about["crc32"]:
+            raise ValueError("its size or checksum differs")
+        entry = Entry(_mapped(path), about["notes"])
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        _remove_broken(described, error, say)
+        return None
+    for used in (path, described):
+        with suppress(OSError):  # of another user, or on a disk that cannot be written to
+            os.utime(used)
+    return entry
+
+
+def save(key: str, write: Write, say: Say) -> Entry:
+    """Write an entry and keep it. Where the cache folder cannot be written to, which is said, it lasts as long as this
+    process.
+
+    Raises DataError where no temporary file can be written either.
+    """
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_unused(folder)
+        path, notes = _written(folder, key, write)
+        sync(path)
+        about = {"file": path.name, "bytes": path.stat().st_size, "crc32": _checksum(path), "notes": notes}
+        write_whole(folder / f"{key}.json", json.dumps(about))
+        return Entry(_mapped(path), notes)
+    except OSError as error:
+        say(f"warning: the data cache in {folder} cannot be written ({error}), so the next start reads the data again")
+    try:
+        path, notes = _written(Path(tempfile.gettempdir()), key, write)
+        entry = Entry(_mapped(path), notes)
+        path.unlink()  # the mapping stays
+        return entry
+    except OSError as error:
+        raise DataError(f"data: no room for a memory-mapped copy of the rows: {error}. Set XDG_CACHE_HOME.") from error
+
+
+def in_memory(write: Write) -> Entry:
+    """An entry that is not kept, and in no file."""
+    sink = pyarrow.BufferOutputStream()
+    notes = write(sink)
+    return Entry(pyarrow.ipc.open_file(sink.getvalue()), notes)
+
+
+def _written(folder: Path, key: str, write: Write) -> tuple[Path, Mapping[str, Any]]:
+    """A new file, of which a failure leaves nothing; its name is its own, as others may write the same entry."""
+    handle, name = tempfile.mkstemp(prefix=f"{key}.", suffix=".arrow", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as sink:
+            notes = write(sink)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return Path(name), notes
+
+
+def _mapped(path: Path) -> pyarrow.RecordBatchFileReader:
+    return pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
+
+
+def _checksum(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _remove_broken(described: Path, why: Exception, say: Say) -> None:
+    say(f"warning: the data cache entry {described} is broken ({why}); it is made again")
+    key = described.name.removesuffix(".json")
+    for path in described.parent.glob(f"{key}.*"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _remove_unused(folder: Path) -> None:
+    oldest = time.time() - UNUSED_DAYS * 24 * 3600
+    for path in folder.iterdir():
+        with suppress(OSError):  # another process removes it too
+            if path.stat().st_mtime < oldest:
+                path.unlink()

@@ -1,0 +1,233 @@
+"""Sequence of what the rows of a source become (prompts, for one), each made when it is asked for.
+
+A first pass over all rows decides which are kept. It leaves some numbers for each, an index that is cached by content:
+of the rows, of the tokenizer, and of the settings that matter. With an index, a start reads no row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+
+import hone
+from hone.config.run import DataSection
+from hone.data import cache
+from hone.data.cache import Say
+from hone.data.render import Malformed, as_text, column
+from hone.data.report import LoadReport, Progress, Tally, nothing_left
+from hone.data.rows import FORMAT, Rows, open_rows
+from hone.data.sources import BadRow, DataSource, SourceRow, source_name
+from hone.errors import DataError
+
+Item = TypeVar("Item")
+READ_TOGETHER = 1024
+"""Rows that the first pass tokenises together."""
+MADE_TOGETHER = 64
+"""Rows that a loop over all of them makes together."""
+LIBRARIES = ("tokenizers", "transformers", "jinja2")
+"""Libraries that decide what a row becomes."""
+
+
+class Facts(NamedTuple):
+    """What an index keeps of an item."""
+
+    tokens: int
+    """That are compared with the limit."""
+    id: int
+    """Unsigned 64-bit hash; equal for rows that ask and answer the same."""
+    content: int
+    """Unsigned 64-bit hash; equal for what is the same to the model."""
+
+
+class Reading(ABC, Generic[Item]):
+    """What rows become."""
+
+    id_column: str | None = None
+    """Column with ids that must be unique; None: none."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> Mapping[str, Any]:
+        """What decides it, tokenizer included; of kinds that JSON can hold."""
+
+    @abstractmethod
+    def read(self, rows: Sequence[SourceRow]) -> list[Item | Malformed]:
+        """An item for each row, or what is wrong with it."""
+
+    @abstractmethod
+    def facts(self, item: Item) -> Facts:
+        """What the index keeps of an item of `read`."""
+
+    @abstractmethod
+    def is_repeatable(self) -> bool:
+        """Whether the rows read so far would become the same in another process and at another time."""
+
+    def finished(self, item: Item, place: int, repeat: int) -> Item:
+        """The item as it is in the sequence: at `place`, and the `repeat`-th (from 1) of those with the same id."""
+        return item
+
+
+class LazyRows(Sequence[Item], Generic[Item]):
+    """The kept rows of a source, in its order.
+
+    Attributes:
+        report: what was read, dropped and skipped.
+        tokens: (n,) int32, length of each.
+        content: (n,) uint64, equal for rows that are the same to the model.
+    """
+
+    def __init__(
+        self, rows: Rows, reading: Reading[Item], columns: Mapping[str, NDArray[Any]], report: LoadReport
+    ) -> None:
+        self._rows, self._reading, self.report = rows, reading, report
+        self._row, self._id, self._repeat = columns["row"], columns["id"], columns["repeat"]
+        self.tokens, self.content = columns["tokens"], columns["content"]
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Item]: ...
+
+    def __getitem__(self, place: int | slice) -> Item | list[Item]:
+        if isinstance(place, slice):
+            return self.at(range(*place.indices(len(self))))
+        if not -len(self) <= place < len(self):
+            raise IndexError(place)
+        return self.at([place % len(self)])[0]
+
+    def __iter__(self) -> Iterator[Item]:
+        for start in range(0, len(self), MADE_TOGETHER):
+            yield from self.at(range(start, min(start + MADE_TOGETHER, len(self))))
+
+    def where(self, place: int) -> str:
+        """File and line of the row at a place."""
+        return self._rows.where(int(self._row[place]))
+
+    def at(self, places: Sequence[int]) -> list[Item]:
+        """The items at these places.
+
+        Raises:
+            DataError: one is not what it was when the index was made, because its picture has changed.
+        """
+        chosen = np.asarray(places, np.int64)
+        found = self._rows.read(self._row[chosen].tolist())
+        rows = [row for row in found if isinstance(row, SourceRow)]
+        assert len(rows) == len(found), "rows of an index could be read"
+        items: list[Item] = []
+        for place, row, item in zip(places, rows, self._reading.read(rows), strict=True):
+            if isinstance(item, Malformed):
+                raise changed(row, f"{item.field}: {item}")
+            facts = self._reading.facts(item)
+            if facts.id != self._id[place] or facts.tokens != self.tokens[place]:
+                raise changed(row, "becomes something else now")
+            items.append(self._reading.finished(item, place, int(self._repeat[place])))
+        return items
+
+
+def changed(row: SourceRow, now: str) -> DataError:
+    """The error for a row that has become another one during a run."""
+    return DataError(
+        f"{row.where}: could be read when the data were loaded, and now {now}. Leave the files of a run as they are."
+    )
+
+
+def load_lazily(
+    source: DataSource, data: DataSection, folder: Path, reading: Reading[Item], *, max_tokens: int, say: Say
+) -> LazyRows[Item]:
+    """Read a source once, unless that has been done before.
+
+    Args:
+        folder: the run file's, for relative paths.
+        max_tokens: longer rows are dropped and reported.
+        say: is given a line for what takes longer than two seconds, and for a broken cache.
+    Raises:
+        DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
+    """
+    rows = open_rows(source.place, folder, split=source.split, rows=source.rows, say=say)
+    tally = Tally(data, source_name(source.place), max_tokens=max_tokens)
+    key: str | None = None
+    if rows.key is not None and reading.is_repeatable():
+        libraries = [hone.__version__, *map(version, LIBRARIES)]
+        limits = [max_tokens, data.on_bad_row, data.max_bad_rows]
+        key = cache.key_of("index", FORMAT, rows.key, dict(reading.settings), limits, libraries)
+    entry = cache.find(key, say) if key is not None else None
+    if entry is None:
+        columns = _index(rows, reading, tally, say)
+        if not tally.kept:
+            raise DataError(nothing_left(tally.report()))
+        write = partial(_write, columns, tally.report())
+        entry = cache.save(key, write, say) if key is not None and reading.is_repeatable() else cache.in_memory(write)
+    batch = entry.batches.get_batch(0)
+    columns = {name: batch.column(name).to_numpy(zero_copy_only=True) for name in batch.schema.names}
+    notes = entry.notes["report"]
+    report = LoadReport(**{**notes, "first_bad": tuple(notes["first_bad"]), "source": tally.source})
+    return LazyRows(rows, reading, columns, report)
+
+
+def _index(rows: Rows, reading: Reading[Item], tally: Tally, say: Say) -> dict[str, NDArray[Any]]:
+    """The columns of an index, from a pass over all rows. Raises DataError for one that may not be skipped."""
+    kept, tokens, ids, contents = array("q"), array("i"), array("Q"), array("Q")
+    seen: dict[str, int] = {}
+    progress = Progress(f"tokenising {tally.source}", say, total=len(rows))
+    for start in range(0, len(rows), READ_TOGETHER):
+        numbers = range(start, min(start + READ_TOGETHER, len(rows)))
+        found = rows.read(numbers)
+        items = iter(reading.read([row for row in found if isinstance(row, SourceRow)]))
+        for number, row in zip(numbers, found, strict=True):
+            tally.read += 1
+            if isinstance(row, BadRow):
+                tally.reject(f"{row.where}: {row.problem}")
+                continue
+            item = next(items)
+            if not isinstance(item, Malformed) and reading.id_column is not None:
+                row_id = as_text(column(row.values, reading.id_column), reading.id_column)
+                if (first := seen.setdefault(row_id, number)) != number:
+                    problem = f"{row_id!r} is also the id of {rows.where(first)}; ids must be unique"
+                    item = Malformed(reading.id_column, problem)
+            if isinstance(item, Malformed):
+                tally.reject(f"{row.where} {item.field}: {item}")
+                continue
+            facts = reading.facts(item)
+            if tally.fits(facts.tokens):
+                kept.append(number)
+                tokens.append(facts.tokens)
+                ids.append(facts.id)
+                contents.append(facts.content)
+        progress.at(numbers.stop)
+    tally.kept = len(kept)
+    columns = {"row": np.asarray(kept), "tokens": np.asarray(tokens), "id": np.asarray(ids)}
+    return columns | {"content": np.asarray(contents), "repeat": repeats(columns["id"])}
+
+
+def repeats(ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """For each of (n,) ids how many there are up to it that equal it, itself included."""
+    order = np.argsort(ids, kind="stable")
+    sorted_ids = ids[order]
+    is_first = np.ones(len(ids), np.bool_)
+    is_first[1:] = sorted_ids[1:] != sorted_ids[:-1]
+    places = np.arange(len(ids))
+    firsts = np.maximum.accumulate(np.where(is_first, places, 0))
+    found = np.empty(len(ids), np.uint32)
+    found[order] = places - firsts + 1
+    return found
+
+
+def _write(columns: Mapping[str, NDArray[Any]], report: LoadReport, sink: Any) -> Mapping[str, Any]:
+    batch = pyarrow.record_batch({name: pyarrow.array(values) for name, values in columns.items()})
+    with pyarrow.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return {"report": asdict(report)}

@@ -1,0 +1,257 @@
+"""Rows of a source by number, memory-mapped: what stays in memory does not grow with the source.
+
+Files become Arrow files, once: .parquet with its own columns, lines of text as they stand. They are cached by content
+(`cache.py`); those of small sources stay in memory. Hugging Face datasets are memory-mapped already.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow
+
+from hone.data import cache
+from hone.data.cache import Say
+from hone.data.report import Progress
+from hone.data.sources import (
+    BATCH_ROWS,
+    BadRow,
+    DataFile,
+    Dataset,
+    SourceRow,
+    TextRow,
+    parquet_batches,
+    parse_slice,
+    parts_of,
+    row_of,
+    text_rows,
+)
+from hone.errors import DataError
+
+SMALL_BYTES = 1 << 20
+"""A source of fewer bytes is read at every start, and nothing of it is cached."""
+FORMAT = 1
+"""Of cache entries: another number makes them all again."""
+BATCH_BYTES = 16 << 20
+TEXT = pyarrow.schema(
+    [("line", pyarrow.int64()), ("text", pyarrow.large_binary()), ("problem", pyarrow.large_string())]
+)
+"""Columns that `TextRow`s are kept in."""
+
+
+class _Part(Protocol):
+    """Rows of one file or dataset, from number 0."""
+
+    def __len__(self) -> int: ...
+
+    def where(self, number: int) -> str: ...
+
+    def read(self, start: int, stop: int) -> list[SourceRow | BadRow]: ...
+
+
+class Rows:
+    """The rows of one source: those of its parts, one after the other, cut to a range.
+
+    Attributes:
+        key: equal for equal content; None where nothing is to be cached: the source is small, or not in files.
+    """
+
+    def __init__(self, parts: Sequence[_Part], chosen: range, key: str | None) -> None:
+        self._parts, self._chosen, self.key = parts, chosen, key
+        self._starts = list(itertools.accumulate(map(len, parts), initial=0))
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def where(self, number: int) -> str:
+        """File and line of a row."""
+        part, own = self._place(self._chosen[number])
+        return self._parts[part].where(own)
+
+    def read(self, numbers: Sequence[int]) -> list[SourceRow | BadRow]:
+        """Rows of these numbers, in this order. Those that follow each other are read together."""
+        found: list[SourceRow | BadRow] = []
+        for start, stop in _runs(self._chosen[number] for number in numbers):
+            while start < stop:
+                part, own = self._place(start)
+                end = min(stop, self._starts[part + 1])
+                found += self._parts[part].read(own, own + end - start)
+                start = end
+        return found
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """The part that a row is in, and its number there."""
+        part = bisect_right(self._starts, number) - 1
+        return part, number - self._starts[part]
+
+
+def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: str | None, say: Say) -> Rows:
+    """The rows that `sources.read_rows` reads, which describes the arguments.
+
+    Args:
+        say: is given a line for what takes longer than two seconds, and for a broken cache.
+    Raises:
+        DataError: as `read_rows`.
+    """
+    parts = parts_of(source, folder, split)
+    part = parse_slice(rows) if rows is not None else slice(None)
+    from_the_end = min(part.start or 0, part.stop or 0) < 0
+    limit = None if from_the_end else part.stop
+    is_large = sum(map(_num_bytes, parts)) >= SMALL_BYTES
+    opened: list[_Part] = []
+    keys: list[str | None] = []
+    for one in parts:
+        left = None if limit is None else limit - sum(map(len, opened))
+        if left is not None and left <= 0:
+            break
+        if isinstance(one, Dataset):
+            opened.append(_DatasetRows(one))
+            keys.append(_dataset_key(one) if is_large else None)
+        else:
+            key = cache.key_of("rows", FORMAT, one.kind, _digest(one), left) if is_large else None
+            opened.append(_FileRows(_stored(one, left, key, say), one))
+            keys.append(key)
+    chosen = range(*part.indices(sum(map(len, opened))))
+    names = [one.name for one in parts]
+    whole = cache.key_of(keys, names, chosen.start, chosen.stop) if is_large and None not in keys else None
+    return Rows(opened, chosen, whole)
+
+
+class _FileRows:
+    """Rows of a file that has become an Arrow file."""
+
+    def __init__(self, entry: cache.Entry, file: DataFile) -> None:
+        self._batches, self._file = entry.batches, file
+        sizes = (self._batches.get_batch(i).num_rows for i in range(self._batches.num_record_batches))
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def where(self, number: int) -> str:
+        if self._file.kind == ".parquet":
+            return f"{self._file.name} row {number + 1}"
+        ((row,),) = self._slices(number, number + 1)
+        return f"{self._file.name}:{row['line']}"
+
+    def read(self, start: int, stop: int) -> list[SourceRow | BadRow]:
+        values = (values for rows in self._slices(start, stop) for values in rows)
+        name = self._file.name
+        if self._file.kind == ".parquet":
+            return [SourceRow(f"{name} row {number}", one) for number, one in enumerate(values, start=start + 1)]
+        return [row_of(name, TextRow(**one)) for one in values]
+
+    def _slices(self, start: int, stop: int) -> Iterator[list[dict[str, Any]]]:
+        while start < stop:
+            batch = bisect_right(self._starts, start) - 1
+            end, own = min(stop, self._starts[batch + 1]), start - self._starts[batch]
+            yield self._batches.get_batch(batch).slice(own, end - start).to_pylist()
+            start = end
+
+
+class _DatasetRows:
+    """Rows of a Hugging Face dataset."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset.rows)
+
+    def where(self, number: int) -> str:
+        return f"{self._dataset.name} row {number + 1}"
+
+    def read(self, start: int, stop: int) -> list[SourceRow | BadRow]:
+        found = self._dataset.rows.__getitems__(list(range(start, stop)))
+        return [SourceRow(self.where(number), values) for number, values in enumerate(found, start=start)]
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Stretches [start, stop) of numbers that follow each other."""
+    start = stop = -1
+    for number in numbers:
+        if number != stop:
+            if stop > start:
+                yield start, stop
+            start = number
+        stop = number + 1
+    if stop > start:
+        yield start, stop
+
+
+def _num_bytes(part: DataFile | Dataset) -> int:
+    paths = [part.path] if isinstance(part, DataFile) else _dataset_files(part)
+    try:
+        return sum(path.stat().st_size for path in paths)
+    except OSError as error:
+        raise DataError(f"data {part.name}: cannot be read: {error}") from error
+
+
+def _digest(file: DataFile) -> str:
+    try:
+        return cache.file_digest(file.path)
+    except OSError as error:
+        raise DataError(f"data file {file.path}: cannot be read to its end: {error}") from error
+
+
+def _dataset_files(dataset: Dataset) -> list[Path]:
+    return [Path(one["filename"]) for one in dataset.rows.cache_files]
+
+
+def _dataset_key(dataset: Dataset) -> str | None:
+    """By the content of its files; None for one that is in memory."""
+    files = _dataset_files(dataset)
+    digests = [cache.file_digest(path) for path in files]
+    return cache.key_of("dataset", digests, str(dataset.rows.features), len(dataset.rows)) if files else None
+
+
+def _stored(file: DataFile, limit: int | None, key: str | None, say: Say) -> cache.Entry:
+    """The Arrow file of at most `limit` rows of a file, from the cache or made now."""
+    if key is not None and (found := cache.find(key, say)) is not None:
+        return found
+    write = partial(_write, file, limit, Progress(f"reading {file.name}", say))
+    return cache.in_memory(write) if key is None else cache.save(key, write, say)
+
+
+def _write(file: DataFile, limit: int | None, progress: Progress, sink: Any) -> Mapping[str, Any]:
+    """Write the rows of a file to an Arrow file."""
+    batches = _as_they_are(file.path, limit) if file.kind == ".parquet" else _of_text(text_rows(file), limit)
+    first = next(batches, None)
+    schema = first.schema if first is not None else TEXT
+    done = 0
+    with pyarrow.ipc.new_file(sink, schema) as writer:
+        for batch in itertools.chain([first] if first is not None else [], batches):
+            writer.write_batch(batch)
+            done += batch.num_rows
+            progress.at(done)
+    return {}
+
+
+def _as_they_are(path: Path, limit: int | None) -> Iterator[pyarrow.RecordBatch]:
+    for batch in parquet_batches(path):
+        yield batch if limit is None else batch.slice(0, limit)
+        if limit is not None and (limit := limit - batch.num_rows) <= 0:
+            return
+
+
+def _of_text(rows: Iterator[TextRow], limit: int | None) -> Iterator[pyarrow.RecordBatch]:
+    waiting: list[TextRow] = []
+    num_bytes = 0
+    for row in itertools.islice(rows, limit):
+        waiting.append(row)
+        num_bytes += len(row.text)
+        if len(waiting) == BATCH_ROWS or num_bytes >= BATCH_BYTES:
+            yield _batch(waiting)
+            waiting, num_bytes = [], 0
+    if waiting:
+        yield _batch(waiting)
+
+
+def _batch(rows: Sequence[TextRow]) -> pyarrow.RecordBatch:
+    arrays = [pyarrow.array(values, kind) for values, kind in zip(zip(*rows, strict=True), TEXT.types, strict=True)]
+    return pyarrow.record_batch(arrays, schema=TEXT)

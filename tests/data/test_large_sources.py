@@ -1,0 +1,333 @@
+"""Sources that are memory-mapped and cached: the same prompts as from memory, and what a broken cache leads to."""
+
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections import Counter
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from pictures import LETTERS, MARKS, TEMPLATE, save_picture
+
+from hone.config.run import DataSection, ModelSection, PreferenceSection, SftSection
+from hone.data import cache, lazy, rows
+from hone.data.chat import Tokenizer, character_tokenizer, load_tokenizer
+from hone.data.lazy import repeats
+from hone.data.pairs import load_pairs
+from hone.data.prompts import load_prompts, load_sft_rows
+from hone.data.report import Progress
+from hone.data.sft_chat import load_chat_rows
+from hone.errors import DataError
+
+ROWS = [{"prompt": f"{n % 23}+{n}=", "answer": str(n % 23 + n)} for n in range(40)]
+ROWS += [ROWS[3], ROWS[3], {"prompt": "1" * 60, "answer": "2"}, ROWS[5]]
+ORDER_AT_E5086A7 = "7559691f5a0963472c1e71c2840b24990fb921c85b042de3855b9365e0eff8dd"
+"""Of ids, positions, texts, tokens and answers of two epochs of ROWS with seed 7, made with the code of e5086a7."""
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """A cache for this test, which small sources are kept in too; returns its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(rows, "SMALL_BYTES", 0)
+    return tmp_path / "cache" / "hone" / "data"
+
+
+@pytest.fixture
+def load(tmp_path, digits):
+    said = []
+
+    def load(name="rows.jsonl", *, seed=0, tokenizer=digits, **data):
+        settings = {"answer_column": "answer", "max_prompt_tokens": 50, **data}
+        return load_prompts(DataSection(train=name, **settings), tokenizer, tmp_path, seed=seed, say=said.append)
+
+    load.said = said
+    return load
+
+
+def write(tmp_path, name, found=ROWS):
+    path = tmp_path / name
+    lines = "".join(json.dumps(row) + "\n" for row in found)
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(found), path, row_group_size=7)
+    elif ".json" in name and ".jsonl" not in name:
+        path.write_text(json.dumps(found, indent=1))
+    elif ".csv" in name:
+        path.write_text("prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in found))
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(lines)
+    return name
+
+
+def all_of(stream):
+    """What a stream has: its report, prompts in both orders, and their places."""
+    prompts = list(stream.rows())
+    return (
+        stream.report, prompts, list(itertools.islice(stream.starting_at(17), 2 * len(stream))),
+        [stream.rows().where(place) for place in range(len(stream))], stream.rows().tokens.tolist(),
+    )  # fmt: skip
+
+
+def no_row_is_read(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("read again")
+
+    for module, name in ((rows, "text_rows"), (rows, "parquet_batches"), (lazy, "_index")):
+        monkeypatch.setattr(module, name, refuse)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv", "rows.parquet"])
+def test_a_cached_source_has_the_same_prompts_and_is_read_once(tmp_path, load, cached, monkeypatch, name):
+    write(tmp_path, name)
+    with monkeypatch.context() as small:
+        small.setattr(rows, "SMALL_BYTES", 1 << 30)
+        in_memory = all_of(load(name))
+    assert not cached.exists()
+    assert all_of(load(name)) == in_memory and len(in_memory[1]) == 43 and in_memory[0].too_long == 1
+    no_row_is_read(monkeypatch)
+    assert all_of(load(name)) == in_memory
+    assert not load.said
+
+
+def test_a_dataset_of_hugging_face_is_indexed_once(tmp_path, load, cached, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "set")
+    write(tmp_path, "rows.jsonl")
+    first = all_of(load("set"))
+    assert [p.id for p in first[1]] == [p.id for p in load().rows()] and first[3][40] == "set row 41"
+    no_row_is_read(monkeypatch)
+    assert all_of(load("set")) == first
+
+
+def test_a_seed_gives_the_prompts_that_it_gave_when_all_were_in_memory(tmp_path, load, cached):
+    write(tmp_path, "rows.jsonl")
+    hashed = hashlib.sha256()
+    for prompt in itertools.islice(load(seed=7).starting_at(0), 86):
+        hashed.update(repr((prompt.id, prompt.index, prompt.text, prompt.token_ids.tolist(), prompt.answer)).encode())
+    assert hashed.hexdigest() == ORDER_AT_E5086A7
+
+
+def test_a_changed_file_is_noticed(tmp_path, load, cached):
+    write(tmp_path, "rows.jsonl")
+    before = load().rows()[0]
+    write(tmp_path, "rows.jsonl", [{"prompt": "2+2=", "answer": "4"}, *ROWS])
+    assert load().rows()[0].text == "2+2=" and load().rows()[1].text == before.text
+    assert not load.said
+
+
+def test_a_run_keeps_the_rows_that_it_has_started_with(tmp_path, load, cached):
+    write(tmp_path, "rows.jsonl")
+    stream, expected = load(), all_of(load())
+    (tmp_path / "rows.jsonl").write_text("")
+    assert all_of(stream) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "length"),
+    [
+        ("max_prompt_tokens", 5, 23),
+        ("template", "{prompt}{answer}", 43),
+        ("id_column", "prompt", 40),
+        ("shuffle", False, 43),
+    ],
+)
+def test_settings_decide_whether_an_index_still_holds(tmp_path, load, cached, monkeypatch, key, value, length):
+    write(tmp_path, "rows.jsonl")
+    load(on_bad_row="skip")
+    if key == "shuffle":
+        no_row_is_read(monkeypatch)
+    assert len(load(on_bad_row="skip", **{key: value})) == length
+    assert len(list(cached.glob("*.json"))) == (2 if key == "shuffle" else 3), "one of rows, the others indices"
+
+
+def test_another_tokenizer_needs_another_index(tmp_path, load, cached):
+    write(tmp_path, "rows.jsonl")
+    other = load_tokenizer(ModelSection(characters="=+9876543210"), tmp_path)
+    assert load().rows()[0].token_ids.tolist() != load(tokenizer=other).rows()[0].token_ids.tolist()
+
+
+def spoil_arrow(folder):
+    for path in folder.glob("*.arrow"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+def cut_arrow(folder):
+    for path in folder.glob("*.arrow"):
+        os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_json(folder):
+    for path in folder.glob("*.json"):
+        os.truncate(path, 7)
+
+
+def lose_arrow(folder):
+    for path in folder.glob("*.arrow"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("spoil", [spoil_arrow, cut_arrow, cut_json, lose_arrow])
+def test_a_broken_entry_is_named_and_made_again(tmp_path, load, cached, spoil):
+    write(tmp_path, "rows.jsonl")
+    expected = all_of(load())
+    spoil(cached)
+    assert all_of(load()) == expected
+    assert len(load.said) == 2 and all("is broken" in line and "made again" in line for line in load.said)
+    assert all_of(load()) == expected and len(load.said) == 2
+    assert len(list(cached.iterdir())) == 4, "nothing is left of the broken ones"
+
+
+def test_a_writer_that_fails_leaves_nothing(cached):
+    def fail(sink):
+        sink.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.save("k", fail, print)
+    assert not list(cached.iterdir()) and cache.find("k", print) is None
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_nothing_else_changes(tmp_path, load, cached, monkeypatch):
+    write(tmp_path, "rows.jsonl")
+    expected = all_of(load())
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert all_of(load()) == expected
+    assert len(load.said) == 2 and "cannot be written" in load.said[0]
+
+
+def test_entries_unused_for_a_month_are_removed(tmp_path, load, cached):
+    write(tmp_path, "rows.jsonl")
+    load()
+    old = time.time() - 31 * 24 * 3600
+    for path in cached.iterdir():
+        os.utime(path, (old, old))
+    load()  # uses them, so that they are new again
+    write(tmp_path, "rows.jsonl", ROWS[:9])
+    load()
+    assert len(list(cached.iterdir())) == 8
+    for path in cached.iterdir():
+        os.utime(path, (old, old))
+    write(tmp_path, "rows.jsonl", ROWS[:8])
+    load()
+    assert len(list(cached.iterdir())) == 4
+
+
+def test_only_the_rows_asked_for_are_stored(tmp_path, load, cached):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:9]) + "broken\n" * 5)
+    stream = load(train_rows="2:9")
+    assert [p.text for p in stream.rows()] == [row["prompt"] for row in ROWS[2:9]]
+    assert stream.rows().where(0) == "rows.jsonl:3"
+    assert [p.text for p in load(train_rows="2:-5").rows()] == [row["prompt"] for row in ROWS[2:9]]
+    with pytest.raises(DataError, match=r"rows.jsonl:10: malformed JSON"):
+        load(train_rows="5:")
+
+
+def test_several_sources_are_one_after_the_other(tmp_path, load, cached):
+    names = tuple(write(tmp_path, f"{n}.jsonl", ROWS[5 * n : 5 * n + 5]) for n in range(3))
+    stream = load(names, train_rows="3:12", shuffle=False)
+    assert [p.text for p in stream.rows()] == [row["prompt"] for row in ROWS[3:12]]
+    assert [stream.rows().where(place) for place in (0, 2, 8)] == ["0.jsonl:4", "1.jsonl:1", "2.jsonl:2"]
+    assert [p.text for p in stream.rows()[-2:]] == [row["prompt"] for row in ROWS[10:12]]
+    assert stream.rows()[-1] == stream.rows()[8]
+    with pytest.raises(IndexError):
+        stream.rows()[9]
+
+
+def test_errors_name_file_and_line_in_every_start(tmp_path, load, cached):
+    write(tmp_path, "rows.jsonl", [*ROWS, {"prompt": "x", "answer": "1"}])
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"rows.jsonl:45 prompt: character 'x'"):
+            load()
+        report = load(on_bad_row="skip").report
+        assert report.bad == 1 and report.first_bad[0].startswith("rows.jsonl:45 prompt: character 'x'")
+
+
+def test_rows_with_pictures_are_looked_at_in_every_start(tmp_path, cached):
+    hf = character_tokenizer(LETTERS)
+    hf.add_special_tokens({"additional_special_tokens": MARKS})
+    hf.chat_template = TEMPLATE
+    keys = {"image_processor_type": "Qwen2VLImageProcessorFast", "min_pixels": 784, "max_pixels": 784 * 64}
+    tokenizer = Tokenizer(hf, processor={"preprocessor_config.json": json.dumps(keys)})
+    save_picture(tmp_path / "a.png", 1, width=84, height=56)
+    write(tmp_path, "rows.jsonl", [{"prompt": "how many?", "image": "a.png"}])
+    data = DataSection(train="rows.jsonl", chat=True, image_columns=("image",))
+    first = load_prompts(data, tokenizer, tmp_path, seed=0)
+    before = first.rows()[0]
+    save_picture(tmp_path / "a.png", 2, width=84, height=56)
+    after = load_prompts(data, tokenizer, tmp_path, seed=0).rows()[0]
+    assert after.id != before.id and after.pictures != before.pictures
+    with pytest.raises(DataError, match=r"rows.jsonl:1: could be read when the data were loaded, and now becomes"):
+        first.rows()[0]
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match=r"rows.jsonl:1: could be read .*, and now image: picture 1: .*No such file"):
+        first.rows()[0]
+
+
+def test_the_time_in_a_template_is_that_of_the_start(tmp_path, digits, cached):
+    hf = character_tokenizer("0123456789+-=:")
+    hf.chat_template = "{{ strftime_now('%H:%M:%S:%f') }}={{ messages[0].content }}"
+    write(tmp_path, "rows.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    data = DataSection(train="rows.jsonl", chat=True)
+    streams = [load_prompts(data, Tokenizer(hf), tmp_path, seed=0) for _ in range(2)]
+    texts = [[prompt.text for prompt in itertools.islice(stream.starting_at(0), 3)] for stream in streams]
+    times = [{text.split("=")[0] for text in own} for own in texts]
+    assert [len(own) for own in times] == [1, 1] and times[0] != times[1]
+
+
+def test_supervised_rows_conversations_and_pairs_are_indexed_too(tmp_path, digits, cached, monkeypatch):
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    found = [{**row, "talk": talk, "chosen": row["answer"], "rejected": "0"} for row in ROWS[1:9]]
+    write(tmp_path, "rows.jsonl", found)
+    hf = character_tokenizer("0123456789+-=")
+    hf.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    )
+    data, folder, sft = DataSection(train="rows.jsonl", answer_column="answer"), tmp_path, SftSection()
+    chats = SftSection(messages_column="talk")
+
+    def everything():
+        imitated = load_sft_rows(data, sft, digits, folder)
+        talks = load_chat_rows(data, chats, Tokenizer(hf), folder, max_tokens=99)
+        pairs = load_pairs(data, PreferenceSection(), digits, folder, max_tokens=99)
+        return [[[list(side) for side in item[:2]] for item in part] for part in (imitated, talks, pairs)]
+
+    first = everything()
+    assert [len(part) for part in first] == [8, 8, 8]
+    assert first[0][0] == [[4, 12, 4, 16], [5, 1]] or first[0][0][1][-1] == digits.eos_id
+    no_row_is_read(monkeypatch)
+    assert everything() == first
+
+
+def test_repeats_count_up():
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 5, 300):
+        ids = rng.integers(0, 40, size).astype(np.uint64)
+        seen, expected = Counter(), []
+        for value in ids.tolist():
+            seen[value] += 1
+            expected.append(seen[value])
+        assert repeats(ids).tolist() == expected
+
+
+def test_progress_is_shown_after_two_seconds_and_then_every_ten(monkeypatch):
+    now, lines = [100.0], []
+    monkeypatch.setattr("hone.data.report.time.monotonic", lambda: now[0])
+    progress = Progress("reading a.jsonl", lines.append, total=2000)
+    for second in range(24):
+        now[0] = 100.0 + second
+        progress.at(50 * second)
+    assert lines == [
+        "reading a.jsonl: 100 of 2,000 rows (5%), 2 s",
+        "reading a.jsonl: 600 of 2,000 rows (30%), 12 s",
+        "reading a.jsonl: 1,100 of 2,000 rows (55%), 22 s",
+    ]
