@@ -134,11 +134,13 @@ def main() -> None:
                 raise SystemExit("the prompts differ")
             megabytes = [(folder / name).stat().st_size / 1e6]
             megabytes.append(sum(path.stat().st_size for path in (folder / "cache").rglob("*") if path.is_file()) / 1e6)
-            print(f"{'':>12}  file {megabytes[0]:,.0f} MB, cache {megabytes[1]:,.0f} MB; equal prompts")
+            print(
+                f"{'':>12}  file {megabytes[0]:,.0f} MB, cache {megabytes[1]:,.0f} MB; equal prompts; "
+                f"{second['imports']:.2f} GiB are imports and tokenizer"
+            )
             for path in (folder / "cache").rglob("*.*"):
                 path.unlink()
             (folder / name).unlink()
-        print(f"of each {first['imports']:.2f} GiB are imports and tokenizer")
 
 
 if __name__ == "__main__":

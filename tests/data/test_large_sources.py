@@ -20,7 +20,7 @@ from hone.data.chat import Tokenizer, character_tokenizer, load_tokenizer
 from hone.data.lazy import repeats
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts, load_sft_rows
-from hone.data.report import Progress
+from hone.data.report import LoadProgress
 from hone.data.sft_chat import load_chat_rows
 from hone.errors import DataError
 
@@ -39,14 +39,17 @@ def cached(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def load(tmp_path, digits):
-    said = []
+def said():
+    """Lines that loading has shown."""
+    return []
 
+
+@pytest.fixture
+def load(tmp_path, digits, said):
     def load(name="rows.jsonl", *, seed=0, tokenizer=digits, **data):
         settings = {"answer_column": "answer", "max_prompt_tokens": 50, **data}
         return load_prompts(DataSection(train=name, **settings), tokenizer, tmp_path, seed=seed, say=said.append)
 
-    load.said = said
     return load
 
 
@@ -84,7 +87,7 @@ def no_row_is_read(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv", "rows.parquet"])
-def test_a_cached_source_has_the_same_prompts_and_is_read_once(tmp_path, load, cached, monkeypatch, name):
+def test_a_cached_source_has_the_same_prompts_and_is_read_once(tmp_path, load, said, cached, monkeypatch, name):
     write(tmp_path, name)
     with monkeypatch.context() as small:
         small.setattr(rows, "SMALL_BYTES", 1 << 30)
@@ -93,7 +96,7 @@ def test_a_cached_source_has_the_same_prompts_and_is_read_once(tmp_path, load, c
     assert all_of(load(name)) == in_memory and len(in_memory[1]) == 43 and in_memory[0].too_long == 1
     no_row_is_read(monkeypatch)
     assert all_of(load(name)) == in_memory
-    assert not load.said
+    assert not said
 
 
 def test_a_dataset_of_hugging_face_is_indexed_once(tmp_path, load, cached, monkeypatch):
@@ -114,12 +117,12 @@ def test_a_seed_gives_the_prompts_that_it_gave_when_all_were_in_memory(tmp_path,
     assert hashed.hexdigest() == ORDER_AT_E5086A7
 
 
-def test_a_changed_file_is_noticed(tmp_path, load, cached):
+def test_a_changed_file_is_noticed(tmp_path, load, said, cached):
     write(tmp_path, "rows.jsonl")
     before = load().rows()[0]
     write(tmp_path, "rows.jsonl", [{"prompt": "2+2=", "answer": "4"}, *ROWS])
     assert load().rows()[0].text == "2+2=" and load().rows()[1].text == before.text
-    assert not load.said
+    assert not said
 
 
 def test_a_run_keeps_the_rows_that_it_has_started_with(tmp_path, load, cached):
@@ -176,13 +179,13 @@ def lose_arrow(folder):
 
 
 @pytest.mark.parametrize("spoil", [spoil_arrow, cut_arrow, cut_json, lose_arrow])
-def test_a_broken_entry_is_named_and_made_again(tmp_path, load, cached, spoil):
+def test_a_broken_entry_is_named_and_made_again(tmp_path, load, said, cached, spoil):
     write(tmp_path, "rows.jsonl")
     expected = all_of(load())
     spoil(cached)
     assert all_of(load()) == expected
-    assert len(load.said) == 2 and all("is broken" in line and "made again" in line for line in load.said)
-    assert all_of(load()) == expected and len(load.said) == 2
+    assert len(said) == 2 and all("is broken" in line and "made again" in line for line in said)
+    assert all_of(load()) == expected and len(said) == 2
     assert len(list(cached.iterdir())) == 4, "nothing is left of the broken ones"
 
 
@@ -196,13 +199,13 @@ def test_a_writer_that_fails_leaves_nothing(cached):
     assert not list(cached.iterdir()) and cache.find("k", print) is None
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_nothing_else_changes(tmp_path, load, cached, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_said_and_nothing_else_changes(tmp_path, load, said, cached, monkeypatch):
     write(tmp_path, "rows.jsonl")
     expected = all_of(load())
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert all_of(load()) == expected
-    assert len(load.said) == 2 and "cannot be written" in load.said[0]
+    assert len(said) == 2 and "cannot be written" in said[0]
 
 
 def test_entries_unused_for_a_month_are_removed(tmp_path, load, cached):
@@ -322,7 +325,7 @@ def test_repeats_count_up():
 def test_progress_is_shown_after_two_seconds_and_then_every_ten(monkeypatch):
     now, lines = [100.0], []
     monkeypatch.setattr("hone.data.report.time.monotonic", lambda: now[0])
-    progress = Progress("reading a.jsonl", lines.append, total=2000)
+    progress = LoadProgress("reading a.jsonl", lines.append, total=2000)
     for second in range(24):
         now[0] = 100.0 + second
         progress.at(50 * second)

@@ -32,7 +32,7 @@ UNUSED_DAYS = 30
 _CHUNK_BYTES = 1 << 22
 
 
-class Entry(NamedTuple):
+class CacheEntry(NamedTuple):
     """What was written for a key."""
 
     batches: pyarrow.RecordBatchFileReader
@@ -63,7 +63,7 @@ def _digest(path: Path, *_stat: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def find(key: str, say: Say) -> Entry | None:
+def find(key: str, say: Say) -> CacheEntry | None:
     """The entry of a key. One that is broken is removed, which is said, and is none."""
     described = cache_folder() / f"{key}.json"
     try:
@@ -75,7 +75,7 @@ def find(key: str, say: Say) -> Entry | None:
         path = described.with_name(about["file"])
         if path.stat().st_size != about["bytes"] or _checksum(path) != about["crc32"]:
             raise ValueError("its size or checksum differs")
-        entry = Entry(_mapped(path), about["notes"])
+        entry = CacheEntry(_mapped(path), about["notes"])
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         _remove_broken(described, error, say)
         return None
@@ -85,7 +85,7 @@ def find(key: str, say: Say) -> Entry | None:
     return entry
 
 
-def save(key: str, write: Write, say: Say) -> Entry:
+def save(key: str, write: Write, say: Say) -> CacheEntry:
     """Write an entry and keep it. Where the cache folder cannot be written to, which is said, it lasts as long as this
     process.
 
@@ -99,23 +99,23 @@ def save(key: str, write: Write, say: Say) -> Entry:
         sync(path)
         about = {"file": path.name, "bytes": path.stat().st_size, "crc32": _checksum(path), "notes": notes}
         write_whole(folder / f"{key}.json", json.dumps(about))
-        return Entry(_mapped(path), notes)
+        return CacheEntry(_mapped(path), notes)
     except OSError as error:
         say(f"warning: the data cache in {folder} cannot be written ({error}), so the next start reads the data again")
     try:
         path, notes = _written(Path(tempfile.gettempdir()), key, write)
-        entry = Entry(_mapped(path), notes)
+        entry = CacheEntry(_mapped(path), notes)
         path.unlink()  # the mapping stays
         return entry
     except OSError as error:
         raise DataError(f"data: no room for a memory-mapped copy of the rows: {error}. Set XDG_CACHE_HOME.") from error
 
 
-def in_memory(write: Write) -> Entry:
+def in_memory(write: Write) -> CacheEntry:
     """An entry that is not kept, and in no file."""
     sink = pyarrow.BufferOutputStream()
     notes = write(sink)
-    return Entry(pyarrow.ipc.open_file(sink.getvalue()), notes)
+    return CacheEntry(pyarrow.ipc.open_file(sink.getvalue()), notes)
 
 
 def _written(folder: Path, key: str, write: Write) -> tuple[Path, Mapping[str, Any]]:

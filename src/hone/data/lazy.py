@@ -24,8 +24,8 @@ from hone.config.run import DataSection
 from hone.data import cache
 from hone.data.cache import Say
 from hone.data.render import Malformed, as_text, column
-from hone.data.report import LoadReport, Progress, Tally, nothing_left
-from hone.data.rows import FORMAT, Rows, open_rows
+from hone.data.report import LoadProgress, LoadReport, Tally, nothing_left
+from hone.data.rows import FORMAT, SourceRows, open_rows
 from hone.data.sources import BadRow, DataSource, SourceRow, source_name
 from hone.errors import DataError
 
@@ -49,7 +49,7 @@ class Facts(NamedTuple):
     """Unsigned 64-bit hash; equal for what is the same to the model."""
 
 
-class Reading(ABC, Generic[Item]):
+class RowReading(ABC, Generic[Item]):
     """What rows become."""
 
     id_column: str | None = None
@@ -87,7 +87,7 @@ class LazyRows(Sequence[Item], Generic[Item]):
     """
 
     def __init__(
-        self, rows: Rows, reading: Reading[Item], columns: Mapping[str, NDArray[Any]], report: LoadReport
+        self, rows: SourceRows, reading: RowReading[Item], columns: Mapping[str, NDArray[Any]], report: LoadReport
     ) -> None:
         self._rows, self._reading, self.report = rows, reading, report
         self._row, self._id, self._repeat = columns["row"], columns["id"], columns["repeat"]
@@ -146,7 +146,7 @@ def changed(row: SourceRow, now: str) -> DataError:
 
 
 def load_lazily(
-    source: DataSource, data: DataSection, folder: Path, reading: Reading[Item], *, max_tokens: int, say: Say
+    source: DataSource, data: DataSection, folder: Path, reading: RowReading[Item], *, max_tokens: int, say: Say
 ) -> LazyRows[Item]:
     """Read a source once, unless that has been done before.
 
@@ -178,11 +178,11 @@ def load_lazily(
     return LazyRows(rows, reading, columns, report)
 
 
-def _index(rows: Rows, reading: Reading[Item], tally: Tally, say: Say) -> dict[str, NDArray[Any]]:
+def _index(rows: SourceRows, reading: RowReading[Item], tally: Tally, say: Say) -> dict[str, NDArray[Any]]:
     """The columns of an index, from a pass over all rows. Raises DataError for one that may not be skipped."""
     kept, tokens, ids, contents = array("q"), array("i"), array("Q"), array("Q")
     seen: dict[str, int] = {}
-    progress = Progress(f"tokenising {tally.source}", say, total=len(rows))
+    progress = LoadProgress(f"tokenising {tally.source}", say, total=len(rows))
     for start in range(0, len(rows), READ_TOGETHER):
         numbers = range(start, min(start + READ_TOGETHER, len(rows)))
         found = rows.read(numbers)

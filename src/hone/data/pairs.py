@@ -13,7 +13,7 @@ from hone.config.run import DataSection, PreferenceSection
 from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer
 from hone.data.conversation import ConversationReader, UnreadableConversation
-from hone.data.lazy import Facts, LazyRows, Reading, load_lazily
+from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily
 from hone.data.prompts import hash_of, row_settings
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import on_stderr
@@ -52,7 +52,7 @@ def load_pairs(
     return load_lazily(source, data, folder, _PairReading(data, rm, tokenizer), max_tokens=max_tokens, say=say)
 
 
-class _PairReading(Reading[PreferencePair]):
+class _PairReading(RowReading[PreferencePair]):
     """Rows to pairs."""
 
     def __init__(self, data: DataSection, rm: PreferenceSection, tokenizer: Tokenizer) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hone.config.run import DataSection, SftSection
 from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
-from hone.data.lazy import Facts, LazyRows, Reading, load_lazily
+from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import on_stderr
@@ -157,7 +157,7 @@ class _PromptDraft:
     pictures: tuple[Picture, ...]
 
 
-class _PromptReading(Reading[Prompt]):
+class _PromptReading(RowReading[Prompt]):
     """Rows to prompts. Ids of rows that ask and answer the same are equal until they are
     `finished`, then the second is `...#2`."""
 
@@ -227,7 +227,7 @@ class _PromptReading(Reading[Prompt]):
         return not self._had_pictures and not (self.data.chat and self.renderer.clock)
 
 
-class _SftReading(Reading[SftRow]):
+class _SftReading(RowReading[SftRow]):
     """Rows to prompts and responses."""
 
     def __init__(self, data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path) -> None:

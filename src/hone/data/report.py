@@ -74,7 +74,7 @@ class Tally:
         )  # fmt: skip
 
 
-class Progress:
+class LoadProgress:
     """Lines about a pass over many rows, the first after two seconds, then one every ten."""
 
     def __init__(self, what: str, say: Callable[[str], None], *, total: int | None = None) -> None:

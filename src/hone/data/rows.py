@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import pyarrow
 
 from hone.data import cache
-from hone.data.cache import Say
-from hone.data.report import Progress
+from hone.data.cache import CacheEntry, Say
+from hone.data.report import LoadProgress
 from hone.data.sources import (
     BATCH_ROWS,
     BadRow,
@@ -44,7 +44,7 @@ TEXT = pyarrow.schema(
 """Columns that `TextRow`s are kept in."""
 
 
-class _Part(Protocol):
+class _NumberedRows(Protocol):
     """Rows of one file or dataset, from number 0."""
 
     def __len__(self) -> int: ...
@@ -54,14 +54,14 @@ class _Part(Protocol):
     def read(self, start: int, stop: int) -> list[SourceRow | BadRow]: ...
 
 
-class Rows:
+class SourceRows:
     """The rows of one source: those of its parts, one after the other, cut to a range.
 
     Attributes:
         key: equal for equal content; None where nothing is to be cached: the source is small, or not in files.
     """
 
-    def __init__(self, parts: Sequence[_Part], chosen: range, key: str | None) -> None:
+    def __init__(self, parts: Sequence[_NumberedRows], chosen: range, key: str | None) -> None:
         self._parts, self._chosen, self.key = parts, chosen, key
         self._starts = list(itertools.accumulate(map(len, parts), initial=0))
 
@@ -90,7 +90,7 @@ class Rows:
         return part, number - self._starts[part]
 
 
-def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: str | None, say: Say) -> Rows:
+def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: str | None, say: Say) -> SourceRows:
     """The rows that `sources.read_rows` reads, which describes the arguments.
 
     Args:
@@ -103,7 +103,7 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
     from_the_end = min(part.start or 0, part.stop or 0) < 0
     limit = None if from_the_end else part.stop
     is_large = sum(map(_num_bytes, parts)) >= SMALL_BYTES
-    opened: list[_Part] = []
+    opened: list[_NumberedRows] = []
     keys: list[str | None] = []
     for one in parts:
         left = None if limit is None else limit - sum(map(len, opened))
@@ -119,13 +119,13 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
     chosen = range(*part.indices(sum(map(len, opened))))
     names = [one.name for one in parts]
     whole = cache.key_of(keys, names, chosen.start, chosen.stop) if is_large and None not in keys else None
-    return Rows(opened, chosen, whole)
+    return SourceRows(opened, chosen, whole)
 
 
 class _FileRows:
     """Rows of a file that has become an Arrow file."""
 
-    def __init__(self, entry: cache.Entry, file: DataFile) -> None:
+    def __init__(self, entry: CacheEntry, file: DataFile) -> None:
         self._batches, self._file = entry.batches, file
         sizes = (self._batches.get_batch(i).num_rows for i in range(self._batches.num_record_batches))
         self._starts = list(itertools.accumulate(sizes, initial=0))
@@ -210,15 +210,15 @@ def _dataset_key(dataset: Dataset) -> str | None:
     return cache.key_of("dataset", digests, str(dataset.rows.features), len(dataset.rows)) if files else None
 
 
-def _stored(file: DataFile, limit: int | None, key: str | None, say: Say) -> cache.Entry:
+def _stored(file: DataFile, limit: int | None, key: str | None, say: Say) -> CacheEntry:
     """The Arrow file of at most `limit` rows of a file, from the cache or made now."""
     if key is not None and (found := cache.find(key, say)) is not None:
         return found
-    write = partial(_write, file, limit, Progress(f"reading {file.name}", say))
+    write = partial(_write, file, limit, LoadProgress(f"reading {file.name}", say))
     return cache.in_memory(write) if key is None else cache.save(key, write, say)
 
 
-def _write(file: DataFile, limit: int | None, progress: Progress, sink: Any) -> Mapping[str, Any]:
+def _write(file: DataFile, limit: int | None, progress: LoadProgress, sink: Any) -> Mapping[str, Any]:
     """Write the rows of a file to an Arrow file."""
     batches = _as_they_are(file.path, limit) if file.kind == ".parquet" else _of_text(text_rows(file), limit)
     first = next(batches, None)

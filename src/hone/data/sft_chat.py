@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from hone.config.run import DataSection, SftSection
 from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
-from hone.data.lazy import Facts, LazyRows, Reading, load_lazily
+from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily
 from hone.data.prompts import SftRow, hash_of, row_settings
 from hone.data.render import Malformed, Renderer, column
 from hone.data.report import on_stderr
@@ -52,7 +52,7 @@ def load_chat_rows(
     return load_lazily(source, data, folder, _ChatReading(data, name, tokenizer), max_tokens=max_tokens, say=say)
 
 
-class _ChatReading(Reading[SftRow]):
+class _ChatReading(RowReading[SftRow]):
     """Rows to conversations."""
 
     def __init__(self, data: DataSection, name: str, tokenizer: Tokenizer) -> None:
