@@ -60,8 +60,9 @@ def test_the_best_that_is_there_and_that_the_rules_allow(found, installed, secti
     assert chosen(found, installed, **sections) == expected
 
 
-def test_a_model_with_a_vision_tower_stays_in_one_process():
-    assert chosen(H100, shape={"vision_config": {}}) == ("bfloat16", "local", "hone")
+def test_a_model_with_a_vision_tower_is_sampled_by_hones_engine():
+    assert chosen(H100, shape={"vision_config": {}}) == ("bfloat16", "ray", "hone")
+    assert chosen(ONE, shape={"vision_config": {}}) == ("bfloat16", "local", "hone")
 
 
 def test_sampling_ahead_has_devices_of_its_own():

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pictures import save_picture, save_seeing_model
+from safetensors.numpy import load_file
 from tiny import metrics_of, weights_of
 from transformers import AutoModelForImageTextToText
 
@@ -56,8 +58,8 @@ def test_check_shows_pictures_and_refuses_what_cannot_have_them(tmp_path):
     shown = "'<|vision_start|><|image_pad|>x4<|vision_end|>how many 1?=' -> 18 tokens, 4 of them of 1 pictures"
     assert any(shown in line for line in report.lines)
     assert any("Transformers' logprobs, of a prompt with a picture too" in line for line in report.lines)
-    cluster = load_config(tmp_path / "run.yaml", ["cluster.backend=ray"])
-    assert any("train in one process with Hone's own engine" in why for why in assemble.check_run(cluster).problems)
+    cluster = load_config(tmp_path / "run.yaml", ["cluster.backend=ray", "cluster.engines.use=vllm"])
+    assert any("which only Hone's own engine samples from" in why for why in assemble.check_run(cluster).problems)
     (tmp_path / "3.png").write_bytes(b"no picture")
     broken = assemble.check_run(load_config(tmp_path / "run.yaml"))
     assert any("rows.jsonl:3 images: picture 2: is no picture" in problem for problem in broken.problems)
@@ -77,6 +79,40 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, overrides):
     assert first["gate/logprob_gap"] < 1e-5
     AutoModelForImageTextToText.from_pretrained(whole.parent / "run" / "hf")
     assert (whole.parent / "run" / "hf" / "preprocessor_config.json").is_file()
+
+
+RANKS = [
+    "cluster.backend=ray",
+    "cluster.pools={all: {devices: 2, roles: [policy, rollout, reference]}}",
+]
+
+
+@pytest.mark.slow("starts Ray, and whole runs in it")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("freeze", ["[vision]", "[]"], ids=["frozen", "learning"])
+def test_two_ranks_and_two_engines_learn_what_one_process_learns(tmp_path, monkeypatch, freeze):
+    """Both have the tower's weights in shards, and some microbatches of a rank have pictures where the other's have
+    none."""
+    run_file = write_run(tmp_path / "ray", settings="algorithm: {kl_loss_coef: 0.1}\n")
+    settings = [f"model.freeze={freeze}", "train.tokens_per_microbatch=68"]
+    monkeypatch.chdir(tmp_path)
+    assemble.train(load_config(run_file, [*settings, f"run.dir={tmp_path}/local/run"]))
+    assemble.train(load_config(run_file, [*settings, *RANKS]))
+    one, two = (metrics_of(tmp_path / name) for name in ("local", "ray"))
+    assert [line["step"] for line in one] == [line["step"] for line in two]
+    for theirs, ours in zip(one, two, strict=True):
+        for name in ("rollout/reward_mean", "rollout/response_tokens_mean"):
+            assert ours.get(name) == theirs.get(name), name
+        for name in ("train/loss", "train/grad_norm", "train/kl_ref", "train/entropy", "sft/loss"):
+            assert ours.get(name, 0.0) == pytest.approx(theirs.get(name, 0.0), rel=1e-3, abs=1e-5), name
+    first = next(line for line in two if "gate/logprob_gap" in line)
+    assert first["gate/logprob_gap"] < 1e-5
+    assert any(line.get("train/grad_norm", 0.0) > 0.01 for line in two)
+    ours, theirs = (load_file(tmp_path / name / "run" / "hf" / "model.safetensors") for name in ("ray", "local"))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        np.testing.assert_allclose(weight, theirs[name], rtol=0, atol=1e-4, err_msg=name)  # a tenth of a step
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "ray" / "run" / "hf")
 
 
 @pytest.mark.slow("nine starts of a run")

@@ -125,9 +125,9 @@ def test_bounds_are_those_of_the_model():
     assert (vision.PATCHES_PER_PASS, vision.KEPT_BYTES) == (local.PATCHES_PER_PASS, local.KEPT_FEATURES_BYTES)
 
 
-def planned(*overrides):
+def planned(*overrides, hardware="T4-16G"):
     loaded = load_config(EXAMPLE, overrides)
-    found = plan(loaded.config, find_hardware("T4-16G"), folder=EXAMPLE.parent)
+    found = plan(loaded.config, find_hardware(hardware), folder=EXAMPLE.parent)
     return {one.name: one.bytes for ledger in found.ledgers for moment in ledger.moments for one in moment.terms}
 
 
@@ -138,3 +138,22 @@ def test_a_frozen_tower_takes_less():
     assert "vision tower: gradient" not in frozen and "tower activations" not in frozen
     copied = planned("model.freeze=[vision]", "algorithm.kl_loss_coef=0.1", "rollout.max_staleness=1")
     assert copied["vision tower, copies"] == 2 * 4 * count
+
+
+def test_ranks_hold_a_share_of_the_tower_and_engines_all_of_it():
+    cluster = ["cluster.backend=ray", "cluster.engines.use=hone", "algorithm.kl_loss_coef=0.1"]
+    alone, frozen_alone = planned(), planned("model.freeze=[vision]")
+    count = frozen_alone["vision tower"] // 4
+    all_trained = alone["master weights"] + alone["vision tower: master weights"]
+    learning, frozen = (planned(*cluster, *more, hardware="2xT4-16G") for more in ([], ["model.freeze=[vision]"]))
+    assert learning["master weights"] == pytest.approx(all_trained / 2, abs=4)
+    assert learning["tower activations"] > 0 and learning["tower's gradients"] > 0
+    assert frozen["vision tower"] == 2 * count and "tower activations" not in frozen  # float32, on two ranks
+    assert frozen["reference"] == pytest.approx(4 * (alone["master weights"] // 4 + count) / 2, abs=4)
+    assert frozen["engine: weights"] == alone["master weights"] + 4 * count
+
+
+def test_an_engine_that_cannot_see_is_refused():
+    loaded = load_config(EXAMPLE, ["cluster.backend=ray", "cluster.engines.use=vllm"])
+    found = plan(loaded.config, find_hardware("2xT4-16G"), folder=EXAMPLE.parent)
+    assert any("cluster.engines.use=hone" in problem for problem in found.verdict.problems)

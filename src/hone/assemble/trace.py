@@ -90,6 +90,9 @@ def _single(
 ) -> Iterator[Point]:
     """A trainer whose states are on one device, in flat buffers."""
     inputs, config = found.inputs, found.inputs.config
+    if inputs.architecture.tower:
+        notes.append("not traced: a model with a vision tower")
+        return
     policy = policy_config(config.model, folder)
     named = config.critic.path
     critic = named_config(named, folder, "critic.path") if inputs.critic and named else None
@@ -153,6 +156,7 @@ def _trains_alone(pool: PoolPlan, found: Plan) -> bool:
 
 def _untraceable(found: Plan, policy: Trained) -> str | None:
     reasons = {
+        "a model with a vision tower": policy.architecture.tower is not None,
         "cluster.trainer.sequence_parallel > 1": policy.work.sequence_parallel > 1,
         "parameters in cluster.trainer.offload": policy.offload,
         "a single rank whose critic or reference is in another pool": not policy.is_sharded,

@@ -115,15 +115,12 @@ def _candidates(
 ) -> Iterator[tuple[str, str]]:
     """(backend, engine), best first."""
     cluster, gpus, is_cuda = config.cluster, found.per_node, found.device_type == "cuda"
-    uses = (
-        [cluster.engines.use]
-        if cluster.engines.use != "auto"
-        else ["vllm"] * ("vllm" in installed and is_cuda) + ["hone"]
-    )
+    has_vllm = "vllm" in installed and is_cuda and "vision_config" not in shape
+    uses = [cluster.engines.use] if cluster.engines.use != "auto" else ["vllm"] * has_vllm + ["hone"]
     if cluster.backend == "ray":
         yield from (("ray", use) for use in uses)
         return
-    if cluster.backend == "auto" and "ray" in installed and "vision_config" not in shape:
+    if cluster.backend == "auto" and "ray" in installed:
         yield from (("ray", use) for use in uses if use != "hone" or gpus > 1)
     yield "local", "hone"
 
@@ -145,8 +142,6 @@ def _choices(
         if cluster.backend == "ray":
             turns = "in two pools, because sampling runs ahead" if cluster.pools else "trainer and engines take turns"
             why = f"all {devices} of each machine, {turns}" if samples else f"all {devices} of each machine"
-        elif "vision_config" in shape:
-            why = f"a model with a vision tower trains in one process, on one of {devices}"
         elif "ray" not in installed:
             why = f"Ray is not installed ({EXTRA}); one process on one of {devices}"
         else:
@@ -155,6 +150,8 @@ def _choices(
     if config.cluster.engines.use == "auto" and samples:
         if cluster.engines.use == "vllm":
             why = "vLLM is installed"
+        elif "vision_config" in shape:
+            why = "models with a vision tower are sampled by it alone"
         elif "vllm" not in installed:
             why = f"vLLM is not installed, which samples several times as fast and pages its cache ({EXTRA})"
         else:

@@ -58,6 +58,9 @@ class Vision:
         self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
         self.num_computed = 0
         """Pictures that went through the tower."""
+        self.most_passes: Callable[[int], int] = int
+        """From the passes that this rank needs to those that all ranks make: whose weights are divided among them, they
+        gather together (`train/fsdp.py`)."""
 
     @property
     def tower(self) -> nn.Module:
@@ -68,19 +71,24 @@ class Vision:
         """The tower's weights have changed."""
         self._kept.clear()
 
-    def features(self, pictures: Sequence[Picture]) -> list[PictureFeatures]:
+    def features(self, pictures: Sequence[Picture]) -> tuple[list[PictureFeatures], Tensor | None]:
         """Those of each picture, equal pictures computed once; of a frozen tower those that are kept are not computed
-        again."""
+        again. And 0, if this rank made passes for others that a gradient has to pass through."""
         is_frozen = not any(weight.requires_grad for weight in self.tower.parameters())
         distinct = {picture.digest: picture for picture in pictures}
         found = {digest: self._kept[digest] for digest in distinct if is_frozen and digest in self._kept}
         missing = [picture for digest, picture in distinct.items() if digest not in found]
+        parts, zero = list(self._passes(missing)), None
+        others = self.most_passes(len(parts)) - len(parts)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_frozen):
-            for part in self._passes(missing):
+            for part in parts:
                 found |= zip((picture.digest for picture in part), self._computed(part), strict=True)
+            for _ in range(others):
+                idle = self._idle()
+                zero = idle if zero is None else zero + idle
         if is_frozen:
             self._keep(found)
-        return [found[picture.digest] for picture in pictures]
+        return [found[picture.digest] for picture in pictures], zero
 
     def _keep(self, found: dict[str, PictureFeatures]) -> None:
         for digest, features in found.items():
@@ -104,11 +112,19 @@ class Vision:
 
     def _computed(self, pictures: Sequence[Picture]) -> list[PictureFeatures]:
         self.num_computed += len(pictures)
-        weight = next(self.tower.parameters())
         patches = torch.from_numpy(np.concatenate([self.patches(picture) for picture in pictures]))
-        grid = torch.tensor([[1, p.rows * self.merge, p.columns * self.merge] for p in pictures])
+        return self._tower_pass(patches, [[1, p.rows * self.merge, p.columns * self.merge] for p in pictures])
+
+    def _idle(self) -> Tensor:
+        """0, from a picture of one token, black."""
+        patches = torch.zeros(self.merge**2, 3 * self._frames * self._patch**2)
+        (features,) = self._tower_pass(patches, [[1, self.merge, self.merge]])
+        return torch.stack([0 * tensor.sum() for tensor in (features.embedded, *features.deeper)]).sum()
+
+    def _tower_pass(self, patches: Tensor, grid: list[list[int]]) -> list[PictureFeatures]:
         model: Any = self._model[0]
-        out = model.get_image_features(patches.to(weight.device), grid.to(weight.device), return_dict=True)
+        device = next(self.tower.parameters()).device
+        out = model.get_image_features(patches.to(device), torch.tensor(grid, device=device), return_dict=True)
         layers = getattr(out, "deepstack_features", None) or []
         return [
             PictureFeatures(embedded, tuple(layer[number] for layer in layers))
@@ -140,9 +156,11 @@ def with_pictures(
     """
     rows, width = embedded_NWH.shape[:2]
     placed = [replace(p, start=row * width + p.start) for row, own in enumerate(pictures) for p in own]
+    found, zero = vision.features(placed)
+    if zero is not None:
+        embedded_NWH = embedded_NWH + zero.to(embedded_NWH.dtype)
     if not placed:
         return embedded_NWH, {}
-    found = vision.features(placed)
     place_P = places_of(placed, embedded_NWH.device)
     embedded = torch.cat([features.embedded for features in found]).to(embedded_NWH.dtype)
     seen = embedded_NWH.flatten(0, 1).index_copy(0, place_P, embedded).view_as(embedded_NWH)

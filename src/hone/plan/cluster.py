@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from hone.plan import local
+from hone.plan import local, towers
 from hone.plan.activations import (
     Pass,
     backward_per_token,
@@ -22,7 +22,7 @@ from hone.plan.activations import (
     output_gradient_bytes,
     saved_per_token,
 )
-from hone.plan.architecture import GIB, Architecture, adapter_parameters
+from hone.plan.architecture import GIB, Architecture, Tower, adapter_parameters
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import EnginePlan
 from hone.plan.ledger import Moment, Term, moment, term
@@ -54,6 +54,9 @@ class Trained:
     """States are on the host."""
     moments_on_host: bool = False
     """Only the moments are, and are copied to the device for the optimizer step."""
+    tower_learns: bool = False
+    """Whether a vision tower is trained."""
+    has_pictures: bool = False
 
     @property
     def architecture(self) -> Architecture:
@@ -61,7 +64,10 @@ class Trained:
 
     @property
     def trained(self) -> int:
-        return self.adapter or self.architecture.total_parameters
+        """Parameters that learn."""
+        tower = self.architecture.tower
+        in_tower = tower.parameters if tower and self.tower_learns else 0
+        return self.adapter or self.architecture.total_parameters + in_tower
 
     @property
     def root_bytes(self) -> float:
@@ -92,6 +98,23 @@ class Trained:
             knob = "cluster.trainer.offload"
             if not self.moments_on_host:
                 yield term(self.label("AdamW moments"), 8 * self.trained / self.shard, f"8 B {share}", knob)
+        if self.architecture.tower and not self.tower_learns:
+            yield from self._frozen_tower(self.architecture.tower)
+
+    def _frozen_tower(self, tower: Tower) -> Iterator[Term]:
+        """A vision tower's weights, which stay float32 on a single rank, and what it made of pictures."""
+        p = self.work.bytes_each if self.is_sharded else 4
+        share = f"{p} B x {tower.parameters:,} parameters / {self.shard}, frozen"
+        yield term(self.label("vision tower"), p * tower.parameters / self.shard, share, "model.freeze")
+        if self.has_pictures:
+            yield term(self.label("features of pictures"), local.KEPT_FEATURES_BYTES, "at most")
+
+    def seen(self) -> list[Term]:
+        """What a trained vision tower keeps for its backward pass."""
+        tower, work = self.architecture.tower, self.work
+        if tower is None or not self.tower_learns or not self.has_pictures:
+            return []
+        return [towers.kept(tower, towers.patches(tower, work), work.bytes_each, work.checkpointing)]
 
     def gradient(self) -> Term:
         size = 4 * self.trained / self.shard if self.is_sharded and not self.offload else 0
@@ -105,13 +128,17 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     """What one device holds while the model learns; `held` is there besides."""
     work, arch, p = model.work, model.architecture, model.work.bytes_each
     prefix = f"{model.name}'s " if model.name else ""
+    seen = model.seen()
+    if seen and (tower := arch.tower):
+        working = towers.backward(tower, towers.patches(tower, work), p, work.checkpointing)
+        yield moment("update", f"{prefix}tower backward", held, model.states(), model.gradient(), seen, working)
     if not model.is_sharded:
         held = [*held, *model.states()]
-        yield from local.update_moments(prefix, work, held, trained=not model.adapter)
+        yield from local.update_moments(prefix, work, [*held, *seen], trained=not model.adapter)
         yield moment("optimizer", f"{prefix}step", held)
         return
     tokens, knob = work.tokens, "train.tokens_per_microbatch"
-    states = [*model.states()]
+    states, optimizing = [*model.states(), *seen], [*model.states()]
     each = saved_per_token(work)
     formula = f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens"
     saved = term("activations", each * arch.layers * tokens, formula, knob)
@@ -146,7 +173,7 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     # The root's weights go away as the float32 copy of its gradient is made for the reduction.
     reduced = term("gradient of root", 2 * model.root_bytes * trains_root, "bfloat16, and float32 to be reduced")
     yield moment("update", f"{prefix}root backward", held, states, others, root, reduced, _one(layers))
-    yield moment("optimizer", f"{prefix}step", held, states, model.gradient())
+    yield moment("optimizer", f"{prefix}step", held, optimizing, model.gradient())
 
 
 def _root(model: Trained) -> Term:
@@ -265,7 +292,8 @@ def _reference(pool: PoolPlan) -> list[Term]:
     model = pool.reference
     if model is None or pool.reference_on_host:
         return []
-    count, p = model.architecture.total_parameters, model.work.bytes_each
+    tower = model.architecture.tower
+    count, p = model.architecture.total_parameters + (tower.parameters if tower else 0), model.work.bytes_each
     formula = f"{p} B x {count:,} parameters / {model.shard}"
     return [term("reference", p * count / model.shard, formula, "cluster.trainer.offload")]
 

@@ -26,7 +26,8 @@ class _Whole:
     @property
     def count(self) -> int:
         """Parameters."""
-        return self.architecture.total_parameters
+        tower = self.architecture.tower
+        return self.architecture.total_parameters + (tower.parameters if tower else 0)
 
     @property
     def bytes_each(self) -> int:

@@ -11,7 +11,6 @@ from hone.config.engine import REWARD_MODEL_BATCH_TOKENS, EngineSection
 from hone.config.run import RunConfig
 from hone.config.section import Section
 from hone.config.topology import Topology, judge_services, judges_pool, topology_of
-from hone.errors import DataError
 from hone.plan import activations
 from hone.plan.activations import Implementation, Pass
 from hone.plan.architecture import Architecture
@@ -42,16 +41,21 @@ class Inputs:
         """One process on one device."""
         return self.topology.backend == "local"
 
+    @property
+    def tower_learns(self) -> bool:
+        """Whether a vision tower would be trained."""
+        return "vision" not in self.config.model.freeze and not self.config.lora.rank
+
+    @property
+    def picture_pixels(self) -> int:
+        """Of the largest picture of a prompt; 0: prompts have none."""
+        return self.config.data.max_image_pixels if self.config.data.image_columns else 0
+
 
 def resolve(config: RunConfig, hardware: Hardware, workload: Workload, folder: Path) -> Inputs:
     """Look up the topology and every architecture."""
     architecture = find_architecture(config.model, folder)
     topology = topology_of(config, hardware.per_node)
-    if architecture.tower and topology.backend != "local":
-        raise DataError(
-            f"{config.model.path or 'model.init'}: models with a vision tower train and are planned in one process. "
-            "Set cluster.backend=local."
-        )
     critic = None
     if workload.has_critic:
         named = config.critic.path

@@ -26,7 +26,7 @@ from hone.plan.activations import (
     output_gradient_bytes,
     saved_per_token,
 )
-from hone.plan.architecture import Architecture, Tower, adapter_parameters
+from hone.plan.architecture import Architecture, adapter_parameters
 from hone.plan.ledger import Moment, Term, moment, term
 from hone.plan.workload import Workload
 
@@ -117,8 +117,8 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
     yield moment("rollout", "sampling", resident, cache, _sampling(settings, workload))
     yield moment("rollout", "cache grows", resident, cache, _growth(settings, workload))
     yield moment("rollout", "prompts computed", resident, cache, _prefill(settings, workload))
-    if settings.architecture.tower and settings.picture_pixels:
-        yield moment("rollout", "pictures seen", resident, cache, _tower_pass(settings, settings.architecture.tower))
+    if seeing := seeing_terms(settings):
+        yield moment("rollout", "pictures seen", resident, cache, seeing)
     if settings.reward_models:
         yield moment("reward", "reward model reads", resident, cache, reading_terms(work, settings.reward_models))
     if workload.has_reference or workload.has_old_logprobs_pass:
@@ -129,7 +129,7 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
     seen = _tower_activations(settings)
     yield from update_moments("", work, [*resident, *cache, *seen], trained=not workload.adapter_rank)
     if seen and (tower := settings.architecture.tower):
-        working = towers.backward(tower, _patches(tower, work), work.bytes_each, work.checkpointing)
+        working = towers.backward(tower, towers.patches(tower, work), work.bytes_each, work.checkpointing)
         yield moment("update", "tower backward", resident, cache, seen, working)
     yield moment("optimizer", "step", resident, cache)
     copies = 1 if settings.is_gpu else 2
@@ -179,13 +179,18 @@ def _tower_resident(settings: LocalSettings, workload: Workload) -> Iterator[Ter
         yield term("features of pictures", KEPT_FEATURES_BYTES, "at most")
 
 
-def _tower_pass(settings: LocalSettings, tower: Tower) -> Iterator[Term]:
-    """Pictures that go through a vision tower without gradients, and the block that computes."""
+def seeing_terms(settings: LocalSettings) -> list[Term]:
+    """Pictures of an engine's prompts that go through a vision tower, if there are any."""
+    tower, knob = settings.architecture.tower, "data.max_image_pixels"
+    if tower is None or not settings.picture_pixels:
+        return []
+    p = settings.work.bytes_each if settings.tower_learns else 4
     patches = max(PATCHES_PER_PASS, settings.picture_pixels // tower.patch**2)
-    knob, p = "data.max_image_pixels", settings.work.bytes_each if settings.tower_learns else 4
     pixels, each = 2 * 4 * tower.values_per_patch, towers.forward_per_patch(tower, p)
-    yield term("pixels of pictures", pixels * patches, f"{pixels:,} B x {patches:,} patches", knob)
-    yield term("one block of tower", each * patches, f"{each:,} B x {patches:,} patches", knob)
+    return [
+        term("pixels of pictures", pixels * patches, f"{pixels:,} B x {patches:,} patches", knob),
+        term("one block of tower", each * patches, f"{each:,} B x {patches:,} patches", knob),
+    ]
 
 
 def _tower_activations(settings: LocalSettings) -> list[Term]:
@@ -193,12 +198,7 @@ def _tower_activations(settings: LocalSettings) -> list[Term]:
     tower, work = settings.architecture.tower, settings.work
     if tower is None or not settings.tower_learns or not settings.picture_pixels:
         return []
-    return [towers.kept(tower, _patches(tower, work), work.bytes_each, work.checkpointing)]
-
-
-def _patches(tower: Tower, work: Pass) -> int:
-    """Of a microbatch, at most."""
-    return tower.patches_per_token * max(work.tokens - work.response_tokens, 0)
+    return [towers.kept(tower, towers.patches(tower, work), work.bytes_each, work.checkpointing)]
 
 
 def exported(architecture: Architecture, copies: int) -> Term:
@@ -235,7 +235,7 @@ def reading_terms(work: Pass, models: Sequence[ScoringModel]) -> list[Term]:
 
 def engine_terms(settings: LocalSettings, workload: Workload) -> list[Term]:
     """What Hone's engine holds besides weights at its fullest moment."""
-    working = ([*part(settings, workload)] for part in (_sampling, _growth, _prefill))
+    working = [[*part(settings, workload)] for part in (_sampling, _growth, _prefill)] + [seeing_terms(settings)]
     return [*_cache(settings, workload), *max(working, key=lambda terms: sum(one.bytes for one in terms))]
 
 

@@ -161,8 +161,8 @@ def _local_ledgers(inputs: Inputs) -> tuple[list[Ledger], list[Moment]]:
         is_gpu=hardware.kind == "gpu",
         max_positions=inputs.architecture.max_positions,
         has_computed=config.stages.index("rl") > 0,
-        tower_learns="vision" not in config.model.freeze and not config.lora.rank,
-        picture_pixels=config.data.max_image_pixels if config.data.image_columns else 0,
+        tower_learns=inputs.tower_learns,
+        picture_pixels=inputs.picture_pixels,
     )
     device, host = local.local_moments(settings, inputs.workload)
     return [Ledger(hardware.name, 1, hardware.memory_bytes, tuple(device))], host
@@ -220,7 +220,7 @@ def _cluster_snippet(inputs: Inputs) -> str:
 
 def cluster_settings(inputs: Inputs) -> dict[str, Any]:
     """Run-file keys that put a run of one process on all devices; empty if the rules do not allow it."""
-    for use in ("vllm", "hone"):
+    for use in ("hone",) if inputs.architecture.tower else ("vllm", "hone"):
         settings = _cluster_settings(inputs, use)
         if not cluster_violations(changed(inputs, settings)):
             return settings
@@ -245,7 +245,7 @@ def _cluster_settings(inputs: Inputs, use: str) -> dict[str, Any]:
 
 def violations(inputs: Inputs, pools: Sequence[PoolPlan]) -> list[str]:
     """Every rule that is broken, as lines that name key, value and cure."""
-    found = [*_sequence_fits_the_model(inputs)]
+    found = [*_sequence_fits_the_model(inputs), *_engine_sees(inputs)]
     if not inputs.is_local:
         found += cluster_violations(inputs)
     engines = (engine for pool in pools for engine in (pool.engine, pool.judge) if isinstance(engine, EnginePlan))
@@ -259,6 +259,15 @@ def _sequence_fits_the_model(inputs: Inputs) -> Iterator[str]:
         yield (
             f"data.max_prompt_tokens + rollout.max_response_tokens = {lengths.max_prompt} + {lengths.max_response} = "
             f"{longest}, but the model has {limit} positions. Take {longest - limit} off."
+        )
+
+
+def _engine_sees(inputs: Inputs) -> Iterator[str]:
+    engines = inputs.config.cluster.engines.name
+    if inputs.architecture.tower and not inputs.is_local and engines != "hone":
+        yield (
+            f"cluster.engines.use = {engines}: models with a vision tower are sampled by Hone's own engine alone. Set "
+            "cluster.engines.use=hone."
         )
 
 

@@ -103,6 +103,8 @@ def _trained(inputs: Inputs, group: TrainerGroup) -> Trained:
         is_sharded=is_sharded(inputs.config.cluster.trainer, group.world_size),
         offload="parameters" in offload,
         moments_on_host="optimizer" in offload,
+        tower_learns=inputs.tower_learns,
+        has_pictures=bool(inputs.config.data.image_columns),
     )
 
 
@@ -153,6 +155,8 @@ def _local_settings(inputs: Inputs) -> LocalSettings:
         is_gpu=inputs.hardware.kind == "gpu",
         max_positions=inputs.architecture.max_positions,
         has_computed=True,
+        tower_learns=inputs.tower_learns,
+        picture_pixels=inputs.picture_pixels,
     )
 
 

@@ -6,7 +6,7 @@ bfloat16, 4 in float32.
 
 from __future__ import annotations
 
-from hone.plan.activations import Checkpointing
+from hone.plan.activations import Checkpointing, Pass
 from hone.plan.architecture import Tower
 from hone.plan.ledger import Term, term
 
@@ -32,22 +32,27 @@ def kept_per_patch(tower: Tower, p: int, checkpointing: Checkpointing) -> int:
     return p * ((3 if tower.kind == "qwen2_vl" else 2) * inner + 11 * h)
 
 
-def kept(tower: Tower, patches: int, p: int, checkpointing: Checkpointing) -> Term:
+def patches(tower: Tower, work: Pass) -> int:
+    """Of a microbatch, if all tokens of its prompts are of pictures."""
+    return tower.patches_per_token * max(work.tokens - work.response_tokens, 0)
+
+
+def kept(tower: Tower, count: int, p: int, checkpointing: Checkpointing) -> Term:
     """All blocks' activations, and those of what is before and behind them."""
     others = (4 if tower.kind == "qwen2_vl" else 5) * tower.hidden
     others += (2 if tower.kind == "qwen2_5_vl" else 1) * tower.out // tower.patches_per_token
     each = tower.layers * kept_per_patch(tower, p, checkpointing) + p * others
-    return term("tower activations", each * patches, f"{each:,} B x {patches:,} patches", "model.freeze")
+    return term("tower activations", each * count, f"{each:,} B x {count:,} patches", "model.freeze")
 
 
-def backward(tower: Tower, patches: int, p: int, checkpointing: Checkpointing) -> Term:
+def backward(tower: Tower, count: int, p: int, checkpointing: Checkpointing) -> Term:
     """The most that the backward pass adds: the gradient of the largest matrix, or those of one block, which may have
     to be computed again."""
     again = 0
     if checkpointing != "none":
         stored = kept_per_patch(tower, p, checkpointing) - kept_per_patch(tower, p, "full")
         again = kept_per_patch(tower, p, "none") - stored
-    block = (again + p * (2 * tower.inner + 3 * tower.hidden)) * patches
+    block = (again + p * (2 * tower.inner + 3 * tower.hidden)) * count
     matrix = p * tower.merged**2
     return term(
         "tower's gradients", max(block, matrix), f"of one block, or {p} B x {tower.merged:,} x {tower.merged:,}"

@@ -148,14 +148,17 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
     kind = architecture.model_type
     if config.data.image_columns and kind not in SEEING:
         return no_pictures(kind)
-    for key, value, needed in (
-        ("cluster.backend", "ray" if config.cluster.backend == "ray" else "local", "local"),
-        ("cluster.engines.use", config.cluster.engines.name, "hone"),
-    ):
-        if value != needed and (key == "cluster.backend" or "rl" in config.stages):
+    cluster = config.cluster
+    if "rl" in config.stages and cluster.engines.name != "hone":
+        return (
+            f"model: {kind} has a vision tower, which only Hone's own engine samples from so far (got "
+            f"cluster.engines.use = {cluster.engines.name}). Set cluster.engines.use=hone, or take a text model."
+        )
+    for name in ("tensor_parallel", "sequence_parallel"):
+        if cluster.backend == "ray" and (value := getattr(cluster.trainer, name)) > 1:
             return (
-                f"model: {kind} has a vision tower, and models with one train in one process with Hone's own engine so "
-                f"far (got {key} = {value}). Set {key}={needed}, or take a text model."
+                f"model: {kind} has a vision tower, whose weights ranks shard but do not divide otherwise (got "
+                f"cluster.trainer.{name} = {value}). Set cluster.trainer.{name}=1, or take a text model."
             )
     return ""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -41,6 +42,7 @@ from hone.model.heads import ScalarModel
 from hone.model.hf import TransformersModel
 from hone.model.lora import AdapterOff
 from hone.model.parallel import divide_layers, divide_tokens
+from hone.model.vision import Vision
 from hone.train.materialize import fill
 from hone.train.mesh import DATA, Mesh
 from hone.train.optim import MOMENTS, AdamW, refuse_other_weights, trained_weights
@@ -72,8 +74,13 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device)) if on_host else OffloadPolicy()
+    vision = vision_of(model)
+    seeing = set(vision.tower.modules()) if vision else set[nn.Module]()
+    if vision is not None:
+        vision.most_passes = partial(_largest, device=mesh.device)
     for module in (*layers_of(model), model):
-        fully_shard(module, mesh=mesh.sharding, mp_policy=policy, offload_policy=offload)
+        own = replace(policy, cast_forward_inputs=False) if module in seeing else policy  # its rotations are float32
+        fully_shard(module, mesh=mesh.sharding, mp_policy=own, offload_policy=offload)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # a sum over ranks ...
         module.set_force_sum_reduction_for_comms(True)  # ... and none that gloo does not know
@@ -81,6 +88,19 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
             module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank was sent to
     if isinstance(model, TransformersModel):
         register_fsdp_forward_method(model, "hidden")  # it has no forward
+
+
+def vision_of(model: CausalModel | ScalarModel) -> Vision | None:
+    """What reads pictures for a model; None: nothing does."""
+    body = model.body if isinstance(model, ScalarModel) else model
+    return body.vision if isinstance(body, TransformersModel) else None
+
+
+def _largest(number: int, *, device: torch.device) -> int:
+    """Of those that all ranks have."""
+    found = torch.tensor(number, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found)
 
 
 def compile_layers(model: CausalModel | ScalarModel) -> None:
@@ -335,6 +355,11 @@ def _copies(parameter: DTensor) -> int:
     return dist.get_world_size() // math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
+def _forget_pictures(model: CausalModel) -> None:
+    if (vision := vision_of(model)) is not None:
+        vision.forget()
+
+
 class FsdpRanks(Ranks):
     """The ranks of a mesh.
 
@@ -385,6 +410,7 @@ class FsdpRanks(Ranks):
     def load(self, model: CausalModel, tensors: Mapping[str, Tensor | Share]) -> None:
         for name, share in shares_of(model, self._places[model], self.mesh):
             share.tensor.copy_(box_of(tensors, name, share.offset, share.tensor.shape))
+        _forget_pictures(model)
 
     @torch.no_grad()
     def take(self, model: CausalModel, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -393,6 +419,7 @@ class FsdpRanks(Ranks):
             if name in shares:  # not a buffer, which no rank divides and no training changes
                 share = shares[name]
                 share.tensor.copy_(box_of({name: whole}, name, share.offset, share.tensor.shape))
+        _forget_pictures(model)
 
     def device(self, model: CausalModel) -> torch.device:
         return self.mesh.device
