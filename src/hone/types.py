@@ -307,6 +307,10 @@ class Control:
     """Current KL coefficient; None until a controller has moved it from the configured one."""
     kl_missed_steps: int = 0
     """Updates in a row whose KL was too far from its target for the coefficient to follow; negative: below it."""
+    entropy_coef: float | None = None
+    """Coefficient of the entropy bonus; None until a controller has moved it."""
+    entropy_is_low: bool = False
+    """Whether the last update's entropy was at its target or below: then the bonus is on."""
     reward_count: int = 0
     """Rewards that the running mean and deviation are over."""
     reward_mean: float = 0.0

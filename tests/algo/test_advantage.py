@@ -93,6 +93,8 @@ def outcomes(rewards, lengths, group_S, mask=None):
         torch.ones(num_tokens, dtype=torch.float64) if mask is None else torch.tensor(mask, dtype=torch.float64),
         value_T=torch.linspace(-1, 1, num_tokens, dtype=torch.float64),
         greedy_reward_N=torch.linspace(0, 1, max(group_S) + 1, dtype=torch.float64),
+        scores_CS=torch.tensor([rewards, rewards], dtype=torch.float64),
+        weight_C=(1.0, -0.5),
     )
 
 

@@ -1,6 +1,7 @@
 """From batch to advantages, whole rows: KL in the reward, critics, greedy baselines, shaping in its order."""
 
 import math
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -195,10 +196,12 @@ def test_reinforce_pp_discounts_a_turns_reward_from_where_it_was_given():
 @pytest.mark.parametrize("name", sorted(set(CREDIT) - {"gae", "reinforce_pp"}))
 def test_a_baseline_of_whole_samples_reads_their_sum(name):
     columns = {"greedy_reward_N": [1.0], "greedy_length_N": [3.0], "greedy_truncated_N": [0.0]}
+    columns |= {"score/a_S": [3.0, 1.0]}
     section = AlgorithmSection(credit=name, gamma=0.5)
     plain = batch_of([3.0, 1.0], [2, 2], **columns)
     placed = batch_of([3.0, 1.0], [2, 2], turn_reward_T=[1.0, 2.0, 1.0, 0.0], **columns)
-    assert advantages(section, placed) == advantages(section, plain)
+    found = advantages(section, placed, weights={"a": 1.0})
+    assert found == advantages(section, plain, weights={"a": 1.0}) and found[0] > 0
 
 
 def test_an_unscored_sample_has_no_rewards_of_turns_either():
@@ -240,6 +243,77 @@ def test_the_greedy_reward_is_shaped_as_the_others_are():
         credit="remax", reward_clip=(-1, 2), truncated_reward_factor=0.5, overlong_buffer_frac=0.5
     )
     assert advantages(section, batch_of([1.5], [1], **columns), max_response_tokens=4) == [1.5 - (1 - 1)]
+
+
+# ---- GDPO ---------------------------------------------------------------------------------------------------------
+
+
+def gdpo_plainly(groups, weights):
+    """Scores by component and group -> advantages of the samples, by the statistics module alone."""
+    sums = [0.0] * sum(map(len, groups[0]))
+    for of_component, weight in zip(groups, weights, strict=True):
+        place = 0
+        for group in of_component:
+            known = [score for score in group if not math.isnan(score)]
+            std = stdev(known) if len(known) > 1 else 0.0
+            for score in group:
+                if not math.isnan(score) and std:
+                    sums[place] += weight * (score - fmean(known)) / (std + 1e-6)
+                place += 1
+    return [(value - fmean(sums)) / (stdev(sums) + 1e-6) for value in sums]
+
+
+def test_gdpo_normalises_each_component_by_itself():
+    """The second component has a hundred times the spread, and does not apply to the second group."""
+    right, long = [[1.0, 0.0, 0.0], [0.0, 1.0]], [[300.0, 100.0, 200.0], [NAN, NAN]]
+    weights = {"right": 1.0, "long": -0.5}
+    columns = {"score/right_S": [*right[0], *right[1]], "score/long_S": [*long[0], *long[1]]}
+    rewards = [-149.0, -50.0, -100.0, 0.0, 1.0]
+    batch = batch_of(rewards, [1] * 5, prompt_S=[0, 0, 0, 1, 1], **columns)
+    found = advantages(AlgorithmSection(credit="gdpo"), batch, weights=weights)
+    assert found == pytest.approx(gdpo_plainly([right, long], weights.values()), rel=1e-9)
+    assert found[0] > 0 > found[1], "right and long is better than wrong; the sum has it the other way round"
+
+
+def test_gdpo_gives_an_unscored_sample_nothing():
+    columns = {"score/a_S": [1.0, 0.0, 0.5], "score/b_S": [1.0, 0.0, NAN]}
+    batch = batch_of([2.0, 0.0, NAN], [1, 1, 1], mask=[1, 1, 0], **columns)
+    half = 0.5**0.5
+    found = advantages(AlgorithmSection(credit="gdpo"), batch, weights={"a": 1.0, "b": 1.0})
+    assert found == pytest.approx([half, -half, 0.0], abs=1e-5)
+
+
+# ---- tokens of high entropy, and an entropy to keep -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("frac", "seed"), [(0.2, 0), (0.5, 1), (0.33, 2), (0.01, 3)])
+def test_only_the_tokens_with_the_highest_entropy_get_their_advantage(frac, seed):
+    generator = torch.Generator().manual_seed(seed)
+    entropy_T = torch.rand(23, generator=generator, dtype=torch.float64)
+    mask = (torch.rand(23, generator=generator) > 0.3).double()
+    batch = batch_of([0.0], [23], mask=mask.tolist(), advantages_T=[1.0] * 23)
+    algorithm = Algorithm(AlgorithmSection(top_entropy_frac=frac))
+    found = algorithm.keep_uncertain(batch, entropy_T).columns["advantages_T"]
+    bound = torch.quantile(entropy_T[mask > 0], 1 - frac)
+    assert found.tolist() == ((entropy_T >= bound) & (mask > 0)).double().tolist()
+    assert found.sum() >= 1
+    assert algorithm.picks_by_entropy and not Algorithm(AlgorithmSection()).picks_by_entropy
+
+
+def test_the_entropy_bonus_is_on_below_its_target_and_its_coefficient_follows():
+    """Target 1, steps of 0.1 from 0.2, at most 0.3."""
+    section = AlgorithmSection(entropy_coef=0.2, entropy_target=1.0, entropy_coef_step=0.1, entropy_coef_max=0.3)
+    algorithm, batch = Algorithm(section, control=Control()), batch_of([1.0, 0.0], [1, 1])
+    used = []
+    for entropy in (2.0, 1.0, 0.5, 0.5, 1.5, 0.9):
+        assert not algorithm.only_advantage_has_gradient
+        assert algorithm.entropy_has_gradient == (algorithm.entropy_coef > 0)
+        more, _ = algorithm.after_update(batch, {"train/entropy": entropy})
+        used.append(more["train/entropy_coef"])
+    assert used == pytest.approx([0.0, 0.0, 0.2, 0.3, 0.3, 0.0])
+    assert algorithm.entropy_coef == pytest.approx(0.3)
+    resumed = Algorithm(section, control=Control(entropy_coef=algorithm.control.entropy_coef, entropy_is_low=True))
+    assert resumed.entropy_coef == algorithm.entropy_coef
 
 
 # ---- shaping ------------------------------------------------------------------------------------------------------
@@ -329,6 +403,9 @@ def test_covariance_outliers_by_hand():
 @pytest.mark.parametrize("name", CREDIT)
 def test_every_credit_is_zero_for_a_sample_of_no_length_and_finite_for_a_batch_of_nothing(name):
     columns = {"greedy_reward_N": [1.0], "greedy_length_N": [3.0], "greedy_truncated_N": [0.0]}
+    columns |= {"score/a_S": [1.0, 0.0]}
+    section, weights = AlgorithmSection(credit=name), {"a": 1.0}
     some = batch_of([1.0, 0.0], [0, 2], value_T=[0.0, 0.0], **columns)
-    assert all(math.isfinite(value) for value in advantages(AlgorithmSection(credit=name), some))
-    assert advantages(AlgorithmSection(credit=name), batch_of([1.0, 0.0], [0, 0], value_T=[], **columns)) == []
+    assert all(math.isfinite(value) for value in advantages(section, some, weights=weights))
+    nothing = batch_of([1.0, 0.0], [0, 0], value_T=[], **columns)
+    assert advantages(section, nothing, weights=weights) == []

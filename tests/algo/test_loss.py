@@ -1,6 +1,7 @@
 """The loss by hand, against autograd of the plain formula on padded tensors, and its invariances in float64."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -17,11 +18,13 @@ from hone.algo.loss import (
     LossTokens,
     cispo_clip,
     geo_mean_clip,
+    kl_cov,
     log_ratio,
     ppo_clip,
     sapo_gate,
     sequence_ratio,
     token_ratio,
+    tv_mask,
 )
 from hone.config.run import AlgorithmSection
 from hone.types import Totals
@@ -37,6 +40,8 @@ ROWS = {
     "gmpo": AlgorithmSection(clip="geo_mean", clip_low=0.33, clip_high=0.49),
     "sapo": AlgorithmSection(clip="sapo", sapo_tau=(1.0, 1.5)),
     "dual clip": AlgorithmSection(dual_clip=1.3, aggregate="token_sum"),
+    "kl_cov": AlgorithmSection(clip="kl_cov", kl_cov=(0.25, 0.7), aggregate="token_mean"),
+    "dppo": AlgorithmSection(clip="tv_mask", clip_low=0.02, clip_high=0.03, dual_clip=1.2, aggregate="token_mean"),
     "tis": AlgorithmSection(aggregate="token_mean", correction="tis", correction_high=1.1),
     "sequence tis": AlgorithmSection(correction="sequence_tis", correction_high=1.1),
     "icepop": AlgorithmSection(correction="icepop", correction_low=0.8, correction_high=1.2),
@@ -127,6 +132,24 @@ def test_sapo_gate_has_slope_one_at_ratio_one_and_flattens_away_from_it():
     assert ratio_T.grad is not None
     sigmoid = 1 / (1 + math.exp(-2.0))
     assert ratio_T.grad.tolist() == pytest.approx([1.0, -1.0, 4 * sigmoid * (1 - sigmoid)])
+
+
+def test_tv_mask_by_hand():
+    """Probabilities 0.5 -> 0.6 with bounds of 0.05, and 0.001 -> 0.004, a ratio of 4: only the first has moved far."""
+    now, old = [math.log(0.6), math.log(0.004)], [math.log(0.5), math.log(0.001)]
+    tokens = tokens_of(now, [2.0, 2.0], old=old)
+    objective = tv_mask(token_ratio(tokens), tokens, Bounds(0.05, 0.05, dual=3.0))
+    assert objective.value_T.tolist() == pytest.approx([0.0, 3 * 2 * math.log(0.004)])
+    assert objective.clipped_high_T.tolist() == [True, False]
+    pulled_back = tv_mask(token_ratio(tokens), replace(tokens, advantages_T=-tokens.advantages_T), Bounds(0.05, 0.05))
+    assert pulled_back.value_T.tolist() == pytest.approx([1.2 * -2 * math.log(0.6), 4 * -2 * math.log(0.004)])
+
+
+def test_kl_cov_by_hand():
+    """rho = 2 and A = 3: 6, less 0.5 log 2 where the token was taken."""
+    tokens = tokens_of([math.log(2.0)] * 2, [3.0, 3.0], outlier_T=torch.tensor([1.0, 0.0]))
+    objective = kl_cov(token_ratio(tokens), tokens, Bounds(0.2, 0.2, kl_coef=0.5))
+    assert objective.value_T.tolist() == pytest.approx([6 - 0.5 * math.log(2.0), 6.0])
 
 
 def weights_of(function, log_weights, low, high, **changes):
@@ -233,7 +256,7 @@ def test_nothing_is_said_of_tokens_where_none_was_trained():
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_a_fully_masked_microbatch_has_loss_and_gradient_zero(row):
     logprobs_T = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
-    tokens = tokens_of(logprobs_T, [1.0, 2.0, 3.0], mask=[0, 0, 0])
+    tokens = tokens_of(logprobs_T, [1.0, 2.0, 3.0], mask=[0, 0, 0], outlier_T=torch.ones(3))
     loss, _ = Algorithm(row, max_response_tokens=MAX_TOKENS).loss(tokens, Totals(0, 0))
     loss.backward()
     assert float(loss.detach()) == 0
@@ -265,6 +288,7 @@ def random_case(seed: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         "ref_logprobs_T": now + 0.5 * normal(num_tokens),
         "advantages_T": normal(len(lengths)).repeat_interleave(lengths),
         "loss_mask_T": mask_T,
+        "outlier_T": (torch.arange(num_tokens) % 4 == 0).double(),
     }
     return logits, columns, lengths
 
@@ -335,6 +359,13 @@ def plain(logits: Tensor, columns: dict[str, Tensor], lengths: Tensor, row: Algo
         bounded = torch.where(advantage > 0, ratio.clamp(max=high), ratio.clamp(min=low))
         product = torch.stack([bounded[s][mask[s] > 0].prod() for s in range(num_samples)])
         weighted = product[:, None] ** (1 / counts[:, None].clamp(min=1)) * advantage
+    elif row.clip == "kl_cov":
+        weighted = weighted - row.kl_cov[1] * ratio.log().abs() * pad(columns["outlier_T"])
+    elif row.clip == "tv_mask":
+        change = now.exp() - pad(columns["old_logprobs_T"]).exp()
+        inside = torch.where(advantage > 0, change <= row.clip_high, change >= -row.clip_low).detach()
+        assert 0 < (inside * mask).sum() < mask.sum(), "the bounds mask some tokens and leave others"
+        weighted = ratio.detach().clamp(max=row.dual_clip) * advantage * now * inside
     importance = torch.exp(pad(columns["old_logprobs_T"] - columns["sampler_logprobs_T"]))
     if row.correction == "tis":
         weighted = weighted * importance.clamp(max=row.correction_high)
@@ -398,7 +429,6 @@ REFUSED = {("none", clip) for clip in CLIP if clip != "none"} | {("sequence", "g
 def test_any_combination_is_finite_and_ignores_the_microbatch_split(ratio, clip, correction):
     """With every aggregation."""
     logits, columns, lengths = random_case(5)
-    columns["outlier_T"] = (torch.arange(len(logits)) % 4 == 0).double()
     for aggregate in AGGREGATE:
         row = AlgorithmSection(ratio=ratio, clip=clip, aggregate=aggregate, correction=correction, kl_loss_coef=0.1)
         algorithm = Algorithm(row, max_response_tokens=MAX_TOKENS)

@@ -9,6 +9,7 @@ from hone.algo.algorithm import Algorithm
 from hone.algo.correction import CORRECTION
 from hone.algo.kl import KL
 from hone.algo.loss import AGGREGATE, CLIP, RATIO
+from hone.algo.rejection import REJECTION
 from hone.config.run import AlgorithmSection
 
 
@@ -20,6 +21,7 @@ from hone.config.run import AlgorithmSection
         ("clip", CLIP),
         ("aggregate", AGGREGATE),
         ("kl_estimator", KL),
+        ("rejection", REJECTION),
     ],
 )
 def test_config_and_table_name_the_same_choices(key, table):

@@ -150,7 +150,7 @@ BROKEN = [
     ({"algorithm__ratio": "none"}, "algorithm.clip: = ppo bounds a ratio, but algorithm.ratio = none"),
     (
         {"algorithm": "{dual_clip: 3, clip: cispo}"},
-        "algorithm.dual_clip: is only used by clip = ppo and clip_cov (got clip = cispo)",
+        "algorithm.dual_clip: is only used by clip = ppo, clip_cov and tv_mask (got clip = cispo)",
     ),
     ({"algorithm": "{ratio: sequence, clip: geo_mean}"}, "algorithm.ratio: must be token for clip = geo_mean"),
     ({"algorithm__sapo_tau": "[1, 0]"}, "algorithm.sapo_tau: must be above 0 each (got [1.0, 0.0])"),
@@ -168,6 +168,21 @@ BROKEN = [
     ),
     ({"algorithm": "{old_logprobs: sampler, correction: tis}"}, "algorithm.correction: = tis weighs the trainer's"),
     ({"algorithm": "{old_logprobs: sampler, ratio: none, clip: none}"}, "algorithm.old_logprobs: = sampler is what"),
+    ({"algorithm__kl_cov": "[0, 1]"}, "algorithm.kl_cov: must be [share, coefficient] with a share between 0 and 1"),
+    (
+        {"algorithm": "{rejection: token_k1, old_logprobs: sampler, correction: none}"},
+        "algorithm.rejection: = token_k1 compares the trainer's old logprobs with the sampler's",
+    ),
+    ({"algorithm": "{rejection: token_k1, rejection_high: 1}"}, "algorithm.rejection_high: must be above the lower"),
+    ({"algorithm": "{rejection: token_k2, rejection_low: 1}"}, "algorithm.rejection_low: is only used with k1"),
+    (
+        {"algorithm": "{credit: gdpo, normalize_rewards: true}"},
+        "algorithm.normalize_rewards: shapes the sum of the reward's components, which credit = gdpo does not read",
+    ),
+    (
+        {"algorithm": "{entropy_target: 1, entropy_coef: 2}"},
+        "algorithm.entropy_coef: must be from 0 to algorithm.entropy_coef_max = 1",
+    ),
     ({"algorithm__clip_cov": "[0.1, 5, 1]"}, "must be [share, low, high] with a share between 0 and 1 and low below"),
     ({"reward__min_valid_per_group": "9"}, "must be at most rollout.group_size = 8 (got 9)"),
     ({"rollout__top_k": "5"}, "rollout.top_k: = 5 samples from a truncated distribution"),

@@ -274,3 +274,37 @@ def test_names_groups_and_tags():
     found = settings(toml, "rl.toml")
     assert (found["run.name"], found["run.group"], found["run.tags"]) == ("x", "seeds", ["a", "b"])
     assert settings("from trl import GRPOConfig\nGRPOConfig(run_name='try 2')\n", "a.py")["run.name"] == "try 2"
+
+
+def test_losses_and_rejections_of_verl():
+    actor, correction = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+
+    def of(more: str) -> dict:
+        return settings(VERL.replace("{more}", more))
+
+    found = of(f"{actor}.policy_loss.loss_mode=kl_cov {actor}.policy_loss.kl_cov_ratio=0.002")
+    assert (found["algorithm.clip"], found["algorithm.kl_cov"]) == ("kl_cov", [0.002, 0.1])
+    found = of(f"{actor}.policy_loss.loss_mode=dppo_tv {actor}.clip_ratio_low=0.15 {actor}.clip_ratio_high=0.2")
+    assert (found["algorithm.clip"], found["algorithm.dual_clip"]) == ("tv_mask", 3.0)
+    assert (found["algorithm.clip_low"], found["algorithm.clip_high"]) == (0.15, 0.2)
+    found = of(f"{correction}.rollout_rs=seq_mean_k1 {correction}.rollout_rs_threshold=0.99_1.001")
+    bounds = found["algorithm.rejection_low"], found["algorithm.rejection_high"]
+    assert (found["algorithm.rejection"], *bounds) == ("sample_mean_k1", 0.99, 1.001)
+    found = of(f"{correction}.rollout_rs=seq_max_k2 {correction}.rollout_rs_threshold=0.4")
+    assert (found["algorithm.rejection"], found["algorithm.rejection_high"]) == ("sample_max_k2", 0.4)
+    older = of(f"{correction}.rollout_rs=geometric {correction}.rollout_rs_threshold=1.25")
+    assert older["algorithm.rejection"] == "sample_mean_k1", "its ratio is the other way round"
+    assert (older["algorithm.rejection_low"], older["algorithm.rejection_high"]) == (0.8, 1.25)
+
+
+def test_entropy_and_several_rewards_of_trl():
+    arguments = "top_entropy_quantile=0.2, use_adaptive_entropy=True, entropy_target=0.5, entropy_coef_delta=0.001"
+    found = settings(
+        f"from trl import GRPOConfig\nGRPOConfig({arguments}, multi_objective_aggregation='normalize_then_sum')\n",
+        "a.py",
+    )
+    assert (found["algorithm.top_entropy_frac"], found["algorithm.entropy_target"]) == (0.2, 0.5)
+    assert (found["algorithm.entropy_coef_step"], found["algorithm.credit"]) == (0.001, "gdpo")
+    assert "algorithm.entropy_target" not in settings(
+        "from trl import GRPOConfig\nGRPOConfig(entropy_target=0.5)\n", "a.py"
+    )

@@ -64,6 +64,14 @@ ROWS = {
     "remax": ["algorithm.credit=remax", "rollout.group_size=1", NO_KL],
     "reinforce_pp": ["algorithm.credit=reinforce_pp", "rollout.group_size=1", "algorithm.kl_reward_coef=0.01", NO_KL],
     "stale": ["algorithm.clip=clip_cov", "rollout.max_staleness=1"],
+    "components": [
+        "algorithm.credit=gdpo",
+        "algorithm.clip=kl_cov",
+        "algorithm.rejection=sample_max_k3",
+        "algorithm.top_entropy_frac=0.5",
+        "algorithm.entropy_target=100",
+        "reward.components=[{use: exact}, {use: exact, name: again, weight: 0.5}]",
+    ],
     "bypass": ["algorithm.old_logprobs=sampler", "rollout.max_staleness=1", "algorithm.truncated_reward_factor=0.5"],
 }
 
@@ -74,3 +82,5 @@ def test_a_row_runs_and_only_stale_samples_are_corrected(tmp_path, name):
     last = [line for line in metrics_of(tmp_path) if "train/loss" in line][-1]
     assert abs(last["train/loss"]) < 10
     assert ("train/correction_mean" in last) == (name == "stale")
+    if name == "components":
+        assert (last["train/rejected_frac"], last["train/entropy_coef"]) == (0.0, 0.005), "sampler and trainer agree"

@@ -36,6 +36,9 @@ ROWS = {path.stem: AlgorithmSection(**YAML(typ="safe").load(path)["algorithm"]) 
 ROWS["kl_and_entropy"] = AlgorithmSection(
     aggregate="token_mean", kl_loss_coef=0.2, kl_estimator="k2", entropy_coef=0.05
 )
+ROWS["kl_cov"] = AlgorithmSection(clip="kl_cov", kl_cov=(0.1, 0.5), aggregate="token_mean")
+ROWS["dppo"] = AlgorithmSection(clip="tv_mask", clip_low=0.15, clip_high=0.15, dual_clip=20.0, aggregate="token_mean")
+ROWS["chosen_tokens"] = AlgorithmSection(top_entropy_frac=0.5, rejection="sample_mean_k2", rejection_high=1.0)
 
 
 def algorithm_of(name: str) -> Algorithm:

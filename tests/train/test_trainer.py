@@ -107,7 +107,11 @@ def plain_gradient(batch: Batch, row: AlgorithmSection, temperature: float, hf) 
     return {name: weight.grad for name, weight in hf.named_parameters()}
 
 
-PLAIN_ROWS = [name for name, row in ROWS.items() if row.ratio != "sequence" and row.clip in ("ppo", "none")]
+PLAIN_ROWS = [
+    name
+    for name, row in ROWS.items()
+    if row.ratio != "sequence" and row.clip in ("ppo", "none") and row.top_entropy_frac == 1
+]
 """The others are held against a plain formula in tests/algo; here it is the path through the model that counts."""
 
 

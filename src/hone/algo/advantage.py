@@ -41,6 +41,10 @@ class Outcomes:
     """(T,) the part of `reward_S` that was given for single turns, at the turns' last tokens; None: there is none."""
     value_T: Tensor | None = None
     """(T,) the critic's value of the state before each token; only where the row needs `values`."""
+    scores_CS: Tensor | None = None
+    """(C, S) score of each reward component, NaN where it has none; only where the row needs `scores`."""
+    weight_C: tuple[float, ...] = ()
+    """Weights of these components in the reward."""
     greedy_reward_N: Tensor | None = None
     """(num_groups,) shaped reward of the greedy sample, NaN where unscored; only where the row needs it."""
     gamma: float = 1.0
@@ -107,6 +111,23 @@ def length_weighted(outcomes: Outcomes) -> Tensor:
     baseline_N = segment_mean(o.reward_S.nan_to_num(0.0), length_S, o.group_S, o.num_groups)
     speaks_S = (segment_range(o.reward_S, o.group_S, o.num_groups) > 0)[o.group_S]
     return (o.reward_S.nan_to_num(0.0) - baseline_N[o.group_S]) * speaks_S
+
+
+def by_component(outcomes: Outcomes) -> Tensor:
+    """Sum over components of weight x (score - group mean) / group std, normalised over the samples of the batch (GDPO,
+    arXiv:2601.05242).
+
+    In the sum of the scores a component with much spread hides the others; here each counts as its weight says. A
+    component that does not apply to a group, or is equal in it, adds 0. (S,), dimensionless.
+    """
+    o = outcomes
+    assert o.scores_CS is not None, "the row needs the scores of reward components but the batch has none"
+    scored_S = ~o.reward_S.isnan()
+    total_S = torch.zeros_like(o.reward_S)
+    for score_S, weight in zip(o.scores_CS.to(o.reward_S.dtype), o.weight_C, strict=True):
+        known_S = torch.where(scored_S, score_S, torch.nan)
+        total_S = total_S + weight * group_norm(known_S, o.group_S, o.num_groups)
+    return whiten(total_S, scored_S.to(total_S.dtype))
 
 
 def over_greedy(outcomes: Outcomes) -> Tensor:
@@ -202,6 +223,12 @@ CREDIT: dict[str, Entry[CreditFunction]] = {
     ),
     "best_of_group": Entry(
         _among_siblings(best_of_group), "(best - second best) / std for the best", "arXiv:2503.19595", SIBLINGS
+    ),
+    "gdpo": Entry(
+        lambda o: spread(by_component(o), o),
+        "sum over components of weight (score - mean) / (std + 1e-6) in the group, normalised over the batch's samples",
+        "arXiv:2601.05242",
+        frozenset({"siblings", "scores"}),
     ),
     "remax": Entry(
         lambda o: spread(over_greedy(o), o),

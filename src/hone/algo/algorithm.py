@@ -7,8 +7,9 @@ returned as sums, so that the mean over microbatches is taken once, at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ from hone.algo.loss import (
     covariance_outliers,
     log_ratio,
 )
-from hone.algo.shaping import ALARM_STEPS, Shaping, informative, steer_kl
+from hone.algo.rejection import REJECTION
+from hone.algo.shaping import ALARM_STEPS, Shaping, informative, steer_entropy, steer_kl
 from hone.algo.value import explained_variance
 from hone.config.run import AlgorithmSection
 from hone.types import Batch, Control, Totals
@@ -69,6 +71,7 @@ class Algorithm:
         max_response_tokens: the rollout's limit; only `fixed_length` and the overlong penalty need it.
         correction: the resolved `algorithm.correction`, None for none.
         control: state carried between updates; `assign` and `after_update` change it.
+        weights: of the reward's components, by name; only `gdpo` needs them.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Algorithm:
         max_response_tokens: int | None = None,
         correction: str | None = None,
         control: Control | None = None,
+        weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         if max_response_tokens is None and (section.aggregate == "fixed_length" or section.overlong_buffer_frac):
             raise ValueError("fixed_length and the overlong penalty need max_response_tokens")
@@ -92,8 +96,15 @@ class Algorithm:
         self._kl = KL[section.kl_estimator] if section.kl_loss_coef or section.kl_reward_coef else None
         chosen = section.correction if section.correction != "auto" else correction
         self._correction = CORRECTION[chosen or "none"]
-        self._bounds = Bounds(section.clip_low, section.clip_high, section.dual_clip, section.sapo_tau)
-        entries = (self._credit, self._ratio, self._clip, self._aggregate, self._kl, self._correction)
+        self._rejection = REJECTION[section.rejection]
+        self._weights = dict(weights)
+        self._bounds = Bounds(
+            section.clip_low, section.clip_high, section.dual_clip, section.sapo_tau, kl_coef=section.kl_cov[1]
+        )
+        entries = (
+            *(self._credit, self._ratio, self._clip, self._aggregate),
+            *(self._kl, self._correction, self._rejection),
+        )
         self.needs: frozenset[str] = frozenset().union(*(entry.needs for entry in entries if entry))
         """What a run must provide: see `registry.Entry.needs`."""
         if section.kl_reward_coef and section.old_logprobs == "trainer":
@@ -120,14 +131,33 @@ class Algorithm:
         return configured if self.control.kl_coef is None else self.control.kl_coef
 
     @property
+    def entropy_coef(self) -> float:
+        """The entropy coefficient of this update: the configured one, or what a controller made of it."""
+        if self.section.entropy_target is None:
+            return self.section.entropy_coef
+        return self._steered_entropy_coef if self.control.entropy_is_low else 0.0
+
+    @property
+    def _steered_entropy_coef(self) -> float:
+        return self.section.entropy_coef if self.control.entropy_coef is None else self.control.entropy_coef
+
+    @property
     def only_advantage_has_gradient(self) -> bool:
-        """Whether a sample with advantage 0 has no gradient, so that its passes can be skipped."""
-        return self.section.kl_loss_coef == 0 and self.section.entropy_coef == 0
+        """Whether a sample with advantage 0 has no gradient, so that its passes can be skipped; a controller needs the
+        entropy of all samples."""
+        section = self.section
+        is_plain = section.kl_loss_coef == 0 and section.entropy_coef == 0 and section.entropy_target is None
+        return is_plain and section.clip != "kl_cov"
 
     @property
     def entropy_has_gradient(self) -> bool:
         """Whether the entropies handed to `loss` must carry gradient."""
-        return self.section.entropy_coef != 0
+        return self.entropy_coef != 0
+
+    @property
+    def picks_by_entropy(self) -> bool:
+        """Whether a batch needs `keep_uncertain` before its loss."""
+        return self.section.top_entropy_frac < 1
 
     def informative(self, rewards: Sequence[float | None]) -> bool:
         """Whether a group with these rewards has a gradient under a group baseline."""
@@ -145,7 +175,9 @@ class Algorithm:
             kept_S = 1 - batch.columns["truncated_S"]
             mask_T = batch.loss_mask_T * kept_S.to(batch.loss_mask_T).repeat_interleave(batch.length_S)
             batch = replace(batch, loss_mask_T=mask_T)
+        batch, rejected = self._rejected(batch)
         reward_S, metrics = self._shaping.of_samples(batch)
+        metrics |= rejected
         penalty_T, kl_metrics = self._penalties(batch)
         sample_T = torch.arange(len(batch.length_S), device=reward_S.device).repeat_interleave(batch.length_S)
         outcomes = Outcomes(
@@ -157,6 +189,8 @@ class Algorithm:
             penalty_T=penalty_T,
             turn_reward_T=self._shaping.of_turns(batch, sample_T),
             value_T=batch.columns.get("value_T"),
+            scores_CS=self._scores(batch),
+            weight_C=tuple(self._weights.values()),
             greedy_reward_N=self._shaping.of_greedy(batch),
             gamma=self.section.gamma,
             gae_lambda=self.section.gae_lambda,
@@ -171,8 +205,9 @@ class Algorithm:
             batch = batch.with_column("return_T", return_T)
             explained = explained_variance(value_T, return_T, mask_T)
             metrics |= {} if explained is None else {"critic/explained_variance": explained}
-        if self.section.clip == "clip_cov":
-            share, low, high = self.section.clip_cov
+        if self.section.clip in ("clip_cov", "kl_cov"):
+            of_clip = self.section.clip == "clip_cov"
+            share, low, high = self.section.clip_cov if of_clip else (self.section.kl_cov[0], -math.inf, math.inf)
             logprobs_T = batch.columns.get("old_logprobs_T", batch.sampler_logprobs_T)
             outlier_T = covariance_outliers(
                 logprobs_T, advantages_T, batch.loss_mask_T, share=share, low=low, high=high
@@ -181,13 +216,67 @@ class Algorithm:
             metrics["train/clip_cov_frac"] = float(outlier_T.sum() / batch.loss_mask_T.sum().clamp(min=1))
         return batch, metrics | kl_metrics
 
+    def _rejected(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch without the tokens that sampler and trainer differ on, and the share of them."""
+        if self.section.rejection == "none":
+            return batch, {}
+        mask_T, num_samples = batch.loss_mask_T, len(batch.length_S)
+        sample_T = torch.arange(num_samples, device=mask_T.device).repeat_interleave(batch.length_S)
+        columns = batch.columns["old_logprobs_T"].to(mask_T), batch.sampler_logprobs_T.to(mask_T), mask_T
+        bounds = self.section.rejection_low, self.section.rejection_high
+        kept_T = mask_T * self._rejection.function(*columns, sample_T, num_samples, *bounds)
+        frac = 1 - float(kept_T.sum() / mask_T.sum().clamp(min=1)) if mask_T.any() else 0.0
+        return replace(batch, loss_mask_T=kept_T), {"train/rejected_frac": frac}
+
+    def _scores(self, batch: Batch) -> Tensor | None:
+        """(C, S) scores of the reward's components."""
+        if "scores" not in self.needs:
+            return None
+        return torch.stack([batch.columns[f"score/{name}_S"] for name in self._weights])
+
+    def keep_uncertain(self, batch: Batch, entropy_T: Tensor) -> Batch:
+        """The batch with advantages at the tokens of the highest entropy only, `top_entropy_frac` of its loss tokens
+        (arXiv:2506.01939); tokens equal to the last one are kept too.
+
+        Args:
+            entropy_T: (T,) of the policy before the update, nats.
+        """
+        mask_T = batch.loss_mask_T > 0
+        entropy_T = entropy_T.to(mask_T.device)
+        count = int(mask_T.sum())
+        if not count:
+            return batch
+        below = math.ceil(round((1 - self.section.top_entropy_frac) * (count - 1), 9))
+        least = entropy_T[mask_T].kthvalue(below + 1).values
+        kept_T = mask_T & (entropy_T >= least)
+        return batch.with_column("advantages_T", batch.columns["advantages_T"] * kept_T)
+
     def after_update(self, batch: Batch, metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
-        """Adapt the KL coefficient. Returns further metrics, and a warning to log if any.
+        """Adapt the coefficients of KL and entropy. Returns further metrics, and a warning to log if any.
 
         Args:
             batch: the batch of the update.
             metrics: of `assign` and of the update.
         """
+        of_entropy = self._steer_entropy(metrics.get("train/entropy"))
+        more, alarm = self._steer_kl(batch, metrics)
+        return of_entropy | more, alarm
+
+    def _steer_entropy(self, entropy: float | None) -> dict[str, float]:
+        section, used = self.section, self.entropy_coef
+        if section.entropy_target is None or entropy is None:
+            return {}
+        steer_entropy(
+            self.control,
+            coef=self._steered_entropy_coef,
+            entropy=entropy,
+            target=section.entropy_target,
+            step=section.entropy_coef_step,
+            most=section.entropy_coef_max,
+        )
+        return {"train/entropy_coef": used}
+
+    def _steer_kl(self, batch: Batch, metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
         kl, section = metrics.get("train/kl_ref"), self.section
         if self._kl is None or kl is None:
             return {}, None
@@ -270,8 +359,8 @@ class Algorithm:
             assert tokens.ref_logprobs_T is not None, "the row has a KL term but the batch no ref_logprobs_T"
             kl_T, kl_clipped_T = self._kl_of(tokens.logprobs_T, tokens.ref_logprobs_T)
             loss_T = loss_T + self.kl_coef * kl_T
-        if section.entropy_coef:
-            loss_T = loss_T - section.entropy_coef * tokens.entropy_T
+        if entropy_coef := self.entropy_coef:
+            loss_T = loss_T - entropy_coef * tokens.entropy_T
         loss = (weight_T * loss_T).sum()
         with torch.no_grad():
             bounded_T = ratio_T.clamp(1 - section.clip_low, 1 + section.clip_high)

@@ -52,7 +52,7 @@ class LossTokens(Ragged):
     ref_logprobs_T: Tensor | None = None
     """(T,) of the frozen reference; only where the algorithm needs it."""
     outlier_T: Tensor | None = None
-    """(T,) 1 for tokens that `covariance_outliers` found; only with that clip."""
+    """(T,) 1 for tokens that `covariance_outliers` found; only with clips that ask for them."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,11 @@ class Bounds:
     high: float
     """... and below 1 + high."""
     dual: float | None = None
-    """Largest multiple of a negative advantage; None: no such bound."""
+    """Largest multiple of a negative advantage, or of any (`tv_mask`); None: no such bound."""
     sapo_tau: tuple[float, float] = (1.0, 1.0)
     """Steepness of the soft gate for positive and for negative advantages."""
+    kl_coef: float = 0.0
+    """Of the KL to the policy before the update, at the tokens of `LossTokens.outlier_T`."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,30 @@ def clip_cov(ratio_T: Tensor, tokens: LossTokens, bounds: Bounds) -> Objective:
     return replace(objective, value_T=value_T)
 
 
+def kl_cov(ratio_T: Tensor, tokens: LossTokens, bounds: Bounds) -> Objective:
+    """rho A, less kl_coef |log rho_t| at the batch's `covariance_outliers` (KL-Cov, arXiv:2505.22617)."""
+    assert tokens.outlier_T is not None, "the row penalises by covariance but the batch has no outlier_T"
+    moved_T = log_ratio(tokens.logprobs_T, tokens.old_logprobs_T).abs()
+    never_T = _never(tokens)
+    value_T = ratio_T * tokens.advantages_T - bounds.kl_coef * moved_T * tokens.outlier_T
+    return Objective(value_T, never_T, never_T, never_T)
+
+
+def tv_mask(ratio_T: Tensor, tokens: LossTokens, bounds: Bounds) -> Objective:
+    """stop_gradient(min(rho, dual)) A log pi where the token's probability is within its bounds, else 0 (DPPO,
+    arXiv:2602.04879).
+
+    Bounds are on pi - pi_old, the token's share of the total variation: above with A > 0, below else. A ratio's clip
+    stops rare tokens, whose ratio moves most, long before they change the distribution.
+    """
+    change_T = tokens.logprobs_T.detach().exp() - tokens.old_logprobs_T.exp()
+    high_T = (change_T > bounds.high) & (tokens.advantages_T > 0)
+    low_T = (change_T < -bounds.low) & (tokens.advantages_T <= 0)
+    weight_T = ratio_T.detach() if bounds.dual is None else ratio_T.detach().clamp(max=bounds.dual)
+    value_T = torch.where(high_T | low_T, 0.0, weight_T * tokens.advantages_T * tokens.logprobs_T)
+    return Objective(value_T, low_T & (tokens.advantages_T < 0), high_T, _never(tokens))
+
+
 def covariance_outliers(
     logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, share: float, low: float, high: float
 ) -> Tensor:
@@ -227,6 +253,7 @@ RatioFunction = Callable[[LossTokens], Tensor]
 ClipFunction = Callable[[Tensor, LossTokens, Bounds], Objective]
 AggregateFunction = Callable[[Ragged, Totals, int], Tensor]
 
+OLD = frozenset({"old_logprobs"})
 RATIO: dict[str, Entry[RatioFunction]] = {
     "token": Entry(token_ratio, "rho_t = exp(l - l_old)", "arXiv:1707.06347", frozenset({"old_logprobs"})),
     "sequence": Entry(
@@ -240,6 +267,15 @@ CLIP: dict[str, Entry[ClipFunction]] = {
     "geo_mean": Entry(geo_mean_clip, "exp(mean_t bounded log rho_t) A", "arXiv:2507.20673"),
     "sapo": Entry(sapo_gate, "4 / tau sigmoid(tau (rho - 1)) A", "arXiv:2511.20347"),
     "clip_cov": Entry(clip_cov, "as ppo; no gradient where (l - mean l)(A - mean A) is largest", "arXiv:2505.22617"),
+    "kl_cov": Entry(
+        kl_cov, "rho A, less c |log rho_t| where (l - mean l)(A - mean A) is largest", "arXiv:2505.22617", OLD
+    ),
+    "tv_mask": Entry(
+        tv_mask,
+        "stop_gradient(min(rho, dual)) A l where pi - pi_old is in [-low, high] on the side of A, else 0",
+        "arXiv:2602.04879",
+        OLD,
+    ),
     "none": Entry(no_clip, "rho A"),
 }
 AGGREGATE: dict[str, Entry[AggregateFunction]] = {

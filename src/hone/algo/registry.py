@@ -21,5 +21,5 @@ class Entry(Generic[Function]):
     formula: str
     paper: str = ""
     needs: frozenset[str] = frozenset()
-    """Of: `siblings` (group_size >= 2), `old_logprobs`, `ref_logprobs`, `values`, `greedy_reward`; and, from an
-    algorithm as a whole, `policy_logprobs`: the trainer's own, before credit is given."""
+    """Of: `siblings` (group_size >= 2), `old_logprobs`, `ref_logprobs`, `values`, `greedy_reward`, `scores` (of the
+    reward's components), and `policy_logprobs`: the trainer's own, before credit is given."""

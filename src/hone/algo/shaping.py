@@ -163,6 +163,13 @@ def steer_kl(control: Control, *, coef: float, kl: float, target: float, samples
     return control.kl_missed_steps != 0 and control.kl_missed_steps % ALARM_STEPS == 0
 
 
+def steer_entropy(control: Control, *, coef: float, entropy: float, target: float, step: float, most: float) -> None:
+    """Raise the entropy coefficient by `step` while the entropy is at most its target, lower it else, within [0, most];
+    the bonus counts only while it is (adaptive entropy control, Skywork-OR1, arXiv:2505.22312)."""
+    control.entropy_is_low = entropy <= target
+    control.entropy_coef = min(max(coef + (step if control.entropy_is_low else -step), 0.0), most)
+
+
 def observe_rewards(control: Control, reward_S: Tensor) -> None:
     """Add the scored rewards (NaN is unscored) to the running statistics, by merging two sets of moments."""
     known = reward_S[~reward_S.isnan()].double()

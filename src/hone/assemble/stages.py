@@ -56,6 +56,7 @@ from hone.memory.ladder import Predict
 from hone.model.load import hf_folder
 from hone.observe.observer import Observer, OnMetrics
 from hone.reward.resolve import picture_of_responses
+from hone.reward.rewards import component_name
 from hone.rollout.router import Router
 from hone.run.folder import RunFolder, identity_of
 from hone.run.provenance import provenance
@@ -308,6 +309,7 @@ async def optimise_once(job: Job, backend: Backend, saved: SavedCheckpoint | Non
         max_response_tokens=config.rollout.max_response_tokens,
         correction=correction(config),
         control=progress.control,
+        weights={component_name(c): c.weight for c in config.reward.components if c.weight},
     )
     async with backend.workers(algorithm.needs, saved) as workers:
         ready()

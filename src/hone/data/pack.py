@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from hone.errors import DataError
-from hone.types import Batch, Group, Picture, Sample, Totals
+from hone.types import Batch, Group, Picture, Sample, Score, Totals
 
 Indices = NDArray[np.int64]
 
@@ -53,6 +53,23 @@ def collate(groups: Sequence[Group]) -> Batch:
         columns=columns,
         pictures=pictures_of([group.prompt.pictures for group in groups]),
     )
+
+
+def score_columns(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
+    """`score/NAME_S`: (S,) score of each reward component, NaN where a sample has none."""
+    names = dict.fromkeys(name for group in groups for name in group.scores)
+    missing = (Score(None),)
+    return {
+        f"score/{name}_S": torch.tensor(
+            [
+                math.nan if score.value is None else score.value
+                for group in groups
+                for score in group.scores.get(name, missing * len(group.samples))
+            ],
+            dtype=torch.float32,
+        )
+        for name in names
+    }
 
 
 def pictures_of(pictures: Sequence[tuple[Picture, ...]]) -> tuple[tuple[Picture, ...], ...]:

@@ -80,7 +80,7 @@ def _consistent(settings: dict[str, Any]) -> dict[str, Any]:
         kept = {key: value for key, value in kept.items() if not key.startswith("lora.")}
     if kept.get("algorithm.credit", "group_norm") != "gae":
         kept = {key: value for key, value in kept.items() if not key.startswith("critic.")}
-    if kept.get("algorithm.clip") not in (None, "ppo", "clip_cov"):
+    if kept.get("algorithm.clip") not in (None, "ppo", "clip_cov", "tv_mask"):
         kept.pop("algorithm.dual_clip", None)
     if not kept.get("algorithm.kl_loss_coef") and not kept.get("algorithm.kl_reward_coef"):
         for name in ("kl_estimator", "kl_target", "kl_horizon_samples", "reference_refresh_every"):

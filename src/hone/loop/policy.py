@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hone.data.pack import collate
+from hone.data.pack import collate, score_columns
 from hone.errors import EngineError
 from hone.loop.buffer import GroupBuffer
 from hone.loop.gate import check_first_step
@@ -137,6 +137,8 @@ def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, d
     """The batch of an update, before which sampler and trainer are compared: on the first batch of a process, and on
     what the replicas sampled of some versions."""
     batch = collate(groups)
+    if "scores" in run.algorithm.needs:
+        batch = replace(batch, columns={**batch.columns, **score_columns(groups)})
     canary = run.canary.compare(run.config, run.trainer.logprobs, run.observer.warn)
     if run.gate_passed:
         return batch, canary

@@ -113,6 +113,9 @@ METRICS: dict[str, Metric] = {
     "train/entropy": Metric(
         "nats", "Mean entropy of the policy at the trained tokens; near 0 there is no exploration."
     ),
+    "train/entropy_coef": Metric(
+        "loss per nat", "Entropy coefficient of the update; moves with algorithm.entropy_target."
+    ),
     "train/kl_ref": Metric("nats per token", "KL to the frozen reference, by algorithm.kl_estimator."),
     "train/kl_clipped_frac": Metric(
         "fraction", "Tokens whose estimate of train/kl_ref was clipped by algorithm.kl_clip."
@@ -122,7 +125,8 @@ METRICS: dict[str, Metric] = {
     "train/clip_low_frac": Metric("fraction", "Tokens whose ratio was clipped from below."),
     "train/clip_high_frac": Metric("fraction", "Tokens whose ratio was clipped from above."),
     "train/clip_dual_frac": Metric("fraction", "Tokens with a negative advantage clipped by algorithm.dual_clip."),
-    "train/clip_cov_frac": Metric("fraction", "Tokens whose gradient was removed by clip_cov."),
+    "train/clip_cov_frac": Metric("fraction", "Tokens that clip_cov or kl_cov took by their covariance."),
+    "train/rejected_frac": Metric("fraction", "Tokens that algorithm.rejection took out of the loss."),
     "train/correction_mean": Metric("ratio", "Mean importance weight of algorithm.correction, after truncation."),
     "train/correction_dropped_frac": Metric("fraction", "Tokens with weight 0 from algorithm.correction."),
     "train/ratio_mean": Metric("ratio", "Mean policy ratio before clipping; 1 on the first optimizer step."),

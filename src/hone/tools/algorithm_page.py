@@ -82,6 +82,20 @@ w is detached, its log bounded to +-20 first; means and sums are over a sample's
 samples may be stale, else none. `old_logprobs: sampler` takes the ratio to l_s itself: no pass for l_old, and one clip
 bounds staleness and mismatch."""
 
+_REJECTION = """\
+r_t = l_s - l_old of a sample's own tokens. What `rejection` does not keep leaves the loss, its KL and entropy terms and
+the denominators; its reward stays in the baseline. `correction` is independent of it."""
+
+_ENTROPY = """\
+`top_entropy_frac: 0.2` gives advantages to the fifth of the update's tokens with the highest entropy before it, and 0
+to the others ([arXiv:2506.01939](https://arxiv.org/abs/2506.01939)); they stay in the denominators. With
+`entropy_target` the coefficient c follows the entropy H of each update
+([arXiv:2505.22312](https://arxiv.org/abs/2505.22312)):
+
+    c += entropy_coef_step if H <= entropy_target else -entropy_coef_step, within [0, entropy_coef_max]
+
+and the next update's bonus is c H if H was at the target or below, else none."""
+
 _ON_PURPOSE = """\
 ## Where ours differs
 
@@ -191,6 +205,7 @@ _NEEDS = {
     "ref_logprobs": "a frozen reference",
     "values": "a critic",
     "greedy_reward": "a greedy sample of each prompt",
+    "scores": "the scores of the reward's components",
     "policy_logprobs": "the policy's logprobs before credit",
 }
 """Display names of `Entry.needs`."""
@@ -202,12 +217,14 @@ def algorithms_page() -> str:
     from hone.algo.correction import CORRECTION
     from hone.algo.kl import KL
     from hone.algo.loss import AGGREGATE, CLIP, RATIO
+    from hone.algo.rejection import REJECTION
 
     presets = [Preset.read(name) for name in preset_names() if name.startswith("algorithm/")]
     parts = [_INTRO, "## Rows", _overview(presets), _CURVES, *map(_row, presets)]
     parts += ["## Credit", _CREDIT, _FILTER, _table(CREDIT), _CRITIC]
     parts += ["## Ratio", _table(RATIO), "## Clip", _table(CLIP), "## Aggregation", _table(AGGREGATE)]
-    parts += ["## KL", _table(KL), _KL, "## Off-policy correction", _table(CORRECTION), _CORRECTION, _ON_PURPOSE]
+    parts += ["## KL", _table(KL), _KL, "## Off-policy correction", _table(CORRECTION), _CORRECTION]
+    parts += ["## Rejection", _REJECTION, _table(REJECTION), "## Entropy", _ENTROPY, _ON_PURPOSE]
     return "\n\n".join(parts) + "\n"
 
 

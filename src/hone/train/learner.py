@@ -82,23 +82,32 @@ class Passes:
 
     def logprobs(self, model: CausalModel, batch: Batch, temperature: float | None = None) -> Tensor:
         """(T,) float32 logprobs of the batch's tokens under `model`; see `Trainer.logprobs`."""
+        return self._columns(model, batch, temperature, 1)[0]
+
+    def logprobs_and_entropies(self, model: CausalModel, batch: Batch) -> tuple[Tensor, Tensor]:
+        """As `logprobs`, and (T,) float32 entropies of `model` at these tokens, nats."""
+        logprobs_T, entropy_T = self._columns(model, batch, None, 2)
+        return logprobs_T, entropy_T
+
+    def _columns(self, model: CausalModel, batch: Batch, temperature: float | None, count: int) -> Tensor:
+        """(count, T) of: logprobs, entropies."""
         device, dtype = self.ranks.device(model), torch.promote_types(self.compute_dtype, torch.float32)
         every = np.arange(len(batch.length_S))
 
         def measure() -> Tensor:
             prepared = PreparedBatch.of(batch, (), dtype, device)
-            logprobs_T = torch.zeros(len(batch.token_ids_T), dtype=dtype, device=device)
+            found_CT = torch.zeros(count, len(batch.token_ids_T), dtype=dtype, device=device)
             for samples in self.microbatches(prepared.shape, every):
-                values, _, index = forward_samples(
+                *values, index = forward_samples(
                     model,
                     prepared,
                     samples,
                     temperature=temperature or self.temperature,
                     chunk_tokens=self.logprob_chunk_tokens,
                 )
-                logprobs_T[index] = values
+                found_CT[:, index] = torch.stack(values[:count])
                 self.guard.check()
-            return self.ranks.column(logprobs_T).to(batch.loss_mask_T.device)
+            return self.ranks.column(found_CT).to(batch.loss_mask_T.device)
 
         return self.without_gradient(model, measure)
 

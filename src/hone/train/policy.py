@@ -53,8 +53,11 @@ class PolicyTrainer(Learner[CausalModel]):
 
         `old_logprobs_T` is computed only where the policy moves within the update and the batch does not bring it.
         """
-        if len(steps) > 1 and "old_logprobs" in algorithm.needs and "old_logprobs_T" not in batch.columns:
-            batch = batch.with_column("old_logprobs_T", self.logprobs(batch))
+        needs_old = len(steps) > 1 and "old_logprobs" in algorithm.needs and "old_logprobs_T" not in batch.columns
+        if needs_old or algorithm.picks_by_entropy:
+            logprobs_T, entropy_T = self.passes.logprobs_and_entropies(self.model, batch)
+            batch = batch.with_column("old_logprobs_T", logprobs_T) if needs_old else batch
+            batch = algorithm.keep_uncertain(batch, entropy_T) if algorithm.picks_by_entropy else batch
         prepared = self._prepare(batch, algorithm)
         has_loss_T = batch.loss_mask_T.cpu().numpy() > 0
         loss_tokens_S = prepared.shape.count(has_loss_T)

@@ -72,7 +72,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def column(self, value_T: Tensor) -> Tensor:
-        """(T,) values of all tokens, from the ones of this rank's samples, 0 elsewhere."""
+        """(T,) or (C, T) values of all tokens, from the ones of this rank's samples, 0 elsewhere."""
 
     @abstractmethod
     def rows(self, measured: Sequence[Tensor]) -> list[list[float]]:

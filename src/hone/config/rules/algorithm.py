@@ -37,9 +37,11 @@ def clip_has_a_ratio(config: RunConfig) -> Iterator[Breach]:
 
 def clip_settings_are_of_the_clip(config: RunConfig) -> Iterator[Breach]:
     algorithm = config.algorithm
-    if algorithm.dual_clip is not None and algorithm.clip not in ("ppo", "clip_cov"):
+    if algorithm.dual_clip is not None and algorithm.clip not in ("ppo", "clip_cov", "tv_mask"):
         keys = ("algorithm.dual_clip", "algorithm.clip")
-        yield Breach(keys, f"is only used by clip = ppo and clip_cov (got clip = {algorithm.clip}). Set it to null")
+        yield Breach(
+            keys, f"is only used by clip = ppo, clip_cov and tv_mask (got clip = {algorithm.clip}). Set it to null"
+        )
     if algorithm.clip == "geo_mean" and algorithm.ratio == "sequence":
         keys = ("algorithm.ratio", "algorithm.clip")
         yield Breach(keys, "must be token for clip = geo_mean (got sequence): the clip itself takes the mean")
@@ -147,6 +149,62 @@ def covariances_are_a_range(config: RunConfig) -> Iterator[Breach]:
             f"must be [share, low, high] with a share between 0 and 1 and low below high (got {[share, low, high]})",
         )
 
+    share, coef = config.algorithm.kl_cov
+    if not 0 < share < 1 or coef < 0:
+        yield Breach(
+            ("algorithm.kl_cov",),
+            f"must be [share, coefficient] with a share between 0 and 1 and a coefficient of 0 or more (got "
+            f"{[share, coef]})",
+        )
+
+
+def rejection_has_a_difference(config: RunConfig) -> Iterator[Breach]:
+    algorithm = config.algorithm
+    if algorithm.rejection == "none":
+        return
+    if algorithm.old_logprobs == "sampler":
+        yield Breach(
+            ("algorithm.rejection", "algorithm.old_logprobs"),
+            f"= {algorithm.rejection} compares the trainer's old logprobs with the sampler's, but "
+            "algorithm.old_logprobs = sampler makes them the same. Set it to none",
+        )
+    low, high = algorithm.rejection_low, algorithm.rejection_high
+    if algorithm.rejection.endswith("k1") and (1 / high if low is None else low) >= high:
+        keys = ("algorithm.rejection_high", "algorithm.rejection_low")
+        yield Breach(keys, f"must be above the lower bound, which is 1 / rejection_high by default (got {high})")
+    if low is not None and not algorithm.rejection.endswith("k1"):
+        keys = ("algorithm.rejection_low", "algorithm.rejection")
+        yield Breach(keys, f"is only used with k1 (got {algorithm.rejection}): leave it out")
+
+
+def components_are_not_shaped_as_a_sum(config: RunConfig) -> Iterator[Breach]:
+    """gdpo reads the scores themselves, and what shapes their sum would not be seen."""
+    algorithm = config.algorithm
+    if algorithm.credit != "gdpo":
+        return
+    for name, is_on in (
+        ("reward_clip", algorithm.reward_clip is not None),
+        ("normalize_rewards", algorithm.normalize_rewards),
+        ("overlong_buffer_frac", algorithm.overlong_buffer_frac > 0),
+        ("truncated_reward_factor", algorithm.truncated_reward_factor < 1),
+    ):
+        if is_on:
+            keys = (f"algorithm.{name}", "algorithm.credit")
+            yield Breach(
+                keys, "shapes the sum of the reward's components, which credit = gdpo does not read: leave it out"
+            )
+
+
+def entropy_control_has_room(config: RunConfig) -> Iterator[Breach]:
+    algorithm = config.algorithm
+    if algorithm.entropy_target is not None and not 0 <= algorithm.entropy_coef <= algorithm.entropy_coef_max:
+        keys = ("algorithm.entropy_coef", "algorithm.entropy_coef_max", "algorithm.entropy_target")
+        yield Breach(
+            keys,
+            f"must be from 0 to algorithm.entropy_coef_max = {algorithm.entropy_coef_max:g} with an entropy_target "
+            f"(got {algorithm.entropy_coef:g})",
+        )
+
 
 def truncated_sampling_is_correctable(config: RunConfig) -> Iterator[Breach]:
     """The trainer's logprobs are of the full softmax, so those of a truncated sampler can never agree with them."""
@@ -252,6 +310,9 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], Iterator[Breach]], ...] = (
     kl_control_has_one_coefficient,
     correction_has_a_difference_to_correct,
     covariances_are_a_range,
+    rejection_has_a_difference,
+    components_are_not_shaped_as_a_sum,
+    entropy_control_has_room,
     truncated_sampling_is_correctable,
     reward_clip_is_a_range,
     adapter_settings_have_a_rank,

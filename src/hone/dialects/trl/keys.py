@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hone.dialects import shared
 from hone.dialects.rows import automatic, by, each, missing, placement, rewritten, table, to, when, where
 from hone.dialects.shared import LOGGING, MEMORY, RESUME
@@ -116,6 +118,7 @@ BATCH: dict[str, Row] = {
 }
 
 _OF_CORRECTION = by(lambda job, v: nothing("part of vllm_importance_sampling_correction"), "algorithm.correction")
+_adaptive = partial(when, where("use_adaptive_entropy"), "only read by use_adaptive_entropy")
 _SAPO = when(where("loss_type", "sapo", other="dapo"), "only read by sapo", by(rules.taus, "algorithm.sapo_tau"))
 ALGORITHM: dict[str, Row] = {
     "beta": by(rules.beta, "algorithm.kl_loss_coef"),
@@ -133,10 +136,13 @@ ALGORITHM: dict[str, Row] = {
     **each("sapo_temperature_pos sapo_temperature_neg", _SAPO),
     "vespo_*": automatic("only read by vespo"),
     "mask_truncated_completions": to("algorithm.mask_truncated", lambda value: truth(value) or None),
-    "top_entropy_quantile": missing("tokens of all entropies count; nearest: 1.0", off=(1, None)),
+    "top_entropy_quantile": to("algorithm.top_entropy_frac", number),
     "entropy_coef": to("algorithm.entropy_coef", number),
-    "use_adaptive_entropy": missing("a fixed entropy_coef; nearest: algorithm.entropy_coef", "algorithm.entropy_coef"),
-    "entropy_*": automatic("only read by use_adaptive_entropy"),
+    "use_adaptive_entropy": by(rules.adaptive_entropy, "algorithm.entropy_target"),
+    "entropy_target": _adaptive(to("algorithm.entropy_target", number)),
+    "entropy_coef_delta": _adaptive(to("algorithm.entropy_coef_step", number, "per update, not per optimizer step")),
+    "entropy_coef_max": _adaptive(to("algorithm.entropy_coef_max", number)),
+    "entropy_coef_min": _adaptive(missing("the smallest coefficient is 0", off=(0, None))),
     "sync_ref_model": by(rules.reference, "algorithm.reference_refresh_every"),
     **each("ref_model_sync_steps ref_model_mixup_alpha", automatic("part of sync_ref_model")),
     "use_bias_correction_kl": automatic("only differs with several optimizer steps per batch"),
@@ -153,10 +159,8 @@ REWARDS: dict[str, Row] = {
         "reward.components", lambda value: [{"use": "reward_model", "args": {"path": str(value)}}]
     ),
     "reward_weights": automatic("weights of reward.components: part of reward_funcs"),
-    "multi_objective_aggregation": missing(
-        "the weighted sum is normalised in its group; nearest: sum_then_normalize",
-        "reward.components",
-        off=("sum_then_normalize", None),
+    "multi_objective_aggregation": table(
+        {"sum_then_normalize": None, "normalize_then_sum": "gdpo", "None": None}, "algorithm.credit"
     ),
     "reward_clip_range": to("algorithm.reward_clip", pair),
 }

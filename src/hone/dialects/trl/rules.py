@@ -153,9 +153,15 @@ def loss(job: ForeignJob, value: Any) -> KeyVerdict:
     return put(LOSSES[value], "over the optimizer step; bnpo averages over a microbatch" if value == "bnpo" else "")
 
 
+def adaptive_entropy(job: ForeignJob, value: Any) -> KeyVerdict:
+    return put({"algorithm.entropy_target": number(job.get("entropy_target", 0.2))}) if truth(value) else nothing("off")
+
+
 def scale(job: ForeignJob, value: Any) -> KeyVerdict:
     if is_rloo(job):
         return nothing("not read by RLOO")
+    if job.get("multi_objective_aggregation") == "normalize_then_sum":
+        return nothing("each reward is scaled by itself")
     if str(value) not in SCALES:
         return refused("a standard deviation over the batch; nearest: group, or algorithm.credit = group_mean_whitened")
     return put({"algorithm.credit": SCALES[str(value)]})

@@ -60,11 +60,14 @@ _LOSS: dict[str, Row] = {
     "clip_ratio": by(rules.clip, "algorithm.clip_low", "algorithm.clip_high"),
     "clip_ratio_low": rules.side("algorithm.clip_low"),
     "clip_ratio_high": rules.side("algorithm.clip_high"),
-    "clip_ratio_c": rules.of_loss(to("algorithm.dual_clip", number), "vanilla", "clip_cov"),
+    "clip_ratio_c": rules.of_loss(to("algorithm.dual_clip", number), "vanilla", "clip_cov", "dppo_tv"),
     "policy_loss.loss_mode": by(rules.loss, "algorithm.ratio", "algorithm.clip"),
     "policy_loss.clip_cov_*": rules.of_loss(by(rules.clip_cov, "algorithm.clip_cov"), "clip_cov"),
     **each("policy_loss.tau_* tau_pos tau_neg", rules.of_loss(by(rules.taus, "algorithm.sapo_tau"), "sapo")),
-    **each("policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef", automatic("only read by kl_cov")),
+    **each(
+        "policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef",
+        rules.of_loss(by(rules.kl_cov, "algorithm.kl_cov"), "kl_cov"),
+    ),
     "policy_loss.dro_beta": automatic("only read by dro"),
     "loss_agg_mode": by(rules.aggregate, "algorithm.aggregate"),
     "loss_scale_factor": missing("fixed_length divides by rollout.max_response_tokens", "algorithm.aggregate"),
@@ -347,9 +350,8 @@ ALGORITHM: dict[str, Row] = {
     "pf_ppo.**": automatic("only read with use_pf_ppo"),
     "rollout_is_level": automatic("part of rollout_is"),
     "rollout_correction.bypass_mode": to("algorithm.old_logprobs", lambda value: "sampler" if truth(value) else None),
-    "rollout_correction.rollout_rs": missing(
-        "rejection by bounds; nearest: algorithm.correction = icepop or sequence_mask", _BOUND
-    ),
+    "rollout_correction.rollout_rs": by(rules.rejection, "algorithm.rejection", "algorithm.rejection_high"),
+    "gdpo_*": rewritten("parts of the score: give each a component of its own, with its weight", "reward.components"),
     "rollout_correction.rollout_rs_threshold*": automatic("part of rollout_rs"),
     "rollout_correction.loss_type": missing("the ratio's loss", "algorithm.ratio", off=("ppo_clip", None)),
     "rollout_correction.rollout_is_batch_normalize": missing("weights are not normalised over the batch", _BOUND),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from hone.config.derived import overridden
+from hone.config.run import AlgorithmSection
 from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun
 from hone.dialects.rows import automatic, by, missing, placement, table, to, under, when, where
@@ -25,9 +26,11 @@ CREDITS = {
     "remax": "remax",
     "opo": "length_weighted",
     "grpo_passk": "best_of_group",
+    "gdpo": "gdpo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "group_mean_whitened",
 }
+REJECTIONS = get_args(AlgorithmSection.model_fields["rejection"].annotation)[1:]
 ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 LOSSES: dict[str, dict[str, Any]] = {
     "vanilla": {},
@@ -35,6 +38,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sapo": {"algorithm.clip": "sapo"},
     "cispo": {"algorithm.clip": "cispo"},
     "clip_cov": {"algorithm.clip": "clip_cov"},
+    "kl_cov": {"algorithm.clip": "kl_cov"},
+    "dppo_tv": {"algorithm.clip": "tv_mask"},
     "geo_mean": {"algorithm.clip": "geo_mean"},
     "gpg": {"algorithm.ratio": "none", "algorithm.clip": "none"},
 }
@@ -178,12 +183,17 @@ def clip(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def side(key: str) -> Row:
-    return when(lambda job: loss_mode(job) not in ("sapo", "gpg"), "not read by this loss", to(key, number))
+    return when(lambda job: loss_mode(job) not in ("sapo", "gpg", "kl_cov"), "not read by this loss", to(key, number))
 
 
 def clip_cov(job: ForeignJob, value: Any) -> KeyVerdict:
     parts = (("clip_cov_ratio", 2e-4), ("clip_cov_lb", 1.0), ("clip_cov_ub", 5.0))
     return put({"algorithm.clip_cov": [number(job.get(f"{ACTOR}.policy_loss.{name}", other)) for name, other in parts]})
+
+
+def kl_cov(job: ForeignJob, value: Any) -> KeyVerdict:
+    parts = (("kl_cov_ratio", 2e-4), ("ppo_kl_coef", 1.0))
+    return put({"algorithm.kl_cov": [number(job.get(f"{ACTOR}.policy_loss.{name}", other)) for name, other in parts]})
 
 
 def taus(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -260,6 +270,29 @@ def correction(job: ForeignJob, value: Any) -> KeyVerdict:
 def correction_rows(prefix: str, key: str) -> dict[str, Row]:
     bound = when(lambda job: job.get(key), "unused without rollout_is", to("algorithm.correction_high", number))
     return {key: by(correction, "algorithm.correction"), f"{prefix}.rollout_is_threshold": bound}
+
+
+OLDER_REJECTIONS = {"token": "token_k1", "sequence": "sample_sum_k1", "geometric": "sample_mean_k1"}
+"""Of verl 0.6, whose ratio is the trainer's over the sampler's."""
+
+
+def rejection(job: ForeignJob, value: Any) -> KeyVerdict:
+    """`rollout_rs` with its thresholds; k1's are of the ratio sampler / trainer, as here."""
+    if value in (None, "null", "None"):
+        return nothing("nothing is rejected")
+    name = OLDER_REJECTIONS.get(str(value), str(value).replace("seq_", "sample_"))
+    if name not in REJECTIONS:
+        return refused(f"one of {', '.join(REJECTIONS)} at a time")
+    prefix = "algorithm.rollout_correction.rollout_rs_threshold"
+    bounds = [number(part) for part in str(job.get(prefix, 2.0)).split("_")]
+    low, high = job.get(f"{prefix}_lower", bounds[0] if len(bounds) > 1 else None), bounds[-1]
+    settings: dict[str, Any] = {"algorithm.rejection": name}
+    if not name.endswith("k1"):
+        return put(settings | {"algorithm.rejection_high": high})
+    low = 1 / high if low is None else number(low)
+    if value in OLDER_REJECTIONS:
+        low, high = 1 / high, 1 / low
+    return put(settings | {"algorithm.rejection_low": low, "algorithm.rejection_high": high})
 
 
 # ---- optimizers
