@@ -45,7 +45,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt requirements-vllm.txt
 	@touch $@
 
 quickstart: $(STAMP)  ## train, evaluate and report: GRPO on GSM8K's arithmetic, about 5 minutes on two cores
-	$(VENV)/bin/hone train examples/gsm8k-arithmetic/run.yaml --fresh
+	$(VENV)/bin/hone train examples/quickstart/run.yaml --fresh
 
 test: $(STAMP)  ## the tests a newcomer runs, under 5 minutes
 	$(RUN) pytest -q -m "not slow and not gpu and not vllm" -n $(WORKERS) --dist loadfile

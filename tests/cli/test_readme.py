@@ -133,7 +133,7 @@ def test_all_that_the_readme_shows_is_run_here():
     assert "pip install ." in COMMANDS and "pip install hone-rl" in README and 'name = "hone-rl"' in project
     targets = re.findall(r"^(\S+): .*\n\t(.*)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert {"quickstart", "test"} <= {name for name, _ in targets}
-    assert dict(targets)["quickstart"] == "$(VENV)/bin/hone train examples/gsm8k-arithmetic/run.yaml --fresh"
+    assert dict(targets)["quickstart"] == "$(VENV)/bin/hone train examples/quickstart/run.yaml --fresh"
 
 
 @pytest.mark.slow("some twenty processes, each of which loads torch")
@@ -169,5 +169,5 @@ def test_the_python_example_runs(shell, folder):
 def test_quickstart_does_what_it_calls(shell, folder):
     small = ["run.steps=1", "sft.rows=0:256", "sft.epochs=1", "eval.every=0", "data.eval_rows=0:32"]
     place = [f"run.dir={folder}/quickstart", "train.prompts_per_step=4"]
-    example = ROOT / "examples" / "gsm8k-arithmetic" / "run.yaml"
+    example = ROOT / "examples" / "quickstart" / "run.yaml"
     assert "finished. Report" in shell(shlex.join(["hone", "train", str(example), "--fresh", *small, *place]))

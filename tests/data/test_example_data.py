@@ -8,10 +8,11 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ARITHMETIC = EXAMPLES / "gsm8k-arithmetic"
+QUICKSTART = EXAMPLES / "quickstart"
 
 
-def rows(name):
-    return [json.loads(line) for line in (ARITHMETIC / name).read_text().splitlines()]
+def rows(name, folder=ARITHMETIC):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 def test_counts():
@@ -22,18 +23,47 @@ def test_counts():
     assert [row["seen"] for row in test] == [False] * 967 + [True] * 2_599
 
 
+def is_right(prompt, answer):
+    """As Python computes it, with fractions."""
+    expression = re.sub(r"\d+", lambda number: f"Fraction({int(number[0])})", prompt.removesuffix("="))
+    return eval(expression, {"Fraction": Fraction}) == int(answer)
+
+
 def test_every_answer_is_right():
     for row in rows("train.jsonl") + rows("test.jsonl"):
-        expression = re.sub(r"\d+", r"Fraction(\g<0>)", row["prompt"].removesuffix("="))
-        assert eval(expression, {"Fraction": Fraction}) == int(row["answer"]), row
+        assert is_right(row["prompt"], row["answer"]), row
 
 
-def test_the_script_makes_exactly_these_files(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("make_data", ARITHMETIC / "make_data.py")
+def test_every_reversed_answer_is_right():
+    for row in rows("train.jsonl", QUICKSTART) + rows("test.jsonl", QUICKSTART):
+        prompt = re.sub(r"\d+", lambda number: number[0][::-1], row["prompt"])
+        assert is_right(prompt, row["answer"][::-1]), row
+        assert {len(number) for number in re.findall(r"\d+", prompt)} == {4} and len(row["answer"]) == 5
+
+
+def test_the_quickstart_asks_gsm8k_and_nothing_of_its_unseen_test():
+    train, test = rows("train.jsonl", QUICKSTART), rows("test.jsonl", QUICKSTART)
+    unseen = {row["prompt"] for row in test if not row["seen"]}
+    assert len(unseen) == len({row["prompt"] for row in rows("test.jsonl") if not row["seen"]})
+    assert not unseen & {row["prompt"] for row in train}
+    practised = [row["prompt"] for row in train[45_000:]]
+    assert len(practised) == len(set(practised)) == len({row["prompt"] for row in rows("train.jsonl")}) == 8_045
+    assert set(practised) <= {row["prompt"] for row in train[:45_000]}
+
+
+def script(path):
+    spec = importlib.util.spec_from_file_location("make_data", path)
     assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.main(EXAMPLES / "gsm8k", tmp_path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_scripts_make_exactly_these_files(tmp_path, capsys):
+    script(ARITHMETIC / "make_data.py").main(EXAMPLES / "gsm8k", tmp_path)
     for name in ("train.jsonl", "test.jsonl"):
         assert (tmp_path / name).read_bytes() == (ARITHMETIC / name).read_bytes()
     assert "never seen in train: 967" in capsys.readouterr().out
+    script(QUICKSTART / "make_data.py").main(ARITHMETIC, tmp_path)
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / name).read_bytes() == (QUICKSTART / name).read_bytes()

@@ -106,3 +106,23 @@ def test_a_calm_run_raises_no_alarm():
     for step in range(60):
         watch.add({"stage": "rl", "step": step, **line, "rollout/reward_mean": 0.5 + step / 200})
     assert watch.alarms == []
+
+
+def memory_alarms(used_gib) -> list[int]:
+    """Steps at which `memory_grows` begins."""
+    watch = AlarmWatch({})
+    for step, value in enumerate(used_gib):
+        watch.add({"stage": "rl", "step": step, "memory/rss_gib": value})
+    return [alarm.since for alarm in watch.alarms if alarm.name == "memory_grows"]
+
+
+def test_memory_that_returns_to_an_earlier_peak_is_no_leak():
+    """As an allocator does: evaluations need more, then much is given back, then it comes again bit by bit."""
+    after_evaluation = [0.84, *(0.70 + 0.0005 * min(step, 120) for step in range(199))]
+    assert memory_alarms([*(0.70 for _ in range(100)), *after_evaluation, *after_evaluation]) == []
+
+
+def test_memory_beyond_every_earlier_peak_is_a_leak():
+    before = [*(0.70 for _ in range(100)), 0.84, *(0.70 for _ in range(99))]
+    (begun,) = memory_alarms([*before, *(0.70 + 0.004 * step for step in range(100))])
+    assert 235 < begun < 260

@@ -56,7 +56,7 @@ def test_one_process_has_no_placement_to_show():
 
 def test_what_this_machine_cannot_hold_is_a_problem(monkeypatch):
     monkeypatch.setattr(preflight, "assumed_devices", lambda config: FoundDevices("cuda", "GPU", 2))
-    found = report("cluster/quickstart-ray.yaml", "data.eval=null", "eval.every=0", "eval.by=null", "stages=[rl]", ROWS)
+    found = report("cluster/arithmetic-ray.yaml", "data.eval=null", "eval.every=0", "eval.by=null", "stages=[rl]", ROWS)
     assert not found.is_ok
     assert "ask for 2 + 2 = 4 devices; there are nodes x devices_per_node = 1 x 2 = 2" in found.problems[0]
 

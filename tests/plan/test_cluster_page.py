@@ -78,8 +78,8 @@ def test_what_one_learns_from_it_is_so():
 LAYOUTS = ("hybrid", "thirds", "separate")
 
 
-def test_the_placement_shown_is_the_quickstarts():
-    config = load_config(ROOT / "examples/cluster/quickstart-ray.yaml").config
+def test_the_placement_shown_is_that_of_the_example():
+    config = load_config(ROOT / "examples/cluster/arithmetic-ray.yaml").config
     assert "\n".join(topology_lines(topology_of(config))) in PAGE
 
 

@@ -235,10 +235,10 @@ def test_a_trainer_has_each_key_value_head_once(planned):
 @pytest.mark.parametrize(
     ("name", "hardware", "devices", "level"),
     [
-        ("cluster/quickstart-ray", "this", 4, "fits"),
-        ("cluster/quickstart-async", "this", 4, "fits"),
-        ("cluster/quickstart-colocated", "this", 2, "fits"),
-        ("cluster/quickstart-ppo", "this", 3, "fits"),
+        ("cluster/arithmetic-ray", "this", 4, "fits"),
+        ("cluster/arithmetic-async", "this", 4, "fits"),
+        ("cluster/arithmetic-colocated", "this", 2, "fits"),
+        ("cluster/arithmetic-ppo", "this", 3, "fits"),
         ("cluster/grpo-8b", "H100-80G", 8, "fits"),
         ("cluster/grpo-70b", "H100-80G", 512, "fits"),
         ("cluster/ppo-70b-hybrid", "A100-80G", 48, "fits"),

@@ -37,8 +37,12 @@ class Series:
     base_sum: float = 0.0
     best: float = math.nan
     """Largest mean of `WINDOW` successive values."""
+    highest: float = math.nan
+    """Largest of the values that `recent` no longer has."""
 
     def add(self, value: float) -> None:
+        if len(self.recent) == RECENT and (math.isnan(self.highest) or self.recent[0] > self.highest):
+            self.highest = self.recent[0]
         self.recent.append(value)
         if BASELINE[0] <= self.count < BASELINE[1]:
             self.base_sum += value
@@ -109,6 +113,12 @@ class History:
         """The value `count` values before the latest."""
         series = self._series_of(name)
         return series.recent[-1 - count] if series and len(series.recent) > count else math.nan
+
+    def highest(self, name: str, before: int) -> float:
+        """Largest value until `before` values before the latest."""
+        series = self._series_of(name)
+        earlier = [*list(series.recent)[:-before], series.highest] if series else []
+        return max((value for value in earlier if not math.isnan(value)), default=math.nan)
 
     def mean(self, name: str, count: int) -> float:
         """Mean of the last `count` values, or of as many as there are."""

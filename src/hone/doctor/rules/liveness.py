@@ -148,9 +148,9 @@ LIVENESS = (
         pattern="resident memory of the main process grows step by step",
         metrics=("memory/rss_gib",),
         when=when(
-            "5 % and 0.05 GiB more than 40 steps before, growing in 30 of them",
+            "5 % and 0.05 GiB more than ever until 40 steps before, growing in 30 of them",
             lambda h: (
-                h.now("memory/rss_gib") > max(1.05 * (ago := h.ago("memory/rss_gib", 40)), ago + 0.05)
+                h.now("memory/rss_gib") > max(1.05 * (most := h.highest("memory/rss_gib", 40)), most + 0.05)
                 and _number_of_rises(h.recent("memory/rss_gib", 41)) >= 30
             ),
         ),
