@@ -1,6 +1,7 @@
 import io
 
 import pytest
+from observed import make_group
 from rich.console import Console
 from rich.text import Text
 
@@ -116,6 +117,24 @@ def test_the_live_view_shows_every_headline(clock):
     ):
         assert part in text, part
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_group_with_its_rewards_stands_above_the_progress(clock):
+    screen = io.StringIO()
+    view = LiveView("my run", 40, Console(file=screen, width=100, force_terminal=True, color_system=None))
+    view.update("rl", 3, STEP)
+    texts = ("right\x1b[2J answer", "so so", "wrong " * 50, "no idea")
+    alike = make_group(texts=("a", "b"), rewards=(1.0, 1.0))
+    view.show([alike, make_group(texts=texts, rewards=(0.5, 1.0, 0.0, None)), alike])
+    lines = drawn(view._state, no_color=True, color_system=None).splitlines()
+    first = next(number for number, line in enumerate(lines) if "2+2=" in line)
+    shown = [("1 ", "so so"), ("0.5 ", "right [2J answer"), ("0 ", "wrong wrong"), ("no score", "no idea")]
+    for line, words in zip(lines[first + 1 : first + 5], shown, strict=True):
+        assert all(word in line for word in words)
+    assert "rl 3/40" in lines[first + 6] and len(lines) == first + 8
+    assert max(map(len, lines)) <= 100
+    view.close("done")
+    assert "so so" not in screen.getvalue().rsplit("my run", 1)[1]
 
 
 def test_no_color_is_respected(monkeypatch):

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hone.observe.metrics import PHASES
+from hone.types import Group
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ REFRESHES_PER_S = 2
 PLAIN_INTERVAL_S = 2.0
 BARS = "▁▂▃▄▅▆▇█"
 MAX_WIDTH = 110
+SHOWN_SAMPLES = 4
+"""Of the group in the live view: the best, the worst, and some between them."""
 PHASE_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_black")
 """One per phase of the time split, then one for the rest."""
 
@@ -78,6 +81,7 @@ class View(Protocol):
 
     def update(self, stage: str, step: int, values: Mapping[str, float]) -> None: ...
     def begin(self, stage: str, total_steps: int) -> None: ...
+    def show(self, groups: Sequence[Group]) -> None: ...
     def say(self, message: str) -> None: ...
     def warn(self, message: str) -> None: ...
     def close(self, message: str) -> None: ...
@@ -94,6 +98,8 @@ class State:
         """`time/` values of the last line of a step; an evaluation's line has times of its own."""
         self.history: dict[str, list[float]] = {}
         """Headline metric -> all its finite values in this stage."""
+        self.group: Group | None = None
+        """A group of the last step."""
         self.began_s = time.perf_counter()
         self._paces: deque[tuple[float, int]] = deque(maxlen=50)
 
@@ -103,6 +109,7 @@ class State:
         self.step_times.clear()
         self.history.clear()
         self._paces.clear()
+        self.group = None
 
     def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         if stage != self.stage:
@@ -166,6 +173,9 @@ class QuietView:
     def begin(self, stage: str, total_steps: int) -> None:
         pass
 
+    def show(self, groups: Sequence[Group]) -> None:
+        pass
+
     def say(self, message: str) -> None:
         pass
 
@@ -197,6 +207,9 @@ class PlainView:
             self._pending = True
             if time.perf_counter() - self._shown_at >= PLAIN_INTERVAL_S:
                 self._flush()
+
+    def show(self, groups: Sequence[Group]) -> None:
+        pass
 
     def say(self, message: str) -> None:
         with self._lock:
@@ -257,6 +270,10 @@ class LiveView:
         with self._lock:
             self._state.update(stage, step, values)
 
+    def show(self, groups: Sequence[Group]) -> None:
+        with self._lock:
+            self._state.group = max(groups, key=_spread, default=None)
+
     def say(self, message: str) -> None:
         with self._lock:
             self._messages.append(Text(message))
@@ -266,6 +283,8 @@ class LiveView:
             self._messages.append(Text(f"warning: {message}", style="yellow"))
 
     def close(self, message: str) -> None:
+        with self._lock:
+            self._state.group = None
         self._live.stop()  # leaves the last view on the screen
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
@@ -296,11 +315,14 @@ def plain_line(state: State) -> str:
 def render(state: State, messages: list[Text], *, width: int) -> Panel:
     """The live view as one renderable, of the height its content needs."""
     inner = min(width, MAX_WIDTH) - 4
-    parts = [_progress(state, inner), Text(), _charts(state, inner), Text(), _figures(state)]
+    parts = [_charts(state, inner), Text(), _figures(state)]
     if split := _time_split(state, inner):
         parts += [Text(), *split]
     if messages:
         parts += [Text(), *messages]
+    if state.group is not None:
+        parts += [Text(), *_samples(state.group, inner)]
+    parts += [Text(), _progress(state, inner)]
     title = Text.assemble((" hone ", "bold reverse"), " ", (state.title, "bold"), " ")
     return Panel(Stack(*parts), title=title, title_align="left", border_style="dim", padding=(0, 1), width=inner + 4)
 
@@ -367,6 +389,39 @@ def _time_split(state: State, width: int) -> list[Text]:
             legend.append(f"{phase} {spent / total:.0%}   ")
     bar.truncate(width)
     return [bar, legend]
+
+
+def _samples(group: Group, width: int) -> list[Text]:
+    """The end of the prompt, and some samples, the best first: reward, number of tokens, and as much text as fits."""
+    prompt = _one_line(group.prompt.text[-4 * width :])
+    lines = [Text("…" + prompt[1 - width :] if len(prompt) > width else prompt, style="dim")]
+    order = sorted(range(len(group.samples)), key=lambda i: _reward(group, i), reverse=True)
+    shown = min(SHOWN_SAMPLES, len(order))
+    for place in range(shown):
+        i = order[place * (len(order) - 1) // max(1, shown - 1)]
+        reward, sample = _reward(group, i), group.samples[i]
+        said = "no score" if reward == -math.inf else number(reward)
+        size = f"  {len(sample.token_ids):>6} tokens  "
+        line = Text.assemble((f"{said:>8}", "bold"), (size, "dim"), _one_line(sample.text[: 4 * width]))
+        line.truncate(width, overflow="ellipsis")
+        lines.append(line)
+    return lines
+
+
+def _reward(group: Group, index: int) -> float:
+    """A sample's reward; one without comes after all that have one."""
+    reward = group.rewards[index] if group.rewards else None
+    return -math.inf if reward is None else reward
+
+
+def _spread(group: Group) -> float:
+    """How far apart the rewards of a group lie."""
+    rewards = [reward for reward in group.rewards if reward is not None]
+    return max(rewards) - min(rewards) if rewards else -1.0
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def bars(values: Sequence[float], width: int) -> str:

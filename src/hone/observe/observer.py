@@ -213,6 +213,9 @@ class Observer:
         recorded (`observe.samples_step_tokens`).
         """
         self._recorder.record(stage, step, groups, advantages)
+        if advantages is not None:
+            for view in self._views:
+                view.show(groups)
 
     def say(self, message: str) -> None:
         """Log one line to the console and logs/training.log."""
