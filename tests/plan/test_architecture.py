@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hone.errors import DataError
 from hone.plan.architecture import architecture_from
@@ -65,11 +65,13 @@ def test_counts_are_those_of_the_class(name):
     """The real class on the meta device; V3's correction biases are buffers there, and counted here."""
     config = json.loads((MODELS / f"{name}.json").read_text("utf-8"))
     model_type = config.pop("model_type")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config))
     arch = architecture_from({"model_type": model_type, **config})
+    auto = AutoModelForImageTextToText if arch.tower else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(AutoConfig.for_model(model_type, **config))
     biases = sum(b.numel() for key, b in model.named_buffers() if key.endswith("e_score_correction_bias"))
-    assert arch.total_parameters == sum(p.numel() for p in model.parameters()) + biases
+    tower = arch.tower.parameters if arch.tower else 0
+    assert arch.total_parameters + tower == sum(p.numel() for p in model.parameters()) + biases
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from hone import assemble
+from hone.cli.main import main
 from hone.config.load import load_config
+from hone.data.chat import load_tokenizer
+from hone.model.load import init_model, save_hf
 from hone.services.process import free_port
 from hone_poster.table import GROUND_TRUTH
 
@@ -22,10 +27,36 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "poster-service"
 
 
-def test_the_real_run_file_names_the_judge_that_its_rewards_ask(tmp_path, monkeypatch):
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """A program of this name, which is never started."""
     (tmp_path / "vllm").write_text("#!/bin/sh\n")
     (tmp_path / "vllm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+def test_the_real_run_file_fits_its_machine(vllm, capsys):
+    assert main(["plan", str(EXAMPLE / "run.yaml"), "--hardware", "8xH100-80G", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["verdict"]["level"] == "fits" and not planned["verdict"]["problems"]
+    assert "vision tower: 676,550,144 parameters" in " ".join(planned["notes"])
+
+
+def test_the_real_run_file_passes_its_check_with_a_small_model_of_the_family(vllm, tmp_path):
+    """Its tokenizer, processor and class; what differs is the size."""
+    small = load_config(EXAMPLES / "poster" / "pictures.yaml").config.model
+    tokenizer = load_tokenizer(small, EXAMPLES / "poster")
+    model = init_model(small.init or {}, vocab_size=tokenizer.vocab_size, seed=0, dtype=torch.float32, device="cpu")
+    weights = list(model.named_weights())
+    save_hf(tmp_path / "model", model.hf_config, weights, tokenizer.hf, processor=tokenizer.processor)
+    less = ["data.max_prompt_tokens=80", "rollout.max_response_tokens=80", "data.train_rows=0:32", "data.eval_rows=0:8"]
+    config = load_config(EXAMPLE / "run.yaml", [f"model.path={tmp_path}/model", *less])
+    report = assemble.check_run(config)
+    assert not report.problems
+    assert any("of a prompt with a picture too" in line for line in report.lines)
+
+
+def test_the_real_run_file_names_the_judge_that_its_rewards_ask(vllm):
     config = load_config(EXAMPLE / "run.yaml").config
     server, judge = config.services["reward_server"], config.services["judge"]
     (served,) = yaml.safe_load((EXAMPLE / server.reward).read_text())["reward"]["components"]

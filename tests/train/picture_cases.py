@@ -84,7 +84,15 @@ def groups_of(model, pictures) -> list[Group]:
         own = [picture(model, 10 * index + number, 1 + number, 2) for number in range(count)]
         prompt = prompt_with(own, index=index)
         samples = tuple(
-            Sample(prompt.id, g, chance.integers(0, 40, 4), -np.ones(4), (VersionSpan(0, 4),), "stop", "")
+            Sample(
+                prompt_id=prompt.id,
+                index=g,
+                token_ids=chance.integers(0, 40, 4, np.int32),
+                sampler_logprobs=-np.ones(4, np.float32),
+                versions=(VersionSpan(0, 4),),
+                finish_reason="stop",
+                text="",
+            )
             for g in range(4)
         )
         groups.append(Group(prompt, samples).scored({}, (1.0, 0.0, 0.5, 0.0)))
