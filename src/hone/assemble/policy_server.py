@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -14,10 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hone.assemble.job import set_up_arithmetic
 from hone.config.load import load_config
-from hone.config.run import ModelSection, RunSection
+from hone.config.run import DataSection, ModelSection, RunSection
 from hone.data.chat import load_tokenizer, resolve_model
+from hone.data.pictures import BrokenPicture, PictureProcessor, source_of_picture
 from hone.devices import DeviceName, devices_here, give_back_memory, is_accelerator, module_of
 from hone.errors import DataError, RunFolderError
+from hone.model.hf import TransformersModel
 from hone.model.load import load_model
 from hone.rollout.local import LocalEngine
 from hone.run.folder import RunFolder
@@ -25,6 +27,7 @@ from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, refuse_open_d
 from hone.serve.policy import Policy, PolicyService
 from hone.serve.policy_app import policy_app
 from hone.serve.running import serve
+from hone.types import Picture
 
 STEP_TIMEOUT_S = 600.0
 """An engine that makes no step for so long is given up."""
@@ -46,6 +49,10 @@ class PolicySettings(BaseModel):
     """For arithmetic; 0 takes every core that this process may use."""
     max_concurrent: int = Field(64, ge=1)
     """Samples decoded together; bounds the KV cache."""
+    image_root: Path | None = None
+    """Folder that pictures in messages may be read from, by path; None: data URLs alone."""
+    max_image_pixels: int = Field(DataSection.model_fields["max_image_pixels"].default, ge=784)
+    """Larger pictures are scaled down to this; as `data.max_image_pixels` of the run that trained the model."""
     enable_sleep_mode: bool = False
     """Answer /sleep and /wake_up, as vLLM does: every client may then stop it for the others."""
 
@@ -119,9 +126,28 @@ def loader(model: str, version: int, name: str, settings: PolicySettings) -> Cal
             if not awake:
                 give_back_memory()
 
-        return Policy(name, engine, tokenizer, weights.max_positions, weights.vocab_size, held, move)
+        sees = isinstance(weights, TransformersModel) and weights.vision is not None and tokenizer.processor
+        picture = picture_reader(tokenizer.processor, settings) if sees else None
+        return Policy(name, engine, tokenizer, weights.max_positions, weights.vocab_size, held, move, picture)
 
     return load
+
+
+def picture_reader(files: Mapping[str, str], settings: PolicySettings) -> Callable[[Any], Picture]:
+    """A function that reads pictures of messages.
+
+    Args:
+        files: of the model's picture processor.
+    """
+    processor = PictureProcessor.of(files, most_pixels=settings.max_image_pixels)
+    root = settings.image_root
+
+    def read(value: Any) -> Picture:
+        if root is None and not str(value).startswith("data:"):
+            raise BrokenPicture("send a data URL; files are read with --image-root alone, and nothing is fetched")
+        return processor.picture(source_of_picture(value, root or Path()))
+
+    return read
 
 
 def _process_bytes() -> float:

@@ -145,6 +145,10 @@ def policy(
     precision: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 0: all available cores.")] = None,
     max_concurrent: Annotated[int | None, typer.Option(help="Samples decoded together.")] = None,
+    image_root: Annotated[
+        Path | None, typer.Option(help="Folder that pictures in messages may be read from; default: data URLs alone.")
+    ] = None,
+    max_image_pixels: Annotated[int | None, typer.Option(help="Larger pictures are scaled down to this.")] = None,
     enable_sleep_mode: Annotated[
         bool | None, typer.Option("--enable-sleep-mode", help="Enable /sleep and /wake_up, as in vLLM.")
     ] = None,
@@ -171,6 +175,8 @@ def policy(
         precision=precision,
         threads=threads,
         max_concurrent=max_concurrent,
+        image_root=image_root,
+        max_image_pixels=max_image_pixels,
         enable_sleep_mode=enable_sleep_mode,
     )
     serve_policy(model, http, settings)

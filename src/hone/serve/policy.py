@@ -26,6 +26,7 @@ import jinja2
 import numpy as np
 
 from hone.data.chat import Tokenizer
+from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.errors import DataError, EngineError
 from hone.reward.wire import Message
 from hone.rollout import engine as rollout
@@ -55,7 +56,7 @@ from hone.serve.openai import (
     Usage,
 )
 from hone.serve.streaming import GrowingText, News, StreamedChoice, Tell, as_drawn
-from hone.types import Prompt, Sample
+from hone.types import Picture, Prompt, Sample
 
 RETRY_AFTER_S = 1.0
 SLEEP_POLL_S = 0.01
@@ -80,6 +81,8 @@ class Policy:
     """Memory that it holds now, on its device."""
     move: Callable[[bool], None]
     """Put the weights on its device (True) or on the host; in a thread, while nothing is drawn."""
+    picture: Callable[[Any], Picture] | None = None
+    """Reads what a part of a message says that a picture is; raises BrokenPicture. None: prompts cannot have any."""
 
 
 class PolicyService:
@@ -109,7 +112,7 @@ class PolicyService:
         self._policy = await asyncio.to_thread(self._load)
         self._longest_token = max(map(len, self.policy.tokenizer.hf.get_vocab()))
         greedy = Sampling(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, stop=(), stop_token_ids=())
-        await self._draw([(self.policy.tokenizer.eos_id,)], greedy, num_samples=1, seed=0)
+        await self._draw([_prompt([self.policy.tokenizer.eos_id])], greedy, num_samples=1, seed=0)
 
     async def close(self) -> None:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
@@ -165,17 +168,17 @@ class PolicyService:
                 **self._choice(asked, number * asked.n + place, sample),
                 text=_answer_text(sample, asked),
                 logprobs=self._logprobs(_tokens(sample)) if asked.logprobs is not None else None,
-                prompt_token_ids=list(ids) if asked.return_token_ids else None,
+                prompt_token_ids=prompt.token_ids.tolist() if asked.return_token_ids else None,
             )
-            for number, (ids, samples) in enumerate(zip(prompts, drawn.samples, strict=True))
+            for number, (prompt, samples) in enumerate(zip(prompts, drawn.samples, strict=True))
             for place, sample in enumerate(samples)
         ]
         return CompletionReply(choices=choices, **self._reply("cmpl", prompts, drawn))
 
     async def chat(self, asked: ChatRequest) -> ChatReply:
         """Answer `/v1/chat/completions`. Raises OpenAIProblem."""
-        ids = await self._chat_ids(asked)
-        drawn = await self._sample(asked, [ids], _chat_limit(asked))
+        prompt = await self._chat_prompt(asked)
+        drawn = await self._sample(asked, [prompt], _chat_limit(asked))
         choices = [
             ChatChoice(
                 **self._choice(asked, number, sample),
@@ -184,8 +187,8 @@ class PolicyService:
             )
             for number, sample in enumerate(drawn.samples[0])
         ]
-        shown = list(ids) if asked.return_token_ids else None
-        return ChatReply(choices=choices, prompt_token_ids=shown, **self._reply("chatcmpl", [ids], drawn))
+        shown = prompt.token_ids.tolist() if asked.return_token_ids else None
+        return ChatReply(choices=choices, prompt_token_ids=shown, **self._reply("chatcmpl", [prompt], drawn))
 
     async def stream_completion(self, asked: CompletionRequest) -> AsyncGenerator[CompletionChunk, None]:
         """Answer `/v1/completions` piece by piece. Raises OpenAIProblem, before the first piece if it can."""
@@ -196,7 +199,7 @@ class PolicyService:
             if asked.logprobs is not None and news.tokens:
                 told["logprobs"] = self._logprobs(news.tokens, news.text_before)
             if asked.return_token_ids and news.is_first:
-                told["prompt_token_ids"] = list(prompts[news.index // asked.n])
+                told["prompt_token_ids"] = prompts[news.index // asked.n].token_ids.tolist()
             choice = CompletionChunkChoice(text=news.text, **told)
             yield CompletionChunk(object="text_completion", choices=[choice], **common)
         if asked.stream_options and asked.stream_options.include_usage:
@@ -204,22 +207,22 @@ class PolicyService:
 
     async def stream_chat(self, asked: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
         """Answer `/v1/chat/completions` piece by piece. Raises as `stream_completion`."""
-        ids = await self._chat_ids(asked)
+        prompt = await self._chat_prompt(asked)
         head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}"}
-        async for news, common in self._stream(asked, [ids], _chat_limit(asked), head):
+        async for news, common in self._stream(asked, [prompt], _chat_limit(asked), head):
             role: dict[str, Any] = {"role": "assistant"} if news.is_first else {}
             told = self._told(asked, news)
             if asked.logprobs and news.tokens:
                 told["logprobs"] = self._chat_logprobs(news.tokens)
             if asked.return_token_ids and news.is_first:
-                common["prompt_token_ids"] = list(ids)
+                common["prompt_token_ids"] = prompt.token_ids.tolist()
             choice = ChatChunkChoice(delta=Delta(content=news.text, **role), **told)
             yield ChatChunk(object="chat.completion.chunk", choices=[choice], **common)
         if asked.stream_options and asked.stream_options.include_usage:
             yield ChatChunk(object="chat.completion.chunk", choices=[], **head)
 
     async def _stream(
-        self, asked: SamplingRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int | None, head: dict[str, Any]
+        self, asked: SamplingRequest, prompts: Sequence[Prompt], max_tokens: int | None, head: dict[str, Any]
     ) -> AsyncIterator[tuple[News, dict[str, Any]]]:
         """News of each choice, and what their chunks have in common; `head` is filled with that, at last with usage."""
         sampling, seed = self._sampling(asked, prompts, max_tokens)
@@ -259,13 +262,13 @@ class PolicyService:
 
     # ---- prompts
 
-    async def _prompts(self, asked: CompletionRequest) -> list[tuple[int, ...]]:
+    async def _prompts(self, asked: CompletionRequest) -> list[Prompt]:
         prompts = asked.prompts
         if not prompts or len(prompts) * asked.n > MAX_CHOICES:
             raise _wrong("prompt", f"{len(prompts)} prompts x n = {asked.n}: need 1 to {MAX_CHOICES} samples")
         for prompt in prompts:
             self._refuse_overlong("prompt", prompt)
-        return await self._off_loop(sum(map(len, prompts)), lambda: [self._prompt_ids(prompt) for prompt in prompts])
+        return await self._off_loop(sum(map(len, prompts)), lambda: [_prompt(self._prompt_ids(p)) for p in prompts])
 
     def _refuse_overlong(self, param: str, prompt: str | list[int]) -> None:
         """Raises OpenAIProblem for what cannot fit into the context, whatever its tokens are."""
@@ -281,7 +284,7 @@ class PolicyService:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
-    def _prompt_ids(self, prompt: str | list[int]) -> tuple[int, ...]:
+    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         tokenizer = self.policy.tokenizer
         if isinstance(prompt, str):
             try:
@@ -295,44 +298,57 @@ class PolicyService:
                 raise _wrong("prompt", f"token {unknown} is not in the vocabulary of {size} tokens")
         if not ids:
             raise _wrong("prompt", "it has no tokens; there is nothing to predict from")
-        return tuple(ids)
+        return ids
 
-    async def _chat_ids(self, asked: ChatRequest) -> tuple[int, ...]:
-        texts = [_text_of(message, at) for at, message in enumerate(asked.messages)]
-        whole = "".join(texts)
-        self._refuse_overlong("messages", whole)
-        return await self._off_loop(len(whole) + len(texts), partial(self._rendered_ids, asked, texts))
+    async def _chat_prompt(self, asked: ChatRequest) -> Prompt:
+        sees = self.policy.picture is not None
+        contents = [_parts_of(message, at, sees=sees) for at, message in enumerate(asked.messages)]
+        self._refuse_overlong(
+            "messages", "".join(part["text"] for parts in contents for part in parts if "text" in part)
+        )
+        size = sum(len(str(value)) for parts in contents for part in parts for value in part.values())
+        return await self._off_loop(size + len(contents), partial(self._rendered, asked, contents))
 
-    def _rendered_ids(self, asked: ChatRequest, texts: Sequence[str]) -> tuple[int, ...]:
-        tokenizer = self.policy.tokenizer
-        plain = [message.model_dump() | {"content": text} for message, text in zip(asked.messages, texts, strict=True)]
+    def _rendered(self, asked: ChatRequest, contents: Sequence[list[dict[str, Any]]]) -> Prompt:
+        tokenizer, pictures, plain = self.policy.tokenizer, list[Picture](), []
+        for at, (message, parts) in enumerate(zip(asked.messages, contents, strict=True)):
+            own = [self._picture(part["image"], at) for part in parts if part["type"] == "image"]
+            shown = [{"type": "image"} if part["type"] == "image" else part for part in parts]
+            content = shown if own else "".join(part["text"] for part in parts)
+            plain.append(message.model_dump() | {"content": content})
+            pictures += own
         try:
-            return tuple(
-                tokenizer.encode_prompts([tokenizer.render(plain, asked.chat_template_kwargs)], rendered=True)[0]
-            )
+            (ids,) = tokenizer.encode_prompts([tokenizer.render(plain, asked.chat_template_kwargs)], rendered=True)
+            return _prompt(*with_picture_tokens(ids, pictures, tokenizer.picture_id)) if pictures else _prompt(ids)
         except (jinja2.TemplateError, TypeError) as error:  # a name that Transformers itself uses
             raise _wrong("messages", f"the chat template refuses them: {error}") from error
-        except DataError as error:
+        except (DataError, BrokenPicture) as error:
             raise _wrong("messages", str(error)) from error
+
+    def _picture(self, value: Any, at: int) -> Picture:
+        assert self.policy.picture is not None
+        try:
+            return self.policy.picture(value)
+        except BrokenPicture as error:
+            raise _wrong(f"messages/{at}/content", f"picture: {error}") from error
 
     # ---- samples
 
-    async def _sample(
-        self, asked: SamplingRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int | None
-    ) -> Drawn:
+    async def _sample(self, asked: SamplingRequest, prompts: Sequence[Prompt], max_tokens: int | None) -> Drawn:
         """Samples for each prompt."""
         sampling, seed = self._sampling(asked, prompts, max_tokens)
         return Drawn(await self._draw(prompts, sampling, num_samples=asked.n, seed=seed), seed)
 
     def _sampling(
-        self, asked: SamplingRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int | None
+        self, asked: SamplingRequest, prompts: Sequence[Prompt], max_tokens: int | None
     ) -> tuple[Sampling, int]:
         """How to draw what is asked for, and the seed. Raises OpenAIProblem for what cannot be drawn."""
         if asked.model not in (None, self.policy.name):
             raise OpenAIProblem(404, "model-not-found", f"this server has {self.policy.name!r} alone", param="model")
-        room = self.policy.context_tokens - max(map(len, prompts))
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        room = self.policy.context_tokens - longest
         if (max_tokens or 1) > room:
-            raise self._overflow(max(map(len, prompts)), max_tokens)
+            raise self._overflow(longest, max_tokens)
         return _sampling(asked, max_tokens or room), asked.seed if asked.seed is not None else secrets.randbits(48)
 
     def _overflow(self, prompt_tokens: int, max_tokens: int | None) -> OpenAIProblem:
@@ -344,7 +360,7 @@ class PolicyService:
 
     async def _draw(
         self,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Prompt],
         sampling: Sampling,
         *,
         num_samples: int,
@@ -368,12 +384,12 @@ class PolicyService:
                 tasks = [
                     group.create_task(
                         self.policy.engine.generate(
-                            _request(ids, sampling, num_samples, seed),
+                            rollout.Request(prompt, num_samples, sampling, seed, "eval"),
                             on_sample=partial(tell, number) if tell else None,
                             on_token=partial(tell, number) if tell else None,
                         )
                     )
-                    for number, ids in enumerate(prompts)
+                    for number, prompt in enumerate(prompts)
                 ]
         except* EngineError as errors:
             raise OpenAIProblem(500, "engine-failed", str(errors.exceptions[0])) from errors
@@ -382,7 +398,7 @@ class PolicyService:
         drawn = [task.result() for task in tasks]
         samples = [sample for group in drawn for sample in group]
         self.metrics.answered(
-            prompt_tokens=sum(map(len, prompts)),
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             completion_tokens=sum(len(sample.token_ids) for sample in samples),
             samples=len(samples),
         )
@@ -390,7 +406,7 @@ class PolicyService:
 
     # ---- replies
 
-    def _reply(self, kind: str, prompts: Sequence[tuple[int, ...]], drawn: Drawn) -> dict[str, Any]:
+    def _reply(self, kind: str, prompts: Sequence[Prompt], drawn: Drawn) -> dict[str, Any]:
         samples = [sample for group in drawn.samples for sample in group]
         return {
             "id": f"{kind}-{uuid.uuid4().hex}",
@@ -439,8 +455,8 @@ def _tokens(sample: Sample) -> list[Token]:
     return [Token(sample.index, place, *values) for place, values in enumerate(per_token)]
 
 
-def _usage(prompts: Sequence[tuple[int, ...]], tokens: int) -> Usage:
-    prompt_tokens = sum(map(len, prompts))
+def _usage(prompts: Sequence[Prompt], tokens: int) -> Usage:
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     return Usage(prompt_tokens=prompt_tokens, completion_tokens=tokens, total_tokens=prompt_tokens + tokens)
 
 
@@ -449,9 +465,9 @@ def _chat_limit(asked: ChatRequest) -> int | None:
     return min(limits, default=None)
 
 
-def _request(ids: tuple[int, ...], sampling: Sampling, num_samples: int, seed: int) -> rollout.Request:
+def _prompt(ids: Sequence[int], pictures: tuple[Picture, ...] = ()) -> Prompt:
     # Index 0 for every prompt: a sample is the same whether its prompt was asked alone or with others.
-    return rollout.Request(Prompt("request", 0, "", np.array(ids, np.int32)), num_samples, sampling, seed, "eval")
+    return Prompt("request", 0, "", np.array(ids, np.int32), pictures=pictures)
 
 
 def _sampling(asked: SamplingRequest, max_tokens: int) -> Sampling:
@@ -469,14 +485,29 @@ def _sampling(asked: SamplingRequest, max_tokens: int) -> Sampling:
         raise OpenAIProblem(400, "bad-request", str(error)) from error
 
 
-def _text_of(message: Message, at: int) -> str:
-    """A message's content as one text. Raises OpenAIProblem for pictures and the like."""
-    match message.content:
-        case str(text):
-            return text
-        case [*parts] if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-            return "".join(part["text"] for part in parts)
-    raise _wrong(f"messages/{at}/content", "send text; this server reads no pictures, sounds or tool calls")
+def _parts_of(message: Message, at: int, *, sees: bool) -> list[dict[str, Any]]:
+    """A message's content as parts {"type": "text", "text"} and {"type": "image", "image"}.
+
+    Args:
+        sees: whether the model reads pictures.
+    Raises:
+        OpenAIProblem: anything else, and pictures for a model that reads none.
+    """
+    if isinstance(message.content, str):
+        return [{"type": "text", "text": message.content}]
+    found: list[dict[str, Any]] = []
+    for part in message.content if isinstance(message.content, list) else [None]:
+        match part:
+            case {"text": str(text)}:
+                found.append({"type": "text", "text": text})
+            case {"type": "image_url", "image_url": {"url": str(url)} | str(url)} if sees:
+                found.append({"type": "image", "image": url})
+            case {"type": "image", "image": str(url)} if sees:
+                found.append({"type": "image", "image": url})
+            case _:
+                reads = "text and pictures; this server reads no" if sees else "text; this server reads no pictures,"
+                raise _wrong(f"messages/{at}/content", f"send {reads} sounds or tool calls")
+    return found
 
 
 def _answer_text(sample: Sample, asked: SamplingRequest) -> str:
