@@ -85,7 +85,14 @@ def test_with_references_the_run_file_passes_its_check():
 
 @pytest.mark.slow("trains an example, shortly")
 def test_a_policy_that_sees_references_learns(tmp_path):
-    short = ["sft.rows=0:256", "sft.epochs=2", "run.steps=2", "train.prompts_per_step=4", "data.eval_rows=0:4"]
+    short = [
+        "sft.rows=0:256",
+        "sft.epochs=2",
+        "sft.rows_per_step=16",
+        "run.steps=2",
+        "train.prompts_per_step=4",
+        "data.eval_rows=0:4",
+    ]
     short += ["run.threads=1", "observe.console=quiet", f"run.dir={tmp_path}/run"]
     assert main(["train", str(EXAMPLE / "pictures.yaml"), *short]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
