@@ -4,6 +4,7 @@ and with Hone's own server. Rules of the keys: tests/config/test_rules.py."""
 import asyncio
 import json
 import sys
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -80,11 +81,13 @@ def test_a_judges_keys_become_a_vllm_server_that_is_asked(tmp_path, vllm, capfd)
             scores = await judge.score(group)
             while "Engine" not in (said := capfd.readouterr().err):
                 await asyncio.sleep(0.02)
+            scores += await judge.score(replace(group, prompt=replace(group.prompt, text="3+1=")))
             await judge.close()
             return scores, said
 
-    (score,), said = asyncio.run(asyncio.wait_for(main(), 60))
+    (score, later), said = asyncio.run(asyncio.wait_for(main(), 60))
     assert score.value == pytest.approx(7 / 9)
+    assert (later.metrics["prefix_hit_frac"], later.metrics["cache_used_frac"]) == (0.62, 0.375)
     assert "[RewardModel] Engine: prefix cache hits 62% of prompt tokens, KV cache 38% used" in said
     words = json.loads(vllm.read_text())
     assert words == [
@@ -149,7 +152,6 @@ def test_figures_are_since_they_were_last_asked_for():
 
     async def main():
         figures = EngineFigures(Client())
-        return [await figures.line() for _ in range(3)]
+        return [await figures.read() for _ in range(3)]
 
-    first, second, third = asyncio.run(main())
-    assert first.startswith("prefix cache hits 10%") and second.startswith("prefix cache hits 50%") and third == ""
+    assert asyncio.run(main()) == [{"prefix_hit_frac": 0.1}, {"prefix_hit_frac": 0.5}, {}]

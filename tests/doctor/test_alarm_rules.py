@@ -126,3 +126,21 @@ def test_memory_beyond_every_earlier_peak_is_a_leak():
     before = [*(0.70 for _ in range(100)), 0.84, *(0.70 for _ in range(99))]
     (begun,) = memory_alarms([*before, *(0.70 + 0.004 * step for step in range(100))])
     assert 235 < begun < 260
+
+
+@pytest.mark.parametrize(
+    ("figures", "cause"),
+    [
+        ({"cache_used": 0.98, "prefix_hit": 0.02}, "judge_cache_full"),
+        ({"cache_used": 0.4, "prefix_hit": 0.02}, "judge_prompts_differ_early"),
+        ({"cache_used": 0.4, "prefix_hit": 0.7}, "judge_busy"),
+        ({}, "reward_slow"),
+    ],
+)
+def test_a_slow_judge_is_explained_by_its_own_figures(figures, cause):
+    watch = AlarmWatch({})
+    for step in range(20):
+        measured = {f"reward/judge_{name}_frac_mean": value for name, value in figures.items()}
+        watch.add({"stage": "rl", "step": step, "time/reward_s": 9.0, "time/step_s": 10.0, **measured})
+    (alarm,) = [alarm for alarm in watch.alarms if alarm.name == "rewards_slow"]
+    assert alarm.cause == cause

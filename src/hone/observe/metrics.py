@@ -101,6 +101,12 @@ METRICS: dict[str, Metric] = {
     "reward/<component>_not_applied_frac": Metric(
         "fraction", "Samples of prompts that the component does not apply to."
     ),
+    "reward/<component>_prefix_hit_frac_mean": Metric(
+        "fraction", "Prompt tokens that a judge's engine had in its prefix cache, since its last log line."
+    ),
+    "reward/<component>_cache_used_frac_mean": Metric(
+        "fraction", "KV cache of a judge's engine that is used, at its last log line."
+    ),
     "reward/<component>_http_failed": Metric(
         "HTTP requests", "Requests of the component that failed and were retried."
     ),

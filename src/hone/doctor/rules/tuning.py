@@ -8,6 +8,8 @@ from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, above, below, when
 from hone.doctor.rules.common import OURS
 
+JUDGE_HITS, JUDGE_CACHE = "reward/<component>_prefix_hit_frac_mean", "reward/<component>_cache_used_frac_mean"
+
 
 def _noise_scale(h: History) -> float:
     """Samples per step at which noise and signal of the gradient are equal (arXiv:1812.06162, appendix A.1)."""
@@ -72,10 +74,39 @@ TUNING = (
         after=3,
         causes=(
             Cause(
+                name="judge_cache_full",
+                what="a judge's KV cache is full: it answers fewer questions at once than it is asked, or begins some "
+                "again.",
+                change="services.<name>.engine: more gpu_memory_utilization, or fewer max_num_seqs; then a shorter "
+                "max_model_len, enforce_eager: true, a larger tensor_parallel_size, a pool of its own",
+                confirm="With a smaller max_in_flight among the judge's args the cache is less used and no fewer "
+                "samples are judged per second.",
+                applies=lambda h: any(h.mean(name, 10) > 0.9 for name in h.names(JUDGE_CACHE)),
+                reads=(JUDGE_CACHE,),
+            ),
+            Cause(
+                name="judge_prompts_differ_early",
+                what="a judge computes every prompt anew: few tokens of its prompts are in its prefix cache.",
+                change="the judge's template: what all questions share, then the question, the response last; "
+                "services.<name>.engine: enable_prefix_caching: true",
+                confirm="The judge's line `prefix cache hits` rises, and its answers per second with it.",
+                applies=lambda h: any(h.mean(name, 10) < 0.1 for name in h.names(JUDGE_HITS)),
+                reads=(JUDGE_HITS,),
+            ),
+            Cause(
+                name="judge_busy",
+                what="a judge has room in its cache and shares its prompts: it has more to write than its devices can.",
+                change="args of the judge: fewer votes, a shorter response_length; services.<name>.devices: more; "
+                "rollout.max_staleness: 1 overlaps it",
+                confirm="Half the votes take half the time/reward_s.",
+                applies=lambda h: bool(h.names(JUDGE_CACHE)),
+                reads=(JUDGE_CACHE, "rollout.max_staleness"),
+            ),
+            Cause(
                 name="reward_slow",
                 what="scoring is slower than sampling and training together.",
-                change="reward.workers: more processes; for a judge more replicas, a larger concurrency, fewer tokens "
-                "per verdict; rollout.max_staleness: 1 overlaps it",
+                change="reward.workers: more processes; for a service more replicas; rollout.max_staleness: 1 overlaps "
+                "it",
                 confirm="trace.json shows each component's time. If they wait for each other, more workers help; if "
                 "the service is busy, more replicas do.",
                 reads=("reward.workers", "rollout.max_staleness"),

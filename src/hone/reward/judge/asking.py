@@ -150,11 +150,13 @@ class Traffic:
 
     Args:
         log_every_s: between two log lines.
-        engine_line: metrics of the judge's engine, if it has any; logged after those lines.
+        read_engine: figures of the judge's engines, see `EngineFigures.read`; logged after those lines.
     """
 
-    def __init__(self, log_every_s: float, engine_line: Callable[[], Awaitable[str]]) -> None:
-        self._log_every_s, self._engine_line = log_every_s, engine_line
+    def __init__(self, log_every_s: float, read_engine: Callable[[], Awaitable[dict[str, float]]]) -> None:
+        self._log_every_s, self._read_engine = log_every_s, read_engine
+        self.engine: dict[str, float] = {}
+        """The latest of them."""
         self._asking: asyncio.Task[None] | None = None
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=_RECENT)
         """Score, characters and flags of responses."""
@@ -191,8 +193,10 @@ class Traffic:
             await asyncio.gather(self._asking, return_exceptions=True)
 
     async def _tell_engine(self) -> None:
-        if line := await self._engine_line():
-            print(f"[RewardModel] Engine: {line}", file=sys.stderr, flush=True)
+        self.engine = await self._read_engine()
+        if self.engine:
+            said = ", ".join(SAID[name].format(value) for name, value in self.engine.items())
+            print(f"[RewardModel] Engine: {said}", file=sys.stderr, flush=True)
 
     def _tell(self) -> None:
         if self._asking is None or self._asking.done():
@@ -227,6 +231,11 @@ def _correlation(scores: Sequence[float], others: Sequence[float]) -> str:
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 CACHE_USED = "vllm:kv_cache_usage_perc"
 MEMORY = "policy_memory_bytes"
+SAID = {
+    "prefix_hit_frac": "prefix cache hits {:.0%} of prompt tokens",
+    "cache_used_frac": "KV cache {:.0%} used",
+    "memory_gib": "memory {:.2f} GiB",
+}
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -237,19 +246,19 @@ class EngineFigures:
         self._client = client
         self._hits = self._queries = 0.0
 
-    async def line(self) -> str:
-        """One log line; empty where no engine reports metrics."""
+    async def read(self) -> dict[str, float]:
+        """Values by the names in `SAID`: of those that the engines report."""
         found = read_metrics(await self._client.metrics())
-        said: list[str] = []
+        figures: dict[str, float] = {}
         hits, queries = (sum(found.get(name, ())) for name in (HITS, QUERIES))
         if queries > self._queries:
-            said.append(f"prefix cache hits {(hits - self._hits) / (queries - self._queries):.0%} of prompt tokens")
+            figures["prefix_hit_frac"] = (hits - self._hits) / (queries - self._queries)
         self._hits, self._queries = hits, queries
         if CACHE_USED in found:
-            said.append(f"KV cache {fmean(found[CACHE_USED]):.0%} used")
+            figures["cache_used_frac"] = fmean(found[CACHE_USED])
         if MEMORY in found:
-            said.append(f"memory {sum(found[MEMORY]) / 2**30:.2f} GiB")
-        return ", ".join(said)
+            figures["memory_gib"] = sum(found[MEMORY]) / 2**30
+        return figures
 
 
 def read_metrics(pages: Sequence[str]) -> Mapping[str, list[float]]:

@@ -83,7 +83,7 @@ class JudgeReward:
     ) -> None:
         self.settings, self.template, self.counter = settings, template, counter
         self._client, self.functions = client, functions
-        self._traffic = Traffic(settings.log_every_s, EngineFigures(client).line)
+        self._traffic = Traffic(settings.log_every_s, EngineFigures(client).read)
         self._asker = Asker(
             client,
             settings.sampling,
@@ -168,7 +168,7 @@ class JudgeReward:
         to_judge = [case.text for case in cases if case.verdict is None]
         canaries = self._canaries.due(row.question, [sample.text for sample in group.samples])
         votes, found = await asyncio.gather(self._votes(row, to_judge), self._judge_canaries(row, canaries))
-        extra = self._canaries.report(found)
+        extra = self._canaries.report(found) | self._traffic.engine
         judged = iter(self._verdicts(votes, [case for case in cases if case.verdict is None], extra))
         scores = tuple(case.verdict or next(judged) for case in cases)
         texts = [sample.text for sample in group.samples]
