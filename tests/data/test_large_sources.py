@@ -311,6 +311,29 @@ def test_supervised_rows_conversations_and_pairs_are_indexed_too(tmp_path, digit
     assert everything() == first
 
 
+@pytest.mark.parametrize("source", ["part-*.jsonl", "set"])
+def test_the_hash_of_the_rows_is_found_once_for_each_content(tmp_path, cached, monkeypatch, source):
+    datasets = pytest.importorskip("datasets")
+
+    def make(found):
+        for number in range(2):
+            write(tmp_path, f"part-{number}.jsonl", found[20 * number : 20 * number + 20])
+        datasets.Dataset.from_list(found[:40]).save_to_disk(tmp_path / "set")
+
+    def digest():
+        return rows.rows_digest(source, tmp_path, split="train", say=print)
+
+    expected = []
+    for found in (ROWS, ROWS[1:41]):
+        expected.append(hashlib.sha256("".join(json.dumps(row, sort_keys=True) for row in found[:40]).encode()))
+        make(found)
+        assert digest() == expected[-1].hexdigest()
+    monkeypatch.setattr(rows, "read_rows", None)
+    assert digest() == expected[1].hexdigest()
+    make(ROWS)
+    assert digest() == expected[0].hexdigest()
+
+
 def test_repeats_count_up():
     rng = np.random.default_rng(0)
     for size in (0, 1, 5, 300):

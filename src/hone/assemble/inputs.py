@@ -19,7 +19,8 @@ import hone
 from hone.config.load import Loaded
 from hone.data.cache import file_digest
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
-from hone.data.sources import read_rows
+from hone.data.report import on_stderr
+from hone.data.rows import rows_digest
 from hone.errors import DataError, RunFolderError
 from hone.model.load import weight_files
 from hone.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -86,13 +87,10 @@ def _rows(source: str | tuple[str, ...], folder: Path, split: str) -> str:
     path = folder / Path(source).expanduser()
     if path.is_file():
         return file_digest(path)
-    hashed = hashlib.sha256()
     try:
-        for row in read_rows(source, folder, split=split):
-            hashed.update(json.dumps(getattr(row, "values", str(row)), sort_keys=True, default=str).encode())
+        return rows_digest(source, folder, split=split, say=on_stderr)
     except DataError:  # which is said by the stage that reads it
         return "unreadable"
-    return hashed.hexdigest()
 
 
 def _model(place: str, folder: Path) -> dict[str, str]:

@@ -6,7 +6,9 @@ Files become Arrow files, once: .parquet with its own columns, lines of text as 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,6 +30,7 @@ from hone.data.sources import (
     parquet_batches,
     parse_slice,
     parts_of,
+    read_rows,
     row_of,
     text_rows,
 )
@@ -102,7 +105,7 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
     part = parse_slice(rows) if rows is not None else slice(None)
     from_the_end = min(part.start or 0, part.stop or 0) < 0
     limit = None if from_the_end else part.stop
-    is_large = sum(map(_num_bytes, parts)) >= SMALL_BYTES
+    is_large = _is_large(parts)
     opened: list[_NumberedRows] = []
     keys: list[str | None] = []
     for one in parts:
@@ -111,15 +114,36 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
             break
         if isinstance(one, Dataset):
             opened.append(_DatasetRows(one))
-            keys.append(_dataset_key(one) if is_large else None)
+            keys.append(_content_key(one) if is_large else None)
         else:
-            key = cache.key_of("rows", FORMAT, one.kind, _digest(one), left) if is_large else None
+            key = cache.key_of("rows", FORMAT, _content_key(one), left) if is_large else None
             opened.append(_FileRows(_stored(one, left, key, say), one))
             keys.append(key)
     chosen = range(*part.indices(sum(map(len, opened))))
     names = [one.name for one in parts]
     whole = cache.key_of(keys, names, chosen.start, chosen.stop) if is_large and None not in keys else None
     return SourceRows(opened, chosen, whole)
+
+
+def rows_digest(source: str, folder: Path, *, split: str, say: Say) -> str:
+    """SHA-256 of the rows of a source, of a large one found once for each content. Raises DataError as `open_rows`."""
+    parts = parts_of(source, folder, split)
+    keys = [_content_key(part) for part in parts] if _is_large(parts) else [None]
+    key = cache.key_of("digest", FORMAT, keys, [part.name for part in parts]) if None not in keys else None
+    if key is not None and (found := cache.find(key, say)) is not None:
+        return found.notes["sha256"]
+    hashed, progress = hashlib.sha256(), LoadProgress(f"hashing {source}", say)
+    for number, row in enumerate(read_rows(source, folder, split=split)):
+        hashed.update(json.dumps(getattr(row, "values", str(row)), sort_keys=True, default=str).encode())
+        progress.at(number)
+    if key is not None:
+        cache.save(key, partial(_write_notes, {"sha256": hashed.hexdigest()}), say)
+    return hashed.hexdigest()
+
+
+def _write_notes(notes: Mapping[str, Any], sink: Any) -> Mapping[str, Any]:
+    pyarrow.ipc.new_file(sink, pyarrow.schema([])).close()
+    return notes
 
 
 class _FileRows:
@@ -192,22 +216,23 @@ def _num_bytes(part: DataFile | Dataset) -> int:
         raise DataError(f"data {part.name}: cannot be read: {error}") from error
 
 
-def _digest(file: DataFile) -> str:
-    try:
-        return cache.file_digest(file.path)
-    except OSError as error:
-        raise DataError(f"data file {file.path}: cannot be read to its end: {error}") from error
+def _is_large(parts: Sequence[DataFile | Dataset]) -> bool:
+    return sum(map(_num_bytes, parts)) >= SMALL_BYTES
 
 
 def _dataset_files(dataset: Dataset) -> list[Path]:
     return [Path(one["filename"]) for one in dataset.rows.cache_files]
 
 
-def _dataset_key(dataset: Dataset) -> str | None:
-    """By the content of its files; None for one that is in memory."""
-    files = _dataset_files(dataset)
-    digests = [cache.file_digest(path) for path in files]
-    return cache.key_of("dataset", digests, str(dataset.rows.features), len(dataset.rows)) if files else None
+def _content_key(part: DataFile | Dataset) -> str | None:
+    """By the bytes of its files; None for a dataset that is in memory."""
+    try:
+        if isinstance(part, DataFile):
+            return cache.key_of("file", part.path.suffix, part.kind, cache.file_digest(part.path))
+        digests = [cache.file_digest(path) for path in _dataset_files(part)]
+    except OSError as error:
+        raise DataError(f"data {part.name}: cannot be read to its end: {error}") from error
+    return cache.key_of("dataset", digests, str(part.rows.features), len(part.rows)) if digests else None
 
 
 def _stored(file: DataFile, limit: int | None, key: str | None, say: Say) -> CacheEntry:

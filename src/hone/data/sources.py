@@ -199,7 +199,6 @@ def _json_rows(path: Path, name: str) -> Iterator[TextRow]:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(f"{name}:{line}: not UTF-8: byte {error.object[error.start]:#04x}") from error
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     place, line, counted = _after_space(text, 0), 1, 0
 
     def wrong(problem: str) -> DataError:
@@ -215,7 +214,7 @@ def _json_rows(path: Path, name: str) -> Iterator[TextRow]:
         line, counted = line + text.count("\n", counted, place), place
         start = place
         try:
-            values, place = decoder.raw_decode(text, place)
+            values, place = _DECODER.raw_decode(text, place)
         except json.JSONDecodeError as error:
             problem = f"malformed JSON at line {error.lineno}, character {error.colno}: {error.msg}"
             raise DataError(f"{name}:{line}: {problem}") from error
@@ -262,7 +261,7 @@ def _csv_rows(path: Path, name: str) -> Iterator[TextRow]:
 
 def _json_row(where: str, line: bytes) -> SourceRow | BadRow:
     try:
-        values = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        values = _DECODER.decode(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return BadRow(where, f"not UTF-8: byte {line[error.start]:#04x} at byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
@@ -282,6 +281,9 @@ def _no_object(values: Any, what: str) -> str:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _json_kind(value: Any) -> str:
