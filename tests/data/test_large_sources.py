@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow
@@ -244,6 +245,32 @@ def test_several_sources_are_one_after_the_other(tmp_path, load, cached):
     assert stream.rows()[-1] == stream.rows()[8]
     with pytest.raises(IndexError):
         stream.rows()[9]
+
+
+def test_a_source_of_many_files_raises_the_limit_of_open_files(tmp_path, load, cached, monkeypatch):
+    names = tuple(write(tmp_path, f"{n}.jsonl", ROWS[n : n + 1]) for n in range(30))
+    raised = []
+    monkeypatch.setattr(rows.resource, "getrlimit", lambda kind: (520, 4096))
+    monkeypatch.setattr(rows.resource, "setrlimit", lambda kind, limits: raised.append(limits))
+    assert len(load(names)) == 30 and raised == [(542, 4096)]
+    monkeypatch.setattr(rows.resource, "getrlimit", lambda kind: (520, 530))
+    with pytest.raises(DataError, match="a source of 30 files, and a process may open 530"):
+        load(names)
+
+
+def test_an_entry_that_several_write_at_once_is_whole(cached, said):
+    def write_slowly(sink):
+        time.sleep(0.02)
+        table = pyarrow.table({"x": list(range(1000))})
+        with pyarrow.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        return {"rows": 1000}
+
+    with ThreadPoolExecutor(8) as threads:
+        entries = list(threads.map(lambda _: cache.save("k", write_slowly, said.append), range(8)))
+    found = cache.find("k", said.append)
+    assert found is not None and not said
+    assert {entry.batches.read_all().num_rows for entry in [*entries, found]} == {1000}
 
 
 def test_errors_name_file_and_line_in_every_start(tmp_path, load, cached):

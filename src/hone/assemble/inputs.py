@@ -86,7 +86,7 @@ def _rows(source: str | tuple[str, ...], folder: Path, split: str) -> str:
         return hashlib.sha256("".join(_rows(part, folder, split) for part in source).encode()).hexdigest()
     path = folder / Path(source).expanduser()
     if path.is_file():
-        return file_digest(path)
+        return file_digest(path, on_stderr)
     try:
         return rows_digest(source, folder, split=split, say=on_stderr)
     except DataError:  # which is said by the stage that reads it

@@ -7,22 +7,24 @@ last and replaced whole, so that an entry is there completely or not at all. Ent
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow
 
+from hone.data.report import LoadProgress
 from hone.errors import DataError
-from hone.observe.whole import sync, write_whole
+from hone.observe.whole import sync
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 """Shows one line to the user."""
 Write = Callable[[Any], Mapping[str, Any]]
@@ -51,16 +53,19 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: Path, say: Say) -> str:
     """SHA-256 of a file's bytes. Read once per process, unless its size, time or inode changes. Raises OSError."""
     found = path.stat()
-    return _digest(path, found.st_size, found.st_mtime_ns, found.st_ino)
+    key = (path, found.st_size, found.st_mtime_ns, found.st_ino)
+    if key not in _DIGESTS:
+        hashed = hashlib.sha256()
+        for chunk in _chunks(path, "hashing", say):
+            hashed.update(chunk)
+        _DIGESTS[key] = hashed.hexdigest()
+    return _DIGESTS[key]
 
 
-@lru_cache(maxsize=4096)
-def _digest(path: Path, *_stat: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+_DIGESTS: dict[tuple[Path, int, int, int], str] = {}
 
 
 def find(key: str, say: Say) -> CacheEntry | None:
@@ -73,7 +78,7 @@ def find(key: str, say: Say) -> CacheEntry | None:
     try:
         about = json.loads(description)
         path = described.with_name(about["file"])
-        if path.stat().st_size != about["bytes"] or _checksum(path) != about["crc32"]:
+        if path.stat().st_size != about["bytes"] or _checksum(path, say) != about["crc32"]:
             raise ValueError("its size or checksum differs")
         entry = CacheEntry(_mapped(path), about["notes"])
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
@@ -95,15 +100,18 @@ def save(key: str, write: Write, say: Say) -> CacheEntry:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_unused(folder)
-        path, notes = _written(folder, key, write)
+        path, notes = _written(folder, f"{key}.", write)
         sync(path)
-        about = {"file": path.name, "bytes": path.stat().st_size, "crc32": _checksum(path), "notes": notes}
-        write_whole(folder / f"{key}.json", json.dumps(about))
+        about = {"file": path.name, "bytes": path.stat().st_size, "crc32": _checksum(path, say), "notes": notes}
+        aside, _ = _written(folder, f"{key}.", lambda sink: sink.write(json.dumps(about).encode()), suffix=".new")
+        sync(aside)
+        aside.replace(folder / f"{key}.json")
+        sync(folder)
         return CacheEntry(_mapped(path), notes)
     except OSError as error:
         say(f"warning: the data cache in {folder} cannot be written ({error}), so the next start reads the data again")
     try:
-        path, notes = _written(Path(tempfile.gettempdir()), key, write)
+        path, notes = _written(Path(tempfile.gettempdir()), "hone-data.", write)
         entry = CacheEntry(_mapped(path), notes)
         path.unlink()  # the mapping stays
         return entry
@@ -118,28 +126,39 @@ def in_memory(write: Write) -> CacheEntry:
     return CacheEntry(pyarrow.ipc.open_file(sink.getvalue()), notes)
 
 
-def _written(folder: Path, key: str, write: Write) -> tuple[Path, Mapping[str, Any]]:
-    """A new file, of which a failure leaves nothing; its name is its own, as others may write the same entry."""
-    handle, name = tempfile.mkstemp(prefix=f"{key}.", suffix=".arrow", dir=folder)
+def _written(folder: Path, prefix: str, write: Callable[[Any], T], *, suffix: str = ".arrow") -> tuple[Path, T]:
+    """A new file, of which a failure leaves nothing, and what `write` returns. Its name is no other's, as another
+    process may write the same entry."""
+    handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=folder)
     try:
         with os.fdopen(handle, "wb") as sink:
-            notes = write(sink)
+            returned = write(sink)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    return Path(name), notes
+    return Path(name), returned
 
 
 def _mapped(path: Path) -> pyarrow.RecordBatchFileReader:
     return pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
 
 
-def _checksum(path: Path) -> int:
+def _checksum(path: Path, say: Say) -> int:
     crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
+    for chunk in _chunks(path, "checking", say):
+        crc = zlib.crc32(chunk, crc)
     return crc
+
+
+def _chunks(path: Path, doing: str, say: Say) -> Iterator[bytes]:
+    """The bytes of a file. Raises OSError."""
+    progress = LoadProgress(f"{doing} {path}", say, total=path.stat().st_size >> 20, unit="MiB")
+    with path.open("rb") as file:
+        for number in itertools.count():
+            if not (chunk := file.read(_CHUNK_BYTES)):
+                return
+            yield chunk
+            progress.at((number + 1) * _CHUNK_BYTES >> 20)
 
 
 def _remove_broken(described: Path, why: Exception, say: Say) -> None:

@@ -29,6 +29,7 @@ from hone.data.sources import DataSource, Part, SourceRow, source_of
 from hone.errors import DataError
 from hone.types import Picture, Prompt, TokenIds, read_only
 
+_JSON = json.JSONEncoder(sort_keys=True, default=str)
 MADE_AHEAD = 16
 """Prompts of a stream that are tokenised together."""
 
@@ -211,7 +212,7 @@ class _PromptReading(RowReading[Prompt]):
     def content_id(self, row: SourceRow, answer: Any, pictures: Sequence[Picture]) -> str:
         """A hash of what the row asks and answers."""
         asks = [*self.renderer.asks(row.values), *(picture.digest for picture in pictures)]
-        content = json.dumps([asks, answer], sort_keys=True, default=str)
+        content = _JSON.encode([asks, answer])
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def facts(self, item: Prompt) -> Facts:

@@ -77,17 +77,17 @@ class Tally:
 class LoadProgress:
     """Lines about a pass over many rows, the first after two seconds, then one every ten."""
 
-    def __init__(self, what: str, say: Callable[[str], None], *, total: int | None = None) -> None:
-        self._what, self._say, self._total = what, say, total
+    def __init__(self, what: str, say: Callable[[str], None], *, total: int | None = None, unit: str = "rows") -> None:
+        self._what, self._say, self._total, self._unit = what, say, total, unit
         self._started = time.monotonic()
         self._next = self._started + FIRST_LINE_S
 
-    def at(self, rows: int) -> None:
-        """`rows` are done."""
+    def at(self, count: int) -> None:
+        """`count` rows are done."""
         now = time.monotonic()
         if now >= self._next:
-            share = f" of {self._total:,} rows ({rows / self._total:.0%})" if self._total else " rows"
-            self._say(f"{self._what}: {rows:,}{share}, {now - self._started:.0f} s")
+            share = f" of {self._total:,} {self._unit} ({count / self._total:.0%})" if self._total else f" {self._unit}"
+            self._say(f"{self._what}: {count:,}{share}, {now - self._started:.0f} s")
             self._next = now + LINE_EVERY_S
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import resource
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -40,6 +41,8 @@ SMALL_BYTES = 1 << 20
 """A source of fewer bytes is read at every start, and nothing of it is cached."""
 FORMAT = 1
 """Of cache entries: another number makes them all again."""
+OTHER_FILES = 512
+"""Open files of a process besides those of its data, at most."""
 BATCH_BYTES = 16 << 20
 TEXT = pyarrow.schema(
     [("line", pyarrow.int64()), ("text", pyarrow.large_binary()), ("problem", pyarrow.large_string())]
@@ -106,6 +109,8 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
     from_the_end = min(part.start or 0, part.stop or 0) < 0
     limit = None if from_the_end else part.stop
     is_large = _is_large(parts)
+    if is_large:
+        _allow_open_files(len(parts))
     opened: list[_NumberedRows] = []
     keys: list[str | None] = []
     for one in parts:
@@ -114,9 +119,9 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
             break
         if isinstance(one, Dataset):
             opened.append(_DatasetRows(one))
-            keys.append(_content_key(one) if is_large else None)
+            keys.append(_content_key(one, say) if is_large else None)
         else:
-            key = cache.key_of("rows", FORMAT, _content_key(one), left) if is_large else None
+            key = cache.key_of("rows", FORMAT, _content_key(one, say), left) if is_large else None
             opened.append(_FileRows(_stored(one, left, key, say), one))
             keys.append(key)
     chosen = range(*part.indices(sum(map(len, opened))))
@@ -128,7 +133,7 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
 def rows_digest(source: str, folder: Path, *, split: str, say: Say) -> str:
     """SHA-256 of the rows of a source, of a large one found once for each content. Raises DataError as `open_rows`."""
     parts = parts_of(source, folder, split)
-    keys = [_content_key(part) for part in parts] if _is_large(parts) else [None]
+    keys = [_content_key(part, say) for part in parts] if _is_large(parts) else [None]
     key = cache.key_of("digest", FORMAT, keys, [part.name for part in parts]) if None not in keys else None
     if key is not None and (found := cache.find(key, say)) is not None:
         return found.notes["sha256"]
@@ -220,16 +225,29 @@ def _is_large(parts: Sequence[DataFile | Dataset]) -> bool:
     return sum(map(_num_bytes, parts)) >= SMALL_BYTES
 
 
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, if it is too low: each memory-mapped file is one. Raises DataError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise DataError(
+            f"data: a source of {count:,} files, and a process may open {hard:,} (ulimit -Hn). Join files, or raise it."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def _dataset_files(dataset: Dataset) -> list[Path]:
     return [Path(one["filename"]) for one in dataset.rows.cache_files]
 
 
-def _content_key(part: DataFile | Dataset) -> str | None:
+def _content_key(part: DataFile | Dataset, say: Say) -> str | None:
     """By the bytes of its files; None for a dataset that is in memory."""
     try:
         if isinstance(part, DataFile):
-            return cache.key_of("file", part.path.suffix, part.kind, cache.file_digest(part.path))
-        digests = [cache.file_digest(path) for path in _dataset_files(part)]
+            return cache.key_of("file", part.path.suffix, part.kind, cache.file_digest(part.path, say))
+        digests = [cache.file_digest(path, say) for path in _dataset_files(part)]
     except OSError as error:
         raise DataError(f"data {part.name}: cannot be read to its end: {error}") from error
     return cache.key_of("dataset", digests, str(part.rows.features), len(part.rows)) if digests else None
