@@ -179,6 +179,15 @@ def lose_arrow(folder):
         path.unlink()
 
 
+def test_a_copied_entry_is_compared_with_its_checksum(tmp_path, load, said, cached, monkeypatch):
+    write(tmp_path, "rows.jsonl")
+    expected = all_of(load())
+    for path in cached.glob("*.arrow"):
+        os.utime(path)
+    no_row_is_read(monkeypatch)
+    assert all_of(load()) == expected and not said
+
+
 @pytest.mark.parametrize("spoil", [spoil_arrow, cut_arrow, cut_json, lose_arrow])
 def test_a_broken_entry_is_named_and_made_again(tmp_path, load, said, cached, spoil):
     write(tmp_path, "rows.jsonl")

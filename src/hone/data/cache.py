@@ -1,7 +1,9 @@
 """Cache of what was made from data, by content: memory-mapped Arrow files in the user's cache folder.
 
-An entry is an Arrow file, and a JSON file that names it with its size, checksum and notes. The JSON file is written
-last and replaced whole, so that an entry is there completely or not at all. Entries unused for a month are removed.
+An entry is an Arrow file, and a JSON file that names it with its size, time, checksum and notes. The JSON file is
+written last and replaced whole, so that an entry is there completely or not at all. An Arrow file whose time is another
+one than noted is compared with the checksum. The JSON file's own time is that of the last use; entries unused for a
+month are removed.
 """
 
 from __future__ import annotations
@@ -78,15 +80,16 @@ def find(key: str, say: Say) -> CacheEntry | None:
     try:
         about = json.loads(description)
         path = described.with_name(about["file"])
-        if path.stat().st_size != about["bytes"] or _checksum(path, say) != about["crc32"]:
+        found = path.stat()
+        is_untouched = found.st_mtime_ns == about["mtime_ns"]
+        if found.st_size != about["bytes"] or not (is_untouched or _checksum(path, say) == about["crc32"]):
             raise ValueError("its size or checksum differs")
         entry = CacheEntry(_mapped(path), about["notes"])
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         _remove_broken(described, error, say)
         return None
-    for used in (path, described):
-        with suppress(OSError):  # of another user, or on a disk that cannot be written to
-            os.utime(used)
+    with suppress(OSError):  # of another user, or on a disk that cannot be written to
+        os.utime(described)
     return entry
 
 
@@ -102,7 +105,9 @@ def save(key: str, write: Write, say: Say) -> CacheEntry:
         _remove_unused(folder)
         path, notes = _written(folder, f"{key}.", write)
         sync(path)
-        about = {"file": path.name, "bytes": path.stat().st_size, "crc32": _checksum(path, say), "notes": notes}
+        written = path.stat()
+        about = {"file": path.name, "bytes": written.st_size, "mtime_ns": written.st_mtime_ns, "notes": notes}
+        about["crc32"] = _checksum(path, say)
         aside, _ = _written(folder, f"{key}.", lambda sink: sink.write(json.dumps(about).encode()), suffix=".new")
         sync(aside)
         aside.replace(folder / f"{key}.json")
@@ -172,6 +177,8 @@ def _remove_broken(described: Path, why: Exception, say: Say) -> None:
 def _remove_unused(folder: Path) -> None:
     oldest = time.time() - UNUSED_DAYS * 24 * 3600
     for path in folder.iterdir():
+        described = folder / f"{path.name.partition('.')[0]}.json"
         with suppress(OSError):  # another process removes it too
-            if path.stat().st_mtime < oldest:
+            used = max(one.stat().st_mtime for one in (path, described) if one.exists())
+            if used < oldest:
                 path.unlink()
