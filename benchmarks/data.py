@@ -4,8 +4,9 @@
 
 Makes JSONL files of short rows and a byte-level tokenizer of 4,096 tokens, and loads them in processes of their own:
 with an empty cache (first start) and again (second start). `before` is the same with the source of another commit,
-whose prompts must be equal. Above `--most-before` rows it is left out: it held every prompt in memory. Seconds are
-those of `load_prompts` and the first prompt, without imports; GiB are the largest resident set of the process.
+whose prompts must be equal. Above `--most-before` rows it is left out: it held every prompt in memory. Seconds (and
+those of CPU time, for machines that do other work too) are those of `load_prompts` and the first prompt, without
+imports; GiB are the largest resident set of the process.
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ def start(folder: Path, name: str) -> None:
 
     tokenizer = load_tokenizer(ModelSection(tokenizer=str(folder / "tokenizer")), folder)
     imported_gib = peak_gib()
-    started = time.perf_counter()
+    started, computed = time.perf_counter(), time.process_time()
     stream = load_prompts(DataSection(train=name, answer_column="answer"), tokenizer, folder, seed=0)
     next(stream.starting_at(0))
-    seconds, peak = time.perf_counter() - started, peak_gib()
+    seconds, cpu, peak = time.perf_counter() - started, time.process_time() - computed, peak_gib()
     middle = len(stream) + len(stream) // 2  # of the second epoch
     hashed = hashlib.sha256()
     for prompt in itertools.islice(stream.starting_at(middle), PROMPTS):
         hashed.update(repr((prompt.id, prompt.index, prompt.text, prompt.token_ids.tolist(), prompt.answer)).encode())
-    found = {"s": seconds, "gib": peak, "imports": imported_gib, "prompts": hashed.hexdigest(), "hone": hone.__file__}
-    print(json.dumps(found))
+    found = {"s": seconds, "cpu": cpu, "gib": peak, "imports": imported_gib}
+    print(json.dumps(found | {"prompts": hashed.hexdigest(), "hone": hone.__file__}))
 
 
 def peak_gib() -> float:
@@ -103,7 +104,10 @@ def source_of(commit: str, folder: Path) -> Path:
 
 def line(rows: int, what: str, found: dict, before: dict | None) -> None:
     ratio = f"{before['s'] / found['s']:6.2f} x {before['gib'] / found['gib']:6.2f} x" if before else ""
-    print(f"{rows:>12,}  {what:<14} {found['s']:8.1f} s {found['gib']:7.2f} GiB  {ratio}", flush=True)
+    print(
+        f"{rows:>12,}  {what:<14} {found['s']:8.1f} s {found['cpu']:8.1f} s {found['gib']:7.2f} GiB  {ratio}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -116,7 +120,9 @@ def main() -> None:
     if args.child:
         start(Path(args.child[0]), args.child[1])
         return
-    print(f"{'rows':>12}  {'start':<14} {'time':>10} {'memory':>11}  times faster, smaller than before")
+    print(
+        f"{'rows':>12}  {'start':<14} {'time':>10} {'CPU time':>10} {'memory':>11}  times faster, smaller than before"
+    )
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_tokenizer(folder / "tokenizer")
