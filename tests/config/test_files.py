@@ -60,6 +60,22 @@ def test_every_kind_of_file_is_looked_into(folder, problems_of):
         assert "Did you mean reward_model.ground_truth? It has: answer, prompt, " in problem
 
 
+@pytest.mark.parametrize("source", ["math", "math.idx", "math_packed_input_ids_document"])
+def test_data_of_megatron_is_refused(folder, problems_of, source):
+    for ending in ("bin", "idx"):
+        (folder / f"math_packed_input_ids_document.{ending}").write_bytes(b"x")
+    (folder / "math.idx").write_bytes(b"x")
+    (folder / "math.bin").write_bytes(b"x")
+    problem = problems_of(data__train=source)[0]
+    assert "is Megatron's preprocessed data" in problem and "Name the JSONL or Parquet file" in problem
+
+
+def test_a_megatron_checkpoint_is_refused(folder, problems_of):
+    (folder / "ckpt").mkdir()
+    (folder / "ckpt" / "latest_checkpointed_iteration.txt").write_text("100")
+    assert "is a Megatron checkpoint: name the Hugging Face directory" in problems_of(model__path="ckpt", **LOCAL)[0]
+
+
 @pytest.mark.parametrize(
     ("name", "content"), [("empty.jsonl", b"\n \n"), ("torn.jsonl.gz", b"\x1f\x8b\x08"), ("text.parquet", b"no")]
 )

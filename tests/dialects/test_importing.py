@@ -192,6 +192,16 @@ rl_config: {adv_estimator: group_norm, mini_batch_size: 16, n_samples_per_prompt
     assert 'train: "???"' in run_file_of(one)
 
 
+def test_the_newer_names_of_mindspeed_s_verifiers():
+    text = (
+        "rl_config: {verifier_function: [acc_for_dapo, math_17k_acc, math_verify_reward], verifier_weight: [1, 1, 2]}\n"
+    )
+    text += "megatron_training: {global_batch_size: 32}\nactor_config: {lr: 1.0e-6}\n"
+    found = settings(text, "dapo.yaml")["reward.components"]
+    second = {"use": "math", "name": "math_verify_reward", "weight": 2.0}
+    assert found == [{"use": "math_dapo"}, {"use": "math"}, second]
+
+
 def test_prime_rl_names_what_is_missing():
     text = """
 max_steps = 20
@@ -226,10 +236,13 @@ def test_tables_name_keys_that_exist(name):
     ("path", "reward"),
     [
         ("gsm8k/train.parquet", "gsm8k"),
-        ("dapo-math-17k.parquet", "math"),
+        ("dapo-math-17k.parquet", "math_dapo"),
+        ("aime-2024.parquet", "math_dapo"),
+        ("MATH-lighteval/train.parquet", "math"),
         ("Eurus-2-RL-Data/train.parquet", "math"),
         ("numina_olympiads.parquet", "math"),
-        ("geo3k/train.parquet", None),
+        ("geo3k/train.parquet", "geo3k"),
+        ("searchR1/train.parquet", None),
     ],
 )
 def test_the_reward_that_verl_takes_by_data_source(path, reward):

@@ -15,6 +15,7 @@ class Settings:
     mlflow: str | None = None
     samples_max_mib: float = 1.0
     samples_step_tokens: int | None = None
+    tracker_samples: int = 0
     trace: bool = False
 
 

@@ -38,6 +38,30 @@ def open_observer(folder, **options):
     return Observer(folder, settings, title="test", total_steps=9, decode=decode, **options)
 
 
+def test_trackers_get_as_many_samples_as_asked_for(tmp_path):
+    tables = []
+
+    class Board:
+        def write(self, *args): ...
+
+        def write_samples(self, stage, step, rows, *_):
+            tables.append((stage, step, rows))
+
+        def close(self): ...
+
+    for count in (0, 3):
+        settings = Settings(tracker_samples=count)
+        observer = Observer(tmp_path / str(count), settings, title="t", total_steps=9, decode=decode)
+        observer._tensorboard = Board()
+        groups = [make_group(0), make_group(1, texts=("4", "x" * 5000))]
+        observer.record("rl", 1, groups, [[0.5, -0.5], [0.25, -0.25]])
+        observer.record("rl", 1, groups, None)
+        observer.close("done")
+    ((stage, step, rows),) = tables
+    assert (stage, step, [row[3] for row in rows]) == ("rl", 1, [0.5, -0.5, 0.25]), "of those that were trained on"
+    assert rows[0] == ("2+2=", "4", 1.0, 0.5, "4", "stop")
+
+
 def test_a_run_leaves_every_record(tmp_path):
     observer = open_observer(tmp_path)
     observer.say("hello\nworld")

@@ -80,7 +80,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 events = EventAccumulator(sys.argv[1])
 events.Reload()
 tags = events.Tags()["scalars"]
-print(json.dumps([[tag, [[event.step, round(event.value, 3)] for event in events.Scalars(tag)]] for tag in tags]))
+found = [[tag, [[event.step, round(event.value, 3)] for event in events.Scalars(tag)]] for tag in tags]
+texts = [tag for tag in events.Tags()["tensors"] if events.SummaryMetadata(tag).plugin_data.plugin_name == "text"]
+for tag in texts:
+    found.append([tag, [[e.step, e.tensor_proto.string_val[0].decode()] for e in events.Tensors(tag)]])
+print(json.dumps(found))
 """
 
 
@@ -94,7 +98,11 @@ def test_tensorboard_reads_what_was_written_and_a_resumed_run_replaces_what_it_r
     first = TensorBoard(tmp_path, resume=False)
     for step in range(4):
         first.write("rl", step, {"train/loss": step + 0.5, "train/tokens": 7}, 100.0 + step)
+    first.write_samples("rl", 3, [("2+2=", "a | <b>\nc", 1.0, None, "4", "stop")], 103.0)
     first.close()
+    ((step, table),) = read_back(tmp_path / "rl")["samples"]
+    assert step == 3 and table.splitlines()[0].startswith("| prompt | response | reward")
+    assert table.splitlines()[2] == "| 2+2= | a &#124; &lt;b><br>c | 1 |  | 4 | stop |"
     assert read_back(tmp_path / "rl")["train/loss"] == [[0, 0.5], [1, 1.5], [2, 2.5], [3, 3.5]]
     second = TensorBoard(tmp_path, resume=True)
     second.write("rl", 2, {"train/loss": 9.0}, 200.0)

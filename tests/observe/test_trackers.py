@@ -26,6 +26,8 @@ metadata = {"config": {"run": {"steps": 3}}, "command": "hone train run.yaml"}
 labels = Labels("title", "seeds", ("math", "try"))
 (tracker,) = open_trackers(folder, SimpleNamespace(**names), labels, metadata)
 for step in range(int(sys.argv[3]), int(sys.argv[3]) + 2):
+    rows = [("2+2=", f"it is {step}", 1.0, -0.5, "4", "stop"), ("2+3=", "?", None, 0.0, "5", "length")]
+    tracker.write_samples("rl", step, rows)
     tracker.write("rl", step, {"train/loss": 0.5 * step})
 tracker.close()
 assert "torch" not in sys.modules
@@ -72,8 +74,10 @@ def test_wandb_keeps_the_run_in_the_folder_under_its_id(tmp_path):
     used("wandb", tmp_path)
     (record,) = (tmp_path / "wandb").glob("wandb/offline-run-*/*.wandb")
     assert (tmp_path / "wandb" / "id").read_text() in record.name
-    for written in (b"train/loss", b"hone train run.yaml", b"title", b"seeds", b"math"):
+    for written in (b"train/loss", b"hone train run.yaml", b"title", b"seeds", b"math", b"samples"):
         assert written in record.read_bytes()
+    tables = [json.loads(path.read_text())["data"][0] for path in record.parent.rglob("samples_*.table.json")]
+    assert ["2+2=", "it is 2", 1.0, -0.5, "4", "stop"] in tables and len(tables) == 2
 
 
 @pytest.mark.slow("the real package takes seconds to import")
@@ -81,7 +85,9 @@ def test_swanlab_keeps_the_run_in_the_folder(tmp_path):
     used("swanlab", tmp_path)
     (record,) = (tmp_path / "swanlab").glob("run-*/*.swanlab")
     assert (tmp_path / "swanlab" / "id").read_text() in record.name
-    assert b"rl/train/loss" in record.read_bytes()
+    assert b"rl/train/loss" in record.read_bytes() and b"rl/samples" in record.read_bytes()
+    media = [path.read_bytes() for path in record.parent.rglob("*.json") if b"it is 2" in path.read_bytes()]
+    assert len(media) == 1 and b"advantage" in media[0]
     assert "hone train run.yaml" in (record.parent / "files" / "config.yaml").read_text()
 
 
@@ -94,9 +100,11 @@ def test_trackio_continues_the_run_in_its_database(tmp_path):
         configs = database.execute("select config from configs").fetchall()
     database.close()
     assert {name for name, _, _ in rows} == {f"title-{(tmp_path / 'trackio' / 'id').read_text()}"}
-    assert [(step, json.loads(metrics)["rl/train/loss"]) for _, step, metrics in rows] == [
-        (step, 0.5 * step) for step in range(1, 5)
-    ]
+    found = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    losses = [(step, values["rl/train/loss"]) for step, values in found if "rl/train/loss" in values]
+    assert losses == [(step, 0.5 * step) for step in range(1, 5)]
+    tables = [(step, values["rl/samples"]["_value"][0]["response"]) for step, values in found if "rl/samples" in values]
+    assert tables == [(step, f"it is {step}") for step in range(1, 5)]
     assert json.loads(configs[0][0])["config"] == {"run": {"steps": 3}}
 
 
@@ -112,6 +120,8 @@ def test_mlflow_continues_the_run_in_its_database(tmp_path):
     run = (tmp_path / "mlflow" / "id").read_text()
     assert rows == [(run, "rl/train/loss", step, 0.5 * step) for step in range(1, 5)]
     assert tags["group"] == "seeds" and tags["mlflow.runName"] == "title" and {"math", "try"} <= tags.keys()
+    (table,) = tmp_path.rglob("samples/rl/step-000004.json")
+    assert json.loads(table.read_text())["data"][0] == ["2+2=", "it is 4", 1.0, -0.5, "4", "stop"]
     assert params == {"config.run.steps": "3", "command": "hone train run.yaml"}
 
 

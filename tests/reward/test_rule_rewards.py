@@ -342,6 +342,29 @@ def test_what_backtracks_without_end_costs_its_response_the_minimum(make_rewards
     assert scored.scores["regex"][1].fault is Fault.MODEL
 
 
+# ---- verl's rewards of data sources
+
+
+@pytest.mark.parametrize(
+    ("text", "math_dapo", "geo3k"),
+    [
+        ("<think>2 + 2</think>So.\nAnswer: 4", 1.0, 0.0),
+        ("Answer: 5\nanswer : **$4.0$**\n", 1.0, 0.0),
+        (r"Answer: $\boxed{\frac{8}{2}}$", 1.0, 0.9),
+        ("Answer: 4\nAnswer: 5", -1.0, 0.0),
+        (r"<think>Answer: 4</think> \boxed{4}", -1.0, 1.0),
+        (r"<think>x</think> \boxed{5}", -1.0, 0.1),
+        (r"\boxed{4}", -1.0, 0.9),
+        (r"<think>\boxed{4}</think>", -1.0, 0.0),
+        ("<think>Answer: 4", -1.0, 0.0),
+        ("", -1.0, 0.0),
+    ],
+)
+def test_verl_s_rewards_of_data_sources(text, math_dapo, geo3k, tmp_path):
+    assert values("math_dapo", group(text), tmp_path) == [math_dapo]
+    assert values("geo3k", group(text), tmp_path) == [pytest.approx(geo3k)]
+
+
 # ---- MindSpeed's names
 
 RIGHT = r"<think>Step 1: add</think><answer>\boxed{4}</answer>"

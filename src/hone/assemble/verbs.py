@@ -21,6 +21,7 @@ from hone.errors import DataError
 from hone.loop.evaluate import Evaluation, evaluate
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
+from hone.model.hub import HubRepository
 from hone.model.load import load_model, save_hf
 from hone.model.lora import save_adapter
 from hone.run import check as preflight
@@ -93,18 +94,32 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
         raise first_cause(group) from group
 
 
-def export_run(loaded: Loaded, *, to: Path, step: int | None = None, best: bool = False, adapter: bool = False) -> Path:
+def export_run(
+    loaded: Loaded,
+    *,
+    to: Path,
+    step: int | None = None,
+    best: bool = False,
+    adapter: bool = False,
+    push_to_hub: str | None = None,
+    public: bool = False,
+) -> Path | str:
     """Write the weights of a checkpoint as a Hugging Face directory that must not exist yet.
+
+    Returns the directory, or the address of the repository that it was uploaded to.
 
     Args:
         step: of the RL stage (or of the only stage); None takes the newest whole checkpoint.
         best: take the step where `checkpoint.best` was highest instead.
         adapter: write the adapter alone, in peft's format; else what it was learnt beside, with it merged in.
+        push_to_hub: a repository of the hub to upload it to; a new one is private unless `public`.
     """
     if to.exists():
         raise DataError(f"{to} exists. Name a folder that does not; nothing is overwritten.")
     folder = RunFolder.read(loaded.run_dir)
     saved = wanted_checkpoint(loaded.config, folder, step, best=best)
+    # Before the weights are read: a token that is missing is known at once.
+    repository = None if push_to_hub is None else HubRepository(push_to_hub, is_private=not public)
     tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent, loaded.config.data.template_args)
     model = model_of(saved, loaded, folder, tokenizer)
     if adapter:
@@ -125,7 +140,9 @@ def export_run(loaded: Loaded, *, to: Path, step: int | None = None, best: bool 
             processor=tokenizer.processor,
             dtype=dtype,
         )
-    return to
+    if repository is None:
+        return to
+    return repository.upload(to, f"{loaded.name}, {saved.progress.stage} step {saved.progress.step}, by Hone")
 
 
 def wanted_checkpoint(config: RunConfig, folder: RunFolder, step: int | None, *, best: bool) -> SavedCheckpoint:

@@ -15,6 +15,7 @@ EXAMPLES = examples(
     "hone export run.yaml --to my-model --step 100",
     "hone export run.yaml --to my-model --best",
     "hone export run.yaml --to my-adapter --adapter",
+    "hone export run.yaml --to my-model --push-to-hub me/my-model",
 )
 
 
@@ -27,10 +28,19 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Export only the adapter, in peft's format, instead of merged weights.")
     ] = False,
+    push_to_hub: Annotated[
+        str | None, typer.Option(help="Repository of the Hugging Face hub to upload the folder to, made if need be.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; else it is private.")] = False,
 ) -> None:
     """Write a checkpoint as a directory that Transformers loads."""
+    if public and push_to_hub is None:
+        raise typer.BadParameter("--public is of --push-to-hub")
     loaded = load_run(run, overrides or ())
 
     from hone import assemble
 
-    typer.echo(assemble.export_run(loaded, to=to, step=step, best=best, adapter=adapter))
+    found = assemble.export_run(
+        loaded, to=to, step=step, best=best, adapter=adapter, push_to_hub=push_to_hub, public=public
+    )
+    typer.echo(found)

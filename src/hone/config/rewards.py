@@ -46,6 +46,14 @@ def _tagged_box(answer: Any) -> str:
     return f"<think>.</think><answer>{_boxed(answer)}</answer>"
 
 
+def _line(answer: Any) -> str:
+    return f"Answer: {answer}"
+
+
+def _thought_box(answer: Any) -> str:
+    return f"<think>.</think>{_boxed(answer)}"
+
+
 _RULES = "hone.reward.rules"
 BUILTIN_REWARDS = {
     "exact": BuiltinReward(f"{_RULES}.exact:exact", "in process", gold=_as_is),
@@ -59,6 +67,8 @@ BUILTIN_REWARDS = {
     "math": BuiltinReward(f"{_RULES}.mathematics:math", gold=_boxed),
     "acc": BuiltinReward(f"{_RULES}.mindspeed:acc", gold=_boxed),
     "base_acc": BuiltinReward(f"{_RULES}.mindspeed:base_acc", gold=_tagged_box),
+    "math_dapo": BuiltinReward(f"{_RULES}.verl:math_dapo", gold=_line),
+    "geo3k": BuiltinReward(f"{_RULES}.verl:geo3k", gold=_thought_box),
     "regex": BuiltinReward(f"{_RULES}.pattern:regex", scores_form=True),
     "json_schema": BuiltinReward(f"{_RULES}.schema:json_schema", scores_form=True),
     "code": BuiltinReward("hone.reward.code:CodeReward", "stateful"),

@@ -475,6 +475,8 @@ class ObserveSection(Section):
     """Maximum size of samples/; recording then stops with a message. 0: no recording."""
     samples_step_tokens: int | None = key(1_000_000, unit="tokens", ge=1)
     """Response tokens recorded of a step: of a larger one, groups spread evenly over it, at least one. null: all."""
+    tracker_samples: int = key(0, unit="samples per step", ge=0)
+    """Samples that trackers and TensorBoard are given as a table at each update; 0: none leaves the run's folder."""
     trace: bool = key(True)
     """Write trace.json, for Perfetto."""
     stop_on: tuple[str, ...] = key(())

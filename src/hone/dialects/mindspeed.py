@@ -21,7 +21,8 @@ VERIFIERS = {
     "step": "step",
     "math_verify_reward": "math",
     "math_17k_acc": "math",
-    "acc_for_dapo": "math",
+    "acc_for_dapo": "math_dapo",
+    "acc_for_ppo": "math",
 }
 ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 
@@ -51,7 +52,10 @@ def _verifiers(job: ForeignJob, value: Any) -> KeyVerdict:
     if unknown_:
         known = ", ".join(VERIFIERS)
         return refused(f"no verifier {', '.join(unknown_)}, which the tool passes over silently; nearest: {known}")
-    components = [{"use": VERIFIERS[name]} for name in names(value)]
+    components: list[dict[str, Any]] = []
+    for name in names(value):
+        is_second = any(component["use"] == VERIFIERS[name] for component in components)
+        components.append({"use": VERIFIERS[name]} | ({"name": name} if is_second else {}))
     weights = job.get(f"{_R}.verifier_weight", [1.0]) or [1.0]
     return shared.weighted(components, weights, "judged in a killable process")
 

@@ -36,10 +36,16 @@ DEVICES = by(lambda job, value: placed({}, "see the line `devices`"), "cluster.p
 
 REWARDS_BY_DATA: tuple[tuple[str, dict[str, Any], str], ...] = (
     (r"gsm8k", {"use": "gsm8k"}, "the data source's reward: the number after ####"),
+    (r"geo3k|geometry.?3k", {"use": "geo3k"}, "the data source's reward: a boxed answer, and the form"),
     (
-        r"dapo|aime|eurus|prime.?rl|math.?17k|amc|numina|math|deepscaler|omni|orz|polaris|open.?r1|skywork|big.?math",
+        r"dapo|aime|math.?17k",
+        {"use": "math_dapo"},
+        "the data source's reward: the answer behind `Answer:`, 1 or -1",
+    ),
+    (
+        r"eurus|prime.?rl|amc|numina|math|deepscaler|omni|orz|polaris|open.?r1|skywork|big.?math",
         {"use": "math"},
-        "the data source's reward: a boxed answer, compared as mathematics; 0 and 1 where some give -1 and 1",
+        "the data source's reward: a boxed answer, compared as mathematics",
     ),
 )
 

@@ -27,6 +27,7 @@ from hone.observe.events import FILE, EventLog
 from hone.observe.metrics import find_metric
 from hone.observe.recorder import Recorder
 from hone.observe.report import Picture, RunSummary, write_report
+from hone.observe.samples_table import Row, table_rows
 from hone.observe.sinks import MetricsFile, TensorBoard
 from hone.observe.trace import Event, Spans, Timeline, TraceFile
 from hone.observe.trackers import Labels, TrackerSettings, open_trackers
@@ -53,6 +54,8 @@ class ObserveSettings(TrackerSettings, Protocol):
     def samples_max_mib(self) -> float: ...
     @property
     def samples_step_tokens(self) -> int | None: ...
+    @property
+    def tracker_samples(self) -> int: ...
     @property
     def trace(self) -> bool: ...
 
@@ -109,6 +112,7 @@ class Observer:
         self._background = Background(self._warn_of_gap, patience_s=patience_s)
         self._samples_max_bytes = int(settings.samples_max_mib * 2**20)
         self._samples_step_tokens = settings.samples_step_tokens
+        self._tracker_samples = settings.tracker_samples
         self._recorder = self._new_recorder(resume)
         self._summary = RunSummary.begin(
             folder,
@@ -210,12 +214,16 @@ class Observer:
         """Record the samples of these groups, with one advantage per sample of each group, or None: not trained on.
 
         May be called several times for one step; the samples are stored together. Of many tokens, only some groups are
-        recorded (`observe.samples_step_tokens`).
+        recorded (`observe.samples_step_tokens`). A few of those that were trained on go to trackers and TensorBoard as
+        a table (`observe.tracker_samples`).
         """
         self._recorder.record(stage, step, groups, advantages)
         if advantages is not None:
             for view in self._views:
                 view.show(groups)
+            if self._tracker_samples and groups:
+                rows, unix_s = table_rows(groups, advantages, self._tracker_samples), time.time()
+                self._background.submit(lambda: self._write_table(stage, step, rows, unix_s))
 
     def say(self, message: str) -> None:
         """Log one line to the console and logs/training.log."""
@@ -322,15 +330,24 @@ class Observer:
     def _write_slow(
         self, stage: str, step: int, line: Mapping[str, float], unix_s: float, events: Sequence[Event]
     ) -> None:
-        if self._tensorboard is not None:
-            try:
-                self._tensorboard.write(stage, step, line, unix_s)
-            except OSError as error:
-                self._tensorboard = None
-                self.warn(f"tensorboard/ cannot be written ({error.strerror}): TensorBoard ends at {stage} step {step}")
+        self._to_tensorboard(stage, step, lambda board: board.write(stage, step, line, unix_s))
         for tracker in self._trackers:
             tracker.write(stage, step, line)
         self._write_trace(events)
+
+    def _write_table(self, stage: str, step: int, rows: Sequence[Row], unix_s: float) -> None:
+        self._to_tensorboard(stage, step, lambda board: board.write_samples(stage, step, rows, unix_s))
+        for tracker in self._trackers:
+            tracker.write_samples(stage, step, rows)
+
+    def _to_tensorboard(self, stage: str, step: int, write: Callable[[TensorBoard], None]) -> None:
+        if self._tensorboard is None:
+            return
+        try:
+            write(self._tensorboard)
+        except OSError as error:
+            self._tensorboard = None
+            self.warn(f"tensorboard/ cannot be written ({error.strerror}): TensorBoard ends at {stage} step {step}")
 
     def _close_slow(self, events: Sequence[Event]) -> None:
         self._write_trace(events)

@@ -12,12 +12,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from hone.errors import HoneError, RunFolderError
+from hone.observe.samples_table import Row, as_markdown
 from hone.observe.whole import line_start
 
 _START_BYTES = 64 << 10
@@ -121,6 +122,24 @@ class TensorBoard:
             self._open(stage, step, unix_s)
         points = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         summary = summary_pb2.Summary(value=points)
+        self._put(stage, event_pb2.Event(wall_time=unix_s, step=step, summary=summary))
+
+    def write_samples(self, stage: str, step: int, rows: Sequence[Row], unix_s: float) -> None:
+        """Samples of a step, as a table of the Text page."""
+        event_pb2, summary_pb2 = _protocol_buffers()
+        from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2, types_pb2
+
+        if stage not in self._files:
+            self._open(stage, step, unix_s)
+        shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
+        text = tensor_pb2.TensorProto(
+            dtype=types_pb2.DT_STRING, string_val=[as_markdown(rows).encode()], tensor_shape=shape
+        )
+        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+        value = summary_pb2.Summary.Value(
+            tag="samples", metadata=summary_pb2.SummaryMetadata(plugin_data=plugin), tensor=text
+        )
+        summary = summary_pb2.Summary(value=[value])
         self._put(stage, event_pb2.Event(wall_time=unix_s, step=step, summary=summary))
 
     def close(self) -> None:

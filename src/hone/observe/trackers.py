@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from hone.errors import ConfigError, HoneError
+from hone.observe.samples_table import COLUMNS, Row
 from hone.observe.whole import write_whole
 
 MLFLOW_BATCH = 100
@@ -38,6 +39,10 @@ class Tracker(Protocol):
     """One run at a tracker."""
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None: ...
+    def write_samples(self, stage: str, step: int, rows: Sequence[Row]) -> None:
+        """Show samples of a step as a table."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -142,6 +147,12 @@ class Wandb:
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "stage": stage, "step": step})
 
+    def write_samples(self, stage: str, step: int, rows: Sequence[Row]) -> None:
+        import wandb
+
+        table = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
+        self._run.log({"samples": table, "stage": stage, "step": step})
+
     def close(self) -> None:
         self._run.finish()
 
@@ -169,6 +180,14 @@ class SwanLab:
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log(_by_stage(stage, values), step=step)
 
+    def write_samples(self, stage: str, step: int, rows: Sequence[Row]) -> None:
+        import swanlab  # pyright: ignore[reportMissingImports]
+
+        shown = [["" if cell is None else cell for cell in row] for row in rows]
+        table = swanlab.echarts.Table()
+        table.add(list(COLUMNS), shown)
+        self._run.log({f"{stage}/samples": table}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -194,6 +213,12 @@ class Trackio:
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log(_by_stage(stage, values), step=step)
 
+    def write_samples(self, stage: str, step: int, rows: Sequence[Row]) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        table = trackio.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
+        self._run.log({f"{stage}/samples": table}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -208,7 +233,9 @@ class MLflow:
         from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
 
         folder.mkdir(parents=True, exist_ok=True)
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
+        given = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = given or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
+        files = None if given else (folder / "artifacts").absolute().as_uri()
         known = folder / "id"
         try:
             self._client = MlflowClient(uri)
@@ -217,7 +244,7 @@ class MLflow:
                 self._client.update_run(self._id, status="RUNNING")
                 return
             experiment = self._client.get_experiment_by_name(project)
-            place = experiment.experiment_id if experiment else self._client.create_experiment(project)
+            place = experiment.experiment_id if experiment else self._client.create_experiment(project, files)
             self._id = self._client.create_run(place, run_name=labels.name, tags=_mlflow_tags(labels)).info.run_id
             params = [Param(name, str(value)[:MLFLOW_CHARS]) for name, value in _leaves(metadata)]
             for start in range(0, len(params), MLFLOW_BATCH):
@@ -225,6 +252,10 @@ class MLflow:
         except MlflowException as error:
             raise HoneError(f"observe.mlflow = {project!r}: MLflow at {uri} cannot be used: {error}") from error
         write_whole(known, self._id)
+
+    def write_samples(self, stage: str, step: int, rows: Sequence[Row]) -> None:
+        columns = {name: [row[place] for row in rows] for place, name in enumerate(COLUMNS)}
+        self._client.log_table(self._id, columns, f"samples/{stage}/step-{step:06d}.json")
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]

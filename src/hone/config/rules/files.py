@@ -39,6 +39,13 @@ _FIRST_ROW_BYTES = 4 << 20
 def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
     """Data that looks like a file is one of a kind we read, and has the columns that the run file names."""
     for key, source, columns in _sources(config):
+        if prefix := _indexed(folder / Path(source).expanduser()):
+            yield Breach(
+                (key,),
+                f"{source!r} is Megatron's preprocessed data ({prefix.name}.bin and .idx): token ids without prompts "
+                "and answers. Name the JSONL or Parquet file that it was made from",
+            )
+            continue
         files = files_of(source, folder)
         if files is None:
             path = folder / Path(source).expanduser()
@@ -54,6 +61,17 @@ def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
                 yield from _columns_exist(key, name, path, columns)
             else:
                 yield Breach((key,), f"{source!r} does not exist, looked for at {path}{_beside(path)}")
+
+
+def _indexed(path: Path) -> Path | None:
+    """The prefix of Megatron's pair of files, if the path is it, one of the two, or a prefix of prefixes."""
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    if not prefix.parent.is_dir():
+        return None
+    pairs = (
+        index.with_suffix("") for index in sorted(prefix.parent.glob("*.idx")) if index.with_suffix(".bin").is_file()
+    )
+    return next((pair for pair in pairs if pair.name == prefix.name or pair.name.startswith(f"{prefix.name}_")), None)
 
 
 Columns = list[tuple[str, str]]
@@ -317,6 +335,10 @@ def _bound_names(tree: ast.Module) -> tuple[list[str], bool]:
     return names, has_star
 
 
+MEGATRON_MARK = "latest_checkpointed_iteration.txt"
+"""In every folder of Megatron checkpoints."""
+
+
 def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Breach]:
     """A path that is, or was meant as, a local directory must hold what its key needs. Hub names are believed."""
     for key, text, needed in (
@@ -332,7 +354,13 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
         if not text.strip():
             yield Breach((key,), "must not be empty; null takes the default")
         elif path.is_dir():
-            if not (path / needed).is_file():
+            if (path / MEGATRON_MARK).is_file():
+                yield Breach(
+                    (key,),
+                    f"{text!r} is a Megatron checkpoint: name the Hugging Face directory that it was converted from, "
+                    "or convert it to one",
+                )
+            elif not (path / needed).is_file():
                 yield Breach((key,), f"{text!r} is a directory without {needed}, so not a Hugging Face one")
         elif text.startswith(("/", ".", "~")) or text.count("/") > 1:
             yield Breach((key,), f"{text!r} does not exist, looked for at {path}")

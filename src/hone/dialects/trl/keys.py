@@ -15,7 +15,7 @@ from hone.dialects.verdict import Dialect, Row, nothing, put, unknown
 _EVALUATES = "data.eval and eval.every"
 _BATCHING = automatic("continuous batching, always")
 _CHUNKED = automatic("logits are made in chunks")
-_HUB = automatic("`hone export` writes a directory that the hub's own command uploads")
+_HUB = automatic("a command: `hone export --push-to-hub`")
 _BEST = automatic("checkpoint.best keeps and exports the best")
 _ENVIRONMENT = rewritten(shared.ENVIRONMENT, "rollout.environment.use")
 _CONSTRAINED = missing("constrained sampling is not supported")
@@ -218,8 +218,9 @@ FILES: dict[str, Row] = {
     "do_train": automatic("`hone train`"),
     "report_to": by(rules.reports, "observe.wandb"),
     "project": automatic("the project of report_to"),
+    "log_completions": by(rules.completions, "observe.tracker_samples"),
+    "num_completions_to_print": automatic("part of log_completions"),
     **each("trackio_* log_* logging_* wandb_* include_num_input_tokens_seen skip_memory_metrics", automatic(LOGGING)),
-    "num_completions_to_print": automatic("samples/ has every response"),
     "disable_tqdm": automatic("observe.console"),
     **each("push_to_hub hub_*", _HUB),
     "resume_from_checkpoint": automatic(RESUME),

@@ -34,6 +34,8 @@ CORRECTIONS = {
     "sequence_truncate": "sequence_tis",
     "sequence_mask": "sequence_mask",
 }
+SHOWN = 8
+"""Samples that trackers get where TRL would give them all."""
 SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -294,6 +296,11 @@ def _component(item: str) -> dict[str, Any] | KeyVerdict:
 def reports(job: ForeignJob, value: Any) -> KeyVerdict:
     listed = [] if value in (None, "none") else names(value)
     return shared.loggers(listed, lambda: job.get("project") or "hone")
+
+
+def completions(job: ForeignJob, value: Any) -> KeyVerdict:
+    count = positive(job.get("num_completions_to_print")) or SHOWN
+    return put({"observe.tracker_samples": count} if truth(value) else {})
 
 
 def vllm(job: ForeignJob, value: Any) -> KeyVerdict:

@@ -102,6 +102,11 @@ def score_response(text: str, gold: Answer) -> Score:
     found = final_answer(text)
     if found is None:
         return Score(0.0, Fault.MODEL, "no \\boxed{} and no ####")
+    return score_final(found, gold)
+
+
+def score_final(found: str, gold: Answer) -> Score:
+    """As `score_response`, of a final answer."""
     try:
         return Score(float(equal(gold, read(found))))
     except _SYMPY_RAISES as error:

@@ -1,0 +1,57 @@
+r"""verl's rewards of data sources that no other rule has: `math_dapo` and `geo3k`.
+
+Same values as its `reward_score`, with Hone's comparison of answers (`mathematics`). `gsm8k` and, for the sources that
+verl scores by a boxed answer (MATH, NuminaMath), `math` are in files of their own.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hone.reward.rules.answer import after_reasoning, last_boxed
+from hone.reward.rules.mathematics import Answer, UnreadableMath, gold_answer, score_final
+from hone.reward.signature import all_faulty, reward
+from hone.types import Fault, Group, Score
+
+_ANSWER = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
+RIGHT, FORM = 0.9, 0.1
+"""Parts of `geo3k`."""
+
+
+@reward(minimum=-1.0, maximum=1.0, overrun=Fault.MODEL)
+def math_dapo(group: Group) -> list[Score] | tuple[Score, ...]:
+    """1 for the right result behind the last `Answer:`, on its line; -1 for a wrong one or none."""
+    try:
+        gold = gold_answer(group.prompt.answer)
+    except UnreadableMath as error:
+        return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
+    return [_after_answer(sample.text, gold) for sample in group.samples]
+
+
+def _after_answer(text: str, gold: Answer) -> Score:
+    lines = _ANSWER.findall(after_reasoning(text))
+    if not lines:
+        return Score(-1.0, Fault.MODEL, "no line with Answer:")
+    line = lines[-1].strip().strip("*").strip()
+    boxed = last_boxed(line)
+    found = score_final(line.strip("$ ") if boxed is None else boxed, gold)
+    return Score(1.0 if found.value == 1.0 else -1.0, found.fault, found.detail)
+
+
+@reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
+def geo3k(group: Group) -> list[Score] | tuple[Score, ...]:
+    r"""0.9 for the right result in `\boxed{}`, and 0.1 for `<think>...</think>` with a box behind it."""
+    try:
+        gold = gold_answer(group.prompt.answer)
+    except UnreadableMath as error:
+        return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
+    return [_right_and_formed(sample.text, gold) for sample in group.samples]
+
+
+def _right_and_formed(text: str, gold: Answer) -> Score:
+    boxed = last_boxed(after_reasoning(text))
+    right = Score(0.0) if boxed is None else score_final(boxed, gold)
+    _, closed, rest = text.partition("</think>")
+    _, opened, inner = rest.partition("\\boxed{")
+    is_formed = bool(text.startswith("<think>") and closed and opened and "}" in inner)
+    return Score(RIGHT * (right.value or 0.0) + FORM * is_formed, detail=right.detail)
