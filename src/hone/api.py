@@ -15,12 +15,12 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hone.config.load import Loaded, load_mapping
 from hone.devices import machine_kind
@@ -73,6 +73,7 @@ def train(
     resume: bool = False,
     fresh: bool = False,
     accept_changed_inputs: bool = False,
+    without: Collection[Literal["optimizer", "random"]] = (),
 ) -> Run:
     """Train: every stage of the config, in order, as `hone train` does. Also from a notebook.
 
@@ -86,6 +87,7 @@ def train(
         resume: continue the run that is in the folder.
         fresh: move the run that is in the folder aside, and start a new one.
         accept_changed_inputs: resume although data, model or code differ from the checkpoint's.
+        without: parts of the checkpoint that a resumed run leaves out: AdamW's moments, or the seed.
     Raises:
         HoneError: the run failed. `Stopped` after Ctrl-C or a notebook interrupt, with a checkpoint.
     """
@@ -99,6 +101,7 @@ def train(
                 resume=resume,
                 fresh=fresh,
                 accept_changed_inputs=accept_changed_inputs,
+                without=without,
                 callbacks=callbacks,
                 interrupted=interrupted,
             )

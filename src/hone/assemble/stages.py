@@ -10,7 +10,7 @@ import asyncio
 import math
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -77,6 +77,7 @@ def train(
     resume: bool = False,
     fresh: bool = False,
     accept_changed_inputs: bool = False,
+    without: Collection[str] = (),
     callbacks: Sequence[OnMetrics] = (),
     interrupted: threading.Event | None = None,
 ) -> Path:
@@ -85,6 +86,8 @@ def train(
     Args:
         accept_changed_inputs: resume also where data, tokenizer, model, the user's code or Hone are others than the
             checkpoint was trained with.
+        without: what a resumed run does not take from the checkpoint: `optimizer`, whose moments then start at zero,
+            and `random`, so that `seed` may be another one; weights, steps and the schedule continue.
         callbacks: called with each line of metrics.
         interrupted: set by another thread, which asks the run to stop.
     Raises:
@@ -113,12 +116,16 @@ def train(
             config=settings,
             resume=resume,
             fresh=fresh,
+            may_differ=("seed",) if "random" in without else (),
         ) as folder,
     ):
         os.environ.update(own_env)
         identity = identity_of(loaded.run_file, settings) | {"inputs": input_hashes(loaded, tokenizer)}
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, identity)
         saved = checkpoints.newest() if folder.resumed else None
+        saved = saved.without_optimizer() if saved and "optimizer" in without else saved
+        if saved:
+            folder.notes += [f"continues without the {what} state of {saved.path.name}" for what in without]
         changes = changed_inputs(saved.run["inputs"], identity["inputs"]) if saved else []
         if saved and not accept_changed_inputs:
             refuse_changed_inputs(folder.path, changes, checkpoint=saved.path)
@@ -253,6 +260,8 @@ async def run_stage(job: Job, backend: Backend, stage: Stage, saved: SavedCheckp
 
     def newest() -> SavedCheckpoint | None:
         found = job.checkpoints.newest()
+        if saved and found and found.path == saved.path:
+            return saved
         return found if found and found.progress.stage == stage else None
 
     await run_with_restarts(

@@ -18,7 +18,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -137,6 +137,7 @@ class RunFolder:
         config: Mapping[str, Any],
         resume: bool = False,
         fresh: bool = False,
+        may_differ: Collection[str] = (),
     ) -> RunFolder:
         """Take the folder for a run of `config` (a nested mapping of JSON values) and write who the run is.
 
@@ -146,6 +147,7 @@ class RunFolder:
             resume: continue the run that is there; an absent or empty folder starts a new one, so that a job
                 that is restarted by a scheduler can always say it.
             fresh: move the run that is there to `<path>.old-1` (or -2, ...) and start a new one.
+            may_differ: keys besides `SAME_NUMBERS` that may have another value than in the run that is continued.
 
         Raises RunFolderError when the folder is in use, holds something else than a run, holds a run and neither
         way on was chosen, or holds a run of a configuration whose updates compute other numbers.
@@ -169,7 +171,7 @@ class RunFolder:
                     f"{_free_name(path)} and starts anew, run.dir=... leaves it alone."
                 )
             elif found:
-                _refuse_changed(path, folder.identity(), _plain(config))
+                _refuse_changed(path, folder.identity(), _plain(config), may_differ)
                 folder._repair(found)
                 folder.resumed = True
             identity = identity_of(run_file, config)
@@ -405,12 +407,12 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(config))
 
 
-def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], may_differ: Collection[str]) -> None:
     old_keys, new_keys = flat_settings(old), flat_settings(new)
     changed = [
         f"  {key}: {_shown(old_keys, key)} -> {_shown(new_keys, key)}"
         for key in sorted(old_keys.keys() | new_keys.keys())
-        if not _same_numbers(key) and _shown(old_keys, key) != _shown(new_keys, key)
+        if not _same_numbers(key) and key not in may_differ and _shown(old_keys, key) != _shown(new_keys, key)
     ]
     if changed:
         raise RunFolderError(

@@ -36,6 +36,7 @@ from safetensors import SafetensorError
 
 from hone.errors import CheckpointError
 from hone.observe.whole import make_folder, set_aside, sync
+from hone.train.optim import FRESH
 from hone.train.tensor_files import FileFacts, SavedTensors, Snapshot, write_synced
 from hone.types import Progress
 
@@ -65,6 +66,12 @@ class SavedCheckpoint:
     """What run it is of, as `Checkpoints` was given it."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that were not whole: one line each, saying which file and why. For the user to see."""
+
+    def without_optimizer(self) -> SavedCheckpoint:
+        """The same weights and progress with Adam's moments, the critic's too, at zero: see `optim.FRESH`."""
+        rest = {**self.rest, FRESH: True}
+        rest |= {"critic": {**self.rest["critic"], FRESH: True}} if "critic" in self.rest else {}
+        return replace(self, rest=rest)
 
 
 class Checkpoints:

@@ -45,7 +45,7 @@ from hone.model.parallel import divide_layers, divide_tokens
 from hone.model.vision import Vision
 from hone.train.materialize import fill
 from hone.train.mesh import DATA, Mesh
-from hone.train.optim import MOMENTS, AdamW, refuse_other_weights, trained_weights
+from hone.train.optim import FRESH, MASTER, MOMENTS, AdamW, refuse_other_weights, trained_weights
 from hone.train.ranks import Ranks
 from hone.train.tensor_files import Share, box_of
 from hone.train.weight_map import WeightMap, WeightPart, sharded_parameters, share_of, shares_of
@@ -306,9 +306,11 @@ class ShardedAdamW(AdamW):
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         refuse_other_weights(self.state()[1]["weights"], rest["weights"])
         for name, share in self._shares():
-            share.tensor.copy_(box_of(tensors, name, share.offset, share.tensor.shape))
-        self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
-        self._count_applied()
+            if name.startswith(f"{MASTER}/") or FRESH not in rest:
+                share.tensor.copy_(box_of(tensors, name, share.offset, share.tensor.shape))
+            else:
+                share.tensor.zero_()
+        self._restore_counts(rest)
         self._clear_gradient()
         self._weights.put_away()
 

@@ -28,6 +28,9 @@ Segments = Sequence[tuple[str, Sequence[int]]]
 """Name and shape of each trained weight."""
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+FRESH = "fresh_moments"
+"""In the values that `AdamW.restore` is given: its moments and the count of its bias correction start anew, while the
+learning rate's schedule continues."""
 """What is kept of each trained number: itself, and what AdamW keeps, as torch names it."""
 
 
@@ -281,6 +284,12 @@ class AdamW(ABC):
     def _count_applied(self) -> None:
         """Tell Adam how many steps were applied."""
 
+    def _restore_counts(self, rest: Mapping[str, Any]) -> None:
+        self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
+        if FRESH in rest:  # no step so far has moved these moments
+            self.skipped_count = self.step_count
+        self._count_applied()
+
 
 class FlatAdamW(AdamW):
     """On a `FlatWeights`."""
@@ -338,9 +347,11 @@ class FlatAdamW(AdamW):
         ours = self.weights.segments if is_flat else self.state()[1]["weights"]
         refuse_other_weights(ours, rest["segments" if is_flat else "weights"])
         for kind, buffer in self._buffers().items():
-            self.weights.fill(buffer, kind, tensors)
-        self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
-        self._count_applied()
+            if kind == MASTER or FRESH not in rest:
+                self.weights.fill(buffer, kind, tensors)
+            else:
+                buffer.zero_()
+        self._restore_counts(rest)
         self._clear_gradient()
         self.weights.refresh_compute()
 

@@ -136,6 +136,7 @@ ACTOR_ROWS: dict[str, Row] = {
     "torchtitan.**": placement("of torchtitan: placement and memory"),
     "engine.**": placement("of the training engine: placement and memory"),
     "router_replay.**": _ROUTER,
+    "checkpoint.load_contents": automatic("a resume takes all but what `hone train --resume RUN --without` names"),
     "checkpoint.**": automatic("checkpoints are whole, and written in the background"),
     "profiler.**": automatic(PROFILER),
     **each("entropy_* use_fused_kernels", _CHUNKED),
