@@ -1,6 +1,7 @@
 """Seconds to bring a model's weights to an engine in another process, by transport, against a copy and against a file.
 
     python benchmarks/publish.py --mib 64 256 --bucket-mib 32 --engines 1 2 --rounds 3
+    python benchmarks/publish.py --mib 256 --engines 2 --before edf3be0
 
 Every transport brings the same tensors to processes that copy each into a model of their own, with both fingerprints,
 as a run does. `copy` is the least possible: one pass over the bytes in one process. `file` is what many tools do: the
@@ -9,6 +10,9 @@ weights are saved as safetensors, and loaded by the other processes. Sides take 
 
 `bytes` is what a publish moves over the least that it must: the weights once for each engine, or with Ray's object
 store once for each machine, whose engines read the same memory.
+
+`--before COMMIT` runs that commit's own benchmark with the same settings, in turns with this one, and prints seconds of
+each transport before and after, and their ratio: the lesser of the medians of `REPEATS` runs.
 """
 
 from __future__ import annotations
@@ -17,35 +21,35 @@ import argparse
 import asyncio
 import hashlib
 import itertools
-import multiprocessing
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hone.model.fingerprint import byte_sum, weights_fingerprint
-from hone.weights.buckets import bucket_bytes
-from hone.weights.meeting import Link, Meeting
-from hone.weights.publish import Published, publish, take
-from hone.weights.publish_group import GroupInlet, GroupOutlet
-from hone.weights.publish_ray import Intake, RayOutlet
-from hone.weights.publisher import Routes
+from hone.weights.buckets import Header, Manifest, bucket_bytes
+from hone.weights.groups import GroupAddress
+from hone.weights.parts import Part
+from hone.weights.publish import Published, Transport, Update, publish
+from hone.weights.receive import Receiver
+from hone.weights.routes import Routes
+from hone.weights.transports import Broadcast, ObjectStore, RayPeer
 
 TENSORS = 24
 """Tensors that the bytes are divided over, as layers would be."""
 TIMEOUT_S = 120.0
-CPU = torch.device("cpu")
+REPEATS = 2
 
 
 class Holder:
@@ -74,30 +78,28 @@ class Actor:
 
     def __init__(self, num_bytes: int) -> None:
         torch.set_num_threads(1)
-        self.intake = Intake(Holder(num_bytes), timeout_s=TIMEOUT_S)
+        self.holder = Holder(num_bytes)
+        self.receiver: Receiver | None = None
 
-    async def begin_weights(self, version: int) -> None:
-        await self.intake.begin(version)
+    async def connect_weights(self, address: GroupAddress) -> None:
+        await self._receiver().connect(address)
 
-    async def take_bucket(self, header: str, data: np.ndarray) -> None:
-        await self.intake.bucket(header, data)
+    async def begin_weights(self, update: Update) -> None:
+        await self._receiver().begin(update)
 
-    async def finish_weights(self, manifest: str) -> str:
-        return await self.intake.manifest(manifest)
+    async def load_weights(self, update_id: str, sender: int, header: Header, part: Part) -> None:
+        await self._receiver().load(update_id, sender, header, part)
 
+    async def commit_weights(self, update_id: str, sender: int, manifest: Manifest) -> str:
+        return await self._receiver().commit(update_id, sender, manifest)
 
-def other_process(channel: Connection, num_bytes: int, name: str) -> None:
-    """Takes weights through gloo, or loads a file, as it is told."""
-    torch.set_num_threads(1)
-    holder = Holder(num_bytes)
-    link: Link = channel.recv()
-    inlet = GroupInlet(link, name, backend="gloo", device=CPU, timeout_s=TIMEOUT_S)
-    while isinstance(told := channel.recv(), str | int):
-        if isinstance(told, int):
-            asyncio.run(take(holder, inlet, told))
-        else:
-            holder._copy(load_file(told).items())
-        channel.send("done")
+    async def load_file(self, path: str) -> None:
+        self.holder._copy(load_file(path).items())
+
+    def _receiver(self) -> Receiver:
+        if self.receiver is None:  # needs the event loop
+            self.receiver = Receiver(self.holder, timeout_s=TIMEOUT_S)
+        return self.receiver
 
 
 def tensors_of(num_bytes: int) -> dict[str, Tensor]:
@@ -121,37 +123,14 @@ def measure(mib: float, bucket_mib: float, num_engines: int, rounds: int, folder
     names = [f"engine-{number}" for number in range(num_engines)]
     versions = iter(range(1, 10**6))
     actors: dict[str, Any] = {name: Actor.remote(num_bytes) for name in names}
-    context = multiprocessing.get_context("spawn")
-    gloo = GroupOutlet(Meeting(), names, backend="gloo", device=CPU, timeout_s=TIMEOUT_S)
-    channels, processes = [], []
-    for name in names:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=other_process, args=(theirs, num_bytes, name), daemon=True)
-        process.start()
-        ours.send(gloo.link)
-        channels.append(ours)
-        processes.append(process)
-    gloo.connect()
+    peers = {name: RayPeer(actor) for name, actor in actors.items()}
+    gloo = Broadcast("gloo", "127.0.0.1")
     sent: dict[str, Published] = {}
 
-    def tell(what: str | int | None) -> None:
-        for channel in channels:
-            channel.send(what)
-
-    def wait() -> None:
-        for channel in channels:
-            channel.recv()
-
-    def through_ray() -> None:
+    def through(name: str, transport: Transport) -> None:
         version = next(versions)
-        outlet = RayOutlet(actors, version=version, timeout_s=TIMEOUT_S)
-        sent["Ray"] = publish(weights.items(), outlet, version=version, bucket_size=size)
-
-    def through_gloo() -> None:
-        version = next(versions)
-        tell(version)
-        sent["gloo"] = publish(weights.items(), gloo, version=version, bucket_size=size)
-        wait()
+        updates = dict.fromkeys(names, Update(str(version), version))
+        sent[name] = publish(weights.items(), peers, transport, updates=updates, bucket_size=size, timeout_s=TIMEOUT_S)
 
     def through_a_file(sync: bool) -> None:
         path = folder / "weights.safetensors"
@@ -159,14 +138,13 @@ def measure(mib: float, bucket_mib: float, num_engines: int, rounds: int, folder
         if sync:
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
-        tell(str(path))
-        wait()
+        ray.get([actor.load_file.remote(str(path)) for actor in actors.values()])
 
     data = torch.cat([weight.view(torch.uint8) for weight in weights.values()])
     sides: dict[str, Callable[[], object]] = {
         "copy": lambda: [target[name].copy_(weight) for name, weight in weights.items()],
-        "Ray": through_ray,
-        "gloo": through_gloo,
+        "Ray": lambda: through("Ray", ObjectStore()),
+        "gloo": lambda: through("gloo", gloo),
         "file": lambda: through_a_file(sync=False),
         "file, fsync": lambda: through_a_file(sync=True),
         "one fingerprint": lambda: byte_sum(data),
@@ -180,9 +158,8 @@ def measure(mib: float, bucket_mib: float, num_engines: int, rounds: int, folder
             if number:  # the first round warms up
                 found[name].append(time.perf_counter() - started)
     assert not any(published.failed for published in sent.values()), sent
-    tell(None)
-    for process in processes:
-        process.join(TIMEOUT_S)
+    for name in names:
+        gloo.drop(name)
     for actor in actors.values():
         ray.kill(actor)
     moved = {
@@ -192,13 +169,49 @@ def measure(mib: float, bucket_mib: float, num_engines: int, rounds: int, folder
     return Found({name: statistics.median(values) for name, values in found.items()}, moved)
 
 
+def transports_of(command: list[str], env: dict[str, str], cwd: Path) -> dict[tuple[str, str, str], float]:
+    """Seconds by MiB, engines and transport, from the table that a run of a benchmark prints."""
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=True)
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    return {(row[0], row[1], row[2]): float(row[3]) for row in cells if row[2] in ("Ray", "gloo")}
+
+
+def compare(commit: str, arguments: list[str]) -> None:
+    """Print before and after."""
+    here = Path(__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(
+            ["git", "archive", commit, "src", "benchmarks"], cwd=here, stdout=subprocess.PIPE, check=True
+        )
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        least: list[dict[tuple[str, str, str], float]] = [{}, {}]
+        for _ in range(REPEATS):
+            for tree, found in zip((Path(folder), here), least, strict=True):
+                env = os.environ | {"PYTHONPATH": str(tree / "src")}
+                command = [sys.executable, str(tree / "benchmarks/publish.py"), *arguments]
+                for key, seconds in transports_of(command, env, tree).items():
+                    found[key] = min(seconds, found.get(key, seconds))
+    print(f"| MiB | engines | way | {commit}, s | now, s | now / {commit} |")
+    print("|---|---|---|---|---|---|")
+    for (mib, engines, way), seconds in least[0].items():
+        now = least[1][mib, engines, way]
+        print(f"| {mib} | {engines} | {way} | {seconds:.3f} | {now:.3f} | {now / seconds:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", nargs="+", type=float, default=[16, 128, 512])
     parser.add_argument("--bucket-mib", type=float, default=64.0)
     parser.add_argument("--engines", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--before", metavar="COMMIT", help="compare with the transports of a commit")
     options = parser.parse_args()
+    if options.before:
+        lists = {"--mib": options.mib, "--engines": options.engines}
+        lists |= {"--bucket-mib": [options.bucket_mib], "--rounds": [options.rounds]}
+        compare(options.before, [str(word) for name, values in lists.items() for word in (name, *values)])
+        return
     torch.set_num_threads(1)
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:

@@ -1,9 +1,13 @@
-"""A tiny model with tied weights, engines that hold it, and how to fail: for the tests of publishing."""
+"""A tiny model with tied weights, engines that hold it, how to fail, and how to call them: for tests of publishing."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 
@@ -13,6 +17,8 @@ from hone.model.base import CausalModel
 from hone.model.load import init_model
 from hone.model.lora import add_adapter
 from hone.rollout.local import LocalEngine
+from hone.weights.publish import NoAnswer, Published, Update, publish
+from hone.weights.receive import Receiver
 
 ARCHITECTURE = {
     "model_type": "qwen3",
@@ -25,8 +31,8 @@ ARCHITECTURE = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-BUCKET_BYTES = 16 * 1024
-"""The model has 50 KiB in float32: several buckets, and tensors that go over their edges."""
+BUCKET_BYTES = 4 * 1024
+"""The model has 60 KiB in float32: many buckets, and tensors that are larger than one."""
 
 
 def tiny_model(seed: int, dtype: torch.dtype = torch.float32) -> CausalModel:
@@ -52,7 +58,7 @@ class HangingEngine(LocalEngine):
 
     async def load(self, weights, version):
         stream = iter(weights)
-        await asyncio.to_thread(lambda: [next(stream), next(stream), time.sleep(30)])
+        await asyncio.to_thread(lambda: [next(stream), next(stream), time.sleep(5)])
 
 
 class LateEngine(LocalEngine):
@@ -60,7 +66,7 @@ class LateEngine(LocalEngine):
 
     async def load(self, weights, version):
         await super().load(weights, version)
-        await asyncio.sleep(30)
+        await asyncio.sleep(5)
 
 
 class ForgetfulEngine(LocalEngine):
@@ -72,10 +78,12 @@ class ForgetfulEngine(LocalEngine):
 
 
 class PickyEngine(LocalEngine):
-    """Takes one weight, and no more."""
+    """Takes one weight of the first version that comes, and no more; then it is as others are."""
 
     async def load(self, weights, version):
-        next(iter(weights))
+        stream = iter(weights)
+        await asyncio.to_thread(next, stream)
+        self.__class__ = LocalEngine
         raise DataError("not these weights")
 
 
@@ -92,3 +100,77 @@ def make_engine(kind: str, dtype: torch.dtype = torch.float32) -> LocalEngine:
     engine = tiny_engine(dtype=dtype)
     engine.__class__ = KINDS[kind]
     return engine
+
+
+class ThreadPeer:
+    """A receiver on an event loop in a thread of this process; `calls` records what it was asked."""
+
+    def __init__(self, engine, *, timeout_s: float = 60.0, num_workers: int = 1) -> None:
+        self.engine, self.num_workers = engine, num_workers
+        self.calls: list[str] = []
+        self.dies_at: str | None = None
+        """A call that is never answered, nor any after it: the process has died."""
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.receiver = self._run(self._make(timeout_s)).result(60)
+
+    async def _make(self, timeout_s: float) -> Receiver:
+        return Receiver(self.engine, timeout_s=timeout_s)
+
+    def call(self, method, *args):
+        self.calls.append(method)
+        if self.dies_at is not None and self.dies_at in self.calls:
+
+            def dead(deadline):
+                raise NoAnswer("ActorDiedError: it was killed")
+
+            return dead
+        started = self._run(getattr(self.receiver, method.removesuffix("_weights"))(*args))
+        return lambda deadline: started.result(max(0.0, deadline - time.monotonic()))
+
+    def _run(self, work) -> Future:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        async def end():
+            if not self.receiver._lock.locked():
+                await self.receiver.close()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            if isinstance(self.engine, LocalEngine):
+                await self.engine.close()
+
+        self._run(end()).result(60)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(60)
+        self.loop.close()
+
+
+@contextmanager
+def peers(kinds: Mapping[str, str], **settings) -> Iterator[dict[str, ThreadPeer]]:
+    """One for each name, of a kind of `KINDS`."""
+    made = {name: ThreadPeer(make_engine(kind), **settings) for name, kind in kinds.items()}
+    try:
+        yield made
+    finally:
+        for peer in made.values():
+            peer.close()
+
+
+def send(
+    model, engines, transport, version, *, attempt="", senders=1, sender=0, timeout_s=60.0, dtype=None
+) -> Published:
+    """One version to engines, from this thread."""
+    update = Update(f"{version}.{attempt}", version, senders)
+    weights = model.named_weights() if isinstance(model, CausalModel) else model
+    return publish(
+        weights,
+        engines,
+        transport,
+        updates=dict.fromkeys(engines, update),
+        sender=sender,
+        bucket_size=BUCKET_BYTES,
+        timeout_s=timeout_s,
+        dtype=dtype,
+    )

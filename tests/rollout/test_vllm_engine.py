@@ -161,8 +161,8 @@ def test_tokens_in_flight_carry_the_version_that_sampled_them_and_no_request_rea
             for i, n in enumerate(lengths)
         ]
         await gate.reached()  # each has `swap` tokens
-        loading = asyncio.create_task(vllm.engine.load(second.named_weights(), 1))
-        await asyncio.sleep(0)
+        loading = asyncio.create_task(vllm._send(list(second.named_weights()), 1))
+        await asyncio.sleep(0.1)
         gate.open()
         await loading
         afterwards = await vllm.engine.generate(request(prompt, index=9, temperature=0.0, max_tokens=24))

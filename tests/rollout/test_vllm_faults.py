@@ -1,8 +1,10 @@
 """vLLM that hangs, that dies half-way through new weights, or that cannot start. Real vLLM, an engine for each."""
 
+import asyncio
 import threading
 
 import pytest
+import tiny_engines
 from tiny_engines import letters, request
 from vllm_engines import Vllm, model_for_vllm, save
 
@@ -12,16 +14,25 @@ from hone.rollout.vllm_args import check_version
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
 
-def test_weights_that_stop_coming_end_the_engine(tmp_path):
-    model = model_for_vllm()
-    vllm = Vllm(save(model, tmp_path / "hf"))
-    half = list(model.named_weights())[:9]
+def test_after_half_a_version_it_waits_for_a_whole_one_and_samples_from_that(tmp_path):
+    first, second = model_for_vllm(seed=0), model_for_vllm(seed=1)
+    vllm = Vllm(save(first, tmp_path / "hf"))
+    one = request([5, 6], temperature=0.0)
+
+    async def sample_and_load():
+        sampling = asyncio.create_task(vllm.engine.generate(one))
+        done, _ = await asyncio.wait({sampling}, timeout=1.0)
+        assert not done, "nothing is sampled from half a version"
+        await vllm._send(list(second.named_weights()), 1)
+        return await sampling
+
     try:
         with pytest.raises(EngineError, match=r"weights: \d+ of \d+ did not come"):
-            vllm.run(vllm.engine.load(half, 1))
-        with pytest.raises(EngineError, match="cannot be used any more"):
-            vllm.generate([request([5])])
+            vllm.load(list(second.named_weights())[:9], 1)
         assert vllm.engine.version == 0
+        ((mine,), (theirs,)) = vllm.run(sample_and_load()), tiny_engines.generate(second, [one])[0]
+        assert mine.token_ids.tolist() == theirs.token_ids.tolist()
+        assert [span.version for span in mine.versions] == [1]
     finally:
         vllm.close()
 
@@ -39,7 +50,7 @@ def test_weights_of_another_model_are_refused(tmp_path, spoil, said):
     vllm = Vllm(save(model, tmp_path / "hf"))
     try:
         with pytest.raises(EngineError, match=said):
-            vllm.run(vllm.engine.load(spoil(list(model.named_weights())), 1))
+            vllm.load(spoil(list(model.named_weights())), 1)
     finally:
         vllm.close()
 

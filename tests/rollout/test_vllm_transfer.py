@@ -1,56 +1,84 @@
-"""vLLM's ranks as members of a group, through vLLM's own protocol for new weights. Real vLLM, two ranks, gloo."""
+"""New weights into vLLM's workers through vLLM's own protocol: by file and by broadcast, again after a failure. Real
+vLLM, two ranks."""
 
 import asyncio
 
 import pytest
 import tiny_engines
-import torch
 from tiny_engines import random_prompts, request
 from vllm_engines import Vllm, model_for_vllm, save
 
 from hone.model.fingerprint import weights_fingerprint
-from hone.weights.meeting import Meeting
-from hone.weights.publish import publish
-from hone.weights.publish_group import GroupOutlet
-from hone.weights.receiving import GroupIntake
-from hone.weights.sending import Target, by_engine
+from hone.weights.publish import Update, publish
+from hone.weights.receive import Receiver
+from hone.weights.transports import Broadcast
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
-TRANSFER = {"worker_extension": "hone.weights.vllm_transfer.TransferExtension", "weight_transfer": "hone"}
-ENGINE = {"engine-0": Target(None, members=2)}
+REQUESTS = [request(p, index=i, temperature=0.0, max_tokens=16) for i, p in enumerate(random_prompts(6))]
 
 
-def test_two_ranks_take_versions_by_themselves_and_sample_from_them(tmp_path):
-    first, second = (model_for_vllm(seed=seed, num_key_value_heads=2) for seed in (0, 1))
-    vllm = Vllm(save(first, tmp_path / "hf"), {"tensor_parallel_size": 2}, **TRANSFER)
-    intake = GroupIntake(vllm.engine, timeout_s=60.0)
-    outlet = GroupOutlet(
-        Meeting(), ["engine-0.0", "engine-0.1"], backend="gloo", device=torch.device("cpu"), timeout_s=60.0
-    )
-    requests = [request(p, index=i, temperature=0.0, max_tokens=16) for i, p in enumerate(random_prompts(6))]
+class Peer:
+    """The engine's receiver, on its event loop."""
 
-    async def join():
-        await asyncio.gather(intake.join("gloo", outlet.link, "engine-0"), asyncio.to_thread(outlet.connect))
+    num_workers = 2
 
-    async def send(model, version):
-        def sending():
-            return publish(model.named_weights(), outlet, version=version, bucket_size=16 * 1024)
+    def __init__(self, receiver, loop):
+        self._receiver, self._loop = receiver, loop
 
-        return await asyncio.gather(intake.take(version), asyncio.to_thread(sending))
+    def call(self, method, *args):
+        work = getattr(self._receiver, method.removesuffix("_weights"))(*args)
+        started = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return lambda deadline: started.result(120)
 
-    try:
-        vllm.run(join())
-        assert not outlet.failed
-        for version, model in [(1, second), (2, first)]:
-            held, found = vllm.run(send(model, version))
-            found = by_engine(found, ENGINE)
-            assert found.held_by == ("engine-0",) and not found.failed
-            assert held == found.manifest.fingerprint == weights_fingerprint(model.named_weights())
-            assert vllm.engine.version == version
-            for (mine,), (theirs,) in zip(vllm.generate(requests), tiny_engines.generate(model, requests), strict=True):
-                assert mine.token_ids.tolist() == theirs.token_ids.tolist()
-                assert mine.sampler_logprobs == pytest.approx(theirs.sampler_logprobs, abs=1e-4)
-                assert [span.version for span in mine.versions] == [version]
-    finally:
-        vllm.close()
+
+@pytest.fixture(scope="module")
+def models():
+    return [model_for_vllm(seed=seed, num_key_value_heads=2) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def vllm(models, tmp_path_factory):
+    vllm = Vllm(save(models[0], tmp_path_factory.mktemp("model") / "hf"), {"tensor_parallel_size": 2})
+    yield vllm
+    vllm.close()
+
+
+def samples_as(vllm, model, version):
+    for (mine,), (theirs,) in zip(vllm.generate(REQUESTS), tiny_engines.generate(model, REQUESTS), strict=True):
+        assert mine.token_ids.tolist() == theirs.token_ids.tolist()
+        assert mine.sampler_logprobs == pytest.approx(theirs.sampler_logprobs, abs=1e-4)
+        assert [span.version for span in mine.versions] == [version]
+
+
+def test_two_ranks_take_versions_by_broadcast_and_sample_from_them(vllm, models):
+    transport = Broadcast("gloo", "127.0.0.1")
+
+    async def send(weights, version):
+        peers = {"engine-0": Peer(receiver, asyncio.get_running_loop())}
+        updates = {"engine-0": Update(f"{version}", version)}
+        arguments = (weights, peers, transport)
+        settings = {"updates": updates, "bucket_size": 16 * 1024, "timeout_s": 60.0}
+        return await asyncio.to_thread(publish, *arguments, **settings)
+
+    async def make():
+        return Receiver(vllm.engine, timeout_s=60.0)
+
+    receiver = vllm.run(make())
+    for version, model in [(1, models[1]), (2, models[0])]:
+        found = vllm.run(send(list(model.named_weights()), version))
+        assert found.held_by == ("engine-0",) and not found.failed
+        assert vllm.engine.fingerprint() == weights_fingerprint(model.named_weights())
+        samples_as(vllm, model, version)
+    found = vllm.run(send(list(models[1].named_weights())[:9], 3))
+    assert found.refused == ("engine-0",) and "did not come" in found.failed["engine-0"]
+    assert vllm.run(send(list(models[1].named_weights()), 4)).held_by == ("engine-0",)
+    samples_as(vllm, models[1], 4)
+    transport.drop("engine-0")
+
+
+def test_two_ranks_take_versions_from_a_file_in_memory(vllm, models):
+    vllm.load(models[0], 5)
+    samples_as(vllm, models[0], 5)
+    vllm.load(models[1], 6)
+    samples_as(vllm, models[1], 6)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from tiny_engines import EOS, letters, tiny_model
+from torch import Tensor
 
 from hone.config.engine import EngineSection
 from hone.model.base import CausalModel
@@ -16,6 +18,9 @@ from hone.rollout.engine import Request
 from hone.rollout.vllm import VllmEngine
 from hone.rollout.vllm_args import VllmPlace
 from hone.types import Sample
+from hone.weights.buckets import Packer
+from hone.weights.publish import Update
+from hone.weights.receive import Receiver
 
 T = TypeVar("T")
 
@@ -65,8 +70,18 @@ class Vllm:
 
         return self.run(use())
 
-    def load(self, model: CausalModel, version: int) -> None:
-        self.run(self.engine.load(model.named_weights(), version))
+    def load(self, weights: CausalModel | Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Publish, as from Ray's object store. Raises EngineError when the engine refuses them."""
+        named = weights.named_weights() if isinstance(weights, CausalModel) else weights
+        self.run(self._send(list(named), version))
+
+    async def _send(self, weights: list[tuple[str, Tensor]], version: int) -> None:
+        receiver, update = Receiver(self.engine, timeout_s=60.0), Update("one", version)
+        packer = Packer(16 * 1024, lambda size: torch.empty(size, dtype=torch.uint8))
+        await receiver.begin(update)
+        for bucket in packer.pack(weights):
+            await receiver.load(update.id, 0, bucket.header, bucket.data.numpy())
+        await receiver.commit(update.id, 0, packer.manifest(version))
 
     def close(self) -> None:
         self.run(self.engine.close())

@@ -40,8 +40,8 @@ from hone.train.checkpoint import SavedCheckpoint
 from hone.train.pairs import PairLearner
 from hone.train.trainer import Trainer
 from hone.weights.buckets import bucket_bytes
-from hone.weights.publisher import Routes
-from hone.weights.sending import Way
+from hone.weights.routes import Routes
+from hone.weights.transports import TransportName
 
 T = TypeVar("T")
 L = TypeVar("L", bound=RemoteLearner)
@@ -371,11 +371,16 @@ class RayWorkers:
         if transport == "ipc" and not on_gpu:
             raise PlacementError("cluster.transport = ipc shares a GPU's memory, and here is none. Nearest: auto.")
         job.observer.say(f"new weights go through {in_words(transport, on_gpu=on_gpu)}")
-        ranks = {engine.name: trainer.devices.index(engine.devices[0]) for engine in engines if transport == "ipc"}
-        way: Way = ("nccl" if on_gpu else "gloo") if transport == "group" else transport
+        if transport == "ipc":
+            ranks = {engine.name: tuple(map(trainer.devices.index, engine.devices)) for engine in engines}
+        elif transport == "group":  # each rank has all tensors for a moment, so each sends to its share of the engines
+            ranks = {engine.name: (number % len(trainer.devices),) for number, engine in enumerate(engines)}
+        else:
+            ranks = {}
+        name: TransportName = ("nccl" if on_gpu else "gloo") if transport == "group" else transport
         machines = {engine.name: engine.nodes[0] for engine in engines}
-        members = self._settings.engines.tensor_parallel_size if transport == "group" else 1
-        return Routes(way, ranks, members, machines, sender_machine=trainer.nodes[0])
+        workers = self._settings.engines.tensor_parallel_size
+        return Routes(name, ranks, workers, machines, sender_machine=trainer.nodes[0])
 
     def _new_role_group(self, roles: Sequence[Role], devices: Sequence[int]) -> RankGroup:
         make = partial(rank, self._spec, self._processes(roles[0], devices), partial(rl_roles, held=roles))

@@ -13,12 +13,6 @@ async def start_vllm(context: ActorContext) -> VllmEngine:
     assert context.model_folder is not None
     config = context.loaded.config
     rollout, engines = config.rollout, config.cluster.engines
-    # Ranks in processes of their own may get weights without the engine's: `weights.receiving.DividedEngine`.
-    transfer = (
-        {"worker_extension": "hone.weights.vllm_transfer.TransferExtension", "weight_transfer": "hone"}
-        if engines.tensor_parallel_size > 1
-        else {}
-    )
     place = VllmPlace(
         folder=context.model_folder,
         precision=config.run.compute_dtype,
@@ -27,7 +21,6 @@ async def start_vllm(context: ActorContext) -> VllmEngine:
         prefill_tokens=rollout.prefill_tokens,
         takes_turns=context.takes_turns,
         trust_remote_code=config.model.trust_remote_code,
-        **transfer,
     )
     return await VllmEngine.start(
         place,

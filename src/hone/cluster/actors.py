@@ -19,11 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import ray
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
@@ -34,11 +32,13 @@ from hone.train.pairs import PairTrainer
 from hone.train.roles import Roles
 from hone.train.tensor_files import FileFacts, HostCopies
 from hone.types import Sample
-from hone.weights.meeting import Link
-from hone.weights.publish import Incoming, Published, publish
-from hone.weights.publish_ray import Intake
-from hone.weights.receiving import GroupIntake
-from hone.weights.sending import Sender, Target, Way, by_engine, make_sender
+from hone.weights.buckets import Header, Manifest
+from hone.weights.groups import GroupAddress
+from hone.weights.parts import Part
+from hone.weights.publish import Published, Transport, Update, publish
+from hone.weights.receive import Arriving, Receiver
+from hone.weights.routes import Target
+from hone.weights.transports import RayPeer, TransportName, make_transport
 
 BEAT_S = 2.0
 """`EngineActor.take` returns without news after this time."""
@@ -105,8 +105,8 @@ class TrainerRank:
         self._trainer: Roles | PairTrainer | None = None
         self._copies = HostCopies()
         self._seat: Seat | None = None
-        self._senders: dict[Way, Sender] = {}
-        self._intake = Intake(_Refreshed(self), timeout_s=timeout_s)
+        self._transports: dict[TransportName, Transport] = {}
+        self._receiver = Receiver(_Refreshed(self), timeout_s=timeout_s)
 
     @property
     def _number(self) -> int:
@@ -205,19 +205,33 @@ class TrainerRank:
             ) from error
 
     async def publish(
-        self, engines: Mapping[str, Target], way: Way, *, version: int, bucket_size: int, timeout_s: float
+        self,
+        targets: Mapping[str, Target],
+        name: TransportName,
+        update_id: str,
+        *,
+        version: int,
+        bucket_size: int,
+        timeout_s: float,
     ) -> Published | None:
-        """Send the weights to the engines that this rank serves."""
+        """Send the weights to the engines that this rank serves; see `weights.publish`."""
 
         def send() -> Published | None:
             weights = self.held.weights()
-            ours = {name: target for name, target in engines.items() if target.rank == self._number}
+            ours = {name: target for name, target in targets.items() if self._number in target.ranks}
             if not ours:
                 return _drained(weights)
-            if way not in self._senders:
-                self._senders[way] = make_sender(way, host=self._host(), timeout_s=timeout_s)
-            outlet = self._senders[way].outlet(ours, version)
-            return by_engine(publish(weights, outlet, version=version, bucket_size=bucket_size), ours)
+            if name not in self._transports:
+                self._transports[name] = make_transport(name, host=self._host())
+            return publish(
+                weights,
+                {name: RayPeer(target.actor, target.num_workers) for name, target in ours.items()},
+                self._transports[name],
+                updates={name: Update(update_id, version, len(target.ranks)) for name, target in ours.items()},
+                sender=self._number,
+                bucket_size=bucket_size,
+                timeout_s=timeout_s,
+            )
 
         return await self.computed(send)
 
@@ -225,15 +239,15 @@ class TrainerRank:
         """Leave the others."""
         await self.computed(self._open.close)
 
-    async def begin_weights(self, version: int) -> None:
-        """New weights for the reference; see `publish_ray`, which calls this and the next two."""
-        await self._intake.begin(version)
+    async def begin_weights(self, update: Update) -> None:
+        """New weights for the reference; see `weights.receive`, also for the next two."""
+        await self._receiver.begin(update)
 
-    async def take_bucket(self, header: str, data: NDArray[np.uint8]) -> None:
-        await self._intake.bucket(header, data)
+    async def load_weights(self, update_id: str, sender: int, header: Header, part: Part) -> None:
+        await self._receiver.load(update_id, sender, header, part)
 
-    async def finish_weights(self, manifest: str) -> str:
-        return await self._intake.manifest(manifest)
+    async def commit_weights(self, update_id: str, sender: int, manifest: Manifest) -> str:
+        return await self._receiver.commit(update_id, sender, manifest)
 
     @property
     def held(self) -> Roles | PairTrainer:
@@ -250,7 +264,7 @@ class TrainerRank:
 
 
 class _Refreshed:
-    """The reference of a rank as a receiver of weights; see `publish.take`."""
+    """The reference of a rank, as what takes weights; see `weights.receive.Loads`."""
 
     def __init__(self, rank: TrainerRank) -> None:
         self._rank = rank
@@ -258,9 +272,10 @@ class _Refreshed:
 
     async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         roles = self._rank.held
-        assert isinstance(roles, Roles) and isinstance(weights, Incoming)
+        assert isinstance(roles, Roles) and isinstance(weights, Arriving)
         await self._rank.computed(lambda: roles.refresh(weights))
-        self._fingerprint = weights.fingerprint or ""
+        assert weights.manifest is not None
+        self._fingerprint = weights.manifest.fingerprint
 
     def fingerprint(self) -> str:
         """Of the weights received, verified on arrival: no rank holds more than a shard of a sharded reference."""
@@ -283,8 +298,7 @@ class EngineActor:
     def __init__(self) -> None:
         end_with_ray()
         self._engine: Engine | None = None
-        self._intake: Intake | None = None
-        self._groups: GroupIntake | None = None
+        self._receiver: Receiver | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._news: list[News] = []
         self._is_news, self._is_idle = asyncio.Event(), asyncio.Event()
@@ -295,10 +309,9 @@ class EngineActor:
         return replace(vitals, cache=self._engine.cache_use()) if isinstance(self._engine, Caching) else vitals
 
     async def build(self, make: MakeEngine, *, timeout_s: float) -> None:
-        """Make the engine. `timeout_s`: of a transfer of weights that has begun."""
+        """Make the engine. `timeout_s`: longest wait of a sender for one bucket to be loaded."""
         self._engine = await make()
-        self._intake = Intake(self._engine, timeout_s=timeout_s)
-        self._groups = GroupIntake(self._engine, timeout_s=timeout_s)
+        self._receiver = Receiver(self._engine, timeout_s=timeout_s)
 
     async def submit(self, requests: Sequence[tuple[int, Request]]) -> None:
         """Start these requests, together and in order."""
@@ -326,22 +339,18 @@ class EngineActor:
         if (task := self._running.get(number)) is not None:
             task.cancel()
 
-    async def begin_weights(self, version: int) -> None:
-        """See `publish_ray`, which calls this and the next two."""
-        await self.intake.begin(version)
+    async def connect_weights(self, address: GroupAddress) -> None:
+        """See `weights.receive`, also for the next three."""
+        await self.receiver.connect(address)
 
-    async def take_bucket(self, header: str, data: NDArray[np.uint8]) -> None:
-        await self.intake.bucket(header, data)
+    async def begin_weights(self, update: Update) -> None:
+        await self.receiver.begin(update)
 
-    async def finish_weights(self, manifest: str) -> str:
-        return await self.intake.manifest(manifest)
+    async def load_weights(self, update_id: str, sender: int, header: Header, part: Part) -> None:
+        await self.receiver.load(update_id, sender, header, part)
 
-    async def join_weights(self, way: Way, link: Link, name: str) -> None:
-        """See `sending`, which calls this and the next."""
-        await self.groups.join(way, link, name)
-
-    async def take_weights(self, version: int) -> str:
-        return await self.groups.take(version)
+    async def commit_weights(self, update_id: str, sender: int, manifest: Manifest) -> str:
+        return await self.receiver.commit(update_id, sender, manifest)
 
     async def sleep(self) -> None:
         await self.engine.sleep()
@@ -351,6 +360,8 @@ class EngineActor:
         await self.engine.wake()
 
     async def close(self) -> None:
+        if self._receiver is not None:
+            await self._receiver.close()
         if self._engine is not None:
             await self._engine.close()
 
@@ -360,14 +371,9 @@ class EngineActor:
         return self._engine
 
     @property
-    def intake(self) -> Intake:
-        assert self._intake is not None, "build comes first"
-        return self._intake
-
-    @property
-    def groups(self) -> GroupIntake:
-        assert self._groups is not None, "build comes first"
-        return self._groups
+    def receiver(self) -> Receiver:
+        assert self._receiver is not None, "build comes first"
+        return self._receiver
 
     async def _generate(self, number: int, request: Request) -> None:
         try:

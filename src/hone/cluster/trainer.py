@@ -25,8 +25,8 @@ from hone.train.pairs import Measured
 from hone.train.tensor_files import FileFacts
 from hone.types import Batch
 from hone.weights.publish import Published
-from hone.weights.publisher import Publisher, Routes
-from hone.weights.sending import Target, Way
+from hone.weights.routes import Publisher, Routes, Target
+from hone.weights.transports import TransportName
 
 
 class RemoteLearner:
@@ -208,10 +208,12 @@ class RemoteTrainer(RemoteLearner):
             self._reference.is_broken = True
             raise ClusterError(f"refreshing the reference: {'; '.join(published.failed.values())}")
 
-    def _send(self, version: int, what: str, targets: Mapping[str, Target], way: Way) -> list[Published | None]:
+    def _send(
+        self, version: int, what: str, targets: Mapping[str, Target], transport: TransportName, update_id: str
+    ) -> list[Published | None]:
         """Have every rank send to the targets that are its own; see `Publisher`."""
         settings = {"version": version, "bucket_size": self._bucket_size, "timeout_s": self._timeout_s}
-        asked = self._policy.ask("publish", dict(targets), way, **settings)
+        asked = self._policy.ask("publish", dict(targets), transport, update_id, **settings)
         # Each target may use up its time; only then is it the rank that is stuck.
         return gather([asked], what, 2 * self._timeout_s)[0]
 

@@ -60,11 +60,16 @@ class LocalEngine:
         self._eos_ids = eos_ids
         self._guard = guard
         self._max_concurrent, self._prefill_tokens = max_concurrent, prefill_tokens
+        self._is_whole = True  # the worker's: whether the weights are all of one version
         self._is_busy = False  # the worker's; the phase "rollout" is open while it is
         self._scheduler = Scheduler(make_stepper(model, max_concurrent, prefill_tokens), decode, max_concurrent)
         self._promises: dict[RowJob, Future[tuple[Sample, ...]]] = {}  # the worker's; a job is in it while it runs
         self._worker = EngineWorker(
-            lambda: not self._scheduler.idle, self._step, executor=executor, name="hone-engine", timeout_s=timeout_s
+            lambda: self._is_whole and not self._scheduler.idle,
+            self._step,
+            executor=executor,
+            name="hone-engine",
+            timeout_s=timeout_s,
         )
         self._unsent: list[Action] = []
         self._awake = True
@@ -92,16 +97,21 @@ class LocalEngine:
             raise
 
     async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        """See `Engine.load`. Weights that do not fit end the engine: it would hold half of them."""
+        """See `Engine.load`. After a failure it holds a part of them, and requests wait until it was given all of a
+        version.
+
+        Raises EngineError and DataError: they do not fit, or stopped coming.
+        """
 
         def load() -> None:
             if weights is not None:
+                self._is_whole = False
                 with self._guard.phase("publish"):
                     self._model.load_weights(weights)
-            self.version = version
+            self._is_whole, self.version = True, version
 
         self._send()
-        await self._worker.run(lambda: self._guard.attempt(load), f"loading the weights of version {version}")
+        await self._worker.attempt(lambda: self._guard.attempt(load), f"loading the weights of version {version}")
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""

@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,18 +27,31 @@ from torch import Tensor
 
 from hone.config.engine import LEAST_TEMPERATURE, EngineSection
 from hone.errors import DataError, EngineError
-from hone.model.fingerprint import Fingerprint, weights_fingerprint
+from hone.model.fingerprint import weights_fingerprint
 from hone.model.load import read_weights
 from hone.rollout.engine import CacheUse, OnSample, OnToken, Request, Sampling, Token
 from hone.rollout.sampling import request_key, sample_seed
 from hone.rollout.stop_strings import Decode, stop_window, text_up_to_stop
 from hone.rollout.vllm_args import CPU_ENVIRONMENT, ENVIRONMENT, VllmPlace, check_version, engine_arguments
 from hone.rollout.vllm_cache import VllmCache
-from hone.rollout.vllm_weights import complete, in_parts, published_shapes
 from hone.rollout.worker import EngineWorker
 from hone.types import Sample, version_spans
 
 SHUTDOWN_S = 30.0
+
+
+@runtime_checkable
+class Buckets(Protocol):
+    """One version on its way, see `weights.receive.Arriving`."""
+
+    def buckets(self) -> Iterable[tuple[Any, Any]]:
+        """Header and parts of each, for `weights.vllm_worker`."""
+        ...
+
+    @property
+    def manifest(self) -> Any:
+        """What it held, once all has arrived."""
+        ...
 
 
 @dataclass(eq=False)
@@ -93,14 +106,18 @@ class VllmEngine:
         self._decode, self._eos_ids = decode, eos_ids
         self._max_positions: int = llm.model_config.max_model_len
         self._vocab_size: int = llm.model_config.get_vocab_size()
-        self._shapes = published_shapes(place.folder, is_tied=llm.model_config.hf_text_config.tie_word_embeddings)
         self._fingerprint: str | None = None  # of the folder's weights: computed when it is asked for
         self._rows: dict[str, _VllmRow] = {}  # the worker's, as the two below
         self._numbers = itertools.count()
         self._loads = 0
-        self._awake, self._weights_awake, self._weights_lost = True, True, False
+        self._awake, self._weights_awake = True, True
+        self._has_weights = True  # all of one version
         self._worker = EngineWorker(
-            lambda: bool(self._rows), self._step, executor=executor, name="hone-vllm", timeout_s=timeout_s
+            lambda: self._has_weights and bool(self._rows),
+            self._step,
+            executor=executor,
+            name="hone-vllm",
+            timeout_s=timeout_s,
         )
 
     @classmethod
@@ -191,23 +208,33 @@ class VllmEngine:
     async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """See `Engine.load`. While asleep it wakes the memory of the weights first, and no other.
 
-        Weights that do not fit, or stop coming, end the engine: it would hold half of them.
+        After a failure it holds a part of them, and requests wait until it was given all of a version.
+
+        Args:
+            weights: a `Buckets`, which vLLM's workers open.
+        Raises:
+            EngineError: they do not fit, or stopped coming.
         """
-        if weights is None:
-            raise EngineError("vLLM shares no memory with the trainer; publish the weights themselves.")
-        await self._worker.run(lambda: self._load(weights, version), f"loading the weights of version {version}")
+        if not isinstance(weights, Buckets):
+            raise EngineError(
+                "vLLM shares no memory with the trainer: its workers take new weights in buckets, as "
+                "hone.weights.receive.Receiver brings them."
+            )
+        await self._worker.attempt(lambda: self._load(weights, version), f"loading the weights of version {version}")
 
-    async def join_transfer(self, info: dict[str, Any]) -> None:
-        """See `weights.receiving.DividedEngine`."""
-        call = {"kwargs": {"init_info": info}}
-        await self._worker.run(
-            lambda: self._llm.collective_rpc("init_weight_transfer_engine", **call), "joining a group"
-        )
+    @property
+    def num_workers(self) -> int:
+        """See `weights.receive.LoadsBuckets`."""
+        return self._settings.tensor_parallel_size
 
-    async def take_transfer(self, version: int) -> str:
-        """See `weights.receiving.DividedEngine`; otherwise as `load`."""
-        await self._worker.run(lambda: self._receive(version), f"taking the weights of version {version}")
-        return self.fingerprint()
+    async def connect_workers(self, address: Any) -> None:
+        """See `weights.receive.LoadsBuckets`."""
+
+        def join() -> None:
+            self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"address": address}})
+            self._check_workers()
+
+        await self._worker.attempt(join, "joining a group")
 
     async def sleep(self) -> None:
         """See `Engine.sleep`. Where it takes turns, with `sleep_level` 2, the weights are gone: `load` before `wake`.
@@ -219,10 +246,10 @@ class VllmEngine:
 
     async def wake(self) -> None:
         """See `Engine.wake`. Weights first, then new ones by `load`, then this for the cache."""
-        if self._weights_lost:
+        if not self._has_weights:
             raise EngineError(
-                "the engine threw its weights away when it fell asleep (sleep_level 2); load new ones before waking "
-                "it, or set sleep_level to 1."
+                "the engine has no weights: it threw them away when it fell asleep (sleep_level 2), or new ones did "
+                "not arrive whole. Load new ones before waking it, or set sleep_level to 1."
             )
         await self._worker.run(self._wake, "wake")
 
@@ -318,37 +345,36 @@ class VllmEngine:
         if len(group.samples) == group.request.num_samples:
             self._worker.keep(group.promise, tuple(sorted(group.samples, key=lambda s: s.index)))
 
-    def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._wake_weights()
-        self._llm.collective_rpc("hone_begin_weights")
-        fingerprint = Fingerprint()
-        for part in in_parts(complete(weights, self._shapes, fingerprint)):
-            if self._settings.tensor_parallel_size > 1:  # the parts go to other processes
-                part = [(name, weight.cpu()) for name, weight in part]
-            self._llm.collective_rpc("hone_take_weights", args=(part,))
-        self._llm.collective_rpc("hone_finish_weights")
-        self._has(version, fingerprint.hexdigest())
-
-    def _receive(self, version: int) -> None:
-        """As `_load`, of what comes to vLLM's workers themselves, through vLLM's own protocol for it."""
-        self._wake_weights()
-        self._llm.collective_rpc("start_weight_update")
-        taking = {"update_info": {"version": version, "shapes": self._shapes}}
-        self._llm.collective_rpc("update_weights", kwargs=taking)
-        self._llm.collective_rpc("finish_weight_update")
-        self._has(version, self._llm.collective_rpc("hone_fingerprint")[0])
-
-    def _wake_weights(self) -> None:
+    def _load(self, weights: Buckets, version: int) -> None:
         if not self._weights_awake and self._frees_memory:
             self._llm.wake_up(["weights"])
-
-    def _has(self, version: int, fingerprint: str) -> None:
-        """Weights were loaded."""
-        self._fingerprint = fingerprint
-        self._weights_awake, self._weights_lost = True, False
+        self._weights_awake, self._has_weights = True, False
+        self._llm.collective_rpc("start_weight_update")
+        try:
+            for header, parts in weights.buckets():
+                bucket = {"header": header, "parts": parts}
+                self._llm.collective_rpc("update_weights", kwargs={"update_info": bucket})
+        finally:  # an update that was started must be finished before another can start
+            self._llm.collective_rpc("finish_weight_update")
+        fingerprints = self._check_workers()
+        if fingerprints != {weights.manifest.fingerprint}:
+            raise EngineError(
+                f"weights of version {version}: what arrived at vLLM's workers hashes to {', '.join(fingerprints)}, "
+                f"what was sent to {weights.manifest.fingerprint}. Bytes were damaged on the way."
+            )
+        self._fingerprint = weights.manifest.fingerprint
         self._loads += 1
         self._llm.set_weight_version(str(version))
-        self.version = version
+        self._has_weights, self.version = True, version
+
+    def _check_workers(self) -> set[str]:
+        """Fingerprints of what arrived last. Raises EngineError with what a worker says went wrong."""
+        outcomes = self._llm.collective_rpc("hone_weights_outcome")
+        for number, outcome in enumerate(outcomes):
+            if outcome.failure is not None:
+                of = f"vLLM's worker {number}: " if len(outcomes) > 1 else ""
+                raise EngineError(f"{of}{outcome.failure}")
+        return {outcome.fingerprint for outcome in outcomes}
 
     def _sleep_if_idle(self) -> bool:
         if self._rows:
@@ -359,7 +385,8 @@ class VllmEngine:
             else:
                 self._llm.reset_prefix_cache()
             self._awake, self._weights_awake = False, False
-            self._weights_lost = self._place.takes_turns and self._settings.sleep_level == 2
+            if self._place.takes_turns and self._settings.sleep_level == 2:
+                self._has_weights = False
         return True
 
     def _wake(self) -> None:

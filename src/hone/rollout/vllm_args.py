@@ -23,7 +23,8 @@ CPU_BLOCK_TOKENS = 32
 PLAIN_ROTARY = {"custom_ops": ["-rotary_embedding"]}
 """vLLM's CPU kernel for rotary positions (0.32) miscomputes them for a part of a head, as latent attention (DeepSeek)
 has it; without the kernel PyTorch computes them."""
-WORKER_EXTENSION = "hone.rollout.vllm_worker.WeightsExtension"
+WORKER_EXTENSION, WEIGHT_TRANSFER = "hone.weights.vllm_worker.Extension", "hone"
+"""Class that vLLM loads into its workers, and the backend for new weights that its module registers."""
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # several processes share the cores; a bound thread waits
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are made here, so that it is known which weights made them
@@ -64,10 +65,6 @@ class VllmPlace:
     max_concurrent: int
     """Sequences decoded together, at most."""
     prefill_tokens: int
-    worker_extension: str = WORKER_EXTENSION
-    """Class that vLLM loads into its workers, by its full name."""
-    weight_transfer: str | None = None
-    """What that class has registered with vLLM as a way in for weights."""
     takes_turns: bool = False
     """Whether others use the engine's memory between `sleep` and `wake`."""
     trust_remote_code: bool = False
@@ -102,10 +99,9 @@ def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool)
         "generation_config": "vllm",  # the model's own would change temperature and truncation
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
-        "worker_extension_cls": place.worker_extension,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
     }
-    if place.weight_transfer is not None:
-        arguments["weight_transfer_config"] = {"backend": place.weight_transfer}
     if not on_gpu:
         arguments.setdefault("block_size", CPU_BLOCK_TOKENS)
         if "qk_rope_head_dim" in json.loads((place.folder / "config.json").read_text()):

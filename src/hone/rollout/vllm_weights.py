@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.errors import EngineError
-from hone.model.fingerprint import Fingerprint
 from hone.model.load import Implementation, exported_shapes, weight_shapes
 
 PART_BYTES = 256 * 2**20
@@ -49,26 +47,29 @@ def publishing_problem(
     )
 
 
-def complete(
-    weights: Iterable[tuple[str, Tensor]], shapes: dict[str, tuple[int, ...]], fingerprint: Fingerprint
-) -> Iterator[tuple[str, Tensor]]:
-    """The same weights, checked to be all of the model's: vLLM itself only warns of a layer that did not come.
+class Missing:
+    """Names that a version still lacks: vLLM itself only warns of a layer that did not come."""
 
-    Raises EngineError when a name is missing, unknown or repeated, or a shape differs.
-    """
-    missing = dict(shapes)
-    for name, weight in weights:
-        weight = weight.detach()
-        if missing.pop(name, None) != tuple(weight.shape):
-            expected = f"has shape {shapes[name]}" if name in shapes else "is none of it"
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes, self._missing = shapes, dict(shapes)
+
+    def without(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same weights, which came. Raises EngineError when a name is unknown or repeated, or a shape differs."""
+        for name, weight in weights:
+            if self._missing.pop(name, None) != tuple(weight.shape):
+                expected = f"has shape {self._shapes[name]}" if name in self._shapes else "is none of it"
+                raise EngineError(
+                    f"weights: {name} came with shape {tuple(weight.shape)}; in the model that vLLM was started with "
+                    f"it {expected}, and each comes once."
+                )
+            yield name, weight
+
+    def check(self) -> None:
+        """Raises EngineError when a name is missing."""
+        if self._missing:
             raise EngineError(
-                f"weights: {name} came with shape {tuple(weight.shape)}; in the model that vLLM was started with it "
-                f"{expected}, and each comes once."
+                f"weights: {len(self._missing)} of {len(self._shapes)} did not come, {min(self._missing)} among them."
             )
-        fingerprint.add(name, weight.shape, weight.dtype, weight.contiguous().view(-1).view(torch.uint8))
-        yield name, weight
-    if missing:
-        raise EngineError(f"weights: {len(missing)} of {len(shapes)} did not come, {min(missing)} among them.")
 
 
 def in_parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hone.errors import EngineError, MemoryExhausted
+from hone.errors import DataError, EngineError, MemoryExhausted
 
 T = TypeVar("T")
 Action = Callable[[], Any]
@@ -91,6 +91,19 @@ class EngineWorker:
         promise = self.promise()
         self.post([lambda: self.keep(promise, action())])
         return await self.wait_for(promise, what)
+
+    async def attempt(self, action: Callable[[], T], what: str) -> T:
+        """As `run`, but EngineError and DataError are the caller's, and the worker stays."""
+
+        def tried() -> T | EngineError | DataError:
+            try:
+                return action()
+            except (EngineError, DataError) as error:
+                return error
+
+        if isinstance(outcome := await self.run(tried, what), EngineError | DataError):
+            raise outcome
+        return outcome
 
     async def wait_for(self, promise: Future[T], what: str) -> T:
         """The promise's value, awaited for as long as the worker is alive and moving."""

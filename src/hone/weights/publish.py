@@ -1,64 +1,88 @@
-"""From a trainer to its engines: one version's weights, sent once, taken by each engine between two tokens.
+"""From a trainer's rank to engines: one version's weights, in buckets, with one call per bucket and engine.
 
-The sending end runs where the trainer's rank 0 does, the receiving end in each engine's process:
+    rank      begin   load(0)  load(1) ...  commit(manifest)
+    engine            open, load between two tokens; check; answer with the fingerprint of what it holds
 
-    published = publish(trainer.weights(), outlet, version=7, bucket_size=...)      # blocks
-    held = await take(engine, inlet, version=7)                                     # meanwhile, there
-
-What lies between an outlet and its inlets is a transport: `publish_ray` (Ray's object store), `publish_group` (gloo or
-NCCL), `publish_ipc` (the memory of one GPU). All of them bring the same bytes, wait no longer than a deadline, and
-never let one engine's failure hide another's success. An engine that failed may hold half a version: nothing may be
-sampled from it until it took a whole one, which for most engines means to start again.
-
-Not here: which transport a run uses (`config/transport.py`, `sending.py`, `receiving.py`), who publishes when (the
-loop), and which engine may be used (the router).
+The bytes of a bucket go through a transport (`transports.py`); the call says what lies in it, and its answer that it
+was taken. So the caller learns of an engine that dies from the call that fails, and of one that hangs at the deadline;
+one engine's failure costs the others no more than the wait. An engine that failed may hold half a version: nothing is
+sampled from it until it took a whole one. The engine's side is `receive.py`; which rank sends to which engine, and who
+is sent a version again, is decided in `routes.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hone.errors import EngineError
-from hone.weights.buckets import Bucket, Manifest, Packer, Unpacker
+from hone.weights.buckets import Bucket, Manifest, Packer
 
 IN_FLIGHT = 2
 """Buckets in memory at the sender: one is sent while the next is packed."""
 
 
-class Outlet(Protocol):
-    """The sending end of a transport, to engines with names."""
+class NoAnswer(EngineError):
+    """An engine died, or did not answer in time: to send it anything again is of no use."""
+
+
+Answer = Callable[[float], Any]
+"""Waits for the answer of a call, until a moment of `time.monotonic`. Raises NoAnswer, or the EngineError with which
+the engine answered."""
+
+
+class Peer(Protocol):
+    """An engine's process, as a sender calls it."""
+
+    @property
+    def num_workers(self) -> int:
+        """Its processes that load weights."""
+        ...
+
+    def call(self, method: str, *args: Any) -> Answer:
+        """Start a call of a method of its `EngineActor`."""
+        ...
+
+
+class Transport(Protocol):
+    """How a bucket's bytes get from this rank to engines."""
 
     device: torch.device
     """Where buckets are packed."""
-    failed: dict[str, str]
-    """Engines that take nothing any more, and why. Those that are not in it still do."""
 
-    @property
-    def engines(self) -> Sequence[str]:
-        """All engines, failed ones too."""
+    def connect(self, peers: Mapping[str, Peer], timeout_s: float) -> dict[str, EngineError]:
+        """Before a version: be ready to send to these engines. Returns those that cannot be reached, and why."""
         ...
 
-    @property
-    def bystanders(self) -> Sequence[str]:
-        """Those of the failed that another one's failure has interrupted: what they took so far is as it should be, and
-        they wait for the rest."""
+    def send(self, bucket: Bucket, engines: Sequence[str]) -> Mapping[str, Any]:
+        """Begin to send a bucket. Returns what the call of each engine carries (`parts.Part`)."""
         ...
 
-    def send(self, bucket: Bucket) -> Callable[[], object]:
-        """Begin to send. The call that is returned waits until the bucket's memory may be written to again, or for the
-        deadline; it raises nothing: see `failed`."""
+    def wait(self, engine: str, deadline: float) -> None:
+        """Once an engine has taken a bucket: wait until its memory may be written to again. Raises EngineError."""
         ...
 
-    def finish(self, manifest: Manifest) -> dict[str, str]:
-        """Say that all was sent, and wait until the engines hold it: the fingerprint that each of them found."""
+    def drop(self, engine: str) -> None:
+        """An engine failed: send it no more, and give up what is under way."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One attempt to bring a version to engines."""
+
+    id: str
+    """Unique; calls of an earlier attempt are refused by it."""
+    version: int
+    """Policy updates made."""
+    senders: int = 1
+    """Ranks that send to the same engine, each to one of its workers; the engine waits for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,65 +94,151 @@ class Published:
     """Engines that hold the version, to the last bit."""
     failed: Mapping[str, str]
     """Engines that do not, and why: nothing may be sampled from them."""
-    bystanders: tuple[str, ...]
-    """Those of the failed that wait for the same version once more, without the one that failed; see `Outlet`."""
+    refused: tuple[str, ...]
+    """Those of the failed that are alive and said why they did not take it: they can be sent it again."""
     sent_bytes: int
     """Of all buckets, once, however many engines took them."""
 
 
 def publish(
     weights: Iterable[tuple[str, Tensor]],
-    outlet: Outlet,
+    peers: Mapping[str, Peer],
+    transport: Transport,
     *,
-    version: int,
+    updates: Mapping[str, Update],
+    sender: int = 0,
     bucket_size: int,
+    timeout_s: float,
     dtype: torch.dtype | None = None,
 ) -> Published:
-    """Send one version to every engine of an outlet.
+    """Send one version to engines. Blocks until each of them holds it or has failed.
 
     Args:
         weights: a trainer's; gone through once, to its end, so that a sharded trainer's other ranks, which go through
             theirs meanwhile, are never left alone.
-        bucket_size: bytes that are sent at once; twice that is taken.
+        updates: what it is to each engine; all have one version.
+        sender: rank of this process.
+        bucket_size: bytes that are sent at once, unless a tensor is larger; twice that is taken.
+        timeout_s: an engine that does not connect, take a bucket or finish loading for so long is stuck.
         dtype: what the engines compute in, if not what the weights are in: half the bytes for float32 masters.
     """
-    coming = iter(weights)
-    buffers = _Buffers(bucket_size, outlet.device)
-    packer, sent_bytes = Packer(buffers.empty, dtype=dtype), 0
+    stream = _Stream(peers, transport, updates, sender, timeout_s)
+    stream.begin()
+    coming, sent_bytes = iter(weights), 0
+    buffers = _Buffers(bucket_size, transport.device)
+    packer = Packer(bucket_size, buffers.empty, dtype=dtype)
     for bucket in packer.pack(coming):
-        if len(outlet.failed) == len(outlet.engines):
+        if not stream.taking:
             break
-        buffers.sent(outlet.send(bucket))
-        sent_bytes += len(bucket.data)
+        buffers.sent(stream.load(bucket))
+        sent_bytes += bucket.header.num_bytes
     for _ in coming:  # no engine is left to take them
         pass
     buffers.drain()
+    (version,) = {update.version for update in updates.values()}
     manifest = packer.manifest(version)
-    held = outlet.finish(manifest)
-    for engine, found in held.items():
-        if found != manifest.fingerprint:
-            outlet.failed[engine] = (
-                f"{engine} holds weights that hash to {found[:12]} after taking version {version}, "
-                f"whose hash is {manifest.fingerprint[:12]}"
-            )
-    held_by = tuple(engine for engine in outlet.engines if engine not in outlet.failed)
-    return Published(manifest, held_by, dict(outlet.failed), tuple(outlet.bystanders), sent_bytes)
+    stream.commit(manifest)
+    refused = tuple(name for name, error in stream.failed.items() if not isinstance(error, NoAnswer))
+    failed = {name: f"{name}: {error}" for name, error in stream.failed.items()}
+    return Published(manifest, tuple(stream.taking), failed, refused, sent_bytes)
+
+
+class _Stream:
+    """The calls of one version."""
+
+    def __init__(
+        self,
+        peers: Mapping[str, Peer],
+        transport: Transport,
+        updates: Mapping[str, Update],
+        sender: int,
+        timeout_s: float,
+    ) -> None:
+        self._peers, self._transport, self._updates = peers, transport, updates
+        self._sender, self._timeout_s = sender, timeout_s
+        self.failed: dict[str, EngineError] = {}
+
+    @property
+    def taking(self) -> list[str]:
+        """Engines that have not failed."""
+        return [name for name in self._peers if name not in self.failed]
+
+    def begin(self) -> None:
+        for name, error in self._transport.connect(self._peers, self._timeout_s).items():
+            self._drop(name, error)
+        calls = {name: self._peers[name].call("begin_weights", self._updates[name]) for name in self.taking}
+        self._settle(calls, "did not answer")()
+
+    def load(self, bucket: Bucket) -> Callable[[], object]:
+        """Send a bucket. The call that is returned waits until its memory may be written to again, or for the deadline;
+        it raises nothing: see `failed`."""
+        parts = self._transport.send(bucket, self.taking)
+        calls = {
+            name: self._peers[name].call("load_weights", self._updates[name].id, self._sender, bucket.header, part)
+            for name, part in parts.items()
+        }
+        return self._settle(calls, f"did not take bucket {bucket.header.index}", then=self._transport.wait)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Wait until the engines hold it, and compare the fingerprint that each of them found."""
+        calls = {
+            name: self._peers[name].call("commit_weights", self._updates[name].id, self._sender, manifest)
+            for name in self.taking
+        }
+        for name, found in self._settle(calls, "did not finish loading")().items():
+            if found != manifest.fingerprint:
+                why = (
+                    f"it holds weights that hash to {found[:12]} after taking version {manifest.version}, whose hash "
+                    f"is {manifest.fingerprint[:12]}"
+                )
+                self._drop(name, EngineError(why))
+
+    def _settle(
+        self, calls: Mapping[str, Answer], what_is_late: str, *, then: Callable[[str, float], None] | None = None
+    ) -> Callable[[], dict[str, Any]]:
+        """The call that is returned waits for the answers; engines that do not answer have failed."""
+        deadline = time.monotonic() + self._timeout_s
+
+        def answers() -> dict[str, Any]:
+            found = {}
+            for name, answer in calls.items():
+                if name in self.failed:
+                    continue
+                try:
+                    found[name] = answer(deadline)
+                    if then is not None:
+                        then(name, deadline)
+                except TimeoutError:
+                    why = f"stuck: it {what_is_late} within {self._timeout_s:g} s"
+                    self._drop(name, NoAnswer(why))
+                except EngineError as error:
+                    self._drop(name, error)
+            return found
+
+        return answers
+
+    def _drop(self, name: str, error: EngineError) -> None:
+        self.failed[name] = error
+        self._transport.drop(name)
 
 
 class _Buffers:
-    """`IN_FLIGHT` buffers; the one that was sent first is the next to be empty."""
+    """`IN_FLIGHT` buffers; the one that was sent first is the next to be empty. A tensor that is larger than a bucket
+    gets a buffer of its own, which is not kept."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._size, self._device = size, device
+        self._free: list[Tensor] = []
         self._taken: deque[Tensor] = deque()
         self._waits: deque[Callable[[], object]] = deque()
 
-    def empty(self) -> Tensor:
-        if len(self._taken) < IN_FLIGHT:
-            buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-        else:
+    def empty(self, size: int) -> Tensor:
+        if len(self._taken) == IN_FLIGHT:
             self._waits.popleft()()
-            buffer = self._taken.popleft()
+            if len(buffer := self._taken.popleft()) == self._size:
+                self._free.append(buffer)
+        fits = size == self._size and self._free
+        buffer = self._free.pop() if fits else torch.empty(size, dtype=torch.uint8, device=self._device)
         self._taken.append(buffer)
         return buffer
 
@@ -138,85 +248,3 @@ class _Buffers:
     def drain(self) -> None:
         while self._waits:
             self._waits.popleft()()
-
-
-class Inlet(Protocol):
-    """The receiving end of a transport, in an engine's process."""
-
-    def messages(self) -> Iterator[Bucket | Manifest]:
-        """What was sent, a manifest at its end. Waits for each no longer than a deadline.
-
-        Each bucket's data is memory of its own: what is taken from it stays as it is.
-
-        Raises:
-            EngineError: nothing more comes, and why.
-        """
-        ...
-
-    def held(self, fingerprint: str) -> None:
-        """Tell the sender what the engine holds now."""
-        ...
-
-    def failed(self, reason: str) -> None:
-        """Tell the sender that the engine takes nothing any more."""
-        ...
-
-
-class Incoming:
-    """One version's weights as they arrive, for `Engine.load` to go through, once."""
-
-    def __init__(self, inlet: Inlet, version: int) -> None:
-        self._inlet, self._version = inlet, version
-        self._begun = False
-        self.fingerprint: str | None = None
-        """Of what was sent, once all of it arrived and was found to be the same."""
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        if self._begun:
-            raise EngineError(f"the weights of version {self._version} are sent once; loading them cannot begin again.")
-        self._begun = True
-        unpacker, manifest = Unpacker(), None
-
-        def buckets() -> Iterator[Bucket]:
-            nonlocal manifest
-            for message in self._inlet.messages():
-                if isinstance(message, Manifest):
-                    manifest = message
-                    return
-                yield message
-
-        yield from unpacker.unpack(buckets())
-        if manifest is None or manifest.version != self._version:
-            raise EngineError(
-                f"weights of version {self._version} were awaited, and those of "
-                f"{'none' if manifest is None else manifest.version} came."
-            )
-        unpacker.check(manifest)
-        self.fingerprint = manifest.fingerprint
-
-
-class Loads(Protocol):
-    """Who takes weights: an engine."""
-
-    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None: ...
-
-    def fingerprint(self) -> str: ...
-
-
-async def take(engine: Loads, inlet: Inlet, version: int) -> str:
-    """Have an engine load the weights that arrive. Returns, and tells the sender, the fingerprint of what it holds.
-
-    Raises:
-        EngineError: it does not hold the version; the sender knows.
-    """
-    incoming = Incoming(inlet, version)
-    try:
-        await engine.load(incoming, version)
-        held = await asyncio.to_thread(engine.fingerprint)
-    except Exception as error:  # the boundary of the engine: whatever it is, the sender must hear of it
-        inlet.failed(f"{type(error).__name__}: {error}")
-        if isinstance(error, EngineError):
-            raise
-        raise EngineError(f"weights of version {version} could not be loaded: {error}") from error
-    inlet.held(held)
-    return held

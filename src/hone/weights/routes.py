@@ -1,0 +1,125 @@
+"""Publishing as the run sees it: which ranks send to which engine, until every engine that lives has the version."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.errors import ClusterError
+from hone.weights.publish import Published
+from hone.weights.transports import TransportName
+
+ATTEMPTS = 2
+"""Times that a version is sent to an engine that refused it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An engine that is to get weights."""
+
+    actor: Any
+    """Handle of its `EngineActor`."""
+    ranks: tuple[int, ...] = (0,)
+    """Of the trainer, from where it gets them: one, or with CUDA IPC that of each worker's GPU."""
+    num_workers: int = 1
+    """Processes of the engine that load weights."""
+
+
+Ask = Callable[[Mapping[str, Target], TransportName, str], Sequence[Published | None]]
+"""Has every rank of a trainer send to the targets that are its own, as the update of this id; what came of it on
+each."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How weights get to the engines of a run."""
+
+    transport: TransportName = "ray"
+    ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """See `Target.ranks`, by the names of the engines; rank 0 for none."""
+    num_workers: int = 1
+    """Of each engine."""
+    machines: Mapping[str, int] = field(default_factory=dict)
+    """Of the engines, by their names."""
+    sender_machine: int = 0
+    """Of the trainer's rank 0."""
+
+    def targets(self, actors: Mapping[str, Any]) -> dict[str, Target]:
+        """Engines by name, from the handles of their actors."""
+        return {name: Target(actor, self.ranks.get(name, (0,)), self.num_workers) for name, actor in actors.items()}
+
+    def moved_over_least(self, parts: Sequence[Published], engines: Sequence[str]) -> float:
+        """Bytes that were moved so that all of these engines get a version, over the least possible.
+
+        The least is the weights once for each rank that sends to an engine; in the object store, which engines of one
+        machine read in place, once for each of their machines. What is more: padding, buckets sent again, a copy on a
+        machine without engines.
+        """
+        moved = sum(part.sent_bytes * len(self._places(_engines_of(part)) | self._own_place) for part in parts)
+        copies = [copy for name in engines for copy in self.ranks.get(name, (0,))]
+        least = parts[-1].manifest.num_bytes * (len(self._places(engines)) if self.transport == "ray" else len(copies))
+        return moved / least if least else 0.0
+
+    def _places(self, engines: Sequence[str]) -> set[str | int]:
+        """Where a copy of the weights must get."""
+        if self.transport != "ray":
+            return set(engines)
+        return {self.machines.get(name, self.sender_machine) for name in engines}
+
+    @property
+    def _own_place(self) -> set[str | int]:
+        """Where there is a copy in any case."""
+        return {self.sender_machine} if self.transport == "ray" else set()
+
+
+class Publisher:
+    """Publishes over the routes of a run, and measures it."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._measured: dict[str, float] = {}
+
+    def publish(self, actors: Mapping[str, Any], ask: Ask) -> Published:
+        """Send a version to engines, by name: to those that refuse it once more.
+
+        Raises:
+            ClusterError: ranks sent different weights.
+        """
+        waiting = self._routes.targets(actors)
+        parts: list[Published] = []
+        held_by, failed = list[str](), dict[str, str]()
+        for _ in range(ATTEMPTS):
+            found = [part for part in ask(waiting, self._routes.transport, uuid.uuid4().hex) if part is not None]
+            parts += found
+            for part in found:
+                failed |= part.failed
+            lost = {name for part in found for name in part.failed}
+            held = [name for name in waiting if name not in lost]
+            held_by += held
+            for name in held:
+                failed.pop(name, None)
+            dropped = {name for part in found for name in part.failed if name not in part.refused}
+            waiting = {name: target for name, target in waiting.items() if name in lost - dropped}
+            if not waiting:
+                break
+        whole = [part.manifest for part in parts if part.held_by] or [parts[-1].manifest]
+        if len({manifest.fingerprint for manifest in whole}) > 1:
+            raise ClusterError(
+                f"publishing version {whole[0].version}: ranks of the trainer sent different weights. Their shares "
+                "have come apart; go on from the last checkpoint with --resume."
+            )
+        self._measured = {
+            "engine/published_mib": whole[0].num_bytes / 2**20,
+            "engine/published_over_least": self._routes.moved_over_least(parts, list(actors)),
+        }
+        return Published(whole[0], tuple(held_by), failed, (), sum(part.sent_bytes for part in parts))
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last publish; see `observe/metrics.py`."""
+        return self._measured
+
+
+def _engines_of(part: Published) -> list[str]:
+    return [*part.held_by, *part.failed]
