@@ -86,6 +86,7 @@ class DividedEngine:
     """Its two workers open buckets by themselves, one after the other, as vLLM's do on one call."""
 
     num_workers = 2
+    opens_buckets = True
 
     def __init__(self, openers):
         self.openers = openers

@@ -215,6 +215,10 @@ BROKEN = [
         SFT | {"lora": "{rank: 4, stages: [rl]}", "algorithm": "{reference_refresh_every: 5, kl_loss_coef: 0.1}"},
         "algorithm.reference_refresh_every: = 5, but with an adapter the reference is the model beneath it",
     ),
+    (
+        SFT | {"lora": "{rank: 4, stages: [rl], publish: adapter}"},
+        "lora.publish: = adapter is for cluster.engines.use = vllm",
+    ),
     ({"run__dir": "'runs/{nme}'"}, "run.dir: may hold {name} and no other brace"),
     ({"run__dir": "."}, "run.dir: must be a folder of the run's own"),
     ({"run__dir": "/"}, "run.dir: must be a folder of the run's own"),

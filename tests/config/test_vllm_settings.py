@@ -68,6 +68,36 @@ SOUND = [
 ]
 
 
+ALONE = {"lora": {"rank": 8, "publish": "adapter"}}
+APART = {"pools": {"train": {"devices": 1, "roles": ["policy"]}, "sample": {"devices": 1, "roles": ["rollout"]}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (ALONE, "lora.publish: = adapter is for cluster.engines.use = vllm"),
+        (ALONE | vllm(), "cluster.engines.sleep_level: = 2 discards the weights of the model"),
+        (ALONE | vllm(sleep_level=1), None),
+        (
+            {"lora": {"rank": 600, "publish": "adapter"}} | vllm(sleep_level=1),
+            "lora.rank: = 600, and vLLM takes adapters",
+        ),
+        (
+            {"lora": {"rank": 0, "publish": "adapter"}} | vllm(sleep_level=1),
+            "lora.publish: = adapter, and the rl stage",
+        ),
+    ],
+)
+def test_an_adapter_is_published_alone_to_vllm_which_keeps_the_model_beneath(tmp_path, change, says):
+    found = problems(tmp_path, change)
+    assert found == [] if says is None else any(says in one for one in found), found
+
+
+def test_engines_apart_may_discard_nothing_and_take_an_adapter_alone(tmp_path):
+    change = ALONE | {"cluster": {"backend": "ray", "engines": {"use": "vllm"}, **APART}}
+    assert problems(tmp_path, change) == []
+
+
 def problems(tmp_path, change):
     run_file = tmp_path / "run.yaml"
     run_file.write_text(HEAD)

@@ -1,10 +1,12 @@
 """What vLLM is started with, without vLLM."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from hone.config.engine import EngineSection
+from hone.config.run import LoraSection
 from hone.errors import EngineError
 from hone.rollout.engine import Sampling
 from hone.rollout.vllm import check_sampling
@@ -30,6 +32,16 @@ def place(tmp_path):
 
 def arguments(place, *, on_gpu=True, **args):
     return engine_arguments(EngineSection.model_validate(args), place, on_gpu=on_gpu)
+
+
+def test_an_adapter_that_is_published_alone_has_room_in_vllm(place):
+    assert not {"enable_lora", "max_lora_rank"} & arguments(place).keys()
+    beside = replace(place, adapter=LoraSection(rank=20, publish="adapter"))
+    assert {name: arguments(beside)[name] for name in ("enable_lora", "max_loras", "max_lora_rank")} == {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": 32,
+    }
 
 
 def test_lengths_and_precision_come_from_the_run_file_unless_they_are_given(place):

@@ -63,6 +63,8 @@ class Found:
     gradients: list[dict[str, Tensor]]
     critic_gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
+    trained: dict[str, Tensor]
+    """An adapter, or the weights."""
     master: dict[str, Tensor]
     dtypes: set[torch.dtype]
     """Of the weights as published."""
@@ -73,7 +75,7 @@ def trained(case: Case, *, alone: bool = False) -> Found:
     algorithm = algorithm_of(case.algorithm)
     trainer = alone_or_sharded(case, algorithm.needs, alone=alone)
     batch = make_batch(make_groups(num_groups=case.num_groups), algorithm, moved=case.moved)
-    found = Found(trainer.logprobs(batch), None, None, [], [], [], {}, {}, set())
+    found = Found(trainer.logprobs(batch), None, None, [], [], [], {}, {}, {}, set())
     if trainer.reference is not None:
         found.reference_T = trainer.logprobs(batch, reference=True)
     if trainer.critic is not None:
@@ -91,6 +93,7 @@ def trained(case: Case, *, alone: bool = False) -> Found:
         found.metrics.append(trainer.update(batch.with_column("advantages_T", advantages_T), algorithm))
     found.dtypes = {weight.dtype for _, weight in trainer.weights()}
     found.weights = {name: weight.double() for name, weight in trainer.weights()}
+    found.trained = {name: weight.double() for name, weight in trainer.policy.held.named_trained()}
     found.master = {name: weight.clone() for name, weight in trainer.master_weights()}
     return found
 

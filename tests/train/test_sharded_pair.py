@@ -27,7 +27,7 @@ def assert_same(found: list[Found], expected: Found, *, rtol=1e-5, atol=1e-7):
                 assert set(ours) == set(theirs)
                 for name in ours:
                     close(ours[name], theirs[name], f"gradient of {name}")
-        for kind in ("weights", "master"):
+        for kind in ("weights", "trained", "master"):
             ours, theirs = getattr(one, kind), getattr(expected, kind)
             assert set(ours) == set(theirs)
             for name in ours:

@@ -370,6 +370,8 @@ class RayWorkers:
         transport = transport_of(job.config, job.topology, on_gpu=on_gpu)
         if transport == "ipc" and not on_gpu:
             raise PlacementError("cluster.transport = ipc shares a GPU's memory, and here is none. Nearest: auto.")
+        if job.config.lora.publish == "adapter":  # small, and read by vLLM from a directory
+            transport = "ray"
         job.observer.say(f"new weights go through {in_words(transport, on_gpu=on_gpu)}")
         if transport == "ipc":
             ranks = {engine.name: tuple(map(trainer.devices.index, engine.devices)) for engine in engines}

@@ -21,6 +21,7 @@ async def start_vllm(context: ActorContext) -> VllmEngine:
         prefill_tokens=rollout.prefill_tokens,
         takes_turns=context.takes_turns,
         trust_remote_code=config.model.trust_remote_code,
+        adapter=config.lora if config.lora.publish == "adapter" else None,
     )
     return await VllmEngine.start(
         place,

@@ -44,7 +44,7 @@ ELSEWHERE = {
     "worker_extension_cls": f"{_FIXED}: it loads new weights",
     "async_scheduling": f"{_FIXED}: off, so that the version of the weights that sampled a token is known",
     "speculative_config": "is not supported: the draft model would not follow the policy",
-    "enable_lora": "is not needed: an adapter is published merged into the weights",
+    "enable_lora": "is lora.publish = adapter; else an adapter is published merged into the weights",
     "quantization": "is not supported: the trainer's weights are published as they are",
 }
 """Arguments of vLLM and of other tools that are not keys of the section -> why, and what to use."""
@@ -176,6 +176,8 @@ class EngineKind:
     """It starts from a Hugging Face directory (`ActorContext.model_folder`)."""
 
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM makes room for."""
 ENTRY_POINTS = "hone.rollout.engine"
 """Group of the entry points by which packages register engines: name -> `module:EngineKind instance`."""
 ENGINES = {

@@ -383,6 +383,9 @@ class LoraSection(Section):
     """Linear layers to adapt, by the last part of their names, such as q_proj; null: all but the output layer."""
     stages: tuple[Literal["sft", "rl"], ...] = key(("sft", "rl"), min_length=1)
     """Stages that train an adapter, a new one each, merged at the end; other stages train all weights."""
+    publish: Literal["merged", "adapter"] = key("merged")
+    """What engines are sent: weights with the adapter merged, or the adapter alone, which vLLM puts beside the model
+    that it started from."""
 
 
 class CriticSection(Section):

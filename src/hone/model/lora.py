@@ -356,21 +356,41 @@ def save_adapter(folder: Path, model: CausalModel, base: str) -> None:
     """
     adapter = model.adapter
     assert adapter is not None
+    targets = list(dict.fromkeys(name.rpartition(".")[2] for name in adapter.names))
+    if has_tower(model.hf_config):  # whose layers may have the same last names
+        targets = list(adapter.names)
+    with replaced_when_whole(folder) as aside:
+        tensors = {name: weight.cpu() for name, weight in adapter.weights()}
+        write_adapter(aside, adapter.settings, tensors, base=base, targets=targets, transposed=adapter.transposed)
+
+
+def write_adapter(
+    folder: Path,
+    settings: LoraSection,
+    tensors: Mapping[str, Tensor],
+    *,
+    base: str,
+    targets: Sequence[str],
+    transposed: bool = False,
+) -> None:
+    """Writes the two files of `save_adapter` into a folder.
+
+    Args:
+        tensors: under peft's names, on the host.
+        targets: names of the layers, or their last parts.
+    """
     keys = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapter.settings.rank,
-        "lora_alpha": adapter.settings.alpha,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(dict.fromkeys(name.rpartition(".")[2] for name in adapter.names)),
-        "fan_in_fan_out": adapter.transposed,
+        "target_modules": list(targets),
+        "fan_in_fan_out": transposed,
         "bias": "none",
         "inference_mode": True,
     }
-    if has_tower(model.hf_config):  # whose layers may have the same last names
-        keys["target_modules"] = list(adapter.names)
-    with replaced_when_whole(folder) as aside:
-        (aside / ADAPTER_CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
-        tensors = {name: weight.cpu().contiguous() for name, weight in adapter.weights()}
-        save_file(tensors, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
+    whole = {name: weight.contiguous() for name, weight in tensors.items()}
+    save_file(whole, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hone.plan import time
-from hone.plan.cluster import PoolPlan, Trained
+from hone.plan.cluster import PoolPlan, Trained, adapter_of
 from hone.plan.efficiency import MeasuredRates, with_measured
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import EnginePlan
@@ -121,7 +121,9 @@ def _scorer_s(inputs: Inputs, scorer: EnginePlan | Reader, devices: int, samples
 def _publishing(inputs: Inputs, rates: Efficiency) -> dict[str, float]:
     """New weights to the engines; in one process they are shared, or copied where sampling runs ahead."""
     if not inputs.is_local:
-        return {"publish": time.publish_s(inputs.architecture, inputs.hardware, rates)}
+        is_alone = inputs.config.lora.publish == "adapter"
+        sent = adapter_of(inputs.architecture, inputs.workload) if is_alone else inputs.architecture.total_parameters
+        return {"publish": time.publish_s(sent, inputs.hardware, rates)}
     if not inputs.workload.max_staleness:
         return {}
     copied = 2 * bytes_each(inputs) * inputs.architecture.total_parameters

@@ -267,6 +267,6 @@ def optimizer_s(learner: LearnerTime, hardware: Hardware, rates: Efficiency) -> 
     return moved / bandwidth + (visits if learner.visiting and not learner.offloaded else 0.0)
 
 
-def publish_s(arch: Architecture, hardware: Hardware, rates: Efficiency) -> float:
-    """Seconds until the engines have new bfloat16 weights, all of them over one device's link."""
-    return 2 * arch.total_parameters / (hardware.link * rates.link)
+def publish_s(parameters: int, hardware: Hardware, rates: Efficiency) -> float:
+    """Seconds until the engines have so many new bfloat16 weights, all of them over one device's link."""
+    return 2 * parameters / (hardware.link * rates.link)

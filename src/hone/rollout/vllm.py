@@ -32,6 +32,7 @@ from hone.model.load import read_weights
 from hone.rollout.engine import CacheUse, OnSample, OnToken, Request, Sampling, Token
 from hone.rollout.sampling import request_key, sample_seed
 from hone.rollout.stop_strings import Decode, stop_window, text_up_to_stop
+from hone.rollout.vllm_adapter import VllmAdapter
 from hone.rollout.vllm_args import CPU_ENVIRONMENT, ENVIRONMENT, VllmPlace, check_version, engine_arguments
 from hone.rollout.vllm_cache import VllmCache
 from hone.rollout.worker import EngineWorker
@@ -102,6 +103,7 @@ class VllmEngine:
         llm.set_weight_version("0")
         self._llm, self._executor, self._cache = llm, executor, VllmCache(llm)
         self._place, self._settings = place, settings
+        self._adapter = None if place.adapter is None else VllmAdapter(llm, place.adapter, place.folder)
         self._frees_memory = on_gpu and place.takes_turns
         self._decode, self._eos_ids = decode, eos_ids
         self._max_positions: int = llm.model_config.max_model_len
@@ -215,12 +217,20 @@ class VllmEngine:
         Raises:
             EngineError: they do not fit, or stopped coming.
         """
+        if self._adapter is not None and weights is not None:
+            await self._worker.attempt(lambda: self._load_adapter(weights, version), f"loading version {version}")
+            return
         if not isinstance(weights, Buckets):
             raise EngineError(
                 "vLLM shares no memory with the trainer: its workers take new weights in buckets, as "
                 "hone.weights.receive.Receiver brings them."
             )
         await self._worker.attempt(lambda: self._load(weights, version), f"loading the weights of version {version}")
+
+    @property
+    def opens_buckets(self) -> bool:
+        """See `weights.receive.LoadsBuckets`: not where an adapter comes alone, which vLLM reads from a directory."""
+        return self._adapter is None
 
     @property
     def num_workers(self) -> int:
@@ -256,6 +266,8 @@ class VllmEngine:
     async def close(self) -> None:
         """See `Engine.close`."""
         await self._worker.close()
+        if self._adapter is not None:
+            self._adapter.close()
         stopping = self._executor.submit(_stop, self._llm)
         self._executor.shutdown(wait=False)
         await asyncio.wait({asyncio.wrap_future(stopping)}, timeout=SHUTDOWN_S)
@@ -286,7 +298,8 @@ class VllmEngine:
         for index in range(request.first_sample, request.first_sample + request.num_samples):
             name = str(next(self._numbers))
             prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=f"load {self._loads}")
-            self._llm.add_request(name, prompt, _vllm_sampling(group, index))
+            adapter = None if self._adapter is None else self._adapter.request
+            self._llm.add_request(name, prompt, _vllm_sampling(group, index), lora_request=adapter)
             self._rows[name] = _VllmRow(group, index)
 
     def _drop(self, group: _VllmGroup) -> None:
@@ -345,10 +358,14 @@ class VllmEngine:
         if len(group.samples) == group.request.num_samples:
             self._worker.keep(group.promise, tuple(sorted(group.samples, key=lambda s: s.index)))
 
+    def _load_adapter(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        assert self._adapter is not None
+        self._wake_weights()
+        self._now_has(version, self._adapter.load(weights, version))
+
     def _load(self, weights: Buckets, version: int) -> None:
-        if not self._weights_awake and self._frees_memory:
-            self._llm.wake_up(["weights"])
-        self._weights_awake, self._has_weights = True, False
+        self._wake_weights()
+        self._has_weights = False
         self._llm.collective_rpc("start_weight_update")
         try:
             for header, parts in weights.buckets():
@@ -362,7 +379,15 @@ class VllmEngine:
                 f"weights of version {version}: what arrived at vLLM's workers hashes to {', '.join(fingerprints)}, "
                 f"what was sent to {weights.manifest.fingerprint}. Bytes were damaged on the way."
             )
-        self._fingerprint = weights.manifest.fingerprint
+        self._now_has(version, weights.manifest.fingerprint)
+
+    def _wake_weights(self) -> None:
+        if not self._weights_awake and self._frees_memory:
+            self._llm.wake_up(["weights"])
+        self._weights_awake = True
+
+    def _now_has(self, version: int, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
         self._loads += 1
         self._llm.set_weight_version(str(version))
         self._has_weights, self.version = True, version

@@ -12,7 +12,8 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hone.config.engine import POLICY_GPU_FRAC, EngineSection
+from hone.config.engine import POLICY_GPU_FRAC, VLLM_RANKS, EngineSection
+from hone.config.run import LoraSection
 from hone.errors import EngineError
 from hone.plan.architecture import architecture_from
 
@@ -68,6 +69,8 @@ class VllmPlace:
     takes_turns: bool = False
     """Whether others use the engine's memory between `sleep` and `wake`."""
     trust_remote_code: bool = False
+    adapter: LoraSection | None = None
+    """Of a policy whose adapter is published alone."""
 
 
 def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool) -> dict[str, Any]:
@@ -102,6 +105,9 @@ def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool)
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
     }
+    if place.adapter is not None:
+        rank = next(rank for rank in VLLM_RANKS if rank >= place.adapter.rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     if not on_gpu:
         arguments.setdefault("block_size", CPU_BLOCK_TOKENS)
         if "qk_rope_head_dim" in json.loads((place.folder / "config.json").read_text()):

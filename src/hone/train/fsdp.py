@@ -172,6 +172,14 @@ class ShardedWeights:
         """See `Weights.named`; one parameter at a time is gathered, by all ranks together."""
         return self._gathered(self._compute_dtype)
 
+    def named_trained(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Weights.named_trained`; gathered as `named` does."""
+        whole: dict[str, Tensor] = {}
+        for name, place in self.trained_places.items():
+            if place.parameter not in whole:
+                whole.clear()
+            yield name, self._part(place, self._compute_dtype, whole)
+
     def named_master(self) -> Iterator[tuple[str, Tensor]]:
         """See `Weights.named_master`; gathered as `named` does."""
         return self._gathered(self.dtype)

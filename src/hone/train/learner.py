@@ -36,11 +36,11 @@ T = TypeVar("T")
 class WeightsOf:
     """A re-iterable view of a model's current weights: loading them may have to begin again."""
 
-    def __init__(self, held: Weights) -> None:
-        self._held = held
+    def __init__(self, named: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        self._named = named
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._held.named()
+        return self._named()
 
 
 @dataclass
@@ -157,8 +157,11 @@ class Learner(Generic[M]):
         return self.model.hf_config
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The model's weights under their Hugging Face names; see `Trainer.weights`."""
-        return WeightsOf(self.held)
+        """What engines are sent: the model's weights under their Hugging Face names, or with `lora.publish: adapter`
+        the adapter under peft's; see `Trainer.weights`."""
+        adapter = self.model.adapter if isinstance(self.model, CausalModel) else None
+        alone = adapter is not None and adapter.settings.publish == "adapter"
+        return WeightsOf(self.held.named_trained if alone else self.held.named)
 
     def fingerprint(self) -> str:
         """Content hash of the weights; see `Trainer.fingerprint`."""

@@ -60,6 +60,10 @@ class Weights(Protocol):
         """The model's weights as they compute, under their Hugging Face names; valid until the next update."""
         ...
 
+    def named_trained(self) -> Iterator[tuple[str, Tensor]]:
+        """What is trained, as it computes, under the names of `trained_weights`: an adapter alone; as `named`."""
+        ...
+
     def named_master(self) -> Iterator[tuple[str, Tensor]]:
         """The master weights under their Hugging Face names, merged where there is an adapter; as `named`."""
         ...
@@ -118,6 +122,10 @@ class FlatWeights:
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """See `Weights.named`; views."""
         return self._model.named_weights()
+
+    def named_trained(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Weights.named_trained`; views."""
+        return trained_weights(self._model)
 
     def named_master(self) -> Iterator[tuple[str, Tensor]]:
         """See `Weights.named_master`; views of what no adapter changes."""

@@ -39,6 +39,11 @@ class LoadsBuckets(Protocol):
     """An engine whose workers open buckets by themselves (vLLM): its `load` reads `Arriving.buckets`."""
 
     @property
+    def opens_buckets(self) -> bool:
+        """Whether they do so, or `load` takes tensors."""
+        ...
+
+    @property
     def num_workers(self) -> int:
         """Processes that load weights, or 1 for this one."""
         ...
@@ -149,6 +154,7 @@ class Receiver:
 
     def __init__(self, engine: Loads, *, timeout_s: float, opener: PartOpener | None = None) -> None:
         self._engine, self._timeout_s = engine, 2 * timeout_s
+        self._opens = engine if isinstance(engine, LoadsBuckets) and engine.opens_buckets else None
         self._opener = opener or PartOpener(torch.device("cuda", 0))
         self._arriving: Arriving | None = None
         self._loading: asyncio.Task[str] | None = None
@@ -158,8 +164,8 @@ class Receiver:
         """Join a group, which takes the place of the one before. Raises EngineError."""
         async with self._lock:
             await self._end_last("the sender makes another group")
-            if isinstance(self._engine, LoadsBuckets):
-                await self._engine.connect_workers(address)
+            if self._opens is not None:
+                await self._opens.connect_workers(address)
             else:
                 await asyncio.to_thread(self._opener.join, address, 1)
 
@@ -172,7 +178,7 @@ class Receiver:
             if self._arriving is not None and self._arriving.update == update:  # said by another of its ranks
                 return
             await self._end_last(f"version {update.version} is sent instead")
-            shares_files = isinstance(self._engine, LoadsBuckets) and self._engine.num_workers > 1
+            shares_files = self._opens is not None and self._opens.num_workers > 1
             self._arriving = Arriving(update, self._opener, timeout_s=self._timeout_s, shares_files=shares_files)
             self._loading = asyncio.create_task(self._load(self._arriving))
             self._loading.add_done_callback(_seen)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hone.config.derived import needs_critic, samples_per_update, trains_adapter
+from hone.config.engine import VLLM_RANKS
 from hone.config.rules import Breach
 from hone.config.run import RunConfig
+from hone.config.topology import topology_of
 
 NO_SIBLINGS = ("remax", "reinforce_pp", "gae")
 """Credits that judge a sample by itself; the others against the prompt's other samples."""
@@ -288,6 +290,33 @@ def adapter_is_beside_something_learnt(config: RunConfig) -> Iterator[Breach]:
         )
 
 
+def adapter_alone_goes_to_vllm(config: RunConfig) -> Iterator[Breach]:
+    lora, engines = config.lora, config.cluster.engines
+    if lora.publish != "adapter":
+        return
+    if not trains_adapter(config, "rl"):
+        yield Breach(
+            ("lora.publish", "lora.rank", "lora.stages"),
+            "= adapter, and the rl stage trains none. Set lora.rank and name rl in lora.stages, or leave it out",
+        )
+    elif config.cluster.backend != "ray" or engines.name != "vllm":
+        yield Breach(
+            ("lora.publish", "cluster.backend", "cluster.engines.use"),
+            "= adapter is for cluster.engines.use = vllm on cluster.backend = ray. Nearest: merged",
+        )
+    elif lora.rank > VLLM_RANKS[-1]:
+        yield Breach(
+            ("lora.rank", "lora.publish"),
+            f"= {lora.rank}, and vLLM takes adapters up to {VLLM_RANKS[-1]}. Nearest: {VLLM_RANKS[-1]}, or "
+            "lora.publish = merged",
+        )
+    elif topology_of(config).sleeps("rollout") and engines.sleep_level == 2:
+        yield Breach(
+            ("cluster.engines.sleep_level", "lora.publish"),
+            "= 2 discards the weights of the model, which lora.publish = adapter does not send again. Set it to 1",
+        )
+
+
 def reference_is_beneath_the_adapter(config: RunConfig) -> Iterator[Breach]:
     every = config.algorithm.reference_refresh_every
     if every and trains_adapter(config, "rl"):
@@ -320,5 +349,6 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], Iterator[Breach]], ...] = (
     adapter_has_a_stage,
     adapter_leaves_the_tower_frozen,
     adapter_is_beside_something_learnt,
+    adapter_alone_goes_to_vllm,
     reference_is_beneath_the_adapter,
 )
