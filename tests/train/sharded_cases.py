@@ -64,7 +64,7 @@ class Found:
     critic_gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
     trained: dict[str, Tensor]
-    """An adapter, or the weights."""
+    """The adapter's factors; empty without one."""
     master: dict[str, Tensor]
     dtypes: set[torch.dtype]
     """Of the weights as published."""
@@ -93,7 +93,8 @@ def trained(case: Case, *, alone: bool = False) -> Found:
         found.metrics.append(trainer.update(batch.with_column("advantages_T", advantages_T), algorithm))
     found.dtypes = {weight.dtype for _, weight in trainer.weights()}
     found.weights = {name: weight.double() for name, weight in trainer.weights()}
-    found.trained = {name: weight.double() for name, weight in trainer.policy.held.named_trained()}
+    if case.lora:
+        found.trained = {name: weight.double() for name, weight in trainer.policy.held.named_trained()}
     found.master = {name: weight.clone() for name, weight in trainer.master_weights()}
     return found
 
