@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,15 @@ def test_a_cached_source_has_the_same_prompts_and_is_read_once(tmp_path, load, s
     no_row_is_read(monkeypatch)
     assert all_of(load(name)) == in_memory
     assert not said
+
+
+def test_without_pyarrow_the_rows_stay_in_memory(tmp_path, load, cached, monkeypatch):
+    expected = all_of(load(write(tmp_path, "rows.jsonl")))
+    other = tmp_path / "other"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(other))
+    monkeypatch.setattr(rows, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert all_of(load()) == expected and not other.exists()
 
 
 def test_a_dataset_of_hugging_face_is_indexed_once(tmp_path, load, cached, monkeypatch):

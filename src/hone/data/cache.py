@@ -18,13 +18,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import pyarrow
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hone.data.report import LoadProgress
 from hone.errors import DataError
 from hone.observe.whole import sync
+
+if TYPE_CHECKING:
+    import pyarrow
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -72,6 +73,8 @@ _DIGESTS: dict[tuple[Path, int, int, int], str] = {}
 
 def find(key: str, say: Say) -> CacheEntry | None:
     """The entry of a key. One that is broken is removed, which is said, and is none."""
+    import pyarrow
+
     described = cache_folder() / f"{key}.json"
     try:
         description = described.read_bytes()
@@ -126,6 +129,8 @@ def save(key: str, write: Write, say: Say) -> CacheEntry:
 
 def in_memory(write: Write) -> CacheEntry:
     """An entry that is not kept, and in no file."""
+    import pyarrow
+
     sink = pyarrow.BufferOutputStream()
     notes = write(sink)
     return CacheEntry(pyarrow.ipc.open_file(sink.getvalue()), notes)
@@ -145,6 +150,8 @@ def _written(folder: Path, prefix: str, write: Callable[[Any], T], *, suffix: st
 
 
 def _mapped(path: Path) -> pyarrow.RecordBatchFileReader:
+    import pyarrow
+
     return pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
 
 

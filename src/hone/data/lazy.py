@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
-import pyarrow
 from numpy.typing import NDArray
 
 import hone
@@ -169,8 +168,9 @@ def load_lazily(
         columns = _index(rows, reading, tally, say)
         if not tally.kept:
             raise DataError(nothing_left(tally.report()))
-        write = partial(_write, columns, tally.report())
-        entry = cache.save(key, write, say) if key is not None and reading.is_repeatable() else cache.in_memory(write)
+        if key is None or not reading.is_repeatable():
+            return LazyRows(rows, reading, columns, tally.report())
+        entry = cache.save(key, partial(_write, columns, tally.report()), say)
     batch = entry.batches.get_batch(0)
     columns = {name: batch.column(name).to_numpy(zero_copy_only=True) for name in batch.schema.names}
     notes = entry.notes["report"]
@@ -227,6 +227,8 @@ def repeats(ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
 
 
 def _write(columns: Mapping[str, NDArray[Any]], report: LoadReport, sink: Any) -> Mapping[str, Any]:
+    import pyarrow
+
     batch = pyarrow.record_batch({name: pyarrow.array(values) for name, values in columns.items()})
     with pyarrow.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)

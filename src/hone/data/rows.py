@@ -1,7 +1,7 @@
 """Rows of a source by number, memory-mapped: what stays in memory does not grow with the source.
 
 Files become Arrow files, once: .parquet with its own columns, lines of text as they stand. They are cached by content
-(`cache.py`); those of small sources stay in memory. Hugging Face datasets are memory-mapped already.
+(`cache.py`). Small sources stay in memory. Hugging Face datasets are memory-mapped already.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import json
 import resource
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache as once
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
-
-import pyarrow
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hone.data import cache
 from hone.data.cache import CacheEntry, Say
@@ -37,6 +37,9 @@ from hone.data.sources import (
 )
 from hone.errors import DataError
 
+if TYPE_CHECKING:
+    import pyarrow
+
 SMALL_BYTES = 1 << 20
 """A source of fewer bytes is read at every start, and nothing of it is cached."""
 FORMAT = 1
@@ -44,10 +47,6 @@ FORMAT = 1
 OTHER_FILES = 512
 """Open files of a process besides those of its data, at most."""
 BATCH_BYTES = 16 << 20
-TEXT = pyarrow.schema(
-    [("line", pyarrow.int64()), ("text", pyarrow.large_binary()), ("problem", pyarrow.large_string())]
-)
-"""Columns that `TextRow`s are kept in."""
 
 
 class _NumberedRows(Protocol):
@@ -108,7 +107,7 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
     part = parse_slice(rows) if rows is not None else slice(None)
     from_the_end = min(part.start or 0, part.stop or 0) < 0
     limit = None if from_the_end else part.stop
-    is_large = _is_large(parts)
+    is_large = _is_large(parts, say)
     if is_large:
         _allow_open_files(len(parts))
     opened: list[_NumberedRows] = []
@@ -120,6 +119,9 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
         if isinstance(one, Dataset):
             opened.append(_DatasetRows(one))
             keys.append(_content_key(one, say) if is_large else None)
+        elif not is_large and one.kind != ".parquet":
+            opened.append(_HeldRows(one, left))
+            keys.append(None)
         else:
             key = cache.key_of("rows", FORMAT, _content_key(one, say), left) if is_large else None
             opened.append(_FileRows(_stored(one, left, key, say), one))
@@ -133,7 +135,7 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
 def rows_digest(source: str, folder: Path, *, split: str, say: Say) -> str:
     """SHA-256 of the rows of a source, of a large one found once for each content. Raises DataError as `open_rows`."""
     parts = parts_of(source, folder, split)
-    keys = [_content_key(part, say) for part in parts] if _is_large(parts) else [None]
+    keys = [_content_key(part, say) for part in parts] if _is_large(parts, say) else [None]
     key = cache.key_of("digest", FORMAT, keys, [part.name for part in parts]) if None not in keys else None
     if key is not None and (found := cache.find(key, say)) is not None:
         return found.notes["sha256"]
@@ -147,8 +149,26 @@ def rows_digest(source: str, folder: Path, *, split: str, say: Say) -> str:
 
 
 def _write_notes(notes: Mapping[str, Any], sink: Any) -> Mapping[str, Any]:
+    import pyarrow
+
     pyarrow.ipc.new_file(sink, pyarrow.schema([])).close()
     return notes
+
+
+class _HeldRows:
+    """Rows of a file of lines, in memory; at most `limit` of them."""
+
+    def __init__(self, file: DataFile, limit: int | None) -> None:
+        self._name, self._rows = file.name, [*itertools.islice(text_rows(file), limit)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def where(self, number: int) -> str:
+        return f"{self._name}:{self._rows[number].line}"
+
+    def read(self, start: int, stop: int) -> list[SourceRow | BadRow]:
+        return [row_of(self._name, row) for row in self._rows[start:stop]]
 
 
 class _FileRows:
@@ -221,8 +241,13 @@ def _num_bytes(part: DataFile | Dataset) -> int:
         raise DataError(f"data {part.name}: cannot be read: {error}") from error
 
 
-def _is_large(parts: Sequence[DataFile | Dataset]) -> bool:
-    return sum(map(_num_bytes, parts)) >= SMALL_BYTES
+def _is_large(parts: Sequence[DataFile | Dataset], say: Say) -> bool:
+    """Whether a source is memory-mapped and cached."""
+    is_large = sum(map(_num_bytes, parts)) >= SMALL_BYTES
+    if is_large and find_spec("pyarrow") is None:
+        say(f"data {parts[0].name}: pyarrow is not installed, so the rows are read at every start and held in memory")
+        return False
+    return is_large
 
 
 def _allow_open_files(count: int) -> None:
@@ -263,9 +288,11 @@ def _stored(file: DataFile, limit: int | None, key: str | None, say: Say) -> Cac
 
 def _write(file: DataFile, limit: int | None, progress: LoadProgress, sink: Any) -> Mapping[str, Any]:
     """Write the rows of a file to an Arrow file."""
+    import pyarrow
+
     batches = _as_they_are(file.path, limit) if file.kind == ".parquet" else _of_text(text_rows(file), limit)
     first = next(batches, None)
-    schema = first.schema if first is not None else TEXT
+    schema = first.schema if first is not None else _text_schema()
     done = 0
     with pyarrow.ipc.new_file(sink, schema) as writer:
         for batch in itertools.chain([first] if first is not None else [], batches):
@@ -295,6 +322,19 @@ def _of_text(rows: Iterator[TextRow], limit: int | None) -> Iterator[pyarrow.Rec
         yield _batch(waiting)
 
 
+@once
+def _text_schema() -> pyarrow.Schema:
+    """Columns that `TextRow`s are kept in."""
+    import pyarrow
+
+    return pyarrow.schema(
+        [("line", pyarrow.int64()), ("text", pyarrow.large_binary()), ("problem", pyarrow.large_string())]
+    )
+
+
 def _batch(rows: Sequence[TextRow]) -> pyarrow.RecordBatch:
-    arrays = [pyarrow.array(values, kind) for values, kind in zip(zip(*rows, strict=True), TEXT.types, strict=True)]
-    return pyarrow.record_batch(arrays, schema=TEXT)
+    import pyarrow
+
+    schema = _text_schema()
+    arrays = [pyarrow.array(values, kind) for values, kind in zip(zip(*rows, strict=True), schema.types, strict=True)]
+    return pyarrow.record_batch(arrays, schema=schema)
