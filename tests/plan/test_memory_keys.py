@@ -39,7 +39,7 @@ model:
 data: {train: a/b, answer_column: answer, max_prompt_tokens: 32}
 rollout: {group_size: 4, max_response_tokens: 48, max_concurrent_samples: 16}
 train: {prompts_per_step: 4, tokens_per_microbatch: 512, logprob_chunk_tokens: 64}
-algorithm: {kl_loss_coef: 0.1}
+algorithm: {kl_loss_coef: 0.1, rejection_high: 1e9}  # no sample is left out, whatever random weights say of it
 run: {precision: float32, device: cpu}
 reward: {components: [{use: exact}]}
 """
@@ -99,6 +99,7 @@ def full_batch(config, vocab):
             "greedy_truncated_N": torch.zeros(prompts),
             "greedy_length_N": torch.ones(prompts),
             "truncated_S": torch.zeros(samples),
+            "score/exact_S": torch.rand(samples, generator=rng),
         },
     )
 
@@ -112,7 +113,9 @@ def taken(loaded, make=models.rl_roles):
         loaded=loaded, folder=None, tokenizer=tokenizer, device=torch.device("cpu"), guard=UNGUARDED
     )
     length = config.rollout.max_response_tokens
-    algorithm = Algorithm(config.algorithm, correction=correction(config), max_response_tokens=length)
+    algorithm = Algorithm(
+        config.algorithm, correction=correction(config), max_response_tokens=length, weights={"exact": 1.0}
+    )
     batch = full_batch(config, tokenizer.vocab_size)
     made = []
     start = allocated(lambda: made.append(make(source, held=models.needed_roles(algorithm.needs))))
