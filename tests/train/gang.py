@@ -27,8 +27,6 @@ class Gang:
     """
 
     def __init__(self, size: int) -> None:
-        self.is_broken = False
-        """Whether a member has ended or hangs."""
         self._folder = tempfile.TemporaryDirectory(prefix="gang")
         with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
             self._members: list[tuple[subprocess.Popen[bytes], socket.socket]] = [spawn(__name__) for _ in range(size)]
@@ -42,10 +40,8 @@ class Gang:
         answers = []
         for rank, (_, channel) in enumerate(self._members):
             ready, _, _ = select.select([channel], [], [], max(until - time.monotonic(), 0))
-            self.is_broken |= not ready
             assert ready, f"rank {rank} has not answered"
             answers.append(receive(channel))
-        self.is_broken |= None in answers
         failed = [answer for answer in answers if answer is None or isinstance(answer, Failure)]
         assert not failed, "\n".join(map(str, failed))
         return answers
