@@ -25,6 +25,7 @@ from hone.loop.supervisor import lost_process
 from hone.model.fingerprint import weights_fingerprint
 from hone.rollout.engine import Request, Sampling
 from hone.types import Prompt
+from hone.weights.publish import Update
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -240,7 +241,7 @@ def test_processes_end_with_ray_whatever_their_threads_wait_for(cluster):
     async def wait_for_weights():
         engine = make_engine(cluster, device=2, timeout_s=600.0)
         await engine.build(toy_engine, timeout_s=120)
-        await engine._actor.begin_weights.remote(1)
+        await engine._actor.begin_weights.remote(Update("first", version=1))
 
     asyncio.run(wait_for_weights())
     (waiting,) = processes("EngineActor")
