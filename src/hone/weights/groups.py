@@ -68,19 +68,19 @@ class BroadcastGroup:
     Args:
         rank: 0 is the sender.
         device: where the bytes are; a GPU with NCCL.
-        store: the sender has it already.
 
     Raises:
         EngineError: the others did not join in time.
     """
 
-    def __init__(self, address: GroupAddress, rank: int, *, device: torch.device, store: Store | None = None) -> None:
+    def __init__(self, address: GroupAddress, rank: int, *, device: torch.device) -> None:
         self.device = device
         self._timeout_s = timeout_s = address.timeout_s * (1 if rank == 0 else 2)
         self._ended = False
         try:
             host, _, port = address.store.rpartition(":")
-            store = store or TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+            # A connection of its own, the sender's too: one that waits for a member blocks all that share it.
+            store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
             self._group = _make(address, PrefixStore(f"{address.name}/", store), rank, device, timeout_s)
         except RuntimeError as error:  # what torch.distributed raises
             raise EngineError(f"the group for new weights did not come together: {first_line(error)}") from error

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import ray
@@ -142,11 +143,10 @@ class Broadcast:
         """Start to make a group with an engine: its answer, and our side of the group."""
         if self._store is None:
             self._store = serve_store(self._host)
-        store, where = self._store
+        _, where = self._store
         address = GroupAddress(self._backend, where, f"group-{next(self._numbers)}", 1 + peer.num_workers, timeout_s)
         answer = peer.call("connect_weights", address)
-        make = lambda: BroadcastGroup(address, 0, device=self.device, store=store)  # noqa: E731
-        return answer, on_a_thread(make)
+        return answer, on_a_thread(partial(BroadcastGroup, address, 0, device=self.device))
 
     def send(self, bucket: Bucket, engines: Sequence[str]) -> Mapping[str, Any]:
         for engine in engines:
