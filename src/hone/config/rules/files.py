@@ -57,7 +57,7 @@ def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
             yield Breach((key,), f"must end in {', '.join(FILE_KINDS)} (got {others[0]!r})")
         else:
             name, path = next(iter(files.items()))
-            if path.is_file():
+            if _is_file(path):
                 yield from _columns_exist(key, name, path, columns)
             else:
                 yield Breach((key,), f"{source!r} does not exist, looked for at {path}{_beside(path)}")
@@ -66,7 +66,7 @@ def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
 def _indexed(path: Path) -> Path | None:
     """The prefix of Megatron's pair of files, if the path is it, one of the two, or a prefix of prefixes."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    if not prefix.parent.is_dir():
+    if not _is_dir(prefix.parent):
         return None
     pairs = (
         index.with_suffix("") for index in sorted(prefix.parent.glob("*.idx")) if index.with_suffix(".bin").is_file()
@@ -233,9 +233,16 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # as `_is_file`
+        return False
+
+
 def _beside(path: Path) -> str:
     names = (
-        [p.name for p in sorted(path.parent.glob("*")) if p.name.endswith(FILE_KINDS)] if path.parent.is_dir() else []
+        [p.name for p in sorted(path.parent.glob("*")) if p.name.endswith(FILE_KINDS)] if _is_dir(path.parent) else []
     )
     close = nearest(path.name, names, cutoff=60)
     if close:
@@ -353,7 +360,7 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
         path = folder / Path(text).expanduser()
         if not text.strip():
             yield Breach((key,), "must not be empty; null takes the default")
-        elif path.is_dir():
+        elif _is_dir(path):
             if (path / MEGATRON_MARK).is_file():
                 yield Breach(
                     (key,),
@@ -372,7 +379,7 @@ def services_can_be_started(config: RunConfig, folder: Path) -> Iterator[Breach]
     """The file of a service's rewards, and the program of its command, are there."""
     for name, service in config.services.items():
         if service.reward is not None and not _is_file(path := folder / Path(service.reward).expanduser()):
-            close = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
+            close = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if _is_dir(path.parent) else [])
             hint = f". Did you mean {close}?" if close else ""
             yield Breach((f"services.{name}.reward",), f"{service.reward!r} does not exist, looked for at {path}{hint}")
         if service.command is not None and find_program(service.command[0], folder) is None:
