@@ -29,6 +29,8 @@ def test_two_ranks_are_one_process(pair, case):
                 own = ours.get(name, 0 * gradient)  # no pass, no gradient
                 assert (own - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
         for name, weight in expected.weights.items():
+            if name.endswith("k_proj.bias"):
+                continue  # a softmax takes no notice of it: its gradient is rounding, which AdamW makes large
             assert (one.weights[name] - weight).norm() <= 1e-4 * weight.norm() + 1e-6, name
 
 
