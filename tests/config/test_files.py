@@ -183,6 +183,6 @@ def test_a_hub_name_is_believed(problems_of):
     assert problems_of(model__path="Qwen/Qwen3-0.6B", **LOCAL) == []
 
 
-@pytest.mark.parametrize("key", ["data__train", "model__path"])
+@pytest.mark.parametrize("key", ["data__train", "model__path", "run__dir", "extends"])
 def test_a_name_that_is_too_long_for_a_file_is_a_problem(problems_of, key):
     assert any("aaa" in problem for problem in problems_of(**{key: f"{'a' * 300}/{'a' * 300}/data.jsonl"}))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hone.config import schema
 from hone.config.messages import nearest, show
+from hone.config.paths import exists, is_dir, is_file
 from hone.config.yaml_tree import COMMAND_LINE, Node, Problem, Where, read_yaml, scalar
 
 PRESETS = Path(__file__).parent / "presets"
@@ -84,7 +85,7 @@ class Stack:
         if name.value in preset_names():
             return self.read(PRESETS / f"{name.value}.yaml", f"preset {name.value}", name.where)
         path = asking_file.parent / Path(name.value).expanduser()
-        if not name.value.endswith((".yaml", ".yml")) and not path.is_file():
+        if not name.value.endswith((".yaml", ".yml")) and not is_file(path):
             close = nearest(name.value, preset_names(), cutoff=50)
             hint = f"Did you mean {close}?" if close else f"Presets: {', '.join(preset_names())}"
             return self._refuse(name.where, "extends", f"no preset and no file is called {name.value!r}. {hint}")
@@ -116,7 +117,7 @@ class Stack:
 
 
 def _yaml_files_beside(path: Path) -> list[str]:
-    return [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    return [file.name for file in path.parent.glob("*.y*ml")] if is_dir(path.parent) else []
 
 
 def _shown(path: Path) -> str:
@@ -168,16 +169,9 @@ def _moved(text: str, there: Path, here: Path, path: str) -> str:
     is_bare = "/" not in file and path.endswith((".use", ".command.0"))
     if file.startswith(("/", "~", "-")) or (is_bare and not colon):
         return text
-    if not (_FILE.search(file) or _exists(there / file)):
+    if not (_FILE.search(file) or exists(there / file)):
         return text
     return os.path.relpath(there.resolve() / file, here.resolve()) + colon + name
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a text too long or with a NUL is no path
-        return False
 
 
 def _without_empty_sections(node: Node, path: str = "") -> Node:

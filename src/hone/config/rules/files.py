@@ -24,6 +24,7 @@ from typing import Any, Literal
 from hone.config.derived import overridden
 from hone.config.engine import EngineSection
 from hone.config.messages import nearest
+from hone.config.paths import is_dir, is_file
 from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
 from hone.config.rules import Breach
 from hone.config.rules.engines import engines_of
@@ -57,7 +58,7 @@ def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
             yield Breach((key,), f"must end in {', '.join(FILE_KINDS)} (got {others[0]!r})")
         else:
             name, path = next(iter(files.items()))
-            if _is_file(path):
+            if is_file(path):
                 yield from _columns_exist(key, name, path, columns)
             else:
                 yield Breach((key,), f"{source!r} does not exist, looked for at {path}{_beside(path)}")
@@ -66,7 +67,7 @@ def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
 def _indexed(path: Path) -> Path | None:
     """The prefix of Megatron's pair of files, if the path is it, one of the two, or a prefix of prefixes."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    if not _is_dir(prefix.parent):
+    if not is_dir(prefix.parent):
         return None
     pairs = (
         index.with_suffix("") for index in sorted(prefix.parent.glob("*.idx")) if index.with_suffix(".bin").is_file()
@@ -210,7 +211,7 @@ def _saved_features(path: Path) -> dict[str, Any]:
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether `save_to_disk` of Hugging Face datasets made this folder."""
-    return _is_file(path / "state.json") or _is_file(path / "dataset_dict.json")
+    return is_file(path / "state.json") or is_file(path / "dataset_dict.json")
 
 
 def files_of(source: str, folder: Path) -> dict[str, Path] | None:
@@ -218,31 +219,17 @@ def files_of(source: str, folder: Path) -> dict[str, Path] | None:
     `train-*.jsonl` matches, sorted; None for a folder or a dataset of the hub."""
     pattern = Path(source).expanduser()
     path = folder / pattern
-    if _is_file(path):
+    if is_file(path):
         return {path.name: path}
     if glob.has_magic(source):
         names = sorted(glob.glob(str(pattern), root_dir=folder, recursive=True))
-        return {name: folder / name for name in names if _is_file(folder / name)}
+        return {name: folder / name for name in names if is_file(folder / name)}
     return {path.name: path} if _LOOKS_LIKE_A_FILE.search(source) else None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name too long or with a NUL is no file
-        return False
-
-
-def _is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # as `_is_file`
-        return False
 
 
 def _beside(path: Path) -> str:
     names = (
-        [p.name for p in sorted(path.parent.glob("*")) if p.name.endswith(FILE_KINDS)] if _is_dir(path.parent) else []
+        [p.name for p in sorted(path.parent.glob("*")) if p.name.endswith(FILE_KINDS)] if is_dir(path.parent) else []
     )
     close = nearest(path.name, names, cutoff=60)
     if close:
@@ -286,7 +273,7 @@ def _code_problem(use: str, folder: Path, kind: str) -> str | None:
         return f"must end in the name of a {kind} after the colon (got {use!r})"
     if target.endswith(".py"):
         path = folder / Path(target).expanduser()
-        if not _is_file(path):
+        if not is_file(path):
             return f"{target} does not exist, looked for at {path}"
         return _defines(path, name, target)
     return _module_problem(target, name, kind)
@@ -360,7 +347,7 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
         path = folder / Path(text).expanduser()
         if not text.strip():
             yield Breach((key,), "must not be empty; null takes the default")
-        elif _is_dir(path):
+        elif is_dir(path):
             if (path / MEGATRON_MARK).is_file():
                 yield Breach(
                     (key,),
@@ -378,8 +365,8 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
 def services_can_be_started(config: RunConfig, folder: Path) -> Iterator[Breach]:
     """The file of a service's rewards, and the program of its command, are there."""
     for name, service in config.services.items():
-        if service.reward is not None and not _is_file(path := folder / Path(service.reward).expanduser()):
-            close = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if _is_dir(path.parent) else [])
+        if service.reward is not None and not is_file(path := folder / Path(service.reward).expanduser()):
+            close = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if is_dir(path.parent) else [])
             hint = f". Did you mean {close}?" if close else ""
             yield Breach((f"services.{name}.reward",), f"{service.reward!r} does not exist, looked for at {path}{hint}")
         if service.command is not None and find_program(service.command[0], folder) is None:

@@ -316,7 +316,13 @@ def run_folder_is_its_own(config: RunConfig, run_file: Path) -> Iterator[Breach]
         yield Breach(
             ("run.dir",), f"must be a folder of the run's own, such as runs/{{name}}; {text!r} holds other things"
         )
-    elif file := next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None):
+        return
+    try:
+        file = next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None)
+    except OSError as error:
+        yield Breach(("run.dir",), f"cannot be a folder: {error.strerror} (got {text!r})")
+        return
+    if file is not None:
         yield Breach(("run.dir",), f"{file} is a file; the run needs a folder there (got {text!r})")
 
 
