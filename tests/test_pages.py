@@ -8,9 +8,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 QUAINT = re.compile(
-    r"\b((is|was|are|were)\s+told|goes\s+on|go\s+on\s+with|nobody|whoever|for\s+ever|referee)\b", re.IGNORECASE
+    r"\b((is|was|are|were)\s+told|goes\s+on|go\s+on\s+with|nobody|whoever|for\s+ever|referee|beneath|go\s+on\s+from)\b",
+    re.IGNORECASE,
 )
-"""A reader of this field has to translate these: say logged or reported, continues, no process, forever."""
+"""A reader of this field has to translate these: say logged or reported, continues, no process, forever, base."""
 
 
 def without_code(text: str) -> str:

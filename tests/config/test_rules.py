@@ -213,7 +213,7 @@ BROKEN = [
     ({"lora__rank": "4"}, "lora.stages: includes rl, which starts from random weights (model.init)"),
     (
         SFT | {"lora": "{rank: 4, stages: [rl]}", "algorithm": "{reference_refresh_every: 5, kl_loss_coef: 0.1}"},
-        "algorithm.reference_refresh_every: = 5, but with an adapter the reference is the model beneath it",
+        "algorithm.reference_refresh_every: = 5, but with an adapter the reference is its base model",
     ),
     (
         SFT | {"lora": "{rank: 4, stages: [rl], publish: adapter}"},

@@ -88,7 +88,7 @@ APART = {"pools": {"train": {"devices": 1, "roles": ["policy"]}, "sample": {"dev
         ),
     ],
 )
-def test_an_adapter_is_published_alone_to_vllm_which_keeps_the_model_beneath(tmp_path, change, says):
+def test_an_adapter_is_published_alone_to_vllm_which_keeps_the_base_model(tmp_path, change, says):
     found = problems(tmp_path, change)
     assert found == [] if says is None else any(says in one for one in found), found
 

@@ -40,7 +40,7 @@ def test_the_sampler_agrees_with_the_trainer_and_the_reference_with_the_new_adap
     first = next(line for line in metrics_of(trained) if "gate/logprob_gap" in line)
     assert first["gate/logprob_gap"] < 1e-5 and first["gate/reference_gap"] == 0
     kl = [line["train/kl_ref"] for line in metrics_of(trained) if "train/kl_ref" in line]
-    assert kl[0] == 0 and kl[-1] > 0, "the policy moved away from what is beneath its adapter"
+    assert kl[0] == 0 and kl[-1] > 0, "the policy moved away from its base"
 
 
 def test_a_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(trained):
@@ -67,7 +67,7 @@ def test_a_run_goes_on_from_an_exported_adapter(trained, tmp_path):
     for name, weight in after.items():
         torch.testing.assert_close(weight, before[name], atol=1e-6, rtol=0)
     first = next(line for line in metrics_of(tmp_path) if "train/kl_ref" in line)
-    assert first["train/kl_ref"] > 0 and "gate/reference_gap" not in first, "the reference is what is beneath"
+    assert first["train/kl_ref"] > 0 and "gate/reference_gap" not in first, "the reference is the base model"
     assert "<title>second try" in (tmp_path / "run" / "report.html").read_text()
 
 

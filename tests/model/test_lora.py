@@ -124,18 +124,18 @@ def make(kind: str):
 
 
 @pytest.mark.parametrize("kind", ["decoder", "llama", "gpt2"])
-def test_merged_weights_compute_the_same_and_off_is_the_model_beneath(kind):
+def test_merged_weights_compute_the_same_and_off_is_the_base_model(kind):
     model = make(kind)
-    beneath = our_logits(model)
+    base = our_logits(model)
     adapted(model)
     merged = merged_copy(model)
     assert weights_fingerprint(merged.named_weights()) == weights_fingerprint(model.named_weights())
     assert merged.adapter is None and model.adapter is not None
     mine = our_logits(model)
-    assert (mine - beneath).norm() > 0.1 * beneath.norm()
+    assert (mine - base).norm() > 0.1 * base.norm()
     torch.testing.assert_close(our_logits(merged), mine, atol=2e-4, rtol=1e-4)
     with torch.no_grad():
-        assert torch.equal(our_logits(AdapterOff(model)), beneath)
+        assert torch.equal(our_logits(AdapterOff(model)), base)
     assert torch.equal(our_logits(model), mine)
     assert not list(AdapterOff(model).parameters())
 

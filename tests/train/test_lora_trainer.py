@@ -29,19 +29,19 @@ def batch_of(name, trainer, seed=0):
 
 def test_only_the_adapter_has_master_weights_gradients_and_moments():
     model = adapted()
-    beneath = {name: weight.clone() for name, weight in model.own_weights()}
+    base = {name: weight.clone() for name, weight in model.own_weights()}
     trainer = make_trainer(model)
     tensors, rest = trainer.state()
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         assert sum(tensor.numel() for name, tensor in tensors.items() if name.startswith(f"{kind}/")) == TRAINED
     assert trainer.policy.held.grad.numel() == TRAINED
-    assert sum(weight.numel() for weight in beneath.values()) > 2 * TRAINED, "though the model is tiny"
+    assert sum(weight.numel() for weight in base.values()) > 2 * TRAINED, "though the model is tiny"
     assert {name.rpartition(".lora_")[2] for name, _ in rest["weights"]} == {"A.weight", "B.weight"}
     trainer.update(*batch_of("grpo", trainer))
-    assert all(torch.equal(weight, beneath[name]) for name, weight in model.own_weights())
+    assert all(torch.equal(weight, base[name]) for name, weight in model.own_weights())
     assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
-    moved = {name for name, weight in trainer.weights() if not torch.equal(weight, beneath[name])}
-    assert moved == {name for name in beneath if "_proj" in name}
+    moved = {name for name, weight in trainer.weights() if not torch.equal(weight, base[name])}
+    assert moved == {name for name in base if "_proj" in name}
 
 
 @pytest.mark.parametrize("implementation", ["hone", "transformers"])

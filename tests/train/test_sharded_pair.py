@@ -42,7 +42,7 @@ def assert_same(found: list[Found], expected: Found, *, rtol=1e-5, atol=1e-7):
         pytest.param(Case(implementation="transformers", updates=2, tokens_per_microbatch=40), id="transformers"),
         pytest.param(Case("kl_and_entropy", updates=2), id="reference"),
         pytest.param(Case(lora=True, updates=2), id="adapter"),
-        pytest.param(Case("kl_and_entropy", lora=True, precision="float32"), id="adapter and what is beneath"),
+        pytest.param(Case("kl_and_entropy", lora=True, precision="float32"), id="adapter and its base"),
         pytest.param(Case("kl_and_entropy", updates=2, offload=("parameters", "reference")), id="offload"),
         pytest.param(Case(updates=3, offload=("optimizer",)), id="moments on the host"),
         pytest.param(Case(mesh={"shard": 1}, updates=2), id="replicas"),

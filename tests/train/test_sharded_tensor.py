@@ -19,7 +19,7 @@ TENSOR, SEQUENCE = {"tensor_parallel": 2}, {"sequence_parallel": 2}
         pytest.param(Case("ppo", vocab_size=14, mesh=TENSOR, updates=2), id="layers of a critic"),
         pytest.param(Case(implementation="transformers", mesh=TENSOR, vocab_size=14), id="layers of another class"),
         pytest.param(Case("ppo", mesh=SEQUENCE, updates=2, samples_per_optimizer_step=7), id="tokens of a critic"),
-        pytest.param(Case("kl_and_entropy", lora=True, mesh=SEQUENCE, updates=2), id="tokens beneath an adapter"),
+        pytest.param(Case("kl_and_entropy", lora=True, mesh=SEQUENCE, updates=2), id="tokens under an adapter"),
         pytest.param(Case("kl_and_entropy", lora=True, mesh=TENSOR, updates=3), id="layers with an adapter"),
         pytest.param(
             Case("ppo", implementation="transformers", mesh=SEQUENCE, updates=3), id="tokens of another class, critic"

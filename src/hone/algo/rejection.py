@@ -70,17 +70,9 @@ def keep(
     return (ratio_T >= (1 / high if low is None else low)) & (ratio_T <= high)
 
 
-def keep_all(
-    old_logprobs_T: Tensor,
-    sampler_logprobs_T: Tensor,
-    mask_T: Tensor,
-    sample_T: Tensor,
-    num_samples: int,
-    low: float | None,
-    high: float,
-) -> Tensor:
+def keep_all(old_logprobs_T: Tensor, *_: object) -> Tensor:
     """Nothing is rejected."""
-    return torch.ones_like(mask_T, dtype=torch.bool)
+    return torch.ones_like(old_logprobs_T, dtype=torch.bool)
 
 
 RejectionFunction = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, float], Tensor]

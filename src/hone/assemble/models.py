@@ -151,7 +151,7 @@ def starting_adapter(source: Source, stage: str) -> Path | None:
 
 
 def make_reference(model: CausalModel) -> CausalModel:
-    """The policy as it is now, which will not change: beneath its adapter it never does."""
+    """The policy as it is now, which will not change: an adapter's base never does."""
     return AdapterOff(model) if model.adapter else copy.deepcopy(model)
 
 
@@ -235,7 +235,7 @@ def report_adapter(job: Job, policy: PolicyTrainer) -> None:
     """Print how many parameters are trained, where it is an adapter."""
     if policy.model.adapter is not None:
         job.observer.say(
-            f"training an adapter of {policy.held.num_trained:,} parameters; the weights beneath it stay as they are"
+            f"training an adapter of {policy.held.num_trained:,} parameters; its base weights stay as they are"
         )
 
 

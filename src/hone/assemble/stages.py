@@ -201,8 +201,8 @@ def train(
             cause = first_cause(group)
             raise (exhausted(cause) or cause) from group
         except (MemoryError, RuntimeError, OSError) as error:
-            if told := exhausted(error):
-                raise told from error
+            if failure := exhausted(error):
+                raise failure from error
             raise
         finally:
             observer.close(outcome)

@@ -287,7 +287,7 @@ def _shows_token() -> bool:
     """Have Ray show its token to whom it joins; whether there is one that it did not show before.
 
     `ray start` asks for a token where it finds one, and a `ray.init` that starts Ray leaves one in the home directory;
-    but a `ray.init` that joins shows none unless RAY_AUTH_MODE says so, and is not told why it failed. To one that
+    but a `ray.init` that joins shows none unless RAY_AUTH_MODE says so, and does not learn why it failed. To one that
     wants none it must not be shown: its actors would never start. Before 2.60 only RAY_AUTH_MODE had any asked for.
     """
     try:
@@ -400,7 +400,7 @@ def environment_for_ray() -> Iterator[None]:
 def _apart() -> Iterator[None]:
     """Ray's processes that start meanwhile do not get the signals of the run's process group. A terminal sends
     Ctrl-C there, a scheduler its SIGTERM, and without Ray the run could not save a checkpoint any more. The raylet's
-    agents end with it: by themselves they would first try for a minute to tell a GCS, which is gone too."""
+    agents end with it: by themselves they would first try for a minute to report to a GCS, which is gone too."""
     from ray._private import services
 
     start = services.ConsolePopen

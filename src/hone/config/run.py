@@ -378,7 +378,7 @@ class LoraSection(Section):
     """The adapter is scaled by alpha / rank."""
     start: str | None = key(None, is_path=True)
     """Directory of an adapter in peft's format to start from, in the first stage that trains one; its rank, alpha and
-    targets must be these. The reference of a KL is the model beneath it. null: a new adapter."""
+    targets must be these. The reference of a KL is its base model. null: a new adapter."""
     targets: tuple[str, ...] | None = key(None, min_length=1)
     """Linear layers to adapt, by the last part of their names, such as q_proj; null: all but the output layer."""
     stages: tuple[Literal["sft", "rl"], ...] = key(("sft", "rl"), min_length=1)

@@ -42,7 +42,7 @@ def load_chat_rows(
         max_tokens: of a whole conversation; longer ones are dropped and reported.
         say: is given lines about progress.
     Raises:
-        DataError: no chat template, one that cannot tell the assistant's part, or as `load_prompts` does.
+        DataError: no chat template, one that does not mark the assistant's part, or as `load_prompts` does.
     """
     name = sft.messages_column
     assert name is not None, "the caller asks for chat rows only where the run file names their column"

@@ -25,7 +25,7 @@ from hone.types import Batch, Group, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A scored group, and when its last token was sampled: what tells generating from scoring."""
+    """A scored group, and when its last token was sampled: which separates generating from scoring."""
 
     group: Group
     generated_at: float

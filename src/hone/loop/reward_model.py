@@ -74,7 +74,7 @@ def held_out_metrics(measured: Measured) -> dict[str, float]:
 
 
 def describe(run: RewardModelRun, measured: Measured) -> None:
-    """Put mean and standard deviation of the scores into what will be config.json, and tell people."""
+    """Put mean and standard deviation of the scores into what will be config.json, and log them."""
     setattr(run.trainer.hf_config, MEAN, measured.score_mean)
     setattr(run.trainer.hf_config, STD, measured.score_std)
     run.observer.say(

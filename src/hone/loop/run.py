@@ -108,7 +108,7 @@ class Stage(Generic[AnyTrainer]):
             await writing
 
     async def settle(self) -> None:
-        """Before what writes is ended, whyever: let it finish, and tell if it failed."""
+        """Before what writes is ended, whyever: let it finish, and report if it failed."""
         try:
             await self.saved()
         except HoneError as error:

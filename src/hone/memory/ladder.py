@@ -155,7 +155,7 @@ class Ladder:
         settings: values of all rungs' keys as the run file has them.
         budget_bytes: `plan.memory_budget_gib`; None: the device's own limit.
         autotune: see `tune`.
-        say: tells people.
+        say: shows a message.
         changed: called after every change, to record it.
         earlier: changes of the run that this one continues. A key that the user has set anew since is the user's.
         busy: how much of the time the device computes.
@@ -232,8 +232,8 @@ class Ladder:
         except (MemoryError, RuntimeError, OSError) as error:
             if not ran_out_of_memory(error):
                 raise
-            told = moment() if moment else ""
-            raise OutOfMemory(name, told, self.meter.peak_bytes(), _first_line(error)) from error
+            at = moment() if moment else ""
+            raise OutOfMemory(name, at, self.meter.peak_bytes(), _first_line(error)) from error
         finally:
             if measured:
                 self.meter.close(name)

@@ -76,9 +76,7 @@ class Record:
             data["changes"] = [Change(**change) for change in data["changes"]]
             return cls(**data)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunFolderError(
-                f"{path} cannot be read ({error}). Remove it to go on without what it says."
-            ) from error
+            raise RunFolderError(f"{path} cannot be read ({error}). Remove it to continue without it.") from error
 
 
 @dataclass(frozen=True, slots=True)

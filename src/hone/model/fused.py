@@ -96,7 +96,7 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         normed, inverse, weight = ctx.saved_tensors
         grad = grads[0]
-        grad_weight = (grad * normed).sum(0) if ctx.needs_input_grad[1] else None  # none beneath an adapter
+        grad_weight = (grad * normed).sum(0) if ctx.needs_input_grad[1] else None  # frozen under an adapter
         return _norm_backward(grad * weight, normed, inverse), grad_weight, None
 
 

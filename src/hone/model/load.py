@@ -212,7 +212,7 @@ def describe_model(
     """What a model directory holds, without loading its weights.
 
     Raises:
-        DataError: as `load_model`, as far as the headers of the files tell.
+        DataError: as `load_model`, as far as the headers of the files show.
     """
     config = read_config(folder, trust_remote_code=trust_remote_code, override=override)
     parameters = sum(math.prod(shape) for shape in weight_shapes(folder).values())
@@ -364,7 +364,7 @@ def exported_shapes(
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The folder's weight files, each present and whole (the header of a safetensors file tells its length)."""
+    """The folder's weight files, each present and whole (the header of a safetensors file gives its length)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

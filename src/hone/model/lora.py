@@ -144,7 +144,7 @@ NO_PEFT = (
 
 
 class AdapterOff(CausalModel):
-    """The model beneath an adapter, in the same memory: the frozen reference of a policy that trains an adapter.
+    """The base model of an adapter, in the same memory: the frozen reference of a policy that trains an adapter.
 
     Not for use while the policy computes in another thread.
     """
@@ -352,7 +352,7 @@ def save_adapter(folder: Path, model: CausalModel, base: str) -> None:
     """Writes adapter_config.json and adapter_model.safetensors, which `peft.PeftModel.from_pretrained` reads.
 
     Args:
-        base: directory or hub name of the model beneath, for those who load the adapter.
+        base: directory or hub name of the base model, for those who load the adapter.
     """
     adapter = model.adapter
     assert adapter is not None

@@ -96,7 +96,7 @@ class FusedLinear(nn.Module):
         return parts
 
     def divide(self, mesh: DeviceMesh, *, by: Literal["outputs", "inputs"]) -> None:
-        """Divide the adapter over ranks that have divided the layer beneath; only one part is divided by outputs."""
+        """Divide the adapter over ranks that have divided its base layer; only one part is divided by outputs."""
 
         def divided(factor: Tensor, dim: int) -> nn.Parameter:
             return nn.Parameter(distribute_tensor(factor.detach(), mesh, [Shard(dim)], src_data_rank=None))

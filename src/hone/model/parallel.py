@@ -101,9 +101,9 @@ def _divide_decoder(model: Decoder, mesh: DeviceMesh) -> None:
             if isinstance(child, SplitLinear):
                 plan[path] = _one_input()
                 for number, part in enumerate(child.parts):
-                    plan[_beneath(f"{path}.parts.{number}", part)] = ColwiseParallel()
+                    plan[_base_of(f"{path}.parts.{number}", part)] = ColwiseParallel()
             elif name in ("o_proj", "down_proj"):
-                plan[_beneath(path, child)] = RowwiseParallel()
+                plan[_base_of(path, child)] = RowwiseParallel()
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for path, module in model.named_modules():
         if isinstance(module, FusedLinear):
@@ -121,7 +121,7 @@ def _split(model: Decoder, fused: nn.Module, sizes: Sequence[int]) -> SplitLinea
     return SplitLinear(parts)
 
 
-def _beneath(path: str, layer: nn.Module) -> str:
+def _base_of(path: str, layer: nn.Module) -> str:
     """Where a layer's own weight is, which an adapter wraps."""
     return f"{path}.base_layer" if isinstance(layer, FusedLinear) else path
 

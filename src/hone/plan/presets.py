@@ -132,7 +132,7 @@ def _with_vocab(model: ModelSection, folder: Path) -> Mapping[str, Any]:
 
 
 def _tokens_of(folder: Path) -> int | None:
-    """Tokens of a tokenizer directory, added ones included; None where it cannot be told."""
+    """Tokens of a tokenizer directory, added ones included; None where it is not known."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None

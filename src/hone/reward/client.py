@@ -270,7 +270,7 @@ class Gathering:
     ) -> None:
         self._ask, self._max_requests, self._max_items = ask, max_requests, max_items
         self._line: deque[tuple[Item, asyncio.Future[_GatheredRequest]]] = deque()
-        """Items, each with the future that tells which request it went with."""
+        """Items, each with the future of the request it went with."""
         self._num_requests = 0
         self._is_gathering = False
 

@@ -2,7 +2,7 @@
 
 Settings (components, weights, args), the code of `hone.reward`, users' functions with their packages and the local
 modules that they import, and files and model directories that args name. Equal fingerprints mean equal scores, as far
-as files can tell: a remote service has a fingerprint of its own. Imports and runs no user code.
+as files show: a remote service has a fingerprint of its own. Imports and runs no user code.
 """
 
 from __future__ import annotations

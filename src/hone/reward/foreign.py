@@ -230,7 +230,7 @@ _FORMS = {
         frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}), _verl_calls, _read_verl
     ),
 }
-"""By the parameter that tells the form."""
+"""By the parameter that marks the form."""
 _OF_TRL_ALONE = {"trainer_state", "environments"}
 """What TRL gives beyond the row and Hone has not."""
 _OF_OTHERS = frozenset().union(*(form.offered for form in _FORMS.values())) | {

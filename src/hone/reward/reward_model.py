@@ -292,7 +292,7 @@ class TransformersClassifier:
         order = sorted(range(len(conversations)), key=lambda index: len(conversations[index]))
         while order:
             longest = len(conversations[order[-1]])
-            # Without a padding token the class cannot tell where a row ends, so each goes alone.
+            # Without a padding token the class cannot know where a row ends, so each goes alone.
             count = max(1, batch_tokens // longest) if pad_id is not None else 1
             order, batch = order[:-count], order[-count:]
             ids = torch.full((len(batch), longest), pad_id or 0)

@@ -62,11 +62,11 @@ class Audit:
 
     def __str__(self) -> str:
         faults = ("requeued", "replica_down", "trainer_down")
-        told = ", ".join(f"{self.counts[kind]} {kind}" for kind in faults if self.counts.get(kind))
+        problems = ", ".join(f"{self.counts[kind]} {kind}" for kind in faults if self.counts.get(kind))
         starts = self.counts.get("started", 0)
         lines = [
             f"{self.updates} updates survive, {self.undone} were undone, started {starts} "
-            f"time{'' if starts == 1 else 's'}, {self.in_flight} groups in flight{f', {told}' if told else ''}"
+            f"time{'' if starts == 1 else 's'}, {self.in_flight} groups in flight{f', {problems}' if problems else ''}"
         ]
         broken = Counter(violation.rule for violation in self.violations)
         holds = "holds but for the gaps" if self.gaps else "holds"
@@ -258,7 +258,7 @@ class _Checker:
             self._broken("unsynced", f"{name} holds other bytes as version {version} than another replica")
 
     def _find_step(self, step: int) -> None:
-        """After a gap, the first event that tells the step is believed."""
+        """After a gap, the first event with a step is believed."""
         if self._after_gap:
             self._go_to(step)
             self._after_gap = False

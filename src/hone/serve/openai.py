@@ -46,7 +46,7 @@ class StreamOptions(Wire):
     """Options of a stream."""
 
     include_usage: bool = False
-    """A last chunk without choices tells the tokens."""
+    """A last chunk without choices has the token counts."""
     include_obfuscation: Annotated[bool | None, only(False)] = None
 
 
@@ -64,7 +64,7 @@ class SamplingRequest(Wire):
     """-1, 0 and null are off."""
     min_p: float | None = Field(None, ge=0, lt=1)
     seed: int | None = None
-    """The same request with the same seed gives the same samples; null draws one, which the reply tells."""
+    """The same request with the same seed gives the same samples; null draws one, which the reply has."""
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     """Texts that end a sample; not in its text unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = Field(None, max_length=256)
@@ -115,7 +115,7 @@ class CompletionRequest(SamplingRequest):
     max_tokens: int | None = Field(16, ge=1)
     """Most tokens of a sample; null: as many as the context has room for."""
     logprobs: Annotated[int | None, only(0)] = None
-    """0: the logprob of each sampled token; alternatives are not told."""
+    """0: the logprob of each sampled token; alternatives are not given."""
     best_of: Annotated[int | None, only(1)] = None
     suffix: Annotated[str | None, only("")] = None
 
@@ -123,7 +123,7 @@ class CompletionRequest(SamplingRequest):
     def prompts(self) -> Sequence[str | list[int]]:
         """One entry for each prompt."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]  # type: ignore[list-item]  # the first entry tells which of the two lists it is
+            return [self.prompt]  # type: ignore[list-item]  # the type of the first entry is that of all
         return self.prompt  # type: ignore[return-value]
 
 
@@ -139,7 +139,7 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     """The same, by its newer name."""
     logprobs: bool | None = None
-    """The logprob of each sampled token; alternatives are not told."""
+    """The logprob of each sampled token; alternatives are not given."""
     top_logprobs: Annotated[int | None, only(0)] = None
     tools: Annotated[list[Any] | None, only([])] = None
     tool_choice: Annotated[Any, only("none", "auto")] = None
@@ -235,7 +235,7 @@ class Chunk(Reply):
     usage: Usage | None = None
     """In the last chunk, which has no choices, if it was asked for."""
     weight_version: int | None = None
-    """Of the newest token that it tells."""
+    """Of the newest token in it."""
 
 
 class CompletionChunkChoice(Reply):

@@ -195,12 +195,12 @@ class PolicyService:
         prompts = await self._prompts(asked)
         head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}"}
         async for news, common in self._stream(asked, prompts, asked.max_tokens, head):
-            told = self._told(asked, news)
+            fields = self._chunk_fields(asked, news)
             if asked.logprobs is not None and news.tokens:
-                told["logprobs"] = self._logprobs(news.tokens, news.text_before)
+                fields["logprobs"] = self._logprobs(news.tokens, news.text_before)
             if asked.return_token_ids and news.is_first:
-                told["prompt_token_ids"] = prompts[news.index // asked.n].token_ids.tolist()
-            choice = CompletionChunkChoice(text=news.text, **told)
+                fields["prompt_token_ids"] = prompts[news.index // asked.n].token_ids.tolist()
+            choice = CompletionChunkChoice(text=news.text, **fields)
             yield CompletionChunk(object="text_completion", choices=[choice], **common)
         if asked.stream_options and asked.stream_options.include_usage:
             yield CompletionChunk(object="text_completion", choices=[], **head)
@@ -211,12 +211,12 @@ class PolicyService:
         head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}"}
         async for news, common in self._stream(asked, [prompt], _chat_limit(asked), head):
             role: dict[str, Any] = {"role": "assistant"} if news.is_first else {}
-            told = self._told(asked, news)
+            fields = self._chunk_fields(asked, news)
             if asked.logprobs and news.tokens:
-                told["logprobs"] = self._chat_logprobs(news.tokens)
+                fields["logprobs"] = self._chat_logprobs(news.tokens)
             if asked.return_token_ids and news.is_first:
                 common["prompt_token_ids"] = prompt.token_ids.tolist()
-            choice = ChatChunkChoice(delta=Delta(content=news.text, **role), **told)
+            choice = ChatChunkChoice(delta=Delta(content=news.text, **role), **fields)
             yield ChatChunk(object="chat.completion.chunk", choices=[choice], **common)
         if asked.stream_options and asked.stream_options.include_usage:
             yield ChatChunk(object="chat.completion.chunk", choices=[], **head)
@@ -252,13 +252,13 @@ class PolicyService:
                     yield news, head | {"weight_version": what.version}
         head["usage"] = _usage(prompts, num_tokens)
 
-    def _told(self, asked: SamplingRequest, news: News) -> dict[str, Any]:
+    def _chunk_fields(self, asked: SamplingRequest, news: News) -> dict[str, Any]:
         """Fields that both kinds of chunk share."""
-        told: dict[str, Any] = {"index": news.index, "finish_reason": news.finish_reason}
+        fields: dict[str, Any] = {"index": news.index, "finish_reason": news.finish_reason}
         if asked.return_token_ids and news.tokens:
-            told["token_ids"] = [token.id for token in news.tokens]
-            told["weight_versions"] = [token.version for token in news.tokens]
-        return told
+            fields["token_ids"] = [token.id for token in news.tokens]
+            fields["weight_versions"] = [token.version for token in news.tokens]
+        return fields
 
     # ---- prompts
 
@@ -418,8 +418,8 @@ class PolicyService:
         }
 
     def _choice(self, asked: SamplingRequest, index: int, sample: Sample) -> dict[str, Any]:
-        told = {"token_ids": sample.token_ids.tolist(), "weight_versions": sample.token_versions()}
-        return {"index": index, "finish_reason": sample.finish_reason} | (told if asked.return_token_ids else {})
+        fields = {"token_ids": sample.token_ids.tolist(), "weight_versions": sample.token_versions()}
+        return {"index": index, "finish_reason": sample.finish_reason} | (fields if asked.return_token_ids else {})
 
     def _logprobs(self, tokens: Sequence[Token], text_before: int = 0) -> CompletionLogprobs:
         texts = self._token_texts([token.id for token in tokens])

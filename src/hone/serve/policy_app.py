@@ -56,7 +56,7 @@ def policy_app(
 
     @router.post("/v1/completions", response_model=CompletionReply, responses=_STREAM)
     async def completions(asked: CompletionRequest, request: Request) -> CompletionReply | Response:
-        """Samples that go on from a text or from token ids."""
+        """Samples that continue a text or token ids."""
         if asked.stream:
             return await _streamed(request, service.stream_completion(asked))
         return await while_connected(request, service.complete(asked))

@@ -69,7 +69,7 @@ class GrowingText:
         self._decode, self._stop = decode, stop
         self._ids: list[int] = []
         self._context, self._read = 0, 0  # tokens before _read are in the text; from _context on they are decoded again
-        self._text, self._told = "", 0
+        self._text, self._sent = "", 0
 
     def more(self, token_id: int) -> str:
         """Text that is final after this token."""
@@ -79,21 +79,21 @@ class GrowingText:
         if not whole.endswith("\ufffd"):  # else a part of a character
             self._text += whole[len(known) :]
             self._context, self._read = self._read, len(self._ids)
-        told, self._told = self._told, max(self._told, self._safe())
-        return self._text[told : self._told]
+        sent, self._sent = self._sent, max(self._sent, self._safe())
+        return self._text[sent : self._sent]
 
     def rest(self, text: str) -> str:
         """The rest of the whole text."""
-        return text[self._told :]
+        return text[self._sent :]
 
     def _safe(self) -> int:
         """Number of characters that no stop string can still remove."""
         end = len(self._text)
         for stop in self._stop:
-            found = self._text.find(stop, self._told)
+            found = self._text.find(stop, self._sent)
             if found >= 0:
                 end = min(end, found)
-            longest = min(len(stop) - 1, len(self._text) - self._told)
+            longest = min(len(stop) - 1, len(self._text) - self._sent)
             begun = next((n for n in range(longest, 0, -1) if self._text.endswith(stop[:n])), 0)
             end = min(end, len(self._text) - begun)
         return end
@@ -103,11 +103,11 @@ async def as_drawn(
     draw: Callable[[Tell], Coroutine[Any, Any, object]],
 ) -> AsyncGenerator[tuple[int, Token | Sample], None]:
     """The events of `draw`, in order. Raises what it raises; ends it when the client disconnects."""
-    told: asyncio.Queue[tuple[int, Token | Sample] | None] = asyncio.Queue()
-    drawing = asyncio.create_task(draw(lambda number, what: told.put_nowait((number, what))))
-    drawing.add_done_callback(lambda _: told.put_nowait(None))
+    events: asyncio.Queue[tuple[int, Token | Sample] | None] = asyncio.Queue()
+    drawing = asyncio.create_task(draw(lambda number, what: events.put_nowait((number, what))))
+    drawing.add_done_callback(lambda _: events.put_nowait(None))
     try:
-        while (news := await told.get()) is not None:
+        while (news := await events.get()) is not None:
             yield news
         await drawing
     finally:

@@ -44,7 +44,7 @@ _CURVES = """\
 ![Accuracy of every row over its steps](../presets.svg)
 
 Every row on the arithmetic of GSM8K, from one supervised model, with one optimizer and one seed. No row is tuned, and
-one run tells little of a difference of a point or two. What the size of the task forces is set otherwise; it stands in
+one run shows little of a difference of a point or two. What the size of the task forces is set otherwise; it stands in
 `benchmarks/presets.py`, which draws this."""
 
 _CREDIT = """\

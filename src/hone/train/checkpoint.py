@@ -93,8 +93,8 @@ class Checkpoints:
         Raises CheckpointError when the disk is full or refuses; what was there before is untouched then.
         """
         name = _name(progress)
-        told = {"progress": asdict(progress), "rest": snapshot.rest, "run": self._run}
-        state = json.dumps(told, indent=1).encode()
+        whole = {"progress": asdict(progress), "rest": snapshot.rest, "run": self._run}
+        state = json.dumps(whole, indent=1).encode()
         final, aside = self.folder / name, self.folder / (_ASIDE + name)
         try:
             make_folder(self.folder)
@@ -153,7 +153,7 @@ class Checkpoints:
         return self.load(path)
 
     def forget_torn_best(self, progress: Progress) -> list[str]:
-        """Have `progress` go on without a best step when its checkpoint is gone or not whole; that is set aside.
+        """Let `progress` continue without a best step when its checkpoint is gone or not whole; that is set aside.
 
         Returns the warnings to show.
         """
@@ -164,12 +164,12 @@ class Checkpoints:
             return []
         except CheckpointError as error:
             value = f"{progress.best_metric} = {progress.best_value:.4g}"
-            told = [f"the best checkpoint ({value}) is lost: {error} A new best is looked for from here on"]
+            messages = [f"the best checkpoint ({value}) is lost: {error} A new best is looked for from here on"]
         path = self.folder / _name(replace(progress, step=progress.best_step))
         if os.path.lexists(path):
-            told.append(set_aside(self.folder.parent, path, "is not whole"))
+            messages.append(set_aside(self.folder.parent, path, "is not whole"))
         progress.best_step = progress.best_value = None
-        return told
+        return messages
 
     def load(self, path: Path) -> SavedCheckpoint:
         """Read one checkpoint. Raises CheckpointError naming the file that is missing, truncated or altered."""

@@ -47,15 +47,15 @@ def fill(model: CausalModel | ScalarModel, places: Mapping[str, WeightPart], mes
     shapes |= {name: buffer.shape for name, buffer in buffers.items()}
     contents = model.contents
     weights = _from_first(contents, mesh.device) if contents.is_made_whole else contents.read()
-    beneath = _Beneath(body)
+    base = _BaseFingerprint(body)
     for name, weight in checked(shapes, weights, ignored=body.aliases):
         if name in buffers:
             buffers[name].copy_(weight)
         else:
             share = shares[name]
             share.tensor.copy_(box_of({name: weight}, name, share.offset, share.tensor.shape))
-        beneath.see(name, weight)
-    beneath.tell()
+        base.see(name, weight)
+    base.finish()
     model.contents = body.contents = None
 
 
@@ -70,24 +70,24 @@ def _give_memory(model: nn.Module, of_shares: torch.device, of_buffers: torch.de
 def _from_first(contents: Contents, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """What rank 0 reads, on all ranks, one weight at a time; raises on all what it raises on that one."""
     whole: dict[str, Tensor] = {}
-    told: list[Any] = [None]
+    header: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             whole = dict(contents.read())
-            told = [[(name, weight.shape, weight.dtype) for name, weight in whole.items()]]
+            header = [[(name, weight.shape, weight.dtype) for name, weight in whole.items()]]
         except HoneError as error:  # the others wait
-            told = [error]
-    dist.broadcast_object_list(told, src=0, device=device)
-    if isinstance(told[0], HoneError):
-        raise told[0]
-    for name, shape, dtype in told[0]:
+            header = [error]
+    dist.broadcast_object_list(header, src=0, device=device)
+    if isinstance(header[0], HoneError):
+        raise header[0]
+    for name, shape, dtype in header[0]:
         sent = whole.pop(name).to(device).contiguous() if whole else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(sent, src=0)
         yield name, sent
 
 
-class _Beneath:
-    """The fingerprint of the weights beneath a new adapter, which the ranks make together, each of some weights."""
+class _BaseFingerprint:
+    """The fingerprint of a new adapter's base weights, which the ranks make together, each of some weights."""
 
     def __init__(self, model: CausalModel) -> None:
         self._adapter = model.adapter
@@ -107,7 +107,7 @@ class _Beneath:
             self._fingerprint.add(name, weight.shape, weight.dtype, weight.contiguous().view(-1).view(torch.uint8))
         self._seen += 1
 
-    def tell(self) -> None:
+    def finish(self) -> None:
         """All have come."""
         if self._adapter is None:
             return

@@ -256,7 +256,7 @@ class AdamW(ABC):
         """Tensors, or this rank's shares of them (live, not copies), and plain values that `restore` needs.
 
         They are named `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`, with the names of `trained_weights`, and
-        do not tell whether weights were divided, or over how many ranks.
+        do not depend on whether weights were divided, or over how many ranks.
         """
 
     @abstractmethod

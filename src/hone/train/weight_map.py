@@ -41,7 +41,7 @@ class WeightMap:
         self._owners = {_storage(p): (name, _local(p)) for name, p in model.named_parameters()}
         own = dict(model.named_weights() if isinstance(model, ScalarModel) else model.own_weights())
         self.weights = {name: self.of(weight) for name, weight in own.items() if _storage(weight) in self._owners}
-        """Of each weight beneath an adapter, by its Hugging Face name."""
+        """Of each base weight, by its Hugging Face name."""
         self.buffers = {name: weight for name, weight in own.items() if _storage(weight) not in self._owners}
         """What Transformers' classes call weights and no rank divides, such as the bias of a router."""
 

@@ -2,7 +2,7 @@
 
 A sender fills one buffer after another with tensors as they come, so a model is never in memory a second time. A tensor
 lies whole in one bucket; one that is larger than a bucket gets a bucket of its own size. What arrived is what was sent
-when both ends computed the fingerprint that the manifest at the end tells.
+when both ends computed the fingerprint in the manifest at the end.
 
     |  embed  |  norm | q | k | v | o  |  gate | up | ...     each |...| one bucket of uint8
 """
@@ -63,7 +63,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a stream held, told at its end."""
+    """What a stream held, sent at its end."""
 
     version: int
     """Policy updates made."""

@@ -108,7 +108,7 @@ class Publisher:
         if len({manifest.fingerprint for manifest in whole}) > 1:
             raise ClusterError(
                 f"publishing version {whole[0].version}: ranks of the trainer sent different weights. Their shares "
-                "have come apart; go on from the last checkpoint with --resume."
+                "have come apart; continue from the last checkpoint with --resume."
             )
         self._measured = {
             "engine/published_mib": whole[0].num_bytes / 2**20,

@@ -317,12 +317,12 @@ def adapter_alone_goes_to_vllm(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def reference_is_beneath_the_adapter(config: RunConfig) -> Iterator[Breach]:
+def reference_is_the_adapters_base(config: RunConfig) -> Iterator[Breach]:
     every = config.algorithm.reference_refresh_every
     if every and trains_adapter(config, "rl"):
         yield Breach(
             ("algorithm.reference_refresh_every", "lora.rank", "lora.stages"),
-            f"= {every}, but with an adapter the reference is the model beneath it, which never changes. Set it to 0, "
+            f"= {every}, but with an adapter the reference is its base model, which never changes. Set it to 0, "
             "or lora.rank to 0",
         )
 
@@ -350,5 +350,5 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], Iterator[Breach]], ...] = (
     adapter_leaves_the_tower_frozen,
     adapter_is_beside_something_learnt,
     adapter_alone_goes_to_vllm,
-    reference_is_beneath_the_adapter,
+    reference_is_the_adapters_base,
 )

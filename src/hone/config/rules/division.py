@@ -85,7 +85,7 @@ def heads_divide(config: RunConfig, shape: Mapping[str, Any]) -> Iterator[Breach
 
 
 def trained_layers_divide(shape: Mapping[str, Any], tensor: int, sequence: int) -> Iterator[Breach]:
-    """As far as the keys of a model's config.json tell; also what `model.parallel` refuses."""
+    """As far as the keys of a model's config.json show; also what `model.parallel` refuses."""
     heads, width = shape.get("num_attention_heads"), shape.get("intermediate_size")
     kv_heads = shape.get("num_key_value_heads") or heads
     key, of_model = "cluster.trainer.tensor_parallel", ("model.path", "model.init.num_attention_heads")

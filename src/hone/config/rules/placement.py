@@ -170,7 +170,7 @@ def _nearest_that_exists(config: RunConfig, lacking: int) -> str:
 
 
 def trainers_can_do_it(config: RunConfig) -> Iterator[Breach]:
-    """What `model/parallel.py` refuses, as far as a run file tells."""
+    """What `model/parallel.py` refuses, as far as a run file shows."""
     settings, of_layers = config.cluster.trainer, "cluster.trainer.tensor_parallel"
     if config.cluster.backend != "ray":
         return
@@ -195,7 +195,7 @@ def sleeping_engines_do_not_run_ahead(config: RunConfig) -> Iterator[Breach]:
 
 
 def weights_can_go_that_way(config: RunConfig) -> Iterator[Breach]:
-    """What `cluster.transport` asks for, as far as a run file tells; whether there are GPUs is seen at the start."""
+    """What `cluster.transport` asks for, as far as a run file shows; whether there are GPUs is seen at the start."""
     cluster, device = config.cluster, config.run.device
     if cluster.backend != "ray" or "rl" not in config.stages or cluster.transport in ("auto", "ray"):
         return

@@ -276,7 +276,7 @@ def evaluation_is_possible(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def best_can_be_told(config: RunConfig) -> Iterator[Breach]:
+def best_is_measured(config: RunConfig) -> Iterator[Breach]:
     """`checkpoint.best` needs evaluations to compare, by a metric of which more is better."""
     best, settings = config.checkpoint.best, config.eval
     if best is None:
@@ -353,7 +353,7 @@ RULES: tuple[Rule, ...] = (
     a_sample_fits_a_microbatch,
     betas_are_decay_rates,
     evaluation_is_possible,
-    best_can_be_told,
+    best_is_measured,
     alarms_are_known,
     *ALGORITHM_RULES,
     *CLUSTER_RULES,

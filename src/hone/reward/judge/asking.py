@@ -174,7 +174,7 @@ class Traffic:
         scores: Sequence[float | None],
         elapsed_s: float,
     ) -> None:
-        """Count a group; tell when it is time."""
+        """Count a group; log when it is time."""
         self._groups += 1
         self._samples += len(responses)
         self._elapsed_s.append(elapsed_s)

@@ -71,7 +71,7 @@ class JudgeReward:
 
     hone_range = Range(0.0, 1.0)
     fingerprint: str | None = None
-    """Never known: an endpoint does not tell what its model is."""
+    """Never known: an endpoint does not say what its model is."""
 
     def __init__(
         self,

@@ -90,11 +90,16 @@ class Answer:
 @reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
 def math(group: Group) -> list[Score] | tuple[Score, ...]:
     """1 for the right result, 0 for a wrong one or none."""
+    return score_against_gold(group, score_response)
+
+
+def score_against_gold(group: Group, score: Callable[[str, Answer], Score]) -> list[Score] | tuple[Score, ...]:
+    """`score` of each response and the row's answer; one that cannot be read is a fault of the data."""
     try:
         gold = gold_answer(group.prompt.answer)
     except UnreadableMath as error:
         return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
-    return [score_response(sample.text, gold) for sample in group.samples]
+    return [score(sample.text, gold) for sample in group.samples]
 
 
 def score_response(text: str, gold: Answer) -> Score:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 
 from hone.reward.rules.answer import after_reasoning, last_boxed
-from hone.reward.rules.mathematics import Answer, UnreadableMath, gold_answer, score_response
+from hone.reward.rules.mathematics import Answer, score_against_gold, score_response
 from hone.reward.rules.tags import TagSettings, is_strict
-from hone.reward.signature import all_faulty, reward
+from hone.reward.signature import reward
 from hone.types import Fault, Group, Score
 
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
@@ -21,11 +21,7 @@ _ENOUGH_STEPS = 3
 @reward(minimum=-1.0, maximum=1.0, overrun=Fault.MODEL)
 def acc(group: Group) -> list[Score] | tuple[Score, ...]:
     r"""1 for the right result in `\boxed{}`, -0.5 for a wrong one, -1 without a box."""
-    try:
-        gold = gold_answer(group.prompt.answer)
-    except UnreadableMath as error:
-        return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
-    return [_acc(sample.text, gold) for sample in group.samples]
+    return score_against_gold(group, _acc)
 
 
 def _acc(text: str, gold: Answer) -> Score:
@@ -38,12 +34,11 @@ def _acc(text: str, gold: Answer) -> Score:
 @reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
 def base_acc(group: Group) -> list[Score] | tuple[Score, ...]:
     """1 for the right result in a response of strict format; else 0."""
-    try:
-        gold = gold_answer(group.prompt.answer)
-    except UnreadableMath as error:
-        return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
-    strict = TagSettings()
-    return [score_response(s.text, gold) if is_strict(s.text, strict) else Score(0.0) for s in group.samples]
+    return score_against_gold(group, _base_acc)
+
+
+def _base_acc(text: str, gold: Answer) -> Score:
+    return score_response(text, gold) if is_strict(text, TagSettings()) else Score(0.0)
 
 
 @reward(minimum=0.0, maximum=1.0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 from hone.reward.rules.answer import after_reasoning, last_boxed
-from hone.reward.rules.mathematics import Answer, UnreadableMath, gold_answer, score_final
-from hone.reward.signature import all_faulty, reward
+from hone.reward.rules.mathematics import Answer, score_against_gold, score_final
+from hone.reward.signature import reward
 from hone.types import Fault, Group, Score
 
 _ANSWER = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
@@ -21,11 +21,7 @@ RIGHT, FORM = 0.9, 0.1
 @reward(minimum=-1.0, maximum=1.0, overrun=Fault.MODEL)
 def math_dapo(group: Group) -> list[Score] | tuple[Score, ...]:
     """1 for the right result behind the last `Answer:`, on its line; -1 for a wrong one or none."""
-    try:
-        gold = gold_answer(group.prompt.answer)
-    except UnreadableMath as error:
-        return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
-    return [_after_answer(sample.text, gold) for sample in group.samples]
+    return score_against_gold(group, _after_answer)
 
 
 def _after_answer(text: str, gold: Answer) -> Score:
@@ -41,11 +37,7 @@ def _after_answer(text: str, gold: Answer) -> Score:
 @reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
 def geo3k(group: Group) -> list[Score] | tuple[Score, ...]:
     r"""0.9 for the right result in `\boxed{}`, and 0.1 for `<think>...</think>` with a box behind it."""
-    try:
-        gold = gold_answer(group.prompt.answer)
-    except UnreadableMath as error:
-        return all_faulty(len(group.samples), f"the row's answer: {error}", Fault.DATA)
-    return [_right_and_formed(sample.text, gold) for sample in group.samples]
+    return score_against_gold(group, _right_and_formed)
 
 
 def _right_and_formed(text: str, gold: Answer) -> Score:

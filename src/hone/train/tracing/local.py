@@ -146,7 +146,7 @@ class _Phases(Unguarded):
 
 @contextmanager
 def marked(memory: LiveMemory, model: nn.Module, *, last: str, prefix: str = "") -> Iterator[None]:
-    """Inside, passes of a model tell `memory` which moment it is.
+    """Inside, passes of a model report to `memory` which moment it is.
 
     Args:
         model: has a decoder with `layers` and a final `norm` somewhere in it.
