@@ -46,6 +46,7 @@ import torch
 from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
 from hone.data import pack
+from hone.data.order import RowOrder, SourceRange
 from hone.loop import policy
 from hone.loop.run import PolicyRun
 from hone.observe.observer import Observer
@@ -89,6 +90,8 @@ class Cell:
 
 class Prompts:
     """Endless, each different."""
+
+    order = RowOrder([SourceRange("", 0, 1)], seed=0, order="source")
 
     def starting_at(self, index: int) -> Iterator[Prompt]:
         token_ids = np.arange(100, dtype=np.int32)

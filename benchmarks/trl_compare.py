@@ -159,7 +159,7 @@ def hone_run(case: Case, model: Path, prompts: Path, run_dir: Path, seed: int, s
         "stages": ["rl"],
         "run": {"dir": str(run_dir), "steps": steps, "device": "cpu", "precision": "bfloat16"},
         "model": {"path": str(model)},
-        "data": {"train": str(prompts), "answer_column": "answer", "shuffle": False, "max_prompt_tokens": 16},
+        "data": {"train": str(prompts), "answer_column": "answer", "order": "source", "max_prompt_tokens": 16},
         "reward": {"components": [{"use": f"{TRL / 'hone_reward.py'}:correct" if case.noisy else "exact"}]},
         "rollout": {"group_size": GROUP_SIZE, "max_response_tokens": case.max_response_tokens},
         "algorithm": {"credit": "group_norm", "ratio": "token", "clip": "ppo", "aggregate": "sample_mean"},

@@ -108,6 +108,8 @@ class Prompt(WithArrays):
     """The {role, content} messages that `text` renders, when `data.chat`; for rewards with a template of their own."""
     pictures: tuple[Picture, ...] = ()
     """In the order of their tokens, which `token_ids` has in full."""
+    source: str = ""
+    """The source's name in metrics, where `data.train` or `data.eval` has several."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
@@ -354,6 +356,8 @@ class Progress:
     """State of the alarm rules then (`AlarmWatch.state`), so that a resumed run need not read metrics.jsonl again."""
     reward_fingerprints: dict[str, str] = field(default_factory=dict)
     """Reward component -> fingerprint of the rules that its service scores by."""
+    order: dict[str, Any] = field(default_factory=dict)
+    """State of the order of the data (`RowOrder.state`); empty where one integer is enough."""
     control: Control = field(default_factory=Control)
     """Of the stage's algorithm, which changes this very object."""
 

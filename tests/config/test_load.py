@@ -199,7 +199,7 @@ def test_a_wrong_override_is_named(folder, override, said):
         ("rollout__temperature", ".inf", "must be a number, above 0 (got inf)"),
         ("rollout__top_p", "1.5", "must be above 0 and at most 1 (got 1.5). Nearest: 1"),
         ("rollout__stop", "x", 'must be a list of texts (got "x"). Write ["x"]'),
-        ("data__shuffle", "yes", 'must be true or false (got "yes"). Write true'),
+        ("data__chat", "yes", 'must be true or false (got "yes"). Write true'),
         ("model__characters", "12", "must be text or null (got 12). Put it in quotes"),
         ("run__precision", "float23", 'must be one of auto, float32, bfloat16 (got "float23"). Did you mean float32?'),
         ("algorithm__reward_clip", "[1]", "must be a list of 2 numbers or null (got [1])"),

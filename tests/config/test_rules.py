@@ -46,6 +46,35 @@ BROKEN = [
     ({"data__template": "'{prompt}'", "data__chat": "true"}, "data.template: contradicts data.chat = true"),
     ({"data__system": "hi"}, "data.system: is only used by a chat template"),
     ({"data__template": "'{{prompt}} { }'"}, "data.template: names no column in braces"),
+    (
+        {"data__train_weights": "[1, 2]"},
+        "data.train_weights: is for several sources, and data.train names one",
+    ),
+    (
+        {"data__train": "[a/b, c/d]", "data__train_weights": "[1]"},
+        "data.train_weights: must have a weight for each of the 2 sources (got 1)",
+    ),
+    (
+        {"data__train": "[a/b, c/d]", "data__train_weights": "[1, -0.5]"},
+        "data.train_weights: must be at least 0 (got -0.5 for c/d); 0 leaves a source out",
+    ),
+    ({"data__train": "[a/b, c/d]", "data__train_weights": "[0, 0]"}, "data.train_weights: every weight is 0"),
+    ({"data__order": "ascending"}, "data.order_column: is required with data.order = ascending"),
+    ({"data__order_column": "level"}, "data.order_column: is only used with data.order = ascending or descending"),
+    (
+        {
+            "data__train": "[a/b, c/d]",
+            "data__train_weights": "[1, 2]",
+            "data__order": "descending",
+            "data__order_column": "level",
+        },
+        "data.order: = descending sorts the rows of all sources together, so there is no room for weights",
+    ),
+    ({"data__pass_rate_bounds": "[0.9, 0.1]"}, "data.pass_rate_bounds: must be two numbers from 0 to 1"),
+    (
+        {"stages": "[sft]", "data__order": "pass_rate"},
+        "data.order: = pass_rate needs stage rl, which measures pass rates",
+    ),
     ({"data__train_rows": "'100'"}, "data.train_rows: must be start:stop as in Python"),
     ({"cluster__env": "{9LIVES: cat}"}, "cluster.env.9LIVES: is no name of an environment variable"),
     (judge("policy: a/b, env: {CUDA_VISIBLE_DEVICES: '0'}"), "services.judge.env.CUDA_VISIBLE_DEVICES: is set by Hone"),

@@ -153,16 +153,17 @@ def test_a_run_keeps_the_rows_that_it_has_started_with(tmp_path, load, cached):
         ("max_prompt_tokens", 5, 23),
         ("template", "{prompt}{answer}", 43),
         ("id_column", "prompt", 40),
-        ("shuffle", False, 43),
+        ("order", "source", 43),
+        ("order_column", "answer", 43),
     ],
 )
 def test_settings_decide_whether_an_index_still_holds(tmp_path, load, cached, monkeypatch, key, value, length):
     write(tmp_path, "rows.jsonl")
     load(on_bad_row="skip")
-    if key == "shuffle":
+    if key == "order":
         no_row_is_read(monkeypatch)
     assert len(load(on_bad_row="skip", **{key: value})) == length
-    assert len(list(cached.glob("*.json"))) == (2 if key == "shuffle" else 3), "one of rows, the others indices"
+    assert len(list(cached.glob("*.json"))) == (2 if key == "order" else 3), "one of rows, the others indices"
 
 
 def test_another_tokenizer_needs_another_index(tmp_path, load, cached):
@@ -261,7 +262,7 @@ def test_only_the_rows_asked_for_are_stored(tmp_path, load, cached):
 
 def test_several_sources_are_one_after_the_other(tmp_path, load, cached):
     names = tuple(write(tmp_path, f"{n}.jsonl", ROWS[5 * n : 5 * n + 5]) for n in range(3))
-    stream = load(names, train_rows="3:12", shuffle=False)
+    stream = load(names, train_rows="3:12", order="source")
     assert [p.text for p in stream.rows()] == [row["prompt"] for row in ROWS[3:12]]
     assert [stream.rows().where(place) for place in (0, 2, 8)] == ["0.jsonl:4", "1.jsonl:1", "2.jsonl:2"]
     assert [p.text for p in stream.rows()[-2:]] == [row["prompt"] for row in ROWS[10:12]]

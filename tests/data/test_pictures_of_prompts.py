@@ -25,7 +25,7 @@ def tokenizer_of(processor=PROCESSOR) -> Tokenizer:
 
 def load(tmp_path, rows, *, processor=PROCESSOR, **data):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = DataSection(train="rows.jsonl", chat=True, shuffle=False, **{"image_columns": ("image",), **data})
+    section = DataSection(train="rows.jsonl", chat=True, order="source", **{"image_columns": ("image",), **data})
     return load_prompts(section, tokenizer_of(processor), tmp_path, seed=0).rows()
 
 

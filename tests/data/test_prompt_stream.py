@@ -6,7 +6,9 @@ import pytest
 
 from hone.config.run import DataSection, ModelSection, SftSection
 from hone.data.chat import load_tokenizer
-from hone.data.prompts import epoch_order, load_prompts, load_sft_rows
+from hone.data.order import epoch_order
+from hone.data.prompts import load_prompts, load_sft_rows
+from hone.data.sources import source_labels
 from hone.errors import DataError
 
 USER, ASSISTANT = {"role": "user", "content": "how many"}, {"role": "assistant", "content": "four"}
@@ -233,8 +235,61 @@ def test_orders_are_spread_evenly():
 
 
 def test_unshuffled_is_the_order_of_the_file(write_rows, load):
-    stream = load(write_rows(*({"prompt": c} for c in "dacb")), shuffle=False)
+    stream = load(write_rows(*({"prompt": c} for c in "dacb")), order="source")
     assert [prompt.text for prompt in take(stream, 2, 5)] == ["c", "b", "d", "a", "c"]
+
+
+def test_sources_keep_their_names_and_have_the_shares_of_their_weights(write_rows, tmp_path, load):
+    (tmp_path / "more").mkdir()
+    write_rows(*({"prompt": c} for c in "ab"), name="few.jsonl")
+    write_rows(*({"prompt": c} for c in "cdefgh"), name="more/many.jsonl")
+    stream = load(("few.jsonl", "more/many.jsonl"), train_weights=(3, 1), order="source")
+    texts = [(prompt.text, prompt.source) for prompt in take(stream, 0, 8)]
+    assert [text for text, source in texts if source == "many.jsonl"] == ["c", "d"]
+    assert [text for text, source in texts if source == "few.jsonl"] == ["a", "b"] * 3
+    plain = load(("few.jsonl", "more/many.jsonl"), order="source")
+    assert [prompt.text for prompt in take(plain, 0, 8)] == [*"abcdefgh"]
+    assert {prompt.source for prompt in load("few.jsonl").rows()} == {""}, "one source needs no name"
+
+
+def test_sources_that_end_alike_are_told_apart():
+    assert source_labels(("a/train.jsonl", "b/train.jsonl")) == ("a_train.jsonl", "b_train.jsonl")
+    assert source_labels(("a/x.jsonl", "a/x.jsonl", "o/gsm8k:main")) == ("x.jsonl", "x.jsonl", "gsm8k:main")
+
+
+def test_a_slice_may_leave_out_a_source(write_rows, load):
+    write_rows(*({"prompt": c} for c in "ab"), name="one.jsonl")
+    write_rows(*({"prompt": c} for c in "cd"), name="two.jsonl")
+    names = ("one.jsonl", "two.jsonl")
+    assert [tuple(source) for source in load(names, train_rows="1:3").rows().sources] == [
+        ("one.jsonl", 0, 1), ("two.jsonl", 1, 2)
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=r"no row of two.jsonl is left"):
+        load(names, train_rows=":2", train_weights=(1, 1))
+
+
+def test_a_curriculum_sorts_by_a_column(write_rows, load):
+    name = write_rows(*({"prompt": c, "about": {"level": n}} for c, n in zip("abcd", (3, "1.5", -2, 2), strict=True)))
+    up, down = (load(name, order=order, order_column="about.level") for order in ("ascending", "descending"))
+    assert [prompt.text for prompt in take(up, 0, 5)] == [*"cbdac"]
+    assert [prompt.text for prompt in take(down, 0, 4)] == [*"adbc"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("hard", "got 'hard'; rows are sorted by it"),
+        (True, "got True"),
+        ([1], r"got \[1\]"),
+        (None, "no such|empty|null"),
+    ],
+)
+def test_a_row_that_cannot_be_sorted_is_named(write_rows, load, value, said):
+    name = write_rows({"prompt": "a", "level": 1}, {"prompt": "b", "level": value})
+    settings = {"order": "ascending", "order_column": "level"}
+    with pytest.raises(DataError, match=rf"{name}:2 level: .*({said})"):
+        load(name, **settings)
+    assert [prompt.text for prompt in load(name, **settings, on_bad_row="skip").rows()] == ["a"]
 
 
 def test_evaluation_data_is_never_shuffled(write_rows, tmp_path, words):

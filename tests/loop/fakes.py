@@ -1,6 +1,7 @@
 """A whole policy run against fakes, on a virtual clock: latencies are random, time is free, nothing is patched."""
 
 import asyncio
+import itertools
 import random
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -10,6 +11,7 @@ import torch
 
 from hone.algo.shaping import informative
 from hone.config.run import RunConfig
+from hone.data.order import RowOrder, SourceRange
 from hone.loop.buffer import GroupBuffer
 from hone.loop.run import PolicyRun
 from hone.rollout.engine import Sampling
@@ -55,6 +57,10 @@ class InlineExecutor(Executor):
 class Prompts:
     def __init__(self, explode_at=None):
         self.explode_at = explode_at
+        self.order = RowOrder([SourceRange("", 0, 1000)], seed=0)
+
+    def rows(self):
+        return [*itertools.islice(self.starting_at(0), 1000)]
 
     def starting_at(self, index):
         while True:

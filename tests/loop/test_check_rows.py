@@ -215,12 +215,12 @@ def test_nothing_could_be_learnt(check, override, said):
 
 
 def test_the_same_prompt_twice_in_a_step_is_a_warning(check):
-    report = check([*ROWS[:2], *ROWS[:2], *ROWS[4:]], "data.shuffle=false", BUILT_IN)
+    report = check([*ROWS[:2], *ROWS[:2], *ROWS[4:]], "data.order=source", BUILT_IN)
     (warning,) = report.warnings
     assert "1 of the 2 steps of the first epoch hold the same prompt" in warning
     assert "step 1: sums.jsonl:1 and sums.jsonl:3" in warning
     assert report.is_ok
-    assert not check([*ROWS, *ROWS], "data.shuffle=false", BUILT_IN).warnings  # twice, in two steps
+    assert not check([*ROWS, *ROWS], "data.order=source", BUILT_IN).warnings  # twice, in two steps
 
 
 @pytest.mark.parametrize(("lr", "said"), [("0.5", "would overwrite the weights"), ("1e-12", "would not move")])

@@ -50,7 +50,7 @@ from hone.loop.policy import train_policy
 from hone.loop.reward_model import RewardModelRun, train_reward_model
 from hone.loop.reward_model import total_steps as pair_steps
 from hone.loop.run import PolicyRun
-from hone.loop.sft import SftRun, imitation_rows, total_steps, train_sft
+from hone.loop.sft import SftRun, imitation_order, imitation_rows, total_steps, train_sft
 from hone.loop.supervisor import run_with_restarts
 from hone.memory.ladder import Predict
 from hone.model.load import hf_folder
@@ -284,7 +284,8 @@ async def imitate_once(job: Job, backend: Backend, saved: SavedCheckpoint | None
     async with backend.imitator(steps, saved) as trainer:
         ready()
         job.observer.begin("sft", steps)
-        run = SftRun(job.config, progress, trainer, *job.doors, rows=rows, guard=job.guard)
+        order = imitation_order(job.config, rows)
+        run = SftRun(job.config, progress, trainer, *job.doors, rows=rows, order=order, guard=job.guard)
         await run_to_end(job, run, train_sft)
 
 
@@ -302,7 +303,10 @@ async def learn_preferences_once(
     async with backend.pair_learner(steps, saved) as trainer:
         ready()
         job.observer.begin("reward_model", steps)
-        run = RewardModelRun(config, progress, trainer, *job.doors, pairs=pairs, held_out=held_out[:], guard=job.guard)
+        order, kept = pairs.order(config.data, seed=config.seed, in_rl=False), held_out[:]
+        run = RewardModelRun(
+            config, progress, trainer, *job.doors, pairs=pairs, order=order, held_out=kept, guard=job.guard
+        )
         await run_to_end(job, run, train_reward_model)
 
 
@@ -313,6 +317,7 @@ async def optimise_once(job: Job, backend: Backend, saved: SavedCheckpoint | Non
     prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, say=job.observer.say)
     job.observer.say(f"training on {prompts.report}")
     progress = begin_stage(job, "rl", saved, job.memory.predict)
+    prompts.order.restore(progress.order)
     algorithm = Algorithm(
         config.algorithm,
         max_response_tokens=config.rollout.max_response_tokens,

@@ -69,14 +69,17 @@ class ModelSection(Section):
 class DataSection(Section):
     train: str | tuple[str, ...] = key(..., is_path=True)
     """Prompts to train on: a .jsonl, .json, .csv (each also .gz) or .parquet file, a pattern such as `train-*.jsonl`, a
-    folder that `save_to_disk` made, or a Hugging Face dataset name. A list: the rows of all; named twice, a source
-    counts twice."""
+    folder that `save_to_disk` made, or a Hugging Face dataset name. A list: the rows of all, in the shares that
+    `train_weights` gives; named twice, a source counts twice."""
+    train_weights: tuple[float, ...] | None = key(None)
+    """Weights of the sources in `train`, in their order: their shares of the prompts. null: every row counts the same,
+    so that larger sources have larger shares."""
     train_split: str = key("train")
     """Split of a Hugging Face dataset; not used for files."""
     train_rows: str | None = key(None)
     """Rows to use, `start:stop` as in Python; null: all."""
     eval: str | tuple[str, ...] | None = key(None, is_path=True)
-    """Prompts to evaluate on, as `train`; null: no evaluation."""
+    """Prompts to evaluate on, as `train`; every row is used. null: no evaluation."""
     eval_split: str = key("test")
     """Split of a Hugging Face dataset for evaluation."""
     eval_rows: str | None = key(None)
@@ -108,8 +111,15 @@ class DataSection(Section):
     answer unless `answer_column` is set; `prompt` refuses such rows, because their prompts would contain the answer."""
     system: str | None = key(None)
     """System message to prepend, with `chat`."""
-    shuffle: bool = key(True)
-    """Shuffle each epoch, deterministically by (seed, epoch)."""
+    order: Literal["shuffled", "source", "ascending", "descending", "pass_rate"] = key("shuffled")
+    """Order of the training rows in each epoch. `shuffled`: by (seed, epoch); `source`: as in the files; `ascending`
+    and `descending`: a curriculum by the number in `order_column`; `pass_rate`: first rows not yet sampled and rows
+    whose last pass rate is within `pass_rate_bounds`, then a quarter of the others."""
+    order_column: str | None = key(None)
+    """Column with a number, such as a difficulty, for `order` ascending or descending; equal ones are shuffled."""
+    pass_rate_bounds: tuple[float, float] = key((0.0, 1.0), unit="fraction of samples")
+    """With `order` pass_rate: a row is within bounds while the share of its samples that reach `eval.threshold` lies
+    between these, both excluded; (0, 1): neither always wrong nor always right."""
     max_prompt_tokens: int = key(1024, unit="tokens", ge=1)
     """Maximum tokens of a prompt; `too_long` says what happens to longer ones."""
     too_long: Literal["drop", "left", "middle"] = key("drop")

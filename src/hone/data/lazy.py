@@ -6,9 +6,10 @@ of the rows, of the tokenizer, and of the settings that matter. With an index, a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -22,6 +23,7 @@ import hone
 from hone.config.run import DataSection
 from hone.data import cache
 from hone.data.cache import Say
+from hone.data.order import RowOrder, SourceRange, order_of
 from hone.data.render import Malformed, as_text, column
 from hone.data.report import LoadProgress, LoadReport, Tally, nothing_left
 from hone.data.rows import FORMAT, SourceRows, open_rows
@@ -83,6 +85,8 @@ class LazyRows(Sequence[Item], Generic[Item]):
         report: what was read, dropped and skipped.
         tokens: (n,) int32, length of each.
         content: (n,) uint64, equal for rows that are the same to the model.
+        values: (n,) float64, in the column that rows are sorted by; None where there is none.
+        sources: the ranges of rows that the sources of a list have.
     """
 
     def __init__(
@@ -90,7 +94,8 @@ class LazyRows(Sequence[Item], Generic[Item]):
     ) -> None:
         self._rows, self._reading, self.report = rows, reading, report
         self._row, self._id, self._repeat = columns["row"], columns["id"], columns["repeat"]
-        self.tokens, self.content = columns["tokens"], columns["content"]
+        self.tokens, self.content, self.values = columns["tokens"], columns["content"], columns.get("value")
+        self.sources = [SourceRange(name, *np.searchsorted(self._row, ends).tolist()) for name, *ends in rows.sources]
 
     def __len__(self) -> int:
         return len(self._row)
@@ -111,6 +116,10 @@ class LazyRows(Sequence[Item], Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         for start in range(0, len(self), MADE_TOGETHER):
             yield from self.at(range(start, min(start + MADE_TOGETHER, len(self))))
+
+    def order(self, data: DataSection, *, seed: int, in_rl: bool) -> RowOrder:
+        """As the run file orders training rows. Raises DataError as `RowOrder`."""
+        return order_of(data, self.sources, self.values, seed=seed, in_rl=in_rl)
 
     def where(self, place: int) -> str:
         """File and line of the row at a place."""
@@ -145,7 +154,14 @@ def changed(row: SourceRow, now: str) -> DataError:
 
 
 def load_lazily(
-    source: DataSource, data: DataSection, folder: Path, reading: RowReading[Item], *, max_tokens: int, say: Say
+    source: DataSource,
+    data: DataSection,
+    folder: Path,
+    reading: RowReading[Item],
+    *,
+    max_tokens: int,
+    say: Say,
+    order_column: str | None = None,
 ) -> LazyRows[Item]:
     """Read a source once, unless that has been done before.
 
@@ -153,6 +169,7 @@ def load_lazily(
         folder: the run file's, for relative paths.
         max_tokens: longer rows are dropped and reported.
         say: is given a line for what takes longer than two seconds, and for a broken cache.
+        order_column: with the number that rows are sorted by; None: none.
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
@@ -161,11 +178,11 @@ def load_lazily(
     key: str | None = None
     if rows.key is not None and reading.is_repeatable():
         libraries = [hone.__version__, *map(version, LIBRARIES)]
-        limits = [max_tokens, data.on_bad_row, data.max_bad_rows]
+        limits = [max_tokens, data.on_bad_row, data.max_bad_rows, order_column]
         key = cache.key_of("index", FORMAT, rows.key, dict(reading.settings), limits, libraries)
     entry = cache.find(key, say) if key is not None else None
     if entry is None:
-        columns = _index(rows, reading, tally, say)
+        columns = _index(rows, reading, tally, order_column, say)
         if not tally.kept:
             raise DataError(nothing_left(tally.report()))
         if key is None or not reading.is_repeatable():
@@ -178,9 +195,11 @@ def load_lazily(
     return LazyRows(rows, reading, columns, report)
 
 
-def _index(rows: SourceRows, reading: RowReading[Item], tally: Tally, say: Say) -> dict[str, NDArray[Any]]:
+def _index(
+    rows: SourceRows, reading: RowReading[Item], tally: Tally, order_column: str | None, say: Say
+) -> dict[str, NDArray[Any]]:
     """The columns of an index, from a pass over all rows. Raises DataError for one that may not be skipped."""
-    kept, tokens, ids, contents = array("q"), array("i"), array("Q"), array("Q")
+    kept, tokens, ids, contents, values = array("q"), array("i"), array("Q"), array("Q"), array("d")
     seen: dict[str, int] = {}
     progress = LoadProgress(f"tokenising {tally.source}", say, total=len(rows))
     for start in range(0, len(rows), READ_TOGETHER):
@@ -193,6 +212,9 @@ def _index(rows: SourceRows, reading: RowReading[Item], tally: Tally, say: Say) 
                 tally.reject(f"{row.where}: {row.problem}")
                 continue
             item = next(items)
+            value = or_problem(number_in, row.values, order_column) if order_column is not None else 0.0
+            if isinstance(value, Malformed) and not isinstance(item, Malformed):
+                item = value
             if not isinstance(item, Malformed) and reading.id_column is not None:
                 row_id = as_text(column(row.values, reading.id_column), reading.id_column)
                 if (first := seen.setdefault(row_id, number)) != number:
@@ -201,16 +223,39 @@ def _index(rows: SourceRows, reading: RowReading[Item], tally: Tally, say: Say) 
             if isinstance(item, Malformed):
                 tally.reject(f"{row.where} {item.field}: {item}")
                 continue
+            assert not isinstance(value, Malformed)
             facts = reading.facts(item)
             if tally.fits(facts.tokens):
                 kept.append(number)
                 tokens.append(facts.tokens)
                 ids.append(facts.id)
                 contents.append(facts.content)
+                values.append(value)
         progress.at(numbers.stop)
     tally.kept = len(kept)
     columns = {"row": np.asarray(kept), "tokens": np.asarray(tokens), "id": np.asarray(ids)}
-    return columns | {"content": np.asarray(contents), "repeat": repeats(columns["id"])}
+    columns |= {"content": np.asarray(contents), "repeat": repeats(columns["id"])}
+    return columns if order_column is None else columns | {"value": np.asarray(values)}
+
+
+def or_problem(make: Callable[..., Item], *args: Any) -> Item | Malformed:
+    """What a function makes of a row, or what is wrong with the row."""
+    try:
+        return make(*args)
+    except Malformed as error:
+        return error
+
+
+def number_in(values: Mapping[str, Any], name: str) -> float:
+    """The finite number in a column; text that spells one counts, as a CSV file has only text. Raises Malformed."""
+    value = column(values, name)
+    try:
+        number = float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise Malformed(name, f"got {value!r:.40}; rows are sorted by it (data.order), so it must be a finite number")
+    return number
 
 
 def repeats(ids: NDArray[np.uint64]) -> NDArray[np.uint32]:

@@ -13,7 +13,7 @@ from hone.config.run import DataSection, PreferenceSection
 from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer
 from hone.data.conversation import ConversationReader, UnreadableConversation
-from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily
+from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem
 from hone.data.prompts import hash_of, row_settings
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import on_stderr
@@ -49,7 +49,8 @@ def load_pairs(
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
     source = source_of(data, part, lacking="there are no held-out pairs to measure the reward model on")
-    return load_lazily(source, data, folder, _PairReading(data, rm, tokenizer), max_tokens=max_tokens, say=say)
+    reading, by = _PairReading(data, rm, tokenizer), data.order_column if part == "train" else None
+    return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by)
 
 
 class _PairReading(RowReading[PreferencePair]):
@@ -67,13 +68,7 @@ class _PairReading(RowReading[PreferencePair]):
         return {"kind": "pairs", "columns": columns, "data": row_settings(self.data), "tokenizer": tokenizer}
 
     def read(self, rows: Sequence[SourceRow]) -> list[PreferencePair | Malformed]:
-        return [self.pair_or_problem(row) for row in rows]
-
-    def pair_or_problem(self, row: SourceRow) -> PreferencePair | Malformed:
-        try:
-            return self.pair(row.values)
-        except Malformed as error:
-            return error
+        return [or_problem(self.pair, row.values) for row in rows]
 
     def facts(self, item: PreferencePair) -> Facts:
         content = hash_of(*(np.array(side, np.int32).tobytes() for side in (item.chosen, item.rejected)))

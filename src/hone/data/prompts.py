@@ -1,7 +1,8 @@
-"""Prompt stream: rows to prompts with stable ids, in a shuffled endless stream that one integer resumes.
+"""Prompt stream: rows to prompts with stable ids, in an endless stream that one integer resumes.
 
 What a malformed row is gets decided here, row by row; `data.on_bad_row` says what follows. Not here: reading files
-(`sources.py`), which rows are kept and which of them are in memory (`lazy.py`), turning text into tokens (`chat.py`).
+(`sources.py`), which rows are kept and which of them are in memory (`lazy.py`), in which order they come (`order.py`),
+turning text into tokens (`chat.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from hone.config.run import DataSection, SftSection
 from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
-from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily
+from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem
+from hone.data.order import RowOrder
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import on_stderr
@@ -46,43 +47,31 @@ class SftRow(NamedTuple):
 
 
 class PromptStream:
-    """Prompts in an endless stream of epochs; position `index` is a function of (seed, index) alone.
-
-    Prompts are read and tokenised when they are asked for.
+    """Prompts in an endless stream, read and tokenised when they are asked for.
 
     Attributes:
         report: what was read, dropped and skipped.
+        order: which row stands at each position.
     """
 
-    def __init__(self, prompts: LazyRows[Prompt], *, seed: int, shuffle: bool) -> None:
-        self.report = prompts.report
-        self._prompts = prompts
-        self._seed, self._shuffle = seed, shuffle
+    def __init__(self, prompts: LazyRows[Prompt], order: RowOrder) -> None:
+        self.report, self.order, self._prompts = prompts.report, order, prompts
 
     def __len__(self) -> int:
         """Prompts per epoch."""
-        return len(self._prompts)
+        return len(self.order)
 
     def rows(self) -> LazyRows[Prompt]:
         """Every prompt once, in the order of the source, which is also its `index` here."""
         return self._prompts
 
-    def order(self, epoch: int) -> NDArray[np.uint32]:
-        """(n,) places in `rows()` of the prompts of an epoch."""
-        if self._shuffle:
-            return epoch_order(len(self), seed=self._seed, epoch=epoch)
-        return np.arange(len(self), dtype=np.uint32)
-
     def starting_at(self, index: int) -> Iterator[Prompt]:
-        """The endless stream from position `index` on; epoch `index // len(self)`, and so on."""
-        first_epoch, position = divmod(index, len(self))
-        for epoch in itertools.count(first_epoch):
-            order = self.order(epoch)
-            for start in range(position, len(self), MADE_AHEAD):
-                prompts = self._prompts.at(order[start : start + MADE_AHEAD].tolist())
-                for place, prompt in enumerate(prompts, start=start):
-                    yield replace(prompt, index=epoch * len(self) + place)
-            position = 0
+        """The endless stream from position `index` on."""
+        together = 1 if self.order.is_measured else MADE_AHEAD
+        for start in itertools.count(index, together):
+            prompts = self._prompts.at(self.order.at(start, start + together).tolist())
+            for position, prompt in enumerate(prompts, start=start):
+                yield replace(prompt, index=position)
 
 
 def load_prompts(
@@ -92,15 +81,18 @@ def load_prompts(
 
     Args:
         folder: the run file's, for relative paths.
-        part: `train` is shuffled when `data.shuffle` says so, `eval` never.
+        part: `train` comes in the order that `data.order` says, `eval` as in the source.
         say: is given lines about progress.
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
     source = source_of(data, part, lacking="there is nothing to evaluate on")
     reading = _PromptReading(data, tokenizer, folder)
-    prompts = load_lazily(source, data, folder, reading, max_tokens=data.max_prompt_tokens, say=say)
-    return PromptStream(prompts, seed=seed, shuffle=data.shuffle and part == "train")
+    by = data.order_column if part == "train" else None
+    limit = data.max_prompt_tokens
+    prompts = load_lazily(source, data, folder, reading, max_tokens=limit, say=say, order_column=by)
+    as_is = RowOrder(prompts.sources, seed=seed, order="source")
+    return PromptStream(prompts, prompts.order(data, seed=seed, in_rl=True) if part == "train" else as_is)
 
 
 def load_sft_rows(
@@ -115,8 +107,9 @@ def load_sft_rows(
             "sft.response_column: not set, and neither is data.answer_column; which column has the responses?"
         )
     source = DataSource(sft.data or data.train, data.train_split, sft.rows)
-    reading = _SftReading(data, sft, tokenizer, folder)
-    return load_lazily(source, data, folder, reading, max_tokens=data.max_prompt_tokens, say=say)
+    reading, limit = _SftReading(data, sft, tokenizer, folder), data.max_prompt_tokens
+    by = data.order_column if sft.data is None else None
+    return load_lazily(source, data, folder, reading, max_tokens=limit, say=say, order_column=by)
 
 
 def shortened(ids: Sequence[int], data: DataSection) -> Sequence[int]:
@@ -129,23 +122,6 @@ def shortened(ids: Sequence[int], data: DataSection) -> Sequence[int]:
     return [*ids[: limit - limit // 2], *ids[len(ids) - limit // 2 :]]
 
 
-@lru_cache(maxsize=2)
-def epoch_order(num_rows: int, *, seed: int, epoch: int) -> NDArray[np.uint32]:
-    """A permutation of range(num_rows) that is a function of (seed, epoch), on every machine and library version.
-
-    Rows are sorted by a hash of their number (splitmix64, Steele et al., 2014), keyed by seed and epoch.
-    """
-    key = int.from_bytes(hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest(), "little")
-    x = np.arange(1, num_rows + 1, dtype=np.uint64)
-    x *= np.uint64(0x9E3779B97F4A7C15)
-    x += np.uint64(key)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x ^= x >> np.uint64(shift)
-        x *= np.uint64(factor)
-    x ^= x >> np.uint64(31)
-    return read_only(np.argsort(x, kind="stable"), np.uint32)
-
-
 @dataclass(frozen=True, slots=True)
 class _PromptDraft:
     """A row that is well-formed and rendered, not yet tokenised."""
@@ -156,6 +132,7 @@ class _PromptDraft:
     columns: dict[str, Any]
     messages: tuple[Message, ...] | None
     pictures: tuple[Picture, ...]
+    source: str
 
 
 class _PromptReading(RowReading[Prompt]):
@@ -173,27 +150,25 @@ class _PromptReading(RowReading[Prompt]):
         return {"kind": "prompts", "data": row_settings(self.data), "tokenizer": self.tokenizer.digest()}
 
     def read(self, rows: Sequence[SourceRow]) -> list[Prompt | Malformed]:
-        drafts = [self.draft(row) for row in rows]
+        drafts = [or_problem(self.draft, row) for row in rows]
         texts = [draft.text for draft in drafts if isinstance(draft, _PromptDraft)]
         ids = iter(self.tokenizer.encode_prompts(texts, rendered=self.data.chat))
         return [draft if isinstance(draft, Malformed) else self.prompt(draft, next(ids)) for draft in drafts]
 
-    def draft(self, row: SourceRow) -> _PromptDraft | Malformed:
+    def draft(self, row: SourceRow) -> _PromptDraft:
+        """Raises Malformed, naming the column."""
         data, values = self.data, row.values
-        try:
-            rendered = self.renderer.render(values)
-            text = spelled(self.tokenizer, rendered.text, data.prompt_column, rendered=data.chat)
-            answer = column(values, data.answer_column) if data.answer_column is not None else rendered.answer
-            name = data.id_column
-            row_id = (
-                self.content_id(row, answer, rendered.pictures) if name is None else as_text(column(values, name), name)
-            )
-        except Malformed as error:
-            return error
+        rendered = self.renderer.render(values)
+        text = spelled(self.tokenizer, rendered.text, data.prompt_column, rendered=data.chat)
+        answer = column(values, data.answer_column) if data.answer_column is not None else rendered.answer
+        name = data.id_column
+        row_id = (
+            self.content_id(row, answer, rendered.pictures) if name is None else as_text(column(values, name), name)
+        )
         self._had_pictures |= bool(rendered.pictures)
         shown = {data.prompt_column, *data.image_columns}  # a reward sees pictures on the prompt
         others = {k: v for k, v in values.items() if k not in shown}
-        return _PromptDraft(row_id, text, answer, others, rendered.messages, rendered.pictures)
+        return _PromptDraft(row_id, text, answer, others, rendered.messages, rendered.pictures, row.source)
 
     def prompt(self, draft: _PromptDraft, whole: list[int]) -> Prompt | Malformed:
         ids, pictures, name = shortened(whole, self.data), draft.pictures, self.data.prompt_column
@@ -206,7 +181,7 @@ class _PromptReading(RowReading[Prompt]):
             return Malformed(name, "the prompt is empty")
         return Prompt(
             draft.id, 0, draft.text, np.array(ids, np.int32), answer=draft.answer, columns=draft.columns,
-            messages=draft.messages, pictures=pictures,
+            messages=draft.messages, pictures=pictures, source=draft.source,
         )  # fmt: skip
 
     def content_id(self, row: SourceRow, answer: Any, pictures: Sequence[Picture]) -> str:
@@ -243,7 +218,7 @@ class _SftReading(RowReading[SftRow]):
 
     def read(self, rows: Sequence[SourceRow]) -> list[SftRow | Malformed]:
         prompts = self.prompts.read(rows)
-        texts = [self.response(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        texts = [or_problem(self.response, row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
         responses = iter(self.tokenizer.encode_responses([text for text in texts if isinstance(text, str)]))
         items: list[SftRow | Malformed] = []
         for prompt, text in zip(prompts, texts, strict=True):
@@ -256,16 +231,13 @@ class _SftReading(RowReading[SftRow]):
                 items.append(SftRow(prompt.token_ids, response, pictures=prompt.pictures))
         return items
 
-    def response(self, row: SourceRow, prompt: Prompt | Malformed) -> str | Malformed:
-        """What is imitated after a prompt."""
+    def response(self, row: SourceRow, prompt: Prompt | Malformed) -> str:
+        """What is imitated after a prompt. Raises Malformed, naming the column."""
         if isinstance(prompt, Malformed):
-            return prompt
+            raise prompt
         name = self.response_column or self.answer_name
-        try:
-            response = column(row.values, name) if self.response_column else prompt.answer
-            return spelled(self.tokenizer, as_text(response, name), name)
-        except Malformed as error:
-            return error
+        response = column(row.values, name) if self.response_column else prompt.answer
+        return spelled(self.tokenizer, as_text(response, name), name)
 
     def facts(self, item: SftRow) -> Facts:
         content = hash_of(item.prompt.tobytes(), item.response.tobytes())
@@ -277,8 +249,9 @@ class _SftReading(RowReading[SftRow]):
 
 def row_settings(data: DataSection) -> dict[str, Any]:
     """Those keys of `data` that decide what a row becomes."""
-    places = {"train", "train_split", "train_rows", "eval", "eval_split", "eval_rows", "shuffle"}
-    return data.model_dump(mode="json", exclude=places | {"on_bad_row", "max_bad_rows"})
+    places = {"train", "train_split", "train_rows", "eval", "eval_split", "eval_rows"}
+    order = {"train_weights", "order", "order_column", "pass_rate_bounds"}
+    return data.model_dump(mode="json", exclude=places | order | {"on_bad_row", "max_bad_rows"})
 
 
 def spelled(tokenizer: Tokenizer, text: str, field: str, *, rendered: bool = False) -> str:

@@ -12,6 +12,7 @@ import json
 import resource
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache as once
 from functools import partial
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hone.data import cache
 from hone.data.cache import CacheEntry, Say
+from hone.data.order import SourceRange
 from hone.data.report import LoadProgress
 from hone.data.sources import (
     BATCH_ROWS,
@@ -33,6 +35,7 @@ from hone.data.sources import (
     parts_of,
     read_rows,
     row_of,
+    source_labels,
     text_rows,
 )
 from hone.errors import DataError
@@ -64,11 +67,30 @@ class SourceRows:
 
     Attributes:
         key: equal for equal content; None where nothing is to be cached: the source is small, or not in files.
+        sources: the ranges of rows that the sources of a list have.
     """
 
-    def __init__(self, parts: Sequence[_NumberedRows], chosen: range, key: str | None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[_NumberedRows],
+        labels: Sequence[str],
+        owners: Sequence[int],
+        chosen: range,
+        key: str | None,
+    ) -> None:
+        """
+        Args:
+            labels: of the sources.
+            owners: of each part, the number of its source.
+        """
         self._parts, self._chosen, self.key = parts, chosen, key
         self._starts = list(itertools.accumulate(map(len, parts), initial=0))
+        sizes = [0] * len(labels)
+        for part, owner in zip(parts, owners, strict=True):
+            sizes[owner] += len(part)
+        ends = [min(max(end - chosen.start, 0), len(chosen)) for end in itertools.accumulate(sizes, initial=0)]
+        self.sources = [SourceRange(*one) for one in zip(labels, ends, ends[1:], strict=False)]
+        self._labels = [labels[owner] for owner in owners] if len(labels) > 1 else None
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -85,7 +107,11 @@ class SourceRows:
             while start < stop:
                 part, own = self._place(start)
                 end = min(stop, self._starts[part + 1])
-                found += self._parts[part].read(own, own + end - start)
+                rows = self._parts[part].read(own, own + end - start)
+                if self._labels is not None:
+                    label = self._labels[part]
+                    rows = [replace(row, source=label) if isinstance(row, SourceRow) else row for row in rows]
+                found += rows
                 start = end
         return found
 
@@ -103,7 +129,9 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
     Raises:
         DataError: as `read_rows`.
     """
-    parts = parts_of(source, folder, split)
+    listed = (source,) if isinstance(source, str) else source
+    found = [(number, part) for number, one in enumerate(listed) for part in parts_of(one, folder, split)]
+    parts = [part for _, part in found]
     part = parse_slice(rows) if rows is not None else slice(None)
     from_the_end = min(part.start or 0, part.stop or 0) < 0
     limit = None if from_the_end else part.stop
@@ -129,7 +157,8 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
     chosen = range(*part.indices(sum(map(len, opened))))
     names = [one.name for one in parts]
     whole = cache.key_of(keys, names, chosen.start, chosen.stop) if is_large and None not in keys else None
-    return SourceRows(opened, chosen, whole)
+    owners = [number for number, _ in found[: len(opened)]]
+    return SourceRows(opened, source_labels(listed), owners, chosen, whole)
 
 
 def rows_digest(source: str, folder: Path, *, split: str, say: Say) -> str:

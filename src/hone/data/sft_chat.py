@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from hone.config.run import DataSection, SftSection
 from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
-from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily
+from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem
 from hone.data.prompts import SftRow, hash_of, row_settings
 from hone.data.render import Malformed, Renderer, column
 from hone.data.report import on_stderr
@@ -49,7 +49,8 @@ def load_chat_rows(
     if tokenizer.hf.chat_template is None:
         raise DataError("sft.messages_column: the tokenizer has no chat template. Name one in model.chat_template.")
     source = DataSource(sft.data or data.train, data.train_split, sft.rows)
-    return load_lazily(source, data, folder, _ChatReading(data, name, tokenizer), max_tokens=max_tokens, say=say)
+    reading, by = _ChatReading(data, name, tokenizer), data.order_column if sft.data is None else None
+    return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by)
 
 
 class _ChatReading(RowReading[SftRow]):
@@ -65,15 +66,13 @@ class _ChatReading(RowReading[SftRow]):
         return {"kind": "chat", "column": self.name, "data": row_settings(self.data), "tokenizer": tokenizer}
 
     def read(self, rows: Sequence[SourceRow]) -> list[SftRow | Malformed]:
-        return [self.conversation(row) for row in rows]
+        return [or_problem(self.conversation, row.values) for row in rows]
 
-    def conversation(self, row: SourceRow) -> SftRow | Malformed:
-        try:
-            messages = self.renderer.messages(column(row.values, self.name), self.name)
-            segments = segments_of(self.tokenizer, messages, self.name, clock=self.renderer.clock)
-            return tokenised(self.tokenizer, segments, self.name)
-        except Malformed as error:
-            return error
+    def conversation(self, values: Mapping[str, Any]) -> SftRow:
+        """Raises Malformed, naming the column."""
+        messages = self.renderer.messages(column(values, self.name), self.name)
+        segments = segments_of(self.tokenizer, messages, self.name, clock=self.renderer.clock)
+        return tokenised(self.tokenizer, segments, self.name)
 
     def facts(self, item: SftRow) -> Facts:
         content = hash_of(item.prompt.tobytes(), item.response.tobytes())

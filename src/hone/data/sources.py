@@ -37,6 +37,8 @@ class SourceRow:
     where: str
     """`train.jsonl:17` for lines (the first of a row's), `train.parquet row 17` elsewhere; both count from 1."""
     values: Mapping[str, Any]
+    source: str = ""
+    """The source's name in metrics, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,15 @@ def source_of(data: DataSection, part: Part, *, lacking: str) -> DataSource:
     if data.eval is None:
         raise DataError(f"data.eval: not set, so {lacking}")
     return DataSource(data.eval, data.eval_split, data.eval_rows)
+
+
+def source_labels(source: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Names of sources in metrics: the last part of each, unless others end alike. Without slashes."""
+    if isinstance(source, str):
+        return (source_labels((source,))[0],)
+    last = {one: Path(one).name for one in source}
+    is_unique = len(set(last.values())) == len(last)
+    return tuple(last[one] if is_unique else one.replace("/", "_") for one in source)
 
 
 def source_name(source: str | tuple[str, ...]) -> str:

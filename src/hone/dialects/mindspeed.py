@@ -139,7 +139,7 @@ MEGATRON: dict[str, Row] = {
         "data.answer_column", lambda value: names(value)[0] if names(value) else None, "the gold answer"
     ),
     "split": missing("evaluation data is data.eval", "data.eval", off=("100,0,0", None)),
-    "no_shuffle": to("data.shuffle", lambda value: not truth(value), "inverted"),
+    "no_shuffle": shared.shuffled(off=True),
     "full_shuffle_instruction_dataset": automatic("each epoch is shuffled as a whole"),
     "seed": to("seed", whole),
     "bf16": shared.bfloat16(),

@@ -10,8 +10,8 @@ from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun
 from hone.dialects.rows import automatic, by, each, missing, placement, rewritten, table, to
 from hone.dialects.shared import EXPERTS, LOGGING, MEMORY, PROFILER, RESUME
-from hone.dialects.values import names, number, positive, text, whole
-from hone.dialects.verdict import Dialect, ForeignJob, KeyVerdict, Row, default, put, refused, unknown
+from hone.dialects.values import names, number, positive, text, truth, whole
+from hone.dialects.verdict import Dialect, ForeignJob, KeyVerdict, Row, default, nothing, put, refused, unknown
 
 _TASK = (
     "a task of the `verifiers` package: write its rows to JSONL and its reward as a function; see docs/environments.md"
@@ -28,6 +28,17 @@ def _batch(job: ForeignJob, value: Any) -> KeyVerdict:
 _TRAINER = placement("of the trainer: placement, memory and kernels")
 _RENDERER = automatic("the tokenizer's chat template")
 _LENGTH = automatic("the sum of prompt and response")
+
+
+def _bounds(job: ForeignJob, value: Any) -> KeyVerdict:
+    low, high = (job.get(f"orchestrator.buffer.{name}_threshold") for name in ("hard", "easy"))
+    if low is None and high is None:
+        return nothing("none")
+    if low is None or high is None:
+        return refused("one threshold alone; nearest: data.order: pass_rate, which has both bounds")
+    bounds = [max(0.0, number(low)), min(1.0, number(high))]
+    return put({"data.order": "pass_rate", "data.pass_rate_bounds": bounds}, "of the pass rate, not of the mean reward")
+
 
 ROWS: dict[str, Row] = {
     **each("model.name orchestrator.model.name model", to("model.path", text)),
@@ -46,6 +57,17 @@ ROWS: dict[str, Row] = {
         "algorithm.credit",
         off=(None, False),
     ),
+    **each(
+        "orchestrator.buffer.easy_threshold orchestrator.buffer.hard_threshold", by(_bounds, "data.pass_rate_bounds")
+    ),
+    **each(
+        "orchestrator.buffer.easy_fraction orchestrator.buffer.hard_fraction",
+        automatic("rows out of bounds come back in one of four rounds"),
+    ),
+    "orchestrator.buffer.env_ratios": rewritten(
+        "shares of environments: weights of the files that you name in data.train", "data.train_weights"
+    ),
+    "orchestrator.buffer.online_difficulty_filtering": to("algorithm.drop_uninformative", truth),
     "orchestrator.train.sampling.max_completion_tokens": to("rollout.max_response_tokens", whole),
     "orchestrator.train.sampling.temperature": to("rollout.temperature", number),
     "orchestrator.eval.sampling.max_completion_tokens": automatic("rollout.max_response_tokens, for both"),

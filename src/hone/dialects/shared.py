@@ -84,6 +84,11 @@ def samples_per_step(prompts: int, group: int, per_optimizer_step: int, note: st
 # ---- rows with the same meaning in several tools
 
 
+def shuffled(*, off: bool = False) -> Row:
+    """Whether rows are shuffled; `off`: the key turns it off."""
+    return to("data.order", lambda value: "shuffled" if truth(value) != off else "source", "inverted" if off else "")
+
+
 def width(key: str) -> Row:
     """A number of devices that divide something; 1 divides nothing and is left out."""
     return to(key, lambda value: whole(value) if whole(value) > 1 else None, kind="placement")

@@ -61,12 +61,20 @@ def metrics_of(groups: Sequence[Group], settings: EvalSection) -> dict[str, floa
     metrics |= episode_metrics(samples, "eval/")
     for k in settings.pass_k:
         metrics[f"eval/pass@{k}"] = pass_at_k(groups, k, settings.threshold)
+    metrics |= accuracy_by("source", [group.prompt.source for group in groups], groups, settings.threshold)
     if settings.by is not None:
         values = [str(flat(group.prompt.columns).get(settings.by)) for group in groups]
-        for value in sorted(set(values)):
-            part = [group for group, own in zip(groups, values, strict=True) if own == value]
-            metrics[f"eval/accuracy[{settings.by}={value}]"] = accuracy(part, settings.threshold)
+        metrics |= accuracy_by(settings.by, values, groups, settings.threshold)
     return metrics
+
+
+def accuracy_by(name: str, values: Sequence[str], groups: Sequence[Group], threshold: float) -> dict[str, float]:
+    """The accuracy of each part of the groups, which have one value each; none for an empty value."""
+    found: dict[str, float] = {}
+    for value in sorted(set(values) - {""} if name == "source" else set(values)):
+        part = [group for group, own in zip(groups, values, strict=True) if own == value]
+        found[f"eval/accuracy[{name}={value}]"] = accuracy(part, threshold)
+    return found
 
 
 def accuracy(groups: Sequence[Group], threshold: float) -> float:

@@ -81,9 +81,10 @@ async def _train(run: PolicyRun) -> None:
 
 async def produce(run: PolicyRun, buffer: GroupBuffer[Finished], tasks: asyncio.TaskGroup) -> None:
     """Start one task per prompt, as fast as permits allow, in the order of the data."""
-    for prompt in run.prompts.starting_at(run.progress.next_prompt):
-        await buffer.reserve()
-        buffer.add(tasks.create_task(generate_and_score(run, prompt)))
+    prompts = run.prompts.starting_at(run.progress.next_prompt)
+    while True:
+        await buffer.reserve()  # before the next prompt is chosen, which may depend on the pass rates of this moment
+        buffer.add(tasks.create_task(generate_and_score(run, next(prompts))))
 
 
 async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
@@ -122,6 +123,7 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     """One policy update, possibly of several optimizer steps, on `prompts_per_step` groups."""
     run.observer.event("training", step=run.progress.step + 1)
     dropped = run.take_dropped()
+    run.measure_pass_rates([*groups, *dropped])
     metrics = summarize(groups, dropped, version=run.progress.step, threshold=run.config.eval.threshold)
     metrics |= staleness_shares(groups, version=run.progress.step, most=run.config.rollout.max_staleness)
     metrics |= component_metrics(groups, run.rewards.weights) | run.rewards.http_metrics()

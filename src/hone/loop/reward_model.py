@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hone.config.run import PreferenceSection
+from hone.data.order import RowOrder
 from hone.data.pairs import PreferencePair
 from hone.loop.run import Stage, due, now
 from hone.loop.sft import rows_of_step
@@ -23,6 +24,7 @@ class RewardModelRun(Stage[PairLearner]):
     """A reward-model stage."""
 
     pairs: Sequence[PreferencePair]
+    order: RowOrder
     held_out: Sequence[PreferencePair]
 
 
@@ -42,7 +44,7 @@ async def train_reward_model(run: RewardModelRun) -> None:
     while progress.step < steps and not run.stop.is_set():
         started = now()
         with run.observer.span("train"):
-            rows = rows_of_step(progress.step, count=settings.pairs_per_step, num_rows=len(run.pairs), seed=config.seed)
+            rows = rows_of_step(run.order, progress.step, count=settings.pairs_per_step)
             metrics = await run.in_compute_thread(run.trainer.update, [run.pairs[i] for i in rows])
         progress.step += 1
         if progress.step == steps or due(progress.step, config.eval.every):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -139,6 +138,16 @@ class PolicyRun(Stage[Trainer]):
     dropped: list[Group] = field(default_factory=list)
     """Groups of the step in flight that will not be trained on; recorded with the others."""
 
+    async def save(self) -> None:
+        self.progress.order = self.prompts.order.state(self.progress.next_prompt)
+        await super().save()
+
+    def measure_pass_rates(self, groups: Sequence[Group]) -> None:
+        """Tell the order of the data how many samples of each prompt were right; prompts without scores are left as
+        they were."""
+        rates = ((group.prompt.index, pass_rate([group], self.config.eval.threshold)) for group in groups)
+        self.prompts.order.measure((index, rate) for index, rate in rates if not math.isnan(rate))
+
     async def offload_others(self) -> None:
         """Offload what shares the trainer's devices, until the next `publish`. Nothing may be in flight."""
         for other in self.colocated:
@@ -152,7 +161,7 @@ class PolicyRun(Stage[Trainer]):
             await other.wake()
         self.observer.event("published", version=self.progress.step)
         if self.replicas is not None and due(self.progress.step, self.config.cluster.canary_every):
-            prompts = tuple(islice(self.prompts.starting_at(0), NUM_PROMPTS))
+            prompts = tuple(self.prompts.rows()[:NUM_PROMPTS])
             self.canary.version = self.progress.step
             await self.canary.sample(self.config, self.replicas(), prompts, self.sampling)
 
@@ -248,7 +257,6 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.array([np.nan if r is None else r for group in groups for r in group.rewards])
     scored = rewards[~np.isnan(rewards)]
-    passed = [r >= threshold for group in (*groups, *dropped) for r in group.rewards if r is not None]
     lengths = np.array([len(sample.token_ids) for sample in samples])
     staleness = np.array([version - sample.versions[0].version for sample in samples if sample.versions] or [0])
     spreads = [max(r) - min(r) for group in groups if (r := [x for x in group.rewards if x is not None])]
@@ -267,7 +275,7 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
             "rollout/all_right_group_frac": sum(reward >= threshold for reward in equal) / num_groups,
             "rollout/all_wrong_group_frac": sum(reward < threshold for reward in equal) / num_groups,
             "rollout/repeated_prompt_frac": 1 - len(distinct) / len(groups),
-            "rollout/pass_rate": sum(passed) / len(passed),
+            "rollout/pass_rate": pass_rate((*groups, *dropped), threshold),
             "rollout/groups_dropped": float(len(dropped)),
             "rollout/response_tokens_mean": float(lengths.mean()),
             "rollout/response_tokens_max": float(lengths.max()),
@@ -276,8 +284,26 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
             "rollout/staleness_max": float(staleness.max()),
         }
         | _length_metrics(lengths, rewards, threshold)
+        | _source_metrics((*groups, *dropped), threshold)
         | episode_metrics(samples, "rollout/")
     )
+
+
+def pass_rate(groups: Sequence[Group], threshold: float) -> float:
+    """Share of the scored samples that are right; NaN without any."""
+    passed = [reward >= threshold for group in groups for reward in group.rewards if reward is not None]
+    return sum(passed) / len(passed) if passed else math.nan
+
+
+def _source_metrics(groups: Sequence[Group], threshold: float) -> dict[str, float]:
+    """Share of the prompts and pass rate of each source, where there are several."""
+    found: dict[str, float] = {}
+    for source in sorted({group.prompt.source for group in groups} - {""}):
+        own = [group for group in groups if group.prompt.source == source]
+        found[f"rollout/prompts_frac[source={source}]"] = len(own) / len(groups)
+        if not math.isnan(rate := pass_rate(own, threshold)):
+            found[f"rollout/pass_rate[source={source}]"] = rate
+    return found
 
 
 def _length_metrics(lengths: NDArray[np.int64], rewards: NDArray[np.float64], threshold: float) -> dict[str, float]:

@@ -19,8 +19,9 @@ from hone.config.derived import longest_tokens
 from hone.config.run import AlgorithmSection, RunConfig, SftSection
 from hone.data.chat import Tokenizer
 from hone.data.lazy import LazyRows
+from hone.data.order import RowOrder
 from hone.data.pack import joined, pictures_of
-from hone.data.prompts import SftRow, epoch_order, load_sft_rows
+from hone.data.prompts import SftRow, load_sft_rows
 from hone.data.report import on_stderr
 from hone.data.sft_chat import load_chat_rows
 from hone.loop.run import Stage, due, now
@@ -35,6 +36,7 @@ class SftRun(Stage[Trainer]):
     """A supervised stage."""
 
     rows: Sequence[SftRow]
+    order: RowOrder
 
 
 def imitation_rows(
@@ -50,6 +52,16 @@ def imitation_rows(
     return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest_tokens(config), say=say)
 
 
+def imitation_order(config: RunConfig, rows: LazyRows[SftRow]) -> RowOrder:
+    """The order of what the stage imitates: as `data` says for `data.train`; rows of `sft.data` are shuffled.
+
+    Raises DataError as `RowOrder`.
+    """
+    if config.sft.data is not None:
+        return RowOrder(rows.sources, seed=config.seed)
+    return rows.order(config.data, seed=config.seed, in_rl=False)
+
+
 def total_steps(settings: SftSection, num_rows: int) -> int:
     """Optimizer steps of the whole stage."""
     return math.ceil(settings.epochs * num_rows / settings.rows_per_step)
@@ -62,9 +74,7 @@ async def train_sft(run: SftRun) -> None:
     while progress.step < steps and not run.stop.is_set():
         started = now()
         with run.observer.span("train"):
-            rows = rows_of_step(
-                progress.step, count=settings.rows_per_step, num_rows=len(run.rows), seed=run.config.seed
-            )
+            rows = rows_of_step(run.order, progress.step, count=settings.rows_per_step)
             batch = batch_of([run.rows[i] for i in rows], run.trainer.device)
             metrics = await run.in_compute_thread(run.trainer.update, batch, IMITATION)
         progress.step += 1
@@ -84,17 +94,10 @@ async def train_sft(run: SftRun) -> None:
             await run.save()
 
 
-def rows_of_step(step: int, *, count: int, num_rows: int, seed: int) -> list[int]:
-    """Which `count` rows step number `step` trains on: a slice of an endless stream of shuffled epochs.
-
-    A function of its arguments alone, so that a resumed run needs nothing but the step.
-    """
-    rows: list[int] = []
-    while len(rows) < count:
-        epoch, start = divmod(step * count + len(rows), num_rows)
-        order = epoch_order(num_rows, seed=seed, epoch=epoch)
-        rows += order[start : start + count - len(rows)].tolist()
-    return rows
+def rows_of_step(order: RowOrder, step: int, *, count: int) -> list[int]:
+    """Which `count` rows step number `step` trains on: a slice of the endless stream, so that a resumed run needs
+    nothing but the step."""
+    return order.at(step * count, (step + 1) * count).tolist()
 
 
 def batch_of(rows: Sequence[SftRow], device: torch.device) -> Batch:

@@ -24,6 +24,12 @@ METRICS: dict[str, Metric] = {
     "rollout/reward_std": Metric("reward", "Standard deviation of those rewards; at 0 there is no gradient."),
     "rollout/accuracy": Metric("fraction", "Scored samples whose reward reaches eval.threshold."),
     "rollout/pass_rate": Metric("fraction", "The same over all scored samples, dropped groups included."),
+    "rollout/pass_rate[source=<source>]": Metric(
+        "fraction", "The same of the prompts of one source, where data.train has several."
+    ),
+    "rollout/prompts_frac[source=<source>]": Metric(
+        "fraction", "Prompts of the step from this source, dropped groups included; data.train_weights decides it."
+    ),
     "rollout/response_tokens_mean": Metric(
         "tokens", "Mean tokens after the prompt, stop tokens and environment tokens included."
     ),
@@ -210,7 +216,9 @@ METRICS: dict[str, Metric] = {
     "eval/accuracy_se": Metric(
         "fraction", "Standard error of eval/accuracy over prompts; 1.96 of it each way hold 95 %."
     ),
-    "eval/accuracy[<column>=<value>]": Metric("fraction", "Accuracy over the rows with this value (eval.by)."),
+    "eval/accuracy[<column>=<value>]": Metric(
+        "fraction", "Accuracy over the rows with this value (eval.by); `source`: of one source of data.eval."
+    ),
     "eval/unscored_frac": Metric("fraction", "Evaluation samples without a reward."),
     "eval/pass@<k>": Metric("fraction", "Unbiased estimate of the probability that one of k samples is correct."),
     "eval/reward_mean": Metric("reward", "Mean reward of the scored evaluation samples."),

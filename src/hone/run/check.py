@@ -223,7 +223,7 @@ def check_steps(stream: PromptStream, prompts_per_step: int, findings: CheckRepo
         )
         return
     num_steps, rows = len(stream) // prompts_per_step, stream.rows()
-    order = stream.order(0)[: num_steps * prompts_per_step].reshape(num_steps, prompts_per_step)
+    order = stream.order.at(0, num_steps * prompts_per_step).reshape(num_steps, prompts_per_step)
     content = rows.content[order]
     sorted_content = np.sort(content, axis=1)
     twice = np.flatnonzero((sorted_content[:, 1:] == sorted_content[:, :-1]).any(axis=1))

@@ -91,6 +91,8 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str, Columns]]:
     train_columns = pair_columns or (_columns(config) if "rl" in config.stages else [])
     if does_sft and sft.data is None:
         train_columns = train_columns + [column for column in sft_columns if column not in train_columns]
+    if train_columns and data.order_column is not None:
+        train_columns = [*train_columns, ("data.order_column", data.order_column)]
     if train_columns:
         yield from (("data.train", source, train_columns) for source in listed(data.train))
     if data.eval is not None:

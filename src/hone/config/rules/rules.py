@@ -111,6 +111,49 @@ def rows_are_ranges(config: RunConfig) -> Iterator[Breach]:
             yield Breach((key,), f"must be start:stop as in Python, such as 0:1000, 1000: or :-100 (got {value!r})")
 
 
+def weights_fit_sources(config: RunConfig) -> Iterator[Breach]:
+    data, keys = config.data, ("data.train_weights", "data.train")
+    weights = data.train_weights
+    if weights is None:
+        return
+    if isinstance(data.train, str):
+        yield Breach(keys, f"is for several sources, and data.train names one ({data.train}). Leave it out")
+    elif len(weights) != len(data.train):
+        yield Breach(keys, f"must have a weight for each of the {len(data.train)} sources (got {len(weights)})")
+    elif min(weights) < 0:
+        source = data.train[weights.index(min(weights))]
+        yield Breach(keys, f"must be at least 0 (got {min(weights):g} for {source}); 0 leaves a source out")
+    elif sum(weights) == 0:
+        yield Breach(keys, "every weight is 0, so there is nothing to train on. Give a source a weight")
+
+
+def order_is_possible(config: RunConfig) -> Iterator[Breach]:
+    data = config.data
+    sorts = data.order in ("ascending", "descending")
+    if sorts and data.order_column is None:
+        keys = ("data.order_column", "data.order")
+        yield Breach(keys, f"is required with data.order = {data.order}: the column with the number to sort by")
+    if not sorts and data.order_column is not None:
+        keys = ("data.order_column", "data.order")
+        yield Breach(keys, f"is only used with data.order = ascending or descending (got {data.order})")
+    if sorts and data.train_weights is not None:
+        keys = ("data.order", "data.train_weights")
+        yield Breach(
+            keys,
+            f"= {data.order} sorts the rows of all sources together, so there is no room for weights: set "
+            "data.train_weights to null, or the order to shuffled",
+        )
+    low, high = data.pass_rate_bounds
+    if not 0 <= low < high <= 1:
+        yield Breach(
+            ("data.pass_rate_bounds",), f"must be two numbers from 0 to 1, the lower first (got {low:g}, {high:g})"
+        )
+    if data.order == "pass_rate" and "rl" not in config.stages:
+        yield Breach(
+            ("data.order", "stages"), "= pass_rate needs stage rl, which measures pass rates. Nearest: shuffled"
+        )
+
+
 def stages_run_once(config: RunConfig) -> Iterator[Breach]:
     if len(set(config.stages)) < len(config.stages):
         yield Breach(("stages",), f"must name each stage once (got {', '.join(config.stages)})")
@@ -340,6 +383,8 @@ RULES: tuple[Rule, ...] = (
     one_tokenizer,
     template_or_chat,
     rows_are_ranges,
+    weights_fit_sources,
+    order_is_possible,
     run_name_may_name_a_folder,
     stages_run_once,
     stages_have_what_they_train_on,

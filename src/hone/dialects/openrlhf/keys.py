@@ -94,11 +94,10 @@ REWARD: dict[str, Row] = {
     "stop_properly_penalty_coef": by(rules.truncated, "algorithm.truncated_reward_factor"),
 }
 
-_WEIGHTS = missing("weights of several data sets: repeat a file in data.train to weigh it", "data.train")
 DATA: dict[str, Row] = {
     "disable_fast_tokenizer": automatic("the model's tokenizer"),
     "prompt_dataset": by(rules.prompts, "data.train"),
-    "prompt_probs": when(lambda job: "," in str(job.get("data.prompt_dataset", "")), "one data set", _WEIGHTS),
+    "prompt_probs": by(rules.weights, "data.train_weights"),
     "prompt_split": to("data.train_split", text),
     "input_key": to("data.prompt_column", text),
     "label_key": to("data.answer_column", text),

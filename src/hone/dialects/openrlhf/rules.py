@@ -152,9 +152,22 @@ def truncated(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def prompts(job: ForeignJob, value: Any) -> KeyVerdict:
-    listed = names(value) if isinstance(value, list) or "," in str(value) else [str(value)]
-    paths = [part.rpartition("@")[2] for part in listed]
+    paths = [part.rpartition("@")[2] for part in _parts(value)]
     return put({"data.train": paths[0] if len(paths) == 1 else paths})
+
+
+def weights(job: ForeignJob, value: Any) -> KeyVerdict:
+    paths = _parts(job.get("data.prompt_dataset", ""))
+    if value is None or len(paths) == 1:
+        return nothing("one data set" if len(paths) == 1 else "none")
+    found = numbers(value)
+    if len(found) != len(paths):
+        return refused(f"{len(found)} weights for {len(paths)} data sets")
+    return put({"data.train_weights": found}, "shares of the prompts")
+
+
+def _parts(value: Any) -> list[str]:
+    return names(value) if isinstance(value, list) or "," in str(value) else [str(value)]
 
 
 def template(job: ForeignJob, value: Any) -> KeyVerdict:

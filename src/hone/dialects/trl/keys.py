@@ -61,8 +61,8 @@ DATA: dict[str, Row] = {
     "dataset_train_split": to("data.train_split", text),
     "dataset_test_split": by(lambda job, v: nothing("evaluation data is data.eval; set it to evaluate"), "data.eval"),
     "dataset_streaming": automatic("rows are read as they are needed"),
-    "datasets": missing("a mixture of data sets: write it to one file", "data.train"),
-    "shuffle_dataset": to("data.shuffle", truth),
+    "datasets": by(rules.mixture, "data.train", "data.train_split", note="rows of all"),
+    "shuffle_dataset": shared.shuffled(),
     "max_prompt_length": to("data.max_prompt_tokens", whole),
     "chat_template_kwargs": to(
         "data.template_args", lambda value: value if isinstance(value, dict) and value else None

@@ -261,6 +261,21 @@ def dataset(key: str, split: str) -> Row:
     return by(read, key)
 
 
+def mixture(job: ForeignJob, value: Any) -> KeyVerdict:
+    """Data sets that TRL joins, one after another, and then shuffles."""
+    if not value:
+        return nothing("none")
+    if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("path") for one in value):
+        return refused("each entry must have a path")
+    if files := [name for one in value for name in ("data_dir", "data_files") if one.get(name)]:
+        return refused(f"{files[0]}: name the files in data.train")
+    splits = {str(one.get("split", "train")) for one in value}
+    if len(splits) > 1 or any("[" in split for split in splits):
+        return refused(f"one split for all, without a range (got {', '.join(sorted(splits))}); nearest: train")
+    paths = [f"{one['path']}:{one['name']}" if one.get("name") else str(one["path"]) for one in value]
+    return put({"data.train": paths[0] if len(paths) == 1 else paths, "data.train_split": splits.pop()})
+
+
 def rewards(job: ForeignJob, value: Any) -> KeyVerdict:
     if value is None:
         return nothing("none here")

@@ -35,7 +35,7 @@ DATA: dict[str, Row] = {
     "truncation": by(rules.truncation, "data.too_long"),
     "filter_overlong_prompts": automatic("longer prompts are dropped and counted"),
     **each("filter_overlong_prompts_workers dataloader_num_workers", automatic(shared.AS_READ)),
-    "shuffle": to("data.shuffle", truth),
+    "shuffle": shared.shuffled(),
     "validation_shuffle": automatic("evaluation uses every row"),
     "seed": to("seed", whole),
     "train_max_samples": shared.slice_of_rows("data.train_rows"),
@@ -51,7 +51,9 @@ DATA: dict[str, Row] = {
     "apply_chat_template_kwargs": _TEMPLATE_ARGS,
     "apply_chat_template_kwargs.*": _TEMPLATE_ARGS,
     "custom_cls.**": rewritten("a data set class: write its rows to JSONL or Parquet and name it", "data.train"),
-    "sampler.**": missing("order by weight or curriculum: sort the rows and set data.shuffle = false", "data.shuffle"),
+    "sampler.**": rewritten(
+        "a sampler of yours: data.order has curricula by a column and by pass rate", "data.order", "data.order_column"
+    ),
     "datagen.**": missing("generated rows: write them to a file", "data.train"),
     **each("tool_config_path function_tool_path", rewritten(ENVIRONMENT, "rollout.environment.use")),
 }
