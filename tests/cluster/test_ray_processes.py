@@ -27,7 +27,7 @@ from hone.rollout.engine import Request, Sampling
 from hone.types import Prompt
 from hone.weights.publish import Update
 
-pytestmark = [pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow("starts Ray")]
 
 FAILED = {
     "stumble": " failed: RuntimeError: connection to a peer",
@@ -193,7 +193,6 @@ def test_engine_and_trainer_in_processes_of_their_own(cluster):
     assert gone("TrainerRank") and gone("EngineActor")
 
 
-@pytest.mark.slow("starts Ray, and waits for heartbeats to fail")
 def test_who_is_stuck_is_named_and_ended(cluster):
     trainer = make_trainer(cluster, ranks=1, timeout_s=1.0)
 
@@ -211,7 +210,6 @@ def test_who_is_stuck_is_named_and_ended(cluster):
     assert gone("TrainerRank") and gone("EngineActor")
 
 
-@pytest.mark.slow("starts Ray, and waits for heartbeats to fail")
 def test_a_heartbeat_is_answered_during_a_computation_and_not_by_a_process_that_is_stopped_or_holds_pythons_lock(
     cluster,
 ):
@@ -234,7 +232,6 @@ def test_a_heartbeat_is_answered_during_a_computation_and_not_by_a_process_that_
     assert gone("TrainerRank"), "the stopped one too"
 
 
-@pytest.mark.slow("starts Ray, and waits for heartbeats to fail")
 def test_processes_end_with_ray_whatever_their_threads_wait_for(cluster):
     """The last test: no Ray is left after it."""
 

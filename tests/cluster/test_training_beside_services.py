@@ -84,6 +84,7 @@ def test_a_service_killed_in_mid_batch_changes_nothing(faultless, tmp_path):
     assert len({line["rollout/reward_mean"] for line in metrics_of(faultless)}) > 3, "there was something to compare"
 
 
+@pytest.mark.slow("runs beside services")
 def test_the_logs_lie_beside_each_other(faultless):
     logs = faultless / "run" / "logs"
     said = (logs / "reward_server.log").read_text()
@@ -131,6 +132,7 @@ def test_a_trainer_that_crashes_ends_its_services(tmp_path, monkeypatch, capsys)
     assert "services.reward_server: no reward names it" in log_of(tmp_path)
 
 
+@pytest.mark.slow("runs beside services")
 def test_an_evaluation_starts_the_services_too(faultless, capsys):
     evaluated = ["data.eval=sums.jsonl", "data.eval_rows=0:8"]
     log = faultless / "run" / "logs" / "reward_server.log"
@@ -182,6 +184,7 @@ def test_killed_launchers_of_a_real_reward_service_leave_nothing_behind(tmp_path
     assert [life["left"] for life in found] == [[]] * 10
 
 
+@pytest.mark.slow("runs beside services")
 def test_a_run_and_its_services_can_be_looked_at(faultless, capsys):
     assert main(["status", str(faultless / "run"), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

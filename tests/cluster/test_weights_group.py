@@ -33,6 +33,7 @@ def test_every_engine_holds_each_version_to_the_last_bit_in_one_group_for_all_of
         assert [peer.calls.count("connect_weights") for peer in engines.values()] == [1, 1]
 
 
+@pytest.mark.slow("starts processes with models, and kills one")
 def test_an_engine_killed_in_a_broadcast_does_not_hold_up_the_other_and_is_served_again_when_it_is_back(gloo):
     with members(TWO) as engines:
         assert send(tiny_model(1), engines, gloo, 1).held_by == ("engine-0", "engine-1")

@@ -36,6 +36,7 @@ def test_every_variation_is_run_here():
     }
 
 
+@pytest.mark.slow("a whole run of an example")
 def test_kl_control_steers_its_coefficient(tmp_path):
     steps = steps_of(tmp_path, "kl-control.yaml", "algorithm.reference_refresh_every=2")
     coefficients = [step["train/kl_coef"] for step in steps]

@@ -100,7 +100,7 @@ def test_rewards_are_sums_over_turns_and_metrics_tell_of_them(finished):
     assert sum("eval/turns_mean" in line for line in metrics_of(finished)) == 3
 
 
-@pytest.mark.parametrize("step", [1, 3, 4])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.slow("a run more")) for step in (1, 4))])
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(finished, tmp_path, step):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     run_file = write_run(finished)  # a run's identity has its folder in it, so it goes on where it was

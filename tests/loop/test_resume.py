@@ -55,7 +55,13 @@ def test_twenty_kills_change_nothing(tmp_path):
     assert found.counts["stopped"] < found.counts["started"], "lives that were killed did not end in order"
 
 
-@pytest.mark.parametrize("torn", ["tensors.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "torn",
+    [
+        "manifest.json",
+        *(pytest.param(name, marks=pytest.mark.slow("a run more")) for name in ("tensors.safetensors", "state.json")),
+    ],
+)
 def test_a_torn_newest_checkpoint_is_skipped_and_told(uninterrupted, tmp_path, torn, capsys):
     run_file = write_run(tmp_path)
     assert train(run_file) == 0

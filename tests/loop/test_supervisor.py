@@ -65,7 +65,9 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("faults", [{"update": 1}, {"update": 4, "logprobs": 9}], ids=str)
+@pytest.mark.parametrize(
+    "faults", [pytest.param({"update": 1}, marks=pytest.mark.slow("a run more")), {"update": 4, "logprobs": 9}], ids=str
+)
 def test_a_run_whose_trainer_dies_ends_as_one_whose_trainer_lives(dying, uninterrupted, tmp_path, faults):
     dying.update(faults)
     assert main(["train", str(write_run(tmp_path, steps=6, save_every=2))]) == 0

@@ -233,6 +233,7 @@ def test_every_key_that_changes_memory_changes_the_plan(run_file, first, section
     assert not missed
 
 
+@pytest.mark.slow("builds and trains models")
 def test_a_key_that_the_plan_does_not_know_is_caught(run_file, first):
     """`model.trust_remote_code` stands for a new key, with which a trainer keeps a gathered copy of the weights."""
 

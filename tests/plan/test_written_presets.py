@@ -45,7 +45,7 @@ reward: {components: [{use: reward_model, args: {path: qwen2.5-0.5b}}]}
 MODELS = ("qwen2.5-0.5b", "qwen3-8b", "llama-3.1-8b", "gemma-2-2b", "qwen2.5-32b", "mixtral-8x7b-v0.1")
 
 
-@examples(4)
+@examples(2)
 @given(
     model=st.sampled_from(MODELS),
     hardware=st.sampled_from(("RTX4090", "2xA100-40G", "8xH100-80G", "16xH100-80G")),

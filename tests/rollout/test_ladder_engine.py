@@ -103,7 +103,7 @@ def test_finished_samples_are_kept_and_not_drawn_again(monkeypatch):
     """A job that was complete in the very step that failed is not lost either."""
     expected = sampled(make_ladder(), tiny_model())
     collect = []
-    for at in range(1, 14):
+    for at in (1, 5, 9, 13):
         with monkeypatch.context() as patch:
             told, ladder = [], make_ladder()
             calls = failing(patch, "advance", {at})

@@ -51,7 +51,7 @@ def test_every_route_keeps_to_its_description(served):
     for found in schema.get_all_operations():
         operation = found.ok()
 
-        @limits(6)
+        @limits(2)
         @given(case=operation.as_strategy())
         def one(case):
             case.call_and_validate(base_url=served.url, checks=CHECKS, session=session)

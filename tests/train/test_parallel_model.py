@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gang import Gang
 from parallel_cases import SIZES, Case, Found, found, refusal, sums_in_layers, vocabulary
 from transformers import LlamaConfig
 
@@ -163,15 +162,11 @@ def test_classes_that_mix_tokens_in_other_ways_are_refused(pair, model_type, key
 
 
 @pytest.mark.slow("four ranks, each a process with torch")
-def test_layers_and_tokens_together():
+def test_layers_and_tokens_together(four):
     """Four ranks: each has a quarter of the heads."""
-    gang = Gang(4)
-    try:
-        case = Case(keys={"num_key_value_heads": 4})
-        assert_same(gang(found, case, {"tensor": 2, "sequence": 2}), found(case))
-        assert_same(gang(found, case, {"sequence": 4}), found(case))
-        of_class = replace(case, implementation="transformers", lora=True)
-        assert_same(gang(found, of_class, {"tensor": 2, "sequence": 2}), found(of_class))
-        assert_same(gang(found, case, {"tensor": 4}), found(case))  # 62 tokens: the vocabulary stays whole
-    finally:
-        gang.close()
+    case = Case(keys={"num_key_value_heads": 4})
+    assert_same(four(found, case, {"tensor": 2, "sequence": 2}), found(case))
+    assert_same(four(found, case, {"sequence": 4}), found(case))
+    of_class = replace(case, implementation="transformers", lora=True)
+    assert_same(four(found, of_class, {"tensor": 2, "sequence": 2}), found(of_class))
+    assert_same(four(found, case, {"tensor": 4}), found(case))  # 62 tokens: the vocabulary stays whole

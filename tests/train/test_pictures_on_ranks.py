@@ -1,7 +1,9 @@
-"""Two ranks that share a vision tower and a language model do what one process does, whoever has the pictures."""
+"""Two ranks that share a vision tower and a language model do what one process does, wherever the pictures are."""
 
 import pytest
 from picture_cases import Case, seen
+
+pytestmark = pytest.mark.slow("two ranks, with a tower each")
 
 
 @pytest.mark.parametrize(

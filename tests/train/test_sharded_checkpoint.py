@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import make_trainer
-from gang import Gang
 from sharded_cases import Case
 from sharded_states import Here, copy_state, make, masters, restore, snapshot, update
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -80,26 +79,22 @@ def test_other_ranks_hold_every_number_of_it(pair, tmp_path, case):
 
 @pytest.mark.slow("groups of two, one and four ranks")
 @pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"shard": 2, "tensor_parallel": 2}, {"sequence_parallel": 2}])
-def test_two_ranks_then_one_then_four(pair, tmp_path, mesh):
-    four = Gang(4)
-    try:
-        pair(make, Case())
-        pair(update, 0)
-        two = save(pair, tmp_path / "two")
-        make(Case(), alone=True)
-        restore(two.tensors, two.rest)
-        one = save(Here(), tmp_path / "one")
-        four(make, Case(mesh=mesh))
-        four(restore, one.tensors, one.rest)
-        again = save(four, tmp_path / "four")
-        assert_same_tensors(two, one)
-        assert_same_tensors(again, one)
-        assert len(list(again.path.glob("tensors-*-of-00004.safetensors"))) == 4
-        pair(restore, again.tensors, again.rest)
-        (expected, *_), (found, *_) = update(1), pair(update, 1)[0]
-        assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
-    finally:
-        four.close()
+def test_two_ranks_then_one_then_four(pair, four, tmp_path, mesh):
+    pair(make, Case())
+    pair(update, 0)
+    two = save(pair, tmp_path / "two")
+    make(Case(), alone=True)
+    restore(two.tensors, two.rest)
+    one = save(Here(), tmp_path / "one")
+    four(make, Case(mesh=mesh))
+    four(restore, one.tensors, one.rest)
+    again = save(four, tmp_path / "four")
+    assert_same_tensors(two, one)
+    assert_same_tensors(again, one)
+    assert len(list(again.path.glob("tensors-*-of-00004.safetensors"))) == 4
+    pair(restore, again.tensors, again.rest)
+    (expected, *_), (found, *_) = update(1), pair(update, 1)[0]
+    assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"shard": 1}, {"tensor_parallel": 2}])

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from gang import Gang
 from sharded_cases import Case, trained
 from test_sharded_pair import assert_same
 
@@ -31,13 +30,10 @@ def test_four_ranks_are_one_process(four, case):
     assert_same(four(trained, case), trained(case, alone=True))
 
 
-def test_a_mesh_of_one_rank_is_one_process():
-    gang = Gang(1)
-    try:
+def test_a_mesh_of_one_rank_is_one_process(gangs):
+    with gangs.of(1) as gang:
         for case in (Case(updates=3), Case("ppo", updates=2), Case(offload=("parameters",)), Case(lora=True)):
             assert_same(gang(trained, case), trained(case, alone=True))
-    finally:
-        gang.close()
 
 
 def traced(case):
