@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hone.plan.efficiency import state_folder, write_state
 from hone.plan.ledger import Ledger, Moment, term
 from hone.plan.planner import Plan
 from hone.plan.verdict import judge
+from hone.runtime.user_state import state_folder, write_user_state
 
 MOST_ENTRIES = 400
 MOST_RUNS = 20
@@ -60,7 +60,7 @@ def remember(device: str, phases: Mapping[str, tuple[int, int]]) -> None:
             for phase, (planned, measured) in phases.items()
             if PLAUSIBLE[0] < measured / planned < PLAUSIBLE[1]
         ]
-        write_state(path(), json.dumps({"format": FORMAT, "entries": entries[-MOST_ENTRIES:]}, indent=1))
+        write_user_state(path(), json.dumps({"format": FORMAT, "entries": entries[-MOST_ENTRIES:]}, indent=1))
 
 
 def residuals(device: str, ledger: Ledger) -> dict[str, Residual]:

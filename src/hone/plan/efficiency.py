@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.plan.time import Efficiency
+from hone.runtime.user_state import state_folder, write_user_state
 
 VARIABLE = "HONE_EFFICIENCY"
 NEAR = 4.0
@@ -42,20 +43,6 @@ class MeasuredRates:
         return math.inf if max(ratios) > math.log(NEAR) else sum(ratios)
 
 
-def state_folder() -> Path:
-    """What Hone remembers for a user, from run to run."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "hone"
-
-
-def write_state(path: Path, text: str) -> None:
-    """Replace a file that several runs of a user may write at once: the last one stays. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.new")
-    aside.write_text(text)
-    aside.replace(path)
-
-
 def efficiency_path() -> Path:
     """Where the measurements are kept."""
     return Path(os.environ.get(VARIABLE) or state_folder() / "efficiency.json")
@@ -75,7 +62,7 @@ def remember_rates(new: Sequence[MeasuredRates]) -> Path:
     """Add measurements; of the same device, model and length the new one stays. Returns the file."""
     kept = {_key(one): one for one in [*known_rates(), *(one for one in new if _is_plausible(one))]}
     place = efficiency_path()
-    write_state(place, json.dumps({"entries": [asdict(one) for one in kept.values()]}, indent=1) + "\n")
+    write_user_state(place, json.dumps({"entries": [asdict(one) for one in kept.values()]}, indent=1) + "\n")
     return place
 
 

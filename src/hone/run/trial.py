@@ -48,10 +48,9 @@ from hone.model.load import init_config, init_model, read_config, save_hf
 from hone.model.lora import add_adapter, merged_copy
 from hone.model.miniature import miniature
 from hone.model.vision import SEEING
-from hone.observe.whole import make_folder, write_whole
-from hone.plan.efficiency import state_folder
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine, refuse_to_compile
+from hone.runtime.user_state import state_folder, write_user_state
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.types import Group, Picture, Prompt, Sample, VersionSpan
@@ -92,8 +91,7 @@ async def try_model(config: RunConfig, architecture: PreTrainedConfig) -> ModelT
             outcome = await _trial(config, architecture)
     except DataError as error:
         outcome = ModelTrial(refused=str(error))
-    make_folder(kept.parent)
-    write_whole(kept, json.dumps(vars(outcome)))
+    write_user_state(kept, json.dumps(vars(outcome)))
     return outcome
 
 
