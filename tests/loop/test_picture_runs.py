@@ -1,14 +1,12 @@
 """Runs whose prompts have pictures: check, both stages, resuming, and what they leave."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from pictures import save_picture, save_seeing_model
 from safetensors.numpy import load_file
+from surviving import assert_kills_change_nothing
 from tiny import metrics_of, weights_of
 from transformers import AutoModelForImageTextToText
 
@@ -16,7 +14,6 @@ from hone import assemble
 from hone.cli.main import main
 from hone.config.load import load_config
 from hone.errors import HoneError
-from hone.run.audit import audit_file
 
 RUN = """
 stages: [sft, rl]
@@ -128,18 +125,7 @@ def test_kills_change_nothing(tmp_path, freeze):
         files.append(file)
     whole, killed = files
     assert main(["train", str(whole)]) == 0
-    program = Path(__file__).with_name("killed_runs.py")
-    done = subprocess.run(
-        [sys.executable, program, killed, "8", "3"], capture_output=True, text=True, timeout=280, check=True
-    )
-    lives = json.loads(done.stdout.splitlines()[-1])
-    assert lives["exit"] == 0
-    assert lives["killed"] >= 6 and lives["during_save"] >= 1, "the faults really happened"
-    assert weights_of(killed.parent) == weights_of(whole.parent)
-    assert metrics_of(killed.parent) == metrics_of(whole.parent)
-    found = audit_file(killed.parent / "run" / "events.jsonl")
-    assert found.violations == () and found.updates == 100
-    assert found.counts["stopped"] < found.counts["started"], "lives that were killed did not end in order"
+    assert_kills_change_nothing(whole, killed, kills=8, seed=3, updates=100)
 
 
 @pytest.mark.slow("a run of two stages")

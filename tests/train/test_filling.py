@@ -10,6 +10,8 @@ from hone.model.load import save_hf
 UNTIED = {"tie_word_embeddings": False}
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
+pytestmark = pytest.mark.slow("two and four ranks, the four with a model of 156 MiB")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -56,7 +58,6 @@ def test_files_that_do_not_fit_are_refused_by_every_rank(pair, folder, tmp_path,
         assert "DataError" in said and "1 " in said and "model.norm.weight" in said and "missing" in said
 
 
-@pytest.mark.slow("four ranks with a model of 156 MiB")
 @pytest.mark.parametrize(
     "case",
     [
@@ -71,7 +72,6 @@ def test_four_ranks(four, case):
     assert four(differences, case) == [[]] * 4
 
 
-@pytest.mark.slow("four ranks with a model of 156 MiB")
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_no_rank_has_the_whole_model(four, tmp_path, on_disk):
     """Of a policy of 156 MiB, of its moments and its reference each of four ranks has a quarter, at any time."""

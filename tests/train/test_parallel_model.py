@@ -27,6 +27,9 @@ def assert_same(ranks: list[Found], alone: Found) -> None:
 # ---- layers --------------------------------------------------------------------------------------------------------
 
 
+CLASSES = pytest.mark.slow("imports and divides a class of Transformers, close to Hone's decoder")
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -37,18 +40,26 @@ def assert_same(ranks: list[Found], alone: Found) -> None:
         pytest.param(Case(checkpointing="full"), id="activations made again"),
         pytest.param(Case(checkpointing="selective"), id="some made again"),
         pytest.param(
-            Case(keys={"tie_word_embeddings": True}, implementation="transformers"), id="Transformers' own, tied"
+            Case(keys={"tie_word_embeddings": True}, implementation="transformers"),
+            id="Transformers' own, tied",
+            marks=CLASSES,
         ),
-        pytest.param(Case("phi3", implementation="transformers"), id="Transformers' own, fused"),
-        pytest.param(Case("olmo2", implementation="transformers"), id="Transformers' own, norms over all heads"),
+        pytest.param(Case("phi3", implementation="transformers"), id="Transformers' own, fused", marks=CLASSES),
+        pytest.param(
+            Case("olmo2", implementation="transformers"), id="Transformers' own, norms over all heads", marks=CLASSES
+        ),
         pytest.param(Case(lora=True), id="adapter"),
         pytest.param(
             Case("llama", {"attention_bias": True, "mlp_bias": True}, checkpointing="selective", lora=True),
             id="adapter, biases, some made again",
         ),
         pytest.param(Case(lora=True, targets=("k_proj", "down_proj")), id="adapter of some parts"),
-        pytest.param(Case(implementation="transformers", lora=True), id="Transformers' own, adapter"),
-        pytest.param(Case("phi3", implementation="transformers", lora=True), id="Transformers' own, fused, adapter"),
+        pytest.param(Case(implementation="transformers", lora=True), id="Transformers' own, adapter", marks=CLASSES),
+        pytest.param(
+            Case("phi3", implementation="transformers", lora=True),
+            id="Transformers' own, fused, adapter",
+            marks=CLASSES,
+        ),
     ],
 )
 def test_divided_layers_compute_what_whole_ones_do(pair, case):
