@@ -48,6 +48,11 @@ def test_a_required_key_has_no_default(run_file, capsys):
     assert "default" not in out
 
 
+def test_weights_derive_shares(run_file, capsys):
+    sources = ("data.train=[a/b, c/d, a/b]", "data.train_weights=[3, 1, 0]")
+    assert "shares of the prompts = a/b 75.0%, c/d 25.0%, a/b 0.0%" in explain(capsys, run_file, "data.train", *sources)
+
+
 def test_parts_of_a_free_mapping(run_file, capsys):
     out = explain(capsys, run_file, "model.init.hidden_size", "model.init.hidden_size=64")
     assert out.startswith("model.init.hidden_size = 64\n")

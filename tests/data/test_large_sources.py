@@ -166,6 +166,22 @@ def test_settings_decide_whether_an_index_still_holds(tmp_path, load, cached, mo
     assert len(list(cached.glob("*.json"))) == (2 if key == "order" else 3), "one of rows, the others indices"
 
 
+def test_a_sample_has_rows_of_each_source_and_is_not_kept(tmp_path, digits, cached, monkeypatch):
+    monkeypatch.setattr(lazy, "SAMPLED_OF_EACH", 2)
+    sources = (write(tmp_path, "many.jsonl", ROWS[:40]), write(tmp_path, "few.jsonl", ROWS[:3]))
+    data = DataSection(train=sources, train_weights=(1, 1), answer_column="answer")
+    stream = load_prompts(data, digits, tmp_path, seed=0, sample=20)
+    assert [stream.rows().where(place) for place in (0, 1, 17)] == ["many.jsonl:1", "many.jsonl:3", "many.jsonl:38"]
+    assert [stream.rows().where(place) for place in (18, 19)] == ["few.jsonl:1", "few.jsonl:2"]
+    assert (stream.report.read, stream.report.of, stream.rows().source_rows) == (20, 43, [40, 3])
+    assert "20 of 20 rows, a sample of the 43 there are" in str(stream.report)
+    whole = load_prompts(data, digits, tmp_path, seed=0)
+    assert (len(whole.rows()), whole.report.of) == (43, None)
+    no_row_is_read(monkeypatch)
+    again = load_prompts(data, digits, tmp_path, seed=0, sample=20)
+    assert (len(again.rows()), again.report) == (43, whole.report), "what is known of all rows is used"
+
+
 def test_another_tokenizer_needs_another_index(tmp_path, load, cached):
     write(tmp_path, "rows.jsonl")
     other = load_tokenizer(ModelSection(characters="=+9876543210"), tmp_path)

@@ -121,6 +121,34 @@ def test_openrlhf_flat_and_dotted_flags_mean_the_same():
     assert one["algorithm.reward_clip"] == [-10, 10]
 
 
+@pytest.mark.parametrize(("probs", "weights"), [("--prompt_data_probs 0.4,0.5,0.1", [0.4, 0.5, 0.1]), ("", None)])
+def test_openrlhf_probabilities_are_weights(probs, weights):
+    found = settings(f"python3 -m openrlhf.cli.train_ppo_ray --pretrain a/b --prompt_data c/d,e/f,g.jsonl {probs}")
+    assert found["data.train"] == ["c/d", "e/f", "g.jsonl"] and found.get("data.train_weights") == weights
+
+
+def test_openrlhf_probabilities_of_one_data_set_say_nothing_and_of_another_number_are_refused():
+    start = "python3 -m openrlhf.cli.train_ppo_ray --pretrain a/b --prompt_data"
+    assert "data.train_weights" not in settings(f"{start} c/d --prompt_data_probs 1.0")
+    one = translate(read_foreign(f"{start} c/d,e/f --prompt_data_probs 1.0", "a.sh"))
+    assert "1 weights for 2 data sets" in [line.verdict.note for line in one.gaps]
+
+
+def test_trl_joins_its_datasets():
+    text = "datasets: [{path: a/b, name: main}, {path: c/d}]\nshuffle_dataset: false\n"
+    found = settings(f"{text}num_generations: 8\nmodel_name_or_path: m/n\nreward_funcs: [r]\n", "grpo.yaml")
+    assert found["data.train"] == ["a/b:main", "c/d"] and found["data.order"] == "source"
+
+
+def test_prime_rl_thresholds_are_bounds_of_the_pass_rate():
+    text = "[orchestrator]\nbatch_size = 128\ngroup_size = 16\n[orchestrator.buffer]\n"
+    found = settings(f"{text}easy_threshold = 0.9\nhard_threshold = 0.1\n", "rl.toml")
+    assert (found["data.order"], found["data.pass_rate_bounds"]) == ("pass_rate", [0.1, 0.9])
+    one = translate(read_foreign(f"{text}easy_threshold = 0.9\nenv_ratios = [0.5, 0.5]\n", "rl.toml"))
+    gaps = [line.key for line in one.gaps]
+    assert {"orchestrator.buffer.easy_threshold", "orchestrator.buffer.env_ratios"} <= set(gaps)
+
+
 def test_openrlhf_roles_on_their_own_devices_are_pools():
     flags = " ".join(f"--{role}_num_gpus_per_node 4" for role in ("actor", "critic", "ref", "reward"))
     text = f"python3 -m openrlhf.cli.train_ppo_ray --pretrain a/b --reward_pretrain c/d {flags} --colocate_actor_ref"

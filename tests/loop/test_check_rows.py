@@ -8,8 +8,10 @@ import socket
 import pytest
 
 from hone.config.load import load_config
+from hone.data import lazy
 from hone.data.chat import character_tokenizer
 from hone.run import check as preflight
+from hone.run import check_rewards
 
 RUN = """\
 run: {dir: runs/tiny, steps: 3}
@@ -221,6 +223,31 @@ def test_the_same_prompt_twice_in_a_step_is_a_warning(check):
     assert "step 1: sums.jsonl:1 and sums.jsonl:3" in warning
     assert report.is_ok
     assert not check([*ROWS, *ROWS], "data.order=source", BUILT_IN).warnings  # twice, in two steps
+
+
+def test_the_mixture_of_several_sources_is_shown(check, tmp_path):
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row | {"key": "few"}) + "\n" for row in ROWS[:2]))
+    sources = "data.train=[sums.jsonl, few.jsonl, few.jsonl]"
+    report = check(ROWS, sources, "data.train_weights=[3, 1, 0]", "run.steps=8", BUILT_IN)
+    assert report.lines[report.lines.index("train: sums.jsonl, few.jsonl, few.jsonl: 12 of 12 rows") + 1 :][:3] == [
+        "  sums.jsonl: 8 rows, 75.0% of the prompts, 3 epochs in 8 steps",
+        "  few.jsonl: 2 rows, 25.0% of the prompts, 4 epochs in 8 steps",
+        "  few.jsonl: 2 rows, not used (weight 0)",
+    ]
+    report = check(ROWS, "data.train=[sums.jsonl, few.jsonl]", "run.epochs=2", BUILT_IN)
+    assert "  few.jsonl: 2 rows, 20.0% of the prompts, 2 epochs in 5 steps" in report.lines
+
+
+@pytest.mark.parametrize("reward", [BUILT_IN, "run.steps=3"])
+def test_of_many_rows_a_sample_is_checked_and_it_says_so(check, monkeypatch, reward):
+    monkeypatch.setattr(preflight, "SAMPLE_ROWS", 6)
+    monkeypatch.setattr(check_rewards, "SAMPLE_ROWS", 4)
+    monkeypatch.setattr(lazy, "SAMPLED_OF_EACH", 1)
+    report = check([*ROWS, *ROWS, *ROWS[:4]], reward)
+    assert report.is_ok and report.not_checked == ["train: 14 rows outside of the sample"]
+    assert "train: sums.jsonl: 6 of 6 rows, a sample of the 20 there are" in report.lines
+    assert "rewards: tried on 4 of 20 rows" in report.lines
+    assert (report.figures["train rows"], report.figures["gold answers"]) == (20, 4)
 
 
 @pytest.mark.parametrize(("lr", "said"), [("0.5", "would overwrite the weights"), ("1e-12", "would not move")])

@@ -76,6 +76,14 @@ def has_answers(config: RunConfig) -> bool:
     return config.data.answer_column is not None or config.data.last_turn == "answer"
 
 
+def source_shares(config: RunConfig) -> str | None:
+    """Each source's share of the prompts, where the run file gives weights."""
+    weights = config.data.train_weights
+    if weights is None:
+        return None
+    return ", ".join(f"{source} {w / sum(weights):.1%}" for source, w in zip(config.data.train, weights, strict=True))
+
+
 def longest_tokens(config: RunConfig) -> int:
     """Most tokens of one prompt and its response."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -210,6 +218,9 @@ DERIVED: tuple[Derived, ...] = (
         "(max_staleness + 1) x prompts_per_step",
         ("rollout.max_staleness", _P),
         groups_in_flight,
+    ),
+    Derived(
+        "shares of the prompts", "", "train_weights / their sum", ("data.train_weights", "data.train"), source_shares
     ),
     Derived("longest sample", "tokens", "max_prompt_tokens + max_response_tokens", (_PROMPT, _R), longest_tokens),
     Derived(

@@ -33,6 +33,8 @@ from hone.errors import DataError
 Item = TypeVar("Item")
 READ_TOGETHER = 1024
 """Rows that the first pass tokenises together."""
+SAMPLED_OF_EACH = 64
+"""Rows of each source in a sample, at least."""
 MADE_TOGETHER = 64
 """Rows that a loop over all of them makes together."""
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
@@ -87,6 +89,7 @@ class LazyRows(Sequence[Item], Generic[Item]):
         content: (n,) uint64, equal for rows that are the same to the model.
         values: (n,) float64, in the column that rows are sorted by; None where there is none.
         sources: the ranges of rows that the sources of a list have.
+        source_rows: how many rows each of them has, dropped ones and those outside of a sample included.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class LazyRows(Sequence[Item], Generic[Item]):
         self._row, self._id, self._repeat = columns["row"], columns["id"], columns["repeat"]
         self.tokens, self.content, self.values = columns["tokens"], columns["content"], columns.get("value")
         self.sources = [SourceRange(name, *np.searchsorted(self._row, ends).tolist()) for name, *ends in rows.sources]
+
+        self.source_rows = [source.stop - source.start for source in rows.sources]
 
     def __len__(self) -> int:
         return len(self._row)
@@ -162,6 +167,7 @@ def load_lazily(
     max_tokens: int,
     say: Say,
     order_column: str | None = None,
+    sample: int | None = None,
 ) -> LazyRows[Item]:
     """Read a source once, unless that has been done before.
 
@@ -170,6 +176,7 @@ def load_lazily(
         max_tokens: longer rows are dropped and reported.
         say: is given a line for what takes longer than two seconds, and for a broken cache.
         order_column: with the number that rows are sorted by; None: none.
+        sample: rows to read of a source that has more and was never read whole; the others are passed over.
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
@@ -182,10 +189,12 @@ def load_lazily(
         key = cache.key_of("index", FORMAT, rows.key, dict(reading.settings), limits, libraries)
     entry = cache.find(key, say) if key is not None else None
     if entry is None:
-        columns = _index(rows, reading, tally, order_column, say)
+        numbers = range(len(rows)) if sample is None else _sample_of(rows, sample)
+        tally.of = len(rows) if len(numbers) < len(rows) else None
+        columns = _index(rows, numbers, reading, tally, order_column, say)
         if not tally.kept:
             raise DataError(nothing_left(tally.report()))
-        if key is None or not reading.is_repeatable():
+        if key is None or tally.of is not None or not reading.is_repeatable():
             return LazyRows(rows, reading, columns, tally.report())
         entry = cache.save(key, partial(_write, columns, tally.report()), say)
     batch = entry.batches.get_batch(0)
@@ -195,15 +204,37 @@ def load_lazily(
     return LazyRows(rows, reading, columns, report)
 
 
+def spread(count: int, most: int) -> range | list[int]:
+    """At most so many of range(count), at even distances."""
+    return range(count) if count <= most else [number * count // most for number in range(most)]
+
+
+def _sample_of(rows: SourceRows, most: int) -> Sequence[int]:
+    """The numbers of so many rows or a few more: some of each source, at even distances."""
+    if len(rows) <= most:
+        return range(len(rows))
+    numbers: list[int] = []
+    for source in rows.sources:
+        size = source.stop - source.start
+        own = spread(size, max(SAMPLED_OF_EACH, most * size // len(rows)))
+        numbers += [source.start + number for number in own]
+    return numbers
+
+
 def _index(
-    rows: SourceRows, reading: RowReading[Item], tally: Tally, order_column: str | None, say: Say
+    rows: SourceRows,
+    chosen: Sequence[int],
+    reading: RowReading[Item],
+    tally: Tally,
+    order_column: str | None,
+    say: Say,
 ) -> dict[str, NDArray[Any]]:
-    """The columns of an index, from a pass over all rows. Raises DataError for one that may not be skipped."""
+    """The columns of an index, from a pass over the chosen rows. Raises DataError for one that may not be skipped."""
     kept, tokens, ids, contents, values = array("q"), array("i"), array("Q"), array("Q"), array("d")
     seen: dict[str, int] = {}
-    progress = LoadProgress(f"tokenising {tally.source}", say, total=len(rows))
-    for start in range(0, len(rows), READ_TOGETHER):
-        numbers = range(start, min(start + READ_TOGETHER, len(rows)))
+    progress = LoadProgress(f"tokenising {tally.source}", say, total=len(chosen))
+    for start in range(0, len(chosen), READ_TOGETHER):
+        numbers = chosen[start : start + READ_TOGETHER]
         found = rows.read(numbers)
         items = iter(reading.read([row for row in found if isinstance(row, SourceRow)]))
         for number, row in zip(numbers, found, strict=True):
@@ -231,7 +262,7 @@ def _index(
                 ids.append(facts.id)
                 contents.append(facts.content)
                 values.append(value)
-        progress.at(numbers.stop)
+        progress.at(start + len(numbers))
     tally.kept = len(kept)
     columns = {"row": np.asarray(kept), "tokens": np.asarray(tokens), "id": np.asarray(ids)}
     columns |= {"content": np.asarray(contents), "repeat": repeats(columns["id"])}

@@ -38,6 +38,7 @@ def load_pairs(
     max_tokens: int,
     part: Part = "train",
     say: Say = on_stderr,
+    sample: int | None = None,
 ) -> LazyRows[PreferencePair]:
     """The pairs of one part of the data, in the order of the source.
 
@@ -45,12 +46,13 @@ def load_pairs(
         folder: the run file's, for relative paths.
         max_tokens: of one conversation; a pair with a longer one is dropped and reported.
         say: is given lines about progress.
+        sample: as of `load_lazily`.
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
     source = source_of(data, part, lacking="there are no held-out pairs to measure the reward model on")
     reading, by = _PairReading(data, rm, tokenizer), data.order_column if part == "train" else None
-    return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by)
+    return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by, sample=sample)
 
 
 class _PairReading(RowReading[PreferencePair]):

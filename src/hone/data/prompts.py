@@ -75,7 +75,14 @@ class PromptStream:
 
 
 def load_prompts(
-    data: DataSection, tokenizer: Tokenizer, folder: Path, *, seed: int, part: Part = "train", say: Say = on_stderr
+    data: DataSection,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    seed: int,
+    part: Part = "train",
+    say: Say = on_stderr,
+    sample: int | None = None,
 ) -> PromptStream:
     """Read, render and tokenise one part of the data, unless a cache knows what comes of it.
 
@@ -83,6 +90,7 @@ def load_prompts(
         folder: the run file's, for relative paths.
         part: `train` comes in the order that `data.order` says, `eval` as in the source.
         say: is given lines about progress.
+        sample: as of `load_lazily`.
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
@@ -90,15 +98,22 @@ def load_prompts(
     reading = _PromptReading(data, tokenizer, folder)
     by = data.order_column if part == "train" else None
     limit = data.max_prompt_tokens
-    prompts = load_lazily(source, data, folder, reading, max_tokens=limit, say=say, order_column=by)
+    prompts = load_lazily(source, data, folder, reading, max_tokens=limit, say=say, order_column=by, sample=sample)
     as_is = RowOrder(prompts.sources, seed=seed, order="source")
     return PromptStream(prompts, prompts.order(data, seed=seed, in_rl=True) if part == "train" else as_is)
 
 
 def load_sft_rows(
-    data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path, *, say: Say = on_stderr
+    data: DataSection,
+    sft: SftSection,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    say: Say = on_stderr,
+    sample: int | None = None,
 ) -> LazyRows[SftRow]:
-    """Supervised rows in source order: prompts as in `load_prompts`, and responses with EOS.
+    """Supervised rows in source order: prompts as in `load_prompts`, and responses with EOS. `sample`: as of
+    `load_lazily`.
 
     Raises DataError as `load_prompts` does, and without a response column.
     """
@@ -109,7 +124,7 @@ def load_sft_rows(
     source = DataSource(sft.data or data.train, data.train_split, sft.rows)
     reading, limit = _SftReading(data, sft, tokenizer, folder), data.max_prompt_tokens
     by = data.order_column if sft.data is None else None
-    return load_lazily(source, data, folder, reading, max_tokens=limit, say=say, order_column=by)
+    return load_lazily(source, data, folder, reading, max_tokens=limit, say=say, order_column=by, sample=sample)
 
 
 def shortened(ids: Sequence[int], data: DataSection) -> Sequence[int]:

@@ -30,9 +30,13 @@ class LoadReport:
     """Malformed rows skipped."""
     first_bad: tuple[str, ...]
     """The first few of them, with the reason."""
+    of: int | None = None
+    """Rows of the source, where only a sample of them was read."""
 
     def __str__(self) -> str:
         text = f"{self.source}: {self.kept:,} of {self.read:,} rows"
+        if self.of is not None:
+            text += f", a sample of the {self.of:,} there are"
         if self.too_long:
             text += f"; {self.too_long:,} dropped, longer than {self.max_tokens} tokens"
             text += f" (longest: {self.longest_tokens})"
@@ -48,6 +52,8 @@ class Tally:
         self.data, self.source, self.max_tokens = data, source, max_tokens
         self.read = self.kept = self.too_long = self.longest = 0
         self.bad: list[str] = []
+        self.of: int | None = None
+        """Rows of the source, where only a sample of them is read."""
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a row is short enough; one that is not is counted."""
@@ -70,7 +76,7 @@ class Tally:
     def report(self) -> LoadReport:
         return LoadReport(
             source=self.source, read=self.read, kept=self.kept, too_long=self.too_long, longest_tokens=self.longest,
-            max_tokens=self.max_tokens, bad=len(self.bad), first_bad=tuple(self.bad[:5]),
+            max_tokens=self.max_tokens, bad=len(self.bad), first_bad=tuple(self.bad[:5]), of=self.of,
         )  # fmt: skip
 
 

@@ -34,13 +34,21 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_chat_rows(
-    data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path, *, max_tokens: int, say: Say = on_stderr
+    data: DataSection,
+    sft: SftSection,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    max_tokens: int,
+    say: Say = on_stderr,
+    sample: int | None = None,
 ) -> LazyRows[SftRow]:
     """The conversations in `sft.messages_column`, in the order of the source.
 
     Args:
         max_tokens: of a whole conversation; longer ones are dropped and reported.
         say: is given lines about progress.
+        sample: as of `load_lazily`.
     Raises:
         DataError: no chat template, one that does not mark the assistant's part, or as `load_prompts` does.
     """
@@ -50,7 +58,7 @@ def load_chat_rows(
         raise DataError("sft.messages_column: the tokenizer has no chat template. Name one in model.chat_template.")
     source = DataSource(sft.data or data.train, data.train_split, sft.rows)
     reading, by = _ChatReading(data, name, tokenizer), data.order_column if sft.data is None else None
-    return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by)
+    return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by, sample=sample)
 
 
 class _ChatReading(RowReading[SftRow]):

@@ -40,16 +40,22 @@ class SftRun(Stage[Trainer]):
 
 
 def imitation_rows(
-    config: RunConfig, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None] = on_stderr
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    folder: Path,
+    say: Callable[[str], None] = on_stderr,
+    *,
+    sample: int | None = None,
 ) -> LazyRows[SftRow]:
     """What the stage imitates: responses after prompts, or the assistant's turns of whole conversations. `say` is given
-    lines about progress.
+    lines about progress; `sample` is as of `load_lazily`.
 
     Raises DataError as `load_sft_rows` and `load_chat_rows` do.
     """
     if config.sft.messages_column is None:
-        return load_sft_rows(config.data, config.sft, tokenizer, folder, say=say)
-    return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest_tokens(config), say=say)
+        return load_sft_rows(config.data, config.sft, tokenizer, folder, say=say, sample=sample)
+    longest = longest_tokens(config)
+    return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest, say=say, sample=sample)
 
 
 def imitation_order(config: RunConfig, rows: LazyRows[SftRow]) -> RowOrder:

@@ -6,6 +6,7 @@ without a network) is named as not checked instead of being passed over.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from hone.model.lora import check_targets, refuse_other_adapter
 from hone.reward.http import Address
 from hone.reward.rewards import Rewards
 from hone.rollout.env_pool import EnvironmentPool
-from hone.run.check_rewards import check_rewards
+from hone.run.check_rewards import SAMPLE_ROWS, check_rewards
 from hone.run.report import CheckReport
 from hone.run.trial import refused_by_tokenizer, starting_architecture, try_model
 from hone.services.gpus import assumed_devices, settled_on, split_devices, topology_on
@@ -193,7 +194,7 @@ def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, finding
     streams: list[PromptStream] = []
     for part in filter(reads.__getitem__, reads):
         try:
-            stream = load_prompts(config.data, tokenizer, folder, seed=config.seed, part=part)
+            stream = load_prompts(config.data, tokenizer, folder, seed=config.seed, part=part, sample=SAMPLE_ROWS)
         except DataError as error:
             findings.problems.append(str(error))
             continue
@@ -201,11 +202,14 @@ def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, finding
         prompts = stream.rows()
         findings.lines.append(f"{part}: {stream.report}")
         lengths = prompts.tokens
-        findings.figures[f"{part} rows"] = len(prompts)
+        findings.figures[f"{part} rows"] = stream.report.of or len(prompts)
         findings.figures[f"{part} prompt tokens, mean"] = float(lengths.mean())
         findings.figures[f"{part} prompt tokens, 95th percentile"] = float(np.percentile(lengths, 95))
         findings.figures[f"{part} prompt tokens, longest"] = int(lengths.max())
+        if stream.report.of is not None:
+            findings.not_checked.append(f"{part}: {stream.report.of - stream.report.read:,} rows outside of the sample")
         if part == "train":
+            findings.lines += mixture(config, stream)
             findings.lines += [preview(prompt, tokenizer) for prompt in prompts[:PREVIEWS]]
             if "rl" in config.stages:
                 check_template(config.data, config.rollout.max_response_tokens, prompts[0], tokenizer, findings)
@@ -214,8 +218,30 @@ def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, finding
     return streams
 
 
+def mixture(config: RunConfig, stream: PromptStream) -> list[str]:
+    """A line for each source of several: its rows, its share of the prompts, and how often the run goes through it."""
+    rows, lines = stream.rows(), list[str]()
+    if len(rows.sources) < 2 or "rl" not in config.stages:
+        return []
+    is_sample = stream.report.of is not None
+    sizes = rows.source_rows if is_sample else [source.stop - source.start for source in rows.sources]
+    steps, per_step = config.run.steps, config.train.prompts_per_step
+    if config.run.epochs is not None:
+        used = sum(size for size, share in zip(sizes, stream.order.shares, strict=True) if share)
+        steps = math.ceil(config.run.epochs * used / per_step)
+    for source, size, share in zip(rows.sources, sizes, stream.order.shares, strict=True):
+        if not share:
+            lines.append(f"  {source.name}: {size:,} rows, not used (weight 0)")
+            continue
+        epochs = f"{steps * per_step * share / size:.3g} epochs in {steps:,} steps" if size else "no epoch"
+        lines.append(f"  {source.name}: {size:,} rows, {share:.1%} of the prompts, {epochs}")
+    return lines
+
+
 def check_steps(stream: PromptStream, prompts_per_step: int, findings: CheckReport) -> None:
     """Whether a step holds the same prompt twice: as the same row, or as rows that ask the same."""
+    if stream.report.of is not None:  # what the steps of the run hold is not known
+        return
     if len(stream) < prompts_per_step:
         findings.problems.append(
             f"train.prompts_per_step: {prompts_per_step} prompts per step, but there are only {len(stream)}, so every "
@@ -241,15 +267,16 @@ def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, find
     """What is imitated, and the pairs of preferences."""
     try:
         if "sft" in config.stages:
-            rows = imitation_rows(config, tokenizer, folder)
+            rows = imitation_rows(config, tokenizer, folder, sample=SAMPLE_ROWS)
             findings.lines.append(f"sft: {rows.report}")
             findings.lines.append(
                 f"  imitates {tokenizer.decode(rows[0].response.tolist())!r}, {len(rows[0].response)} tokens with EOS"
             )
         if "reward_model" in config.stages:
             for part in ("train", "eval"):
+                longest = longest_tokens(config)
                 pairs = load_pairs(
-                    config.data, config.rm, tokenizer, folder, max_tokens=longest_tokens(config), part=part
+                    config.data, config.rm, tokenizer, folder, max_tokens=longest, part=part, sample=SAMPLE_ROWS
                 )
                 findings.lines.append(f"pairs to {'learn from' if part == 'train' else 'measure on'}: {pairs.report}")
             findings.lines.append(f"  prefers {tokenizer.decode(pairs[0].chosen)!r}")

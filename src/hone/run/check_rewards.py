@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from hone.config.derived import has_answers, service_uses, services_of
 from hone.config.rewards import builtin_reward
 from hone.config.run import RewardComponent, RunConfig
 from hone.data.chat import Tokenizer, UnknownCharacter
+from hone.data.lazy import spread
 from hone.data.prompts import PromptStream
 from hone.errors import ConfigError
 from hone.reward.http import Address
@@ -30,6 +33,8 @@ from hone.types import Fault, Group, Prompt, Sample, Score, version_spans
 
 MAX_SAMPLES_OF_USER_REWARDS = 1024
 """A user's reward may be slow or cost money; the pure built-in ones see every row, and give gold answers one score."""
+SAMPLE_ROWS = 10_000
+"""Rows of a source that a check reads, and that it tries rewards on; of larger ones at even distances."""
 MIN_ROWS = 16
 MAX_TIMEOUTS = 3
 POLL_S = 1.0
@@ -76,6 +81,9 @@ async def check_rewards(
         findings.not_checked.append("rewards: there are no prompts to try them on")
         return
     trials = trials_of(config, streams, components)
+    there_are = sum(stream.report.of or len(stream.rows()) for stream in streams)
+    if len(trials) < there_are:
+        findings.lines.append(f"rewards: tried on {len(trials):,} of {there_are:,} rows")
     tokens, unwritable = token_ids(tokenizer, (trial.gold for trial in trials))
     settings = config.reward.model_copy(
         update={"components": components, "max_unscored_frac": 1.0, "min_valid_per_group": 1}
@@ -131,9 +139,14 @@ def checkable(config: RunConfig, services: Mapping[str, Address], findings: Chec
 
 def trials_of(config: RunConfig, streams: Sequence[PromptStream], components: Sequence[RewardComponent]) -> list[Trial]:
     """The rows to try, each with what to score; without gold answers the prompts' own texts."""
-    rows = [(prompt, stream.rows().where(prompt.index)) for stream in streams for prompt in stream.rows()]
+    places = [(stream.rows(), place) for stream in streams for place in spread(len(stream.rows()), SAMPLE_ROWS)]
     if any(builtin_reward(component.use).runs != "in process" for component in components):
-        rows = rows[: max(MIN_ROWS, MAX_SAMPLES_OF_USER_REWARDS // config.rollout.group_size)]
+        places = places[: max(MIN_ROWS, MAX_SAMPLES_OF_USER_REWARDS // config.rollout.group_size)]
+    rows = [
+        (prompt, source.where(prompt.index))
+        for source, own in groupby(places, itemgetter(0))
+        for prompt in source.at([place for _, place in own])
+    ]
     prompts = [prompt for prompt, _ in rows]
     if not has_answers(config):
         return [Trial(prompt, where, prompt.text, None) for prompt, where in rows]
