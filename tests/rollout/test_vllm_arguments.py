@@ -1,15 +1,21 @@
 """What vLLM is started with, without vLLM."""
 
 import json
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hone.config.engine import EngineSection
 from hone.config.run import LoraSection
 from hone.errors import EngineError
 from hone.rollout.engine import Sampling
 from hone.rollout.vllm import check_sampling
+from hone.rollout.vllm_adapter import VllmAdapter
 from hone.rollout.vllm_args import VllmPlace, engine_arguments
 
 
@@ -42,6 +48,33 @@ def test_an_adapter_that_is_published_alone_has_room_in_vllm(place):
         "max_loras": 1,
         "max_lora_rank": 32,
     }
+
+
+def test_an_adapter_that_vllm_does_not_take_leaves_no_folder_behind(monkeypatch, tmp_path):
+    """Without vLLM: a stand-in for the one class that is imported from it, and for its engine."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    requests = SimpleNamespace(LoRARequest=lambda *args, **keys: SimpleNamespace(args=args, **keys))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", requests)
+    answers = iter([False, RuntimeError("rank 20 is too large"), True, True])
+
+    def add_lora(request):
+        assert (Path(request.args[2]) / "adapter_model.safetensors").is_file()
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    adapter = VllmAdapter(SimpleNamespace(add_lora=add_lora), LoraSection(rank=2), tmp_path)
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    weights = {f"{layer}.lora_A.weight": torch.ones(2, 4), f"{layer}.lora_B.weight": torch.ones(4, 2)}
+    for why in (r"of version 1\.$", "of version 1: rank 20 is too large"):
+        with pytest.raises(EngineError, match=why):
+            adapter.load(weights.items(), 1)
+        assert not [*tmp_path.iterdir()] and adapter.request is None
+    adapter.load(weights.items(), 2)
+    adapter.load(weights.items(), 3)
+    assert [folder.name.split("-")[2] for folder in tmp_path.iterdir()] == ["3"]
+    adapter.close()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_lengths_and_precision_come_from_the_run_file_unless_they_are_given(place):

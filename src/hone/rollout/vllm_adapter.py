@@ -40,17 +40,23 @@ class VllmAdapter:
         # A directory of its own: vLLM's prefix cache knows an adapter by its name and path.
         folder = Path(tempfile.mkdtemp(prefix=f"hone-adapter-{version}-"))
         targets = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
-        write_adapter(folder, self._settings, tensors, base=str(self._base), targets=targets)
         try:
-            loaded = self._llm.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
-        except Exception as error:  # the boundary of vLLM: its reason is what helps
+            write_adapter(folder, self._settings, tensors, base=str(self._base), targets=targets)
+            self._add(LoRARequest("policy", 1, str(folder), load_inplace=True), version)
+        except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
-            raise EngineError(f"vLLM did not load the adapter of version {version}: {error}") from error
-        if not loaded:
-            raise EngineError(f"vLLM did not load the adapter of version {version}.")
+            raise
         self.close()
         self._folder, self.request = folder, LoRARequest("policy", 1, str(folder))
         return weights_fingerprint(tensors.items())
+
+    def _add(self, request: Any, version: int) -> None:
+        try:
+            loaded = self._llm.add_lora(request)
+        except Exception as error:  # the boundary of vLLM: its reason is what helps
+            raise EngineError(f"vLLM did not load the adapter of version {version}: {error}") from error
+        if not loaded:
+            raise EngineError(f"vLLM did not load the adapter of version {version}.")
 
     def close(self) -> None:
         """Remove its directory."""
