@@ -10,6 +10,7 @@ from hone.plan.cluster import PoolPlan, host_moments
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import EnginePlan
 from hone.plan.hardware import find_hardware, in_cluster
+from hone.plan.kv_cache import columns_for
 from hone.plan.ledger import GIB
 from hone.plan.planner import Plan, plan
 from hone.plan.pools import pools_of
@@ -139,9 +140,11 @@ def test_hones_own_engine_has_weights_and_a_cache_of_what_is_in_flight(planned):
     terms = {term.name: term.bytes for term in engine.terms()}
     assert terms["engine: weights"] == 2 * found.inputs.architecture.total_parameters
     # 64 prompts at most are in work of 512 samples at a time, and four engines share them: 32 x 8 samples / 4
-    assert terms["engine: KV cache of prompts"] == 8 * 1024 * 147_456
+    lengths = found.inputs.workload.lengths
+    tokens = 8 * lengths.max_prompt + 64 * columns_for(lengths.max_response - 1)
+    assert terms["engine: KV cache"] == tokens * 147_456
     asleep = {term.name for term in engine.asleep_terms(2)}
-    assert asleep == {"engine: weights", "engine: KV cache of prompts", "engine: KV cache of responses"}
+    assert asleep == {"engine: weights", "engine: KV cache"}
 
 
 def test_a_reference_and_a_reward_model_of_their_own(planned):

@@ -84,12 +84,12 @@ def test_terms_of_one_name_are_one_and_empty_ones_none():
 
 @pytest.mark.parametrize(
     "bigger",
-    ["train.tokens_per_microbatch=65536", "train.logprob_chunk_tokens=4096", "rollout.max_concurrent_samples=2048"],
+    ["train.tokens_per_microbatch=65536", "train.logprob_chunk_tokens=4096", "rollout.kv_cache_tokens=60000"],
 )
 def test_memory_knobs_move_the_peak_up(configured, bigger):
     """On one device, where nothing divides them; each in the moment that it is about."""
-    small = plan(configured(), find_hardware("H200-141G"))
-    large = plan(configured(bigger), find_hardware("H200-141G"))
+    small = plan(configured("rollout.kv_cache_tokens=20000"), find_hardware("H200-141G"))
+    large = plan(configured("rollout.kv_cache_tokens=20000", bigger), find_hardware("H200-141G"))
     pairs = zip(small.ledgers[0].moments, large.ledgers[0].moments, strict=True)
     assert any(big.bytes > little.bytes for little, big in pairs)
     assert all(

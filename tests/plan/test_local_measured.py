@@ -14,10 +14,9 @@ from hone.data.chat import character_tokenizer
 from hone.model.decoder import FAMILY
 from hone.model.layout import BLOCK_SCORES, QUERY_ROWS, round_size
 from hone.model.load import init_model
-from hone.plan import activations, local, presets
+from hone.plan import activations, kv_cache, local, presets
 from hone.plan.activations import Pass
 from hone.plan.architecture import architecture_from
-from hone.rollout import decoding
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.train.roles import Roles
@@ -97,16 +96,9 @@ def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision
     assert -0.03 < passed / logprobs - 1 < 0.35
 
 
-@pytest.mark.parametrize("longest", [1, 16, 17, 64, 65, 127, 128, 200, 511, 1000])
-def test_the_cache_grows_as_the_store_does(longest):
-    sizes = sorted({decoding.columns_for(tokens) for tokens in range(longest + 1)})
-    assert local.columns_of(longest) == (sizes[-1], sizes[-2])
-
-
 def test_constants_are_those_of_the_code():
     assert activations.OWN_FAMILIES == FAMILY
     assert activations.BLOCK_SCORES == BLOCK_SCORES
     assert activations.QUERY_ROWS == QUERY_ROWS
-    assert local.LEAST_COLUMNS == decoding._LEAST_COLUMNS
-    assert [local.rounded(size) for size in range(1, 2000)] == [round_size(size) for size in range(1, 2000)]
+    assert [kv_cache.rounded(size) for size in range(1, 2000)] == [round_size(size) for size in range(1, 2000)]
     assert len(character_tokenizer("abc")) - 3 == presets.SPECIAL_CHARACTER_TOKENS

@@ -25,8 +25,11 @@ from hone.config.run import RunConfig
 from hone.config.section import Section
 from hone.data.chat import load_tokenizer
 from hone.errors import ConfigError
+from hone.memory.gauges import GIB, HostGauge, Meter
 from hone.memory.guard import UNGUARDED
-from hone.plan.hardware import find_hardware
+from hone.memory.ladder import PREFILL, ROWS, Ladder
+from hone.model.load import init_model
+from hone.plan.hardware import find_hardware, memory_limit_bytes
 from hone.plan.planner import plan
 from hone.rollout.engine import Request
 from hone.types import Batch, Prompt
@@ -37,7 +40,7 @@ model:
   init: {model_type: qwen3, hidden_size: 64, intermediate_size: 192, num_hidden_layers: 2, num_attention_heads: 4,
     num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 512, tie_word_embeddings: true}
 data: {train: a/b, answer_column: answer, max_prompt_tokens: 32}
-rollout: {group_size: 4, max_response_tokens: 48, max_concurrent_samples: 16}
+rollout: {group_size: 4, max_response_tokens: 48, max_concurrent_samples: 8}
 train: {prompts_per_step: 4, tokens_per_microbatch: 512, logprob_chunk_tokens: 64}
 algorithm: {kl_loss_coef: 0.1, rejection_high: 1e9}  # no sample is left out, whatever random weights say of it
 run: {precision: float32, device: cpu}
@@ -231,6 +234,40 @@ def test_every_key_that_changes_memory_changes_the_plan(run_file, first, section
     moves, missed = walked(run_file, first, section)
     assert moves >= MOVES.get(section, set())
     assert not missed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["rollout.kv_cache_tokens=200"],
+        ["rollout.max_concurrent_samples=3", "run.precision=bfloat16"],
+        ["rollout.max_concurrent_samples=64", "rollout.max_staleness=1"],
+        ["plan.memory_budget_gib=0.0001"],
+    ],
+)
+def test_an_engine_takes_the_cache_that_is_planned(run_file, words):
+    """To the byte: both ask `plan.kv_cache`."""
+    loaded = load_config(run_file, words)
+    tokenizer = load_tokenizer(loaded.config.model, run_file.parent)
+    dtype = getattr(torch, loaded.config.run.compute_dtype)
+    model = init_model(loaded.config.model.init, vocab_size=tokenizer.vocab_size, seed=0, dtype=dtype, device="cpu")
+    budget = loaded.config.plan.memory_budget_gib
+    settings = {ROWS: loaded.config.rollout.max_concurrent_samples, PREFILL: loaded.config.rollout.prefill_tokens}
+    gauge = HostGauge(memory_limit_bytes())
+    ladder = Ladder(Meter(gauge), settings=settings, budget_bytes=int((budget or 1) * GIB))
+    prompt = Prompt("p", 0, "", (5, 6, 7))
+
+    async def room():
+        engine = embedded_engine(loaded.config, tokenizer, model, ladder=ladder if budget else None)
+        engine._guard = UNGUARDED  # which would find at once that the budget is nothing
+        await engine.generate(Request(prompt, 1, replace(sampling_of(loaded.config), max_tokens=2), 0, "train"))
+        await engine.close()
+        return engine.cache_use().room_bytes
+
+    found = plan(loaded.config, find_hardware("this"), folder=run_file.parent)
+    sampling = next(one for one in found.ledgers[0].moments if one.name == "sampling")
+    assert {term.bytes for term in sampling.terms if term.name == "KV cache"} == {asyncio.run(room())}
 
 
 @pytest.mark.slow("builds and trains models")

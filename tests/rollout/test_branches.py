@@ -6,8 +6,10 @@ import torch
 from tiny_engines import VOCAB, generate, request, tiny_model
 
 from hone.model.layout import round_size
+from hone.plan.kv_cache import columns_for
 from hone.rollout.cache import KeyValueStore
-from hone.rollout.decoding import DecoderStepper, columns_for
+from hone.rollout.decoding import DecoderStepper
+from hone.rollout.local import whole_room
 
 
 def counting(model):
@@ -42,13 +44,13 @@ def test_stepping_with_shared_beginnings_gives_the_logits_of_each_row_alone():
     """Random forks, deaths and arrivals, against one row at a time in a stepper of its own."""
     model, chance = tiny_model(), np.random.default_rng(0)
     prompts = [tuple(chance.integers(1, VOCAB, length).tolist()) for length in (3, 7, 5)]
-    stepper = DecoderStepper(model, max_rows=24)
+    stepper = stepper_of(model, 24)
     rows: list[tuple[int, list[int]]] = []
     with torch.no_grad():
         for _ in range(3):
             ids = stepper.add_prompts(prompts)
             arriving = [prompt for prompt in range(3) for _ in range(4)]
-            logits = stepper.add_rows([ids[prompt] for prompt in arriving])
+            logits = stepper.add_rows([ids[prompt] for prompt in arriving], [()] * len(arriving))
             assert close(logits, [alone(model, prompts[prompt], []) for prompt in arriving])
             rows += [(prompt, []) for prompt in arriving]
             for prompt_id in ids:
@@ -65,9 +67,13 @@ def test_stepping_with_shared_beginnings_gives_the_logits_of_each_row_alone():
             rows = [(rows[row][0], list(rows[row][1])) for row in keep]
 
 
+def stepper_of(model, max_rows):
+    return DecoderStepper(model, max_rows, room=whole_room(model, max_rows))
+
+
 def alone(model, prompt, taken):
-    stepper = DecoderStepper(model, max_rows=1)
-    logits = stepper.add_rows(stepper.add_prompts([prompt]))
+    stepper = stepper_of(model, 1)
+    logits = stepper.add_rows(stepper.add_prompts([prompt]), [()])
     for token in taken:
         logits = stepper.advance(torch.tensor([token]))
     return logits[0]
@@ -79,44 +85,59 @@ def close(logits_BV, expected):
 
 def test_prompts_whose_rows_have_ended_make_room_for_the_next():
     """Also where the last rows ended all at once, so that nothing was advanced after them."""
-    stepper = DecoderStepper(tiny_model(), max_rows=24)
+    stepper = stepper_of(tiny_model(), 24)
     with torch.no_grad():
         for _ in range(3):
             ids = stepper.add_prompts([(5, 9, 17)] * 8)
-            stepper.add_rows(ids)
+            stepper.add_rows(ids, [()] * 8)
             for prompt_id in ids:
                 stepper.release_prompt(prompt_id)
             stepper.advance(torch.arange(8))
             stepper.move_rows(np.arange(0), np.arange(0), 0)
-            assert stepper._prompt_store.data.shape[2] == 8
+            assert stepper._store.prompts.slots == 8
 
 
-@pytest.mark.parametrize("columns", [4, 7, 16, 2])
-def test_a_new_layout_keeps_what_fits(columns):
+def filled_store(room_tokens=200):
+    """Two layers of three heads of four, with numbers in both regions."""
     store = KeyValueStore(2, 3, 4, torch.empty(0))
-    store.reserve(5, 6, live=0)
-    store.data.copy_(torch.randn(store.data.shape))
-    before = store.data.clone()
-    store.reserve(5, columns, live=4)
-    kept = min(columns, 6)
-    assert store.columns == columns
-    assert torch.equal(store.data[:, :, :4, :, :kept], before[:, :, :4, :, :kept])
-    assert store.data.isfinite().all()
-    keys, _ = store.read(1, 1, 4)
+    store.free(room_tokens)
+    for region, slots, columns in ((store.prompts, 3, 7), (store.responses, 5, 6)):
+        region.lay_out(slots, columns, live=0)
+        assert not region.data.any()
+        region.data.copy_(torch.randn(region.data.shape))
+    return store
+
+
+@pytest.mark.parametrize("which", ["prompts", "responses"])
+@pytest.mark.parametrize(("slots", "columns"), [(5, 4), (5, 7), (5, 16), (9, 2), (3, 6), (2, 20)])
+def test_a_new_layout_keeps_what_fits_and_leaves_the_other_alone(which, slots, columns):
+    store = filled_store()
+    region, other = (store.prompts, store.responses)[:: 1 if which == "prompts" else -1]
+    before, beside = region.data.clone(), other.data.clone()
+    region.lay_out(slots, columns, live=4)
+    live, kept = min(4, slots, before.shape[2]), min(columns, before.shape[4])
+    assert (region.slots, region.columns) == (slots, columns)
+    assert torch.equal(region.data[:, :, :live, :, :kept], before[:, :, :live, :, :kept])
+    assert torch.equal(other.data, beside)
+    assert region.data.isfinite().all()
+    keys, _ = region.read(1, 1, slots)
     assert keys.is_contiguous()
 
 
-def test_a_store_that_was_freed_for_a_while_takes_its_room_at_once():
-    store = KeyValueStore(2, 3, 4, torch.empty(0))
-    store.reserve(5, 64, live=0)
-    full = store.num_bytes
-    store.free(will_return=True)
-    assert (store.num_bytes, store.room_tokens) == (0, 0)
-    store.reserve(5, 6, live=0)
-    assert store.num_bytes == full and store.data.shape == (2, 2, 5, 3, 6, 4) and not store.data.any()
-    store.free(will_return=False)
-    store.reserve(5, 6, live=0)
-    assert store.num_bytes == full * 6 // 64
+def test_a_layout_beyond_the_room_is_an_error():
+    store = filled_store()
+    store.responses.lay_out(25, 7, live=5)
+    with pytest.raises(AssertionError, match="room"):
+        store.prompts.lay_out(4, 7, live=3)
+
+
+def test_a_store_takes_all_of_its_room_and_gives_it_back():
+    store = filled_store(room_tokens=300)
+    assert store.num_bytes == 2 * 2 * 3 * 300 * 4 * 4
+    store.free(100)
+    assert (store.num_bytes, store.responses.tokens, store.prompts.tokens) == (0, 0, 0)
+    store.responses.lay_out(5, 6, live=0)
+    assert store.num_bytes == 2 * 2 * 3 * 100 * 4 * 4
 
 
 def test_columns_grow_in_steps_of_a_quarter_at_most():

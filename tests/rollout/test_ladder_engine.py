@@ -11,6 +11,7 @@ from hone.errors import EngineError, MemoryExhausted
 from hone.memory.gauges import Meter
 from hone.memory.ladder import PREFILL, ROWS, Knob, Ladder
 from hone.model.load import weights_fingerprint
+from hone.plan.kv_cache import CacheRoom
 from hone.rollout.decoding import DecoderStepper
 from hone.rollout.local import LocalEngine
 from hone.types import Progress
@@ -170,15 +171,17 @@ def test_bounds_change_while_sequences_are_in_flight():
 
 
 def test_fewer_rows_free_the_cache_that_was_made_for_more():
-    stepper = DecoderStepper(tiny_model(), max_rows=64)
-    stepper.add_rows(stepper.add_prompts([(1, 2, 3)]))
-    stepper.advance(torch.tensor([4]))
-    many = stepper._response_store._memory.numel()
+    model = tiny_model()
+    stepper = DecoderStepper(model, 64, room=CacheRoom(3, 40, prompts=64, samples=64))
+    stepper.add_rows(stepper.add_prompts([(1, 2, 3)]), [()])
+    many = stepper.cache_use()
     stepper.limit(max_rows=8, prefill_tokens=64)
     stepper.clear()
-    stepper.add_rows(stepper.add_prompts([(1, 2, 3)]))
-    stepper.advance(torch.tensor([4]))
-    assert stepper._response_store._memory.numel() * 8 == many
+    assert stepper.cache_use().room_bytes == 0
+    stepper.add_rows(stepper.add_prompts([(1, 2, 3)]), [()])
+    few = stepper.cache_use()
+    assert few.room_tokens == CacheRoom(3, 40, prompts=8, samples=8).tokens(8)
+    assert (few.room_tokens * 8, few.room_bytes * 8) == (many.room_tokens, many.room_bytes)
 
 
 def test_weights_are_loaded_again_when_loading_ran_out(monkeypatch):

@@ -417,8 +417,15 @@ class RayWorkers:
 
     def _making(self, devices: Sequence[int]) -> MakeEngine:
         processes = self._processes("rollout", devices)
-        takes_turns = self._job.topology.sleeps("rollout")
-        return partial(engine, self._spec, processes, self._model_folder, takes_turns=takes_turns)
+        topology = self._job.topology
+        return partial(
+            engine,
+            self._spec,
+            processes,
+            self._model_folder,
+            takes_turns=topology.sleeps("rollout"),
+            among=(len(topology.engines), topology.devices_per_node),
+        )
 
     def _spawn(self, name: str, actor: type, devices: Sequence[int], *args: Any) -> Any:
         """An actor on devices that it may share with others that take turns."""

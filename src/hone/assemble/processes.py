@@ -63,6 +63,8 @@ class ActorContext:
     """`models.starting_folder`, for an engine that needs it."""
     takes_turns: bool = False
     """Whether an engine's devices are the trainer's while it sleeps."""
+    among: tuple[int, int] = (1, 1)
+    """Engines of the run that share its samples, and devices of a machine: those of a CPU share its memory."""
 
     @classmethod
     def of(cls, spec: ActorSpec, processes: int) -> ActorContext:
@@ -113,9 +115,12 @@ def rank_among_others(spec: ActorSpec, processes: int, seat: Seat) -> Iterator[t
         yield replace(context, device=torch.device("meta")), ranks
 
 
-async def engine(spec: ActorSpec, processes: int, model_folder: Path | None, *, takes_turns: bool) -> Engine:
+async def engine(
+    spec: ActorSpec, processes: int, model_folder: Path | None, *, takes_turns: bool, among: tuple[int, int] = (1, 1)
+) -> Engine:
     """One engine of the kind that the run file names, which waits for weights."""
-    context = replace(ActorContext.of(spec, processes), model_folder=model_folder, takes_turns=takes_turns)
+    context = ActorContext.of(spec, processes)
+    context = replace(context, model_folder=model_folder, takes_turns=takes_turns, among=among)
     return await resolve_name(spec.loaded.config.cluster.engines.kind.start)(context)
 
 
@@ -133,4 +138,4 @@ async def start_own(context: ActorContext) -> Engine:
     # in the kernel, and sampling took twice as long. So these end before the engine's thread begins.
     with ThreadPoolExecutor(1) as passing:
         model = await asyncio.get_running_loop().run_in_executor(passing, make)
-    return embedded_engine(config, context.tokenizer, model)
+    return embedded_engine(config, context.tokenizer, model, among=context.among)

@@ -13,18 +13,22 @@ from hone.assemble.memory import engine_knobs
 from hone.config.run import RunConfig
 from hone.data.chat import Tokenizer
 from hone.data.prompts import load_prompts
+from hone.devices import is_accelerator
 from hone.loop.evaluate import evaluate
+from hone.memory.gauges import capacity_of
 from hone.memory.guard import UNGUARDED
 from hone.memory.ladder import Ladder
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
+from hone.plan.kv_cache import cache_room
+from hone.plan.workload import share_of, workload_of
 from hone.reward.environment import FromEnvironment
 from hone.reward.http import Addresses
 from hone.reward.rewards import Component, Rewards, Scorer
 from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env_pool import EnvironmentPool
 from hone.rollout.episodes import EpisodeEngine
-from hone.rollout.local import LocalEngine, refuse_to_compile
+from hone.rollout.local import LocalEngine, bytes_per_token, refuse_to_compile
 
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
@@ -53,14 +57,31 @@ def embedded_engine(
     model: CausalModel,
     executor: Executor | None = None,
     ladder: Ladder | None = None,
+    *,
+    among: tuple[int, int] = (1, 1),
 ) -> LocalEngine:
-    """Hone's own engine; arguments as in `make_engine`."""
+    """Hone's own engine; arguments as in `make_engine`.
+
+    Args:
+        among: engines that share the run's samples, and devices that share this machine's memory if it computes.
+    """
     if config.rollout.compile:
         refuse_to_compile(model)
         assert isinstance(model, Decoder)
         model.compile_inference()
+    device = model.output_weight.device
+    replicas, devices_each = among
+    memory = ladder.limit_bytes if ladder is not None else capacity_of(device)
+    room = cache_room(
+        config,
+        share_of(workload_of(config), replicas),
+        bytes_per_token=bytes_per_token(model),
+        memory_bytes=memory if is_accelerator(device) else memory // devices_each,
+        shares_prompts=isinstance(model, Decoder),
+    )
     engine = LocalEngine(
         model,
+        room=room,
         decode=tokenizer.decode,
         eos_ids=tokenizer.eos_ids,
         max_concurrent=config.rollout.max_concurrent_samples,

@@ -27,8 +27,6 @@ NO_TENSORS = frozenset(
         "kept by process",
         "CUDA context",
         "KV cache",
-        "KV cache of responses",
-        "KV cache of prompts",
         "engine's weights",
         "reward models",
     }

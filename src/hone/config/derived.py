@@ -91,7 +91,8 @@ def longest_tokens(config: RunConfig) -> int:
 
 def kv_cache_tokens(config: RunConfig) -> int:
     """Most tokens that an engine's KV cache holds, each prompt counted for every sample."""
-    return config.rollout.max_concurrent_samples * longest_tokens(config)
+    longest = config.rollout.max_concurrent_samples * longest_tokens(config)
+    return min(config.rollout.kv_cache_tokens or longest, longest)
 
 
 def response_tokens_per_update(config: RunConfig) -> int:
@@ -226,8 +227,8 @@ DERIVED: tuple[Derived, ...] = (
     Derived(
         "KV cache",
         "tokens at most",
-        "max_concurrent_samples x longest sample",
-        (_CONCURRENT, _PROMPT, _R),
+        "max_concurrent_samples x longest sample, within kv_cache_tokens",
+        (_CONCURRENT, "rollout.kv_cache_tokens", _PROMPT, _R),
         kv_cache_tokens,
     ),
     Derived(

@@ -213,7 +213,10 @@ class RolloutSection(Section):
     stop_token_ids: tuple[int, ...] = key(())
     """Stop tokens besides the tokenizer's EOS."""
     max_concurrent_samples: int = key(512, unit="sequences", ge=1)
-    """Maximum sequences decoded together by an engine; bounds its KV cache."""
+    """Maximum sequences decoded together by an engine."""
+    kv_cache_tokens: int | None = key(None, unit="tokens", ge=1)
+    """Maximum tokens in the KV cache of Hone's own engine; the newest samples wait where it is full. null: what samples
+    in flight need at their longest, within half of the device's memory."""
     prefill_tokens: int = key(16384, unit="tokens", ge=1)
     """Maximum prompt tokens per prefill pass (at least one prompt); changes memory, not results."""
     compile: bool = key(False)

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
 
-from hone.devices import module_of
+from hone.devices import is_accelerator, module_of
+from hone.plan.hardware import memory_limit_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,14 @@ def ran_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def capacity_of(device: torch.device) -> int:
+    """Bytes of the whole device; of a CPU, what this process may use."""
+    if not is_accelerator(device):
+        return memory_limit_bytes()
+    module = module_of(device)
+    return module.get_device_properties(module.current_device()).total_memory
 
 
 class Gauge(Protocol):
@@ -123,7 +132,7 @@ class DeviceGauge:
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
         self._torch = module_of(device)
-        self.capacity_bytes = self._torch.get_device_properties(self._torch.current_device()).total_memory
+        self.capacity_bytes = capacity_of(device)
         if budget_bytes is not None and budget_bytes < self.capacity_bytes:
             self._torch.set_per_process_memory_fraction(budget_bytes / self.capacity_bytes)
 

@@ -84,8 +84,3 @@ class Embedded(_Whole):
         """What it holds while it samples nothing: weights and cache, whatever the level."""
         held = ("engine: weights", "engine: KV cache")
         return [one for one in self.terms() if level == 0 or one.name.startswith(held)]
-
-
-def share_of(workload: Workload, replicas: int) -> Workload:
-    """What one of so many replicas samples."""
-    return replace(workload, prompts=-(-workload.prompts // replicas))

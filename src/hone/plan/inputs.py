@@ -15,9 +15,10 @@ from hone.plan import activations
 from hone.plan.activations import Implementation, Pass
 from hone.plan.architecture import Architecture
 from hone.plan.hardware import Hardware
+from hone.plan.kv_cache import CacheRoom, cache_room
 from hone.plan.local import ScoringModel
 from hone.plan.presets import find_architecture, named_architecture
-from hone.plan.workload import Workload
+from hone.plan.workload import Workload, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,17 @@ def microbatch(inputs: Inputs, *, ranks: int = 1) -> Pass:
         tensor_parallel=trainer.tensor_parallel,
         sequence_parallel=trainer.sequence_parallel,
         copies_keys=padded and inputs.architecture.latent is None,
+    )
+
+
+def room_of(inputs: Inputs, replicas: int = 1) -> CacheRoom:
+    """Of the cache of Hone's own engine, one of so many that share what is sampled."""
+    return cache_room(
+        inputs.config,
+        share_of(inputs.workload, replicas),
+        bytes_per_token=inputs.architecture.kv_bytes_per_token(bytes_each=bytes_each(inputs)),
+        memory_bytes=inputs.hardware.memory_bytes,
+        shares_prompts=implementation_of(inputs) == "hone",
     )
 
 

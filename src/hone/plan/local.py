@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from hone.plan import towers
 from hone.plan.activations import (
@@ -27,6 +26,7 @@ from hone.plan.activations import (
     saved_per_token,
 )
 from hone.plan.architecture import Architecture, adapter_parameters
+from hone.plan.kv_cache import CacheRoom
 from hone.plan.ledger import Moment, Term, moment, term
 from hone.plan.workload import Workload
 
@@ -39,8 +39,6 @@ CONTEXT_BYTES = 512 << 20
 """A process's CUDA context; an estimate."""
 PATCHES_PER_PASS, KEPT_FEATURES_BYTES = 4096, 1 << 28
 """Of a vision tower: patches computed together, and features kept; `model/vision.py`, a test compares them."""
-LEAST_COLUMNS = 16
-"""Granularity of the engine's cache, in tokens; `rollout.decoding._LEAST_COLUMNS`, a test compares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,8 @@ class LocalSettings:
     reward_models: tuple[ScoringModel, ...]
     work: Pass
     """The largest microbatch."""
+    room: CacheRoom
+    """Of the engine's cache."""
     max_concurrent: int
     prefill_tokens: int
     is_gpu: bool
@@ -254,55 +254,22 @@ def _prompts(settings: LocalSettings, workload: Workload) -> int:
     return rows if workload.evaluates else -(-rows // workload.group)
 
 
-@cache
-def columns_of(tokens: int) -> tuple[int, int]:
-    """Columns of the engine's store once a response has so many tokens, and before it last grew; as `columns_for` in
-    `rollout/decoding.py`, a test compares them."""
-    now = before = _columns_for(tokens)
-    while before == now and tokens > 0:
-        tokens -= 1
-        before = _columns_for(tokens)
-    return now, before
-
-
-def _columns_for(tokens: int) -> int:
-    step = max(LEAST_COLUMNS, 1 << max(tokens.bit_length() - 3, 0))
-    return -(-tokens // step) * step
-
-
-def rounded(size: int) -> int:
-    """As `round_size` in `model/layout.py`; a test compares them."""
-    step = min(64, 1 << max(size.bit_length() - 4, 0))
-    return -(-size // step) * step
-
-
 def _cache(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
-    """The engine's keys and values; in a run they stay between rollouts, at the largest size they had."""
-    arch, p, lengths = settings.architecture, settings.work.bytes_each, workload.lengths
-    per_token = arch.kv_bytes_per_token(bytes_each=p)
-    rows = _rows(settings, workload)
-    if settings.work.implementation == "transformers":
-        held = f"{rows:,} rows x {lengths.longest:,} tokens x {per_token:,} B"
-        yield term("KV cache", rows * lengths.longest * per_token, held, "rollout.max_concurrent_samples")
-        return
-    columns, _ = columns_of(max(lengths.max_response - 1, 1))
-    slots = rounded(settings.max_concurrent)
-    held = f"{slots:,} slots x {columns:,} tokens x {per_token:,} B"
-    yield term("KV cache of responses", slots * columns * per_token, held, "rollout.max_concurrent_samples")
-    prompts = _prompts(settings, workload)
-    held = f"{prompts:,} prompts x {lengths.max_prompt:,} tokens x {per_token:,} B"
-    yield term("KV cache of prompts", prompts * lengths.max_prompt * per_token, held, "data.max_prompt_tokens")
+    """The engine's keys and values; in a run their memory stays between rollouts."""
+    per_token, room = settings.architecture.kv_bytes_per_token(bytes_each=settings.work.bytes_each), settings.room
+    rows, tokens = settings.max_concurrent, room.tokens(settings.max_concurrent)
+    prompts, responses = room.prompts_stored(rows) * room.prompt_tokens, room.responses(rows)
+    parts = f"prompts {prompts:,}, responses {responses:,} at their longest"
+    held = f"{tokens:,} tokens x {per_token:,} B ({parts})"
+    yield term("KV cache", tokens * per_token, held, "rollout.kv_cache_tokens")
 
 
 def _growth(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
-    """While the cache of responses grows, its old self is there too."""
-    if settings.work.implementation == "hone":
-        _, before = columns_of(max(workload.lengths.max_response - 1, 1))
-        per_token = settings.architecture.kv_bytes_per_token(bytes_each=settings.work.bytes_each)
-        slots = rounded(settings.max_concurrent)
-        held = f"{slots:,} slots x {before:,} tokens x {per_token:,} B"
-        size = slots * before * per_token
-        yield term("old cache", size, held, "rollout.max_concurrent_samples")
+    """While the cache is laid out anew, or grows by a token, one layer of it is there twice."""
+    per_token = settings.architecture.kv_bytes_per_token(bytes_each=settings.work.bytes_each)
+    tokens, layers = settings.room.tokens(settings.max_concurrent), settings.architecture.layers
+    held = f"{tokens:,} tokens x {per_token:,} B / {layers} layers"
+    yield term("one layer of cache", tokens * per_token // layers, held, "rollout.kv_cache_tokens")
 
 
 def _sampling(settings: LocalSettings, workload: Workload) -> Iterator[Term]:

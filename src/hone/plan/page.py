@@ -127,7 +127,7 @@ def _terms(ledger: Ledger) -> str:
 
 
 KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("cache", "#228833", ("KV cache", "old cache")),
+    ("cache", "#228833", ("KV cache", "layer of cache")),
     ("logits", "#ee6677", ("logits", "gradient of output layer", "gradient of embedding", "gradient of root")),
     ("activations", "#ccbb44", ("activations", "hidden", "layer", "masks", "scores", "matrix", "rotary")),
     ("training states", "#4477aa", ("master weights", "AdamW", "gradient", "compute copy", "states")),

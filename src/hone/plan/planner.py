@@ -23,7 +23,7 @@ from hone.plan.architecture import GIB
 from hone.plan.cluster import PoolPlan
 from hone.plan.engine import EnginePlan
 from hone.plan.hardware import Hardware
-from hone.plan.inputs import Inputs, changed, implementation_of, microbatch, plain, resolve
+from hone.plan.inputs import Inputs, changed, implementation_of, microbatch, plain, resolve, room_of
 from hone.plan.ledger import Ledger, Moment
 from hone.plan.pools import pools_of
 from hone.plan.schedule import measured_rates, step_time
@@ -156,6 +156,7 @@ def _local_ledgers(inputs: Inputs) -> tuple[list[Ledger], list[Moment]]:
         critic=inputs.critic,
         reward_models=inputs.reward_models,
         work=microbatch(inputs),
+        room=room_of(inputs),
         max_concurrent=config.rollout.max_concurrent_samples,
         prefill_tokens=config.rollout.prefill_tokens,
         is_gpu=hardware.kind == "gpu",
@@ -176,14 +177,7 @@ def _notes(inputs: Inputs) -> list[str]:
             f"{inputs.config.data.max_image_pixels // (tower.patches_per_token * tower.patch**2):,} tokens "
             "(data.max_image_pixels). The time of its passes is not counted."
         )
-    workload, config = inputs.workload, inputs.config
-    in_flight = workload.samples * (workload.max_staleness + 1)
-    concurrent = config.rollout.max_concurrent_samples
-    if inputs.is_local and concurrent > in_flight and not workload.evaluates:
-        notes.append(
-            f"rollout.max_concurrent_samples = {concurrent}, but only {in_flight} samples are ever in flight: the "
-            f"cache is made for all {concurrent}"
-        )
+    config = inputs.config
     if inputs.hardware.kind == "gpu" and (measured := measured_rates(inputs)[1]):
         notes.append(
             f"training at {measured.training_flops:.0%} of the peak and passes without gradients at "

@@ -18,10 +18,11 @@ from hone.config.engine import (
 )
 from hone.config.topology import TRAINED, TrainerGroup, is_sharded, judge_services
 from hone.plan.cluster import PoolPlan, Trained, adapter_of
-from hone.plan.embedded import Embedded, Reader, share_of
+from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import EnginePlan, EngineSettings
-from hone.plan.inputs import Inputs, bytes_each, microbatch
+from hone.plan.inputs import Inputs, bytes_each, microbatch, room_of
 from hone.plan.local import LocalSettings
+from hone.plan.workload import share_of
 
 DTYPE_BYTES, FP8_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}, 1
 
@@ -118,7 +119,7 @@ def _critic(inputs: Inputs, group: TrainerGroup) -> Trained:
 def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded:
     args, rollout, lengths = inputs.config.cluster.engines, inputs.config.rollout, inputs.workload.lengths
     if not args.kind.takes_share:
-        return Embedded(_local_settings(inputs), share_of(inputs.workload, devices))
+        return Embedded(_local_settings(inputs, devices), share_of(inputs.workload, devices))
     sequences = args.max_num_seqs or rollout.max_concurrent_samples
     longest = args.max_model_len or lengths.longest
     least = max(sequences, longest) if args.enable_chunked_prefill is False else sequences
@@ -144,12 +145,13 @@ def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded:
     )
 
 
-def _local_settings(inputs: Inputs) -> LocalSettings:
+def _local_settings(inputs: Inputs, replicas: int = 1) -> LocalSettings:
     return LocalSettings(
         architecture=inputs.architecture,
         critic=None,
         reward_models=(),
         work=microbatch(inputs),
+        room=room_of(inputs, replicas),
         max_concurrent=inputs.config.rollout.max_concurrent_samples,
         prefill_tokens=inputs.config.rollout.prefill_tokens,
         is_gpu=inputs.hardware.kind == "gpu",

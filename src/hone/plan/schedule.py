@@ -12,7 +12,7 @@ from hone.plan.cluster import PoolPlan, Trained, adapter_of
 from hone.plan.efficiency import MeasuredRates, with_measured
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import EnginePlan
-from hone.plan.inputs import Inputs, bytes_each
+from hone.plan.inputs import Inputs, bytes_each, room_of
 from hone.plan.time import CPU, GPU, GPU_EAGER, Efficiency, LearnerTime, Sampler, StepTime
 from hone.plan.workload import Lengths
 
@@ -74,7 +74,8 @@ def _sampler(inputs: Inputs, pools: Sequence[PoolPlan]) -> Sampler:
     if pool is None or pool.engine is None:
         concurrent = inputs.config.rollout.max_concurrent_samples
         prefill = inputs.config.rollout.prefill_tokens
-        return Sampler(inputs.architecture, 1, 1, concurrent, math.inf, prefill, bytes_each(inputs))
+        room = room_of(inputs).tokens(concurrent)
+        return Sampler(inputs.architecture, 1, 1, concurrent, room, prefill, bytes_each(inputs))
     return _of_engine(pool.engine, pool.devices)
 
 
@@ -83,7 +84,8 @@ def _of_engine(engine: EnginePlan | Embedded | Reader, devices: int) -> Sampler:
         settings, step = engine.settings, engine.settings.prefill_tokens
         if isinstance(engine, Reader):
             step = min(one.batch_tokens for one in engine.models)
-        return Sampler(engine.architecture, devices, 1, settings.max_concurrent, math.inf, step, engine.bytes_each)
+        room = math.inf if isinstance(engine, Reader) else settings.room.tokens(settings.max_concurrent)
+        return Sampler(engine.architecture, devices, 1, settings.max_concurrent, room, step, engine.bytes_each)
     settings, each = engine.settings, engine.settings.tensor_parallel
     replicas, cache, step = max(devices // each, 1), engine.cache_tokens, settings.max_batched_tokens
     return Sampler(settings.architecture, replicas, each, settings.max_samples, cache, step, settings.weight_bytes)

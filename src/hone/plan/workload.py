@@ -7,7 +7,7 @@ lengths, of which the run file says only the limit; without a measured mean, hal
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hone.config.derived import (
@@ -164,3 +164,8 @@ def workload_of(
         adapter_targets=config.lora.targets if adapter else None,
         evaluates=config.data.eval is not None,
     )
+
+
+def share_of(workload: Workload, replicas: int) -> Workload:
+    """What one of so many engines samples."""
+    return replace(workload, prompts=-(-workload.prompts // replicas))

@@ -1,8 +1,9 @@
-"""KV cache storage: one buffer, allocated once, laid out anew as sequences come, grow and go."""
+"""KV cache storage: one buffer of fixed size, laid out anew as sequences come, grow and go.
+
+Prompts lie at the front of the buffer and responses at its back, so that either may grow without moving the other.
+"""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import torch
@@ -10,52 +11,84 @@ from torch import Tensor
 
 
 class KeyValueStore:
-    """(layers, 2, slots, Hkv, columns, D): a slot per sequence, a column per token.
+    """Room for keys and values of `room_tokens` tokens, (layers, 2, room * Hkv, D).
+
+    Memory is taken at the first use, and on a CPU each page of it when something is first written there.
+    """
+
+    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
+        self._shape, self._like = (num_layers, 2, num_kv_heads, head_dim), like
+        self.prompts, self.responses = Region(self, from_back=False), Region(self, from_back=True)
+        self.room_tokens = 0
+        self.free(0)
+
+    def free(self, room_tokens: int) -> None:
+        """Give all memory back; room for so many tokens will be taken when it is needed."""
+        self.room_tokens, self._memory = room_tokens, None
+        for region in (self.prompts, self.responses):
+            region.forget()
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def memory(self) -> Tensor:
+        """(layers, 2, room * Hkv, D)."""
+        if self._memory is None:
+            layers, parts, num_kv_heads, head_dim = self._shape
+            self._memory = self._like.new_empty(layers, parts, self.room_tokens * num_kv_heads, head_dim)
+        return self._memory
+
+    @property
+    def empty(self) -> Tensor:
+        layers, parts, num_kv_heads, head_dim = self._shape
+        return self._like.new_empty(layers, parts, 0, num_kv_heads, 0, head_dim)
+
+
+class Region:
+    """(layers, 2, slots, Hkv, columns, D) at one end of a store: a slot per sequence, a column per token.
 
     Finite where never written, because attention masks it by adding -inf. Attention reads whole slots: a part of the
     columns would not be dense in memory, and each matrix product would copy it first.
     """
 
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
-        self._memory = like.new_zeros(0)
-        self._expected = 0
-        self.data = like.new_zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim)
+    def __init__(self, store: KeyValueStore, *, from_back: bool) -> None:
+        self._store, self._from_back = store, from_back
+
+    def forget(self) -> None:
+        """Be empty."""
+        self.data = self._store.empty
+        self._written = 0
+        """How far from its end of the memory numbers are finite."""
+
+    @property
+    def slots(self) -> int:
+        return self.data.shape[2]
 
     @property
     def columns(self) -> int:
         return self.data.shape[4]
 
     @property
-    def room_tokens(self) -> int:
-        return self.data.shape[2] * self.columns
+    def tokens(self) -> int:
+        return self.slots * self.columns
 
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.nbytes
-
-    def free(self, *, will_return: bool) -> None:
-        """Give all memory back. `will_return`: as much will be needed again, and is then taken at once: to grow as
-        sequences do costs new pages and a copy each time."""
-        self._expected = max(len(self._memory), self._expected) if will_return else 0
-        self._memory = self._memory.new_zeros(0)
-        layers, parts, _, num_kv_heads, _, head_dim = self.data.shape
-        self.data = self._memory.view(layers, parts, 0, num_kv_heads, 0, head_dim)
-
-    def reserve(self, slots: int, columns: int, *, live: int) -> None:
-        """Make room for so many slots or more, and for just so many columns; keeps what fits of the `live` first."""
-        have_slots, have_columns = self.data.shape[2], self.columns
-        if slots <= have_slots and columns == have_columns:
+    def lay_out(self, slots: int, columns: int, *, live: int) -> None:
+        """Have so many slots and columns; keeps what fits of the `live` first slots. Copies a layer at a time."""
+        if (slots, columns) == (self.slots, self.columns):
             return
-        shape = list(self.data.shape)
-        shape[2], shape[4] = max(slots, have_slots), columns
-        live = min(live, have_slots)
-        kept = self.data[:, :, :live, :, :columns]
-        if math.prod(shape) > len(self._memory):
-            self._memory = self._memory.new_zeros(max(math.prod(shape), self._expected))
-        else:
-            kept = kept.clone()  # the new layout lies over the old one
-        self.data = self._memory[: math.prod(shape)].view(shape)
-        self.data[:, :, :live, :, :have_columns] = kept
+        assert slots * columns + self._other.tokens <= self._store.room_tokens, "more tokens than there is room for"
+        memory, num_kv_heads = self._store.memory, self.data.shape[3]
+        length = slots * columns * num_kv_heads
+        if length > self._written:
+            self._at_end(memory, self._written, length).zero_()
+            self._written = length
+        old, live, kept = self.data, min(live, slots, self.slots), min(columns, self.columns)
+        self.data = self._at_end(memory, 0, length).unflatten(2, (slots, num_kv_heads, columns))
+        if live and kept:
+            for layer in range(len(memory)):  # one at a time: the new layout lies over the old one
+                self.data[layer, :, :live, :, :kept] = old[layer, :, :live, :, :kept].clone()
 
     def flat_index(self, slot_X: np.ndarray, column_X: np.ndarray) -> Tensor:
         """(X * Hkv,) where `write` puts X tokens."""
@@ -80,3 +113,12 @@ class KeyValueStore:
             return
         to, origin = (torch.from_numpy(slots).to(self.data.device) for slots in (target, source))
         self.data[:, :, to, :, :columns] = self.data[:, :, origin, :, :columns]
+
+    @property
+    def _other(self) -> Region:
+        return self._store.prompts if self._from_back else self._store.responses
+
+    def _at_end(self, memory: Tensor, first: int, last: int) -> Tensor:
+        """Rows first .. last - 1 of the memory, counted from this region's end of it."""
+        size = memory.shape[2]
+        return memory[:, :, size - last : size - first] if self._from_back else memory[:, :, first:last]

@@ -6,6 +6,11 @@ meet it in one matrix product, each branch meets its own response in another, an
 rows are finished is closed over by moving the last branch into its slot. Attention is as wide as the longest live
 prompt and, rounded up, response. Counts of tokens and branches are rounded up too (`layout.round_size` says why); the
 result of the filler is never read.
+
+The cache has room for a number of tokens (`plan.kv_cache`). A response takes as many columns as the longest one,
+because a matrix product wants its keys dense: pages would have to be copied together first, at every token. Rows come
+while there is room for all of them, also once the columns grow next; the newest leave where there is none, and come
+back with their tokens, whose keys and values are then computed anew in one pass.
 """
 
 from __future__ import annotations
@@ -23,13 +28,13 @@ from hone.errors import DataError
 from hone.model.decoder import Attend, Decoder
 from hone.model.hf import no_pictures
 from hone.model.layout import filled, round_size
+from hone.plan.kv_cache import CacheRoom, columns_for
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.engine import CacheUse
 from hone.rollout.stepper import closing_moves
 from hone.types import Picture, TokenIds
 
 PREFILL_TOKENS: int = RolloutSection.model_fields["prefill_tokens"].default
-_LEAST_COLUMNS = 16
 
 
 class DecoderStepper:
@@ -39,18 +44,16 @@ class DecoderStepper:
         prefill_tokens: padded prompt tokens computed at one time, one prompt at least; memory, never the result.
     """
 
-    def __init__(self, model: Decoder, max_rows: int, prefill_tokens: int = PREFILL_TOKENS) -> None:
+    def __init__(self, model: Decoder, max_rows: int, *, room: CacheRoom, prefill_tokens: int = PREFILL_TOKENS) -> None:
         self._model = model
-        self._max_rows = max_rows
+        self._max_rows, self._room = max_rows, room
         self._prefill_tokens = prefill_tokens
         self._group_heads = model.num_heads // model.num_kv_heads
-        shape, weight = (model.num_layers, model.num_kv_heads, model.head_dim), model.output_weight
-        self._prompt_store, self._response_store = KeyValueStore(*shape, weight), KeyValueStore(*shape, weight)
+        self._store = KeyValueStore(model.num_layers, model.num_kv_heads, model.head_dim, model.output_weight)
         self.clear()
 
-    def clear(self, *, will_return: bool = False) -> None:
-        for store in (self._prompt_store, self._response_store):
-            store.free(will_return=will_return)
+    def clear(self) -> None:
+        self._store.free(self._room.tokens(self._max_rows))
         self._slot_of_prompt: dict[int, int] = {}
         self._next_prompt_id = 0
         self._prompt_ids: list[int] = []
@@ -63,18 +66,88 @@ class DecoderStepper:
         self._grouping: Grouping | None = None
 
     def cache_use(self) -> CacheUse:
-        prompts, responses = self._prompt_store, self._response_store
-        return CacheUse(
-            tokens=int(self._prompt_length_N.sum()) + int(self._length_C.sum()),
-            room_tokens=prompts.room_tokens + responses.room_tokens,
-            room_bytes=prompts.num_bytes + responses.num_bytes,
-        )
+        tokens = int(self._prompt_length_N.sum()) + int(self._length_C.sum())
+        return CacheUse(tokens, self._store.room_tokens, self._store.num_bytes)
 
     def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
 
-    def can_add_rows(self, count: int) -> bool:
-        return count < self._max_rows
+    # ---- room
+
+    def admission(self, live_most_tokens: int) -> DecoderAdmission:
+        self._forget_unused_prompts()
+        if not self._prompt_ids and self._store.room_tokens != self._room.tokens(self._max_rows):
+            self.clear()
+        return DecoderAdmission(
+            room_tokens=self._store.room_tokens,
+            prompts=len(self._prompt_ids),
+            width=int(self._prompt_length_N.max(initial=0)),
+            rows=len(self._branch_B),
+            longest=self._longest_row() + 1,
+            most_tokens=live_most_tokens,
+        )
+
+    def rows_that_fit(self, order_B: np.ndarray) -> int:
+        count, room = len(self._branch_B), self._store.room_tokens
+        stored = self._prompt_length_N[self._is_prompt_in_use()]
+        responses = round_size(count) * columns_for(self._longest_row() + 1)
+        if len(stored) * int(stored.max(initial=0)) + responses <= room:
+            return count
+        branch_B = self._branch_B[order_B]
+        slot_B = self._slot_C[branch_B]
+        is_first_B = np.zeros(count, bool)
+        is_first_B[np.unique(slot_B, return_index=True)[1]] = True
+        prompts_B = is_first_B.cumsum() * np.maximum.accumulate(self._prompt_length_N[slot_B])
+        longest_B = np.maximum.accumulate(self._length_C[branch_B]) + 1
+        responses_B = [round_size(n + 1) * columns_for(longest) for n, longest in enumerate(longest_B.tolist())]
+        return int(np.searchsorted(prompts_B + responses_B, room, side="right"))
+
+    def _longest_row(self) -> int:
+        return int(self._length_C[self._branch_B].max(initial=0))
+
+    def _reserve_prompts(self, slots: int, width: int, *, live: int) -> None:
+        """Have so many slots or more, of just that width."""
+        prompts, responses = self._store.prompts, self._store.responses
+        if slots <= prompts.slots and width == prompts.columns:
+            return
+        if slots * width + responses.tokens > self._store.room_tokens:
+            self._close_branches()
+            count = len(self._length_C)
+            columns = columns_for(int(self._length_C.max()) + 1) if count else 0
+            columns = min(columns, responses.columns)
+            responses.lay_out(round_size(count), columns, live=count)
+        prompts.lay_out(slots, width, live=live)
+
+    def _reserve_responses(self, slots: int, columns: int, *, live: int) -> None:
+        """Have so many slots or more, of just so many columns; of what is left, slots for all rows."""
+        prompts, responses = self._store.prompts, self._store.responses
+        if slots <= responses.slots and columns == responses.columns:
+            return
+        if slots * columns + prompts.tokens > self._store.room_tokens:
+            self._forget_unused_prompts()
+            width = int(self._prompt_length_N.max(initial=0))
+            prompts.lay_out(len(self._prompt_ids), width, live=len(self._prompt_ids))
+            self._grouping = None
+        for_all = round_size(len(self._branch_B))
+        if slots < for_all and for_all * columns + prompts.tokens <= self._store.room_tokens:
+            slots = for_all
+        responses.lay_out(slots, columns, live=live)
+
+    def _close_branches(self) -> None:
+        """Close over branches without rows."""
+        dead_C = np.bincount(self._branch_B, minlength=len(self._length_C)) == 0
+        if not dead_C.any():
+            return
+        target, source, count = closing_moves(dead_C)
+        stored = self._length_C[source] > 0  # a branch without tokens may lie beyond the store
+        self._store.responses.move(target[stored], source[stored], int(self._length_C[source].max(initial=0)))
+        place_C = np.arange(len(dead_C))
+        place_C[source] = target
+        self._branch_B = place_C[self._branch_B]
+        order = np.arange(count)
+        order[target] = source
+        self._slot_C, self._length_C = self._slot_C[order], self._length_C[order]
+        self._grouping = None
 
     # ---- prompts
 
@@ -84,9 +157,12 @@ class DecoderStepper:
         self._forget_unused_prompts()
         ids = list(range(self._next_prompt_id, self._next_prompt_id + len(prompts)))
         self._next_prompt_id += len(prompts)
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # less padding in each chunk
+        before, lengths = len(self._prompt_ids), [len(prompt) for prompt in prompts]
+        width = max(*lengths, int(self._prompt_length_N.max(initial=0)), 0)
+        self._reserve_prompts(before + len(prompts), width, live=before)
+        by_length = sorted(range(len(prompts)), key=lambda i: lengths[i])  # less padding in each chunk
         while by_length:
-            size = max(1, self._prefill_tokens // len(prompts[by_length[-1]]))
+            size = max(1, self._prefill_tokens // lengths[by_length[-1]])
             chunk, by_length = by_length[-size:], by_length[:-size]
             self._prefill([prompts[i] for i in chunk], [ids[i] for i in chunk])
         self._grouping = None
@@ -99,8 +175,6 @@ class DecoderStepper:
         device = self._prompt_hidden_NH.device
         length_N = np.array([len(prompt) for prompt in prompts])
         first = len(self._prompt_ids)
-        width = max(int(length_N.max()), int(self._prompt_length_N.max(initial=0)))
-        self._prompt_store.reserve(max(first + len(prompts), min(2 * first, self._max_rows)), width, live=first)
         position_X = np.concatenate([np.arange(length) for length in length_N])
         prompt_X = np.repeat(np.arange(len(prompts)), length_N)
         token_X = np.concatenate(prompts, dtype=np.int64)
@@ -120,7 +194,7 @@ class DecoderStepper:
         self, first: int, prompt_X: np.ndarray, position_X: np.ndarray, length_N: np.ndarray
     ) -> Attend:
         """Causal attention within each prompt, padded on the right, where causality alone hides the padding."""
-        store, num_prompts, width = self._prompt_store, len(length_N), int(length_N.max())
+        store, num_prompts, width = self._store.prompts, len(length_N), int(length_N.max())
         flat = store.flat_index(first + prompt_X, position_X)
         padded_X = torch.from_numpy(filled(prompt_X * width + position_X)).to(flat.device)
         num_tokens = len(position_X)
@@ -143,14 +217,17 @@ class DecoderStepper:
 
         return attend
 
-    def _forget_unused_prompts(self) -> None:
+    def _is_prompt_in_use(self) -> np.ndarray:
         rows_N = np.bincount(self._slot_C[self._branch_B], minlength=len(self._prompt_ids))
-        unused_N = self._prompt_released_N & (rows_N == 0)
+        return ~self._prompt_released_N | (rows_N > 0)
+
+    def _forget_unused_prompts(self) -> None:
+        unused_N = ~self._is_prompt_in_use()
         if not unused_N.any():
             return
         target, source, count = closing_moves(unused_N)
         width = int(self._prompt_length_N[source].max(initial=0))
-        self._prompt_store.move(target, source, width)
+        self._store.prompts.move(target, source, width)
         order = np.arange(count)
         order[target] = source
         self._prompt_length_N = self._prompt_length_N[order]
@@ -165,16 +242,100 @@ class DecoderStepper:
 
     # ---- rows
 
-    def add_rows(self, prompt_ids: Sequence[int]) -> Tensor:
+    def add_rows(self, prompt_ids: Sequence[int], begun: Sequence[TokenIds]) -> Tensor:
         slot_B = np.array([self._slot_of_prompt[prompt_id] for prompt_id in prompt_ids])
-        slot_C, which_B = np.unique(slot_B, return_inverse=True)
-        self._branch_B = np.concatenate([self._branch_B, len(self._slot_C) + which_B])
-        self._slot_C = np.concatenate([self._slot_C, slot_C])
-        self._length_C = np.concatenate([self._length_C, np.zeros_like(slot_C)])
+        length_B = np.array([len(tokens) for tokens in begun])
+        self._close_branches()
+        # Rows without tokens are one branch for each prompt; those that come back, one each.
+        key_B = np.where(length_B == 0, slot_B, len(self._prompt_ids) + np.arange(len(slot_B)))
+        _, first_C, which_B = np.unique(key_B, return_index=True, return_inverse=True)
+        before = len(self._length_C)
+        self._branch_B = np.concatenate([self._branch_B, before + which_B])
+        self._slot_C = np.concatenate([self._slot_C, slot_B[first_C]])
+        self._length_C = np.concatenate([self._length_C, np.zeros_like(first_C)])
         self._grouping = None
-        device = self._prompt_hidden_NH.device
-        logits_CV = self._model.logits(self._prompt_hidden_NH[torch.from_numpy(slot_C).to(device)])
-        return logits_CV[torch.from_numpy(which_B).to(device)]
+        hidden_CH = self._prompt_hidden_NH[torch.from_numpy(slot_B[first_C]).to(self._prompt_hidden_NH.device)]
+        returning_C = np.flatnonzero(length_B[first_C])
+        if len(returning_C):
+            tokens = [begun[first_C[c]] for c in returning_C]
+            hidden_CH[torch.from_numpy(returning_C).to(hidden_CH.device)] = self._read_again(
+                before, returning_C, tokens
+            )
+        logits_CV = self._model.logits(hidden_CH)
+        return logits_CV[torch.from_numpy(which_B).to(logits_CV.device)]
+
+    def _read_again(self, before: int, returning_C: np.ndarray, begun: list[TokenIds]) -> Tensor:
+        """Compute keys and values of responses that come back; returns the hidden states after their last tokens.
+
+        Args:
+            before: branches that were there already.
+            returning_C: which of the branches after them these are.
+        """
+        length_R = np.array([len(tokens) for tokens in begun])
+        branch_R, longest = before + returning_C, max(int(length_R.max()), int(self._length_C.max()))
+        self._reserve_responses(round_size(len(self._length_C)), columns_for(longest), live=before)
+        hidden_RH = self._prompt_hidden_NH.new_empty(len(begun), self._model.hidden_size)
+        left = np.argsort(length_R, kind="stable")  # less padding in each chunk
+        while len(left):
+            size = max(1, self._prefill_tokens // int(length_R[left[-1]]))
+            left, chunk = left[:-size], left[-size:]
+            chunk_on_device = torch.from_numpy(chunk).to(hidden_RH.device)
+            hidden_RH[chunk_on_device] = self._read_responses(branch_R[chunk], [begun[r] for r in chunk])
+        self._length_C[branch_R] = length_R
+        return hidden_RH
+
+    def _read_responses(self, branch_R: np.ndarray, begun: list[TokenIds]) -> Tensor:
+        device, length_R = self._prompt_hidden_NH.device, np.array([len(tokens) for tokens in begun])
+        position_X = np.concatenate([np.arange(length) for length in length_R])
+        row_X = np.repeat(np.arange(len(begun)), length_R)
+        after_prompt_X = position_X + self._prompt_length_N[self._slot_C[branch_R]][row_X]
+        return self._model(
+            torch.from_numpy(filled(np.concatenate(begun, dtype=np.int64))).to(device),
+            torch.from_numpy(filled(after_prompt_X)).to(device),
+            self._response_attention(branch_R, row_X, position_X, int(length_R.max())),
+            torch.from_numpy(length_R.cumsum() - 1).to(device),
+        )
+
+    def _response_attention(
+        self, branch_R: np.ndarray, row_X: np.ndarray, position_X: np.ndarray, width: int
+    ) -> Attend:
+        """Attention of whole responses: each sees its prompt, and causally itself."""
+        prompts, responses, num_rows, num_tokens = self._store.prompts, self._store.responses, len(branch_R), len(row_X)
+        device, slot_R = self._prompt_hidden_NH.device, self._slot_C[branch_R]
+        flat = responses.flat_index(branch_R[row_X], position_X)
+        padded_X = torch.from_numpy(filled(row_X * width + position_X)).to(device)
+        slots, branches = torch.from_numpy(slot_R).to(device), torch.from_numpy(branch_R).to(device)
+        prompt_length_R = torch.from_numpy(self._prompt_length_N[slot_R]).to(device)
+        in_prompt_RP = torch.arange(prompts.columns, device=device) < prompt_length_R[:, None]
+        column_L = torch.arange(width, device=device)
+        seen_RLW = torch.cat(
+            [
+                in_prompt_RP[:, None].expand(-1, width, -1),
+                (column_L <= column_L[:, None]).expand(num_rows, -1, -1),
+            ],
+            -1,
+        )
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            responses.write(layer, flat, k[:num_tokens], v[:num_tokens])
+            heads, head_dim = q.shape[1:]
+            q_padded = q.new_zeros(num_rows * width, heads, head_dim).index_copy_(
+                0, padded_X[:num_tokens], q[:num_tokens]
+            )
+            keys, values = (
+                torch.cat([prompts.data[layer, part, slots], responses.data[layer, part, branches, :, :width]], 2)
+                for part in range(2)
+            )
+            out = F.scaled_dot_product_attention(
+                q_padded.view(num_rows, width, heads, head_dim).transpose(1, 2),
+                keys,
+                values,
+                attn_mask=seen_RLW[:, None],
+                enable_gqa=heads != k.shape[1],
+            )
+            return out.transpose(1, 2).reshape(num_rows * width, heads, head_dim).index_select(0, padded_X)
+
+        return attend
 
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
         order = np.arange(count)
@@ -186,7 +347,8 @@ class DecoderStepper:
         token_C = self._fork(token_ids_B.cpu().numpy())
         if self._grouping is None:
             self._forget_unused_prompts()
-            self._prompt_store.reserve(0, int(self._prompt_length_N.max()), live=len(self._prompt_ids))
+            count = len(self._prompt_ids)
+            self._reserve_prompts(count, int(self._prompt_length_N.max()), live=count)
             self._grouping = Grouping.of(self._slot_C, self._prompt_length_N, self._model.num_kv_heads, device)
         position_C = self._prompt_length_N[self._slot_C] + self._length_C
         hidden_CH = self._model(
@@ -204,26 +366,30 @@ class DecoderStepper:
         """
         child_C, child_B = np.unique(self._branch_B * self._model.vocab_size + token_B, return_inverse=True)
         parent_C, token_C = np.divmod(child_C, self._model.vocab_size)
-        count = len(child_C)
+        before, count = len(self._length_C), len(child_C)
         columns = columns_for(int(self._length_C[parent_C].max()) + 1)
-        self._response_store.reserve(round_size(self._max_rows), columns, live=len(self._length_C))
         stays_C = (np.diff(parent_C, prepend=-1) != 0) & (parent_C < count)
-        if count == len(self._length_C) and stays_C.all():
+        if count == before and stays_C.all():
+            self._reserve_responses(round_size(count), columns, live=count)
             return token_C
+        if grows := count > self._store.responses.slots:
+            self._reserve_responses(round_size(count), columns, live=before)
         place_C = np.where(stays_C, parent_C, 0)
         place_C[~stays_C] = np.setdiff1d(np.arange(count), parent_C[stays_C], assume_unique=True)
         origin_C = np.empty_like(parent_C)
         origin_C[place_C] = parent_C
         moves_C = ~stays_C & (self._length_C[parent_C] > 0)  # a branch without tokens may lie beyond the store
         width = int(self._length_C[parent_C[moves_C]].max(initial=0))
-        self._response_store.move(place_C[moves_C], parent_C[moves_C], width)
+        self._store.responses.move(place_C[moves_C], parent_C[moves_C], width)
         self._slot_C, self._length_C = self._slot_C[origin_C], self._length_C[origin_C]
         self._branch_B = place_C[child_B]
         self._grouping = None
+        if not grows:
+            self._reserve_responses(round_size(count), columns, live=count)
         return token_C[np.argsort(place_C)]
 
     def _decode_attention(self, grouping: Grouping, length_C: np.ndarray) -> Attend:
-        prompts, responses = self._prompt_store, self._response_store
+        prompts, responses = self._store.prompts, self._store.responses
         num_branches, num_prompts = len(length_C), len(self._prompt_length_N)
         flat = responses.flat_index(np.arange(num_branches), length_C)
         bias_CW = self._bias(grouping, length_C).to(flat.device)
@@ -252,16 +418,34 @@ class DecoderStepper:
 
     def _bias(self, grouping: Grouping, length_C: np.ndarray) -> Tensor:
         """(C, P + L), -inf where a branch has no such token."""
-        bias_CL = torch.zeros(len(length_C), self._response_store.columns)
+        bias_CL = torch.zeros(len(length_C), self._store.responses.columns)
         bias_CL.masked_fill_(torch.arange(bias_CL.shape[1]) > torch.from_numpy(length_C)[:, None], -torch.inf)
         return torch.cat([grouping.prompt_bias_CP, bias_CL], 1).to(self._prompt_hidden_NH.dtype)
 
 
-def columns_for(tokens: int) -> int:
-    """Columns of a store for responses of so many tokens: a few more, so that it need not grow at every token, and
-    so that the matrix products of attention come in few shapes (on CPUs each new one is compiled)."""
-    step = max(_LEAST_COLUMNS, 1 << max(tokens.bit_length() - 3, 0))
-    return -(-tokens // step) * step
+@dataclass
+class DecoderAdmission:
+    """See `stepper.Admission`."""
+
+    room_tokens: int
+    prompts: int
+    width: int
+    """Of the longest prompt."""
+    rows: int
+    longest: int
+    """Tokens of the longest row, at the next step."""
+    most_tokens: int
+    """That any row may sample."""
+
+    def take(self, begun_tokens: int, most_tokens: int, prompt_tokens: int) -> bool:
+        prompts, width = self.prompts + (prompt_tokens > 0), max(self.width, prompt_tokens)
+        longest, most = max(self.longest, begun_tokens), max(self.most_tokens, most_tokens)
+        columns = min(columns_for(columns_for(longest) + 1), columns_for(max(most - 1, 1)))  # once they have grown
+        if prompts * width + round_size(self.rows + 1) * columns > self.room_tokens:
+            return False
+        self.prompts, self.width, self.rows = prompts, width, self.rows + 1
+        self.longest, self.most_tokens = longest, most
+        return True
 
 
 @dataclass(frozen=True)

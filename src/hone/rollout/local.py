@@ -14,11 +14,14 @@ from concurrent.futures import Executor, Future
 from torch import Tensor
 
 from hone.errors import DataError, EngineError
+from hone.memory.gauges import capacity_of
 from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.model.hf import TransformersModel
 from hone.model.load import weights_fingerprint
+from hone.plan.architecture import architecture_from
+from hone.plan.kv_cache import CacheRoom, most_within
 from hone.rollout.decoding import PREFILL_TOKENS, DecoderStepper
 from hone.rollout.engine import CacheUse, OnSample, OnToken, Request
 from hone.rollout.rows import RowJob
@@ -36,6 +39,7 @@ class LocalEngine:
         decode: token ids to text without special tokens.
         eos_ids: tokens that end every response.
         max_concurrent: rows decoded together, at most.
+        room: of the cache; None: for so many rows of the model's positions, within a share of the device's memory.
         prefill_tokens: prompt tokens computed together, one prompt at least; both are memory, never the result.
         timeout_s: an engine that makes no step for so long is given up (EngineError).
         executor: one thread to compute on, shared with the trainer in a synchronous run; None: a thread of its own.
@@ -50,6 +54,7 @@ class LocalEngine:
         eos_ids: tuple[int, ...],
         max_concurrent: int,
         timeout_s: float,
+        room: CacheRoom | None = None,
         executor: Executor | None = None,
         version: int = 0,
         prefill_tokens: int = PREFILL_TOKENS,
@@ -62,7 +67,9 @@ class LocalEngine:
         self._max_concurrent, self._prefill_tokens = max_concurrent, prefill_tokens
         self._is_whole = True  # the worker's: whether the weights are all of one version
         self._is_busy = False  # the worker's; the phase "rollout" is open while it is
-        self._scheduler = Scheduler(make_stepper(model, max_concurrent, prefill_tokens), decode, max_concurrent)
+        self._room = room or whole_room(model, max_concurrent)
+        stepper = make_stepper(model, max_concurrent, prefill_tokens, self._room)
+        self._scheduler = Scheduler(stepper, decode, max_concurrent)
         self._promises: dict[RowJob, Future[tuple[Sample, ...]]] = {}  # the worker's; a job is in it while it runs
         self._worker = EngineWorker(
             lambda: self._is_whole and not self._scheduler.idle,
@@ -118,7 +125,7 @@ class LocalEngine:
 
         def clear_if_idle() -> bool:
             if idle := self._scheduler.idle:
-                self._scheduler.clear(will_return=True)
+                self._scheduler.clear()
             return idle
 
         self._send()
@@ -165,7 +172,14 @@ class LocalEngine:
                 f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, which leaves no room for a response in the "
                 f"model's {self._model.max_positions} positions. Lower data.max_prompt_tokens."
             )
-        return RowJob(request, min(sampling.max_tokens, room), (*self._eos_ids, *sampling.stop_token_ids))
+        limit, cached = min(sampling.max_tokens, room), self._room.tokens(self._max_concurrent)
+        if (needed := self._room.of_one(len(prompt.token_ids), limit)) > cached:
+            raise DataError(
+                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens and its response up to {limit}, which needs a "
+                f"cache of {needed} tokens; the engine's has room for {cached}. Raise rollout.kv_cache_tokens, or "
+                "lower the limits of prompts and responses."
+            )
+        return RowJob(request, limit, (*self._eos_ids, *sampling.stop_token_ids))
 
     def _send_when_quiet(self, seen: int) -> None:
         """Send new requests all at once, after a pass of the event loop that brought no more of them."""
@@ -208,14 +222,30 @@ class LocalEngine:
             self._scheduler.cancel(job)
 
 
-def make_stepper(model: CausalModel, max_rows: int, prefill_tokens: int) -> Stepper:
+def whole_room(model: CausalModel, max_rows: int) -> CacheRoom:
+    """Of an engine whose lengths are the model's alone."""
+    positions, each = model.max_positions, bytes_per_token(model)
+    most = most_within(capacity_of(model.output_weight.device), each) if each else None
+    return CacheRoom(positions, positions, max_rows, max_rows, most, shares_prompts=isinstance(model, Decoder))
+
+
+def bytes_per_token(model: CausalModel) -> int | None:
+    """Of keys and values in the cache; None for a model that no plan knows."""
+    try:
+        architecture = architecture_from(model.hf_config.to_dict(), source="the engine's model")
+    except DataError:
+        return None
+    return architecture.kv_bytes_per_token(bytes_each=model.output_weight.element_size())
+
+
+def make_stepper(model: CausalModel, max_rows: int, prefill_tokens: int, room: CacheRoom) -> Stepper:
     """The fastest way to decode with this model."""
     if isinstance(model, Decoder):
-        return DecoderStepper(model, max_rows, prefill_tokens)
+        return DecoderStepper(model, max_rows, room=room, prefill_tokens=prefill_tokens)
     if isinstance(model, TransformersModel):
         from hone.rollout.transformers_decoding import TransformersStepper  # brings modelling code and SciPy: 0.7 s
 
-        return TransformersStepper(model)
+        return TransformersStepper(model, max_rows, room=room)
     raise TypeError(f"no way to decode with a {type(model).__name__}")
 
 

@@ -21,8 +21,12 @@ class RowJob:
     limit_tokens: int
     """Tokens per sample, at most."""
     stop_ids: tuple[int, ...]
+    number: int = 0
+    """The engine's count of jobs: those of a lower one came earlier."""
     waiting: deque[int] = field(init=False)
-    """Which of the request's samples have no row yet, counted from 0."""
+    """Which of the request's samples have no row, counted from 0."""
+    begun: dict[int, Begun] = field(default_factory=dict)
+    """Those among them that had one, and left it for lack of room."""
     prompt_id: int | None = None
     """The stepper's id of the prompt, once computed."""
     samples: list[Sample] = field(default_factory=list)
@@ -42,6 +46,18 @@ class RowJob:
         self.prompt_id = None
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a sample had drawn when it left its row."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+
+NOTHING = Begun(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+
+
 class Rows:
     """Struct of arrays over at most `max_rows` rows; rows 0 .. count - 1 are live."""
 
@@ -49,6 +65,7 @@ class Rows:
         self.count = 0
         self.jobs: list[RowJob] = []
         self.sample_index = np.zeros(max_rows, np.int64)
+        self.job_number = np.zeros(max_rows, np.int64)
         self.length = np.zeros(max_rows, np.int64)
         self._limit = np.zeros(max_rows, np.int64)
         self._key = np.zeros(max_rows, np.uint64)
@@ -64,12 +81,20 @@ class Rows:
         self.logprobs = np.zeros((max_rows, 0), np.float32)
         self.versions = np.zeros((max_rows, 0), np.int32)
 
-    def add(self, job: RowJob, count: int) -> None:
-        """Give the job's next `count` samples a row each."""
+    def add(self, job: RowJob, count: int) -> list[Begun]:
+        """Give the job's next `count` samples a row each; returns what each has drawn already."""
         new = slice(self.count, self.count + count)
         sampling, request = job.request.sampling, job.request
-        self.sample_index[new] = [request.first_sample + job.waiting.popleft() for _ in range(count)]
-        self.length[new] = 0
+        samples = [job.waiting.popleft() for _ in range(count)]
+        self.sample_index[new] = [request.first_sample + sample for sample in samples]
+        self.job_number[new] = job.number
+        begun = [job.begun.pop(sample, NOTHING) for sample in samples]
+        self.length[new] = [len(one.tokens) for one in begun]
+        self._have_columns(int(self.length[new].max()))
+        for row, one in enumerate(begun, self.count):
+            self.tokens[row, : len(one.tokens)] = one.tokens
+            self.logprobs[row, : len(one.tokens)] = one.logprobs
+            self.versions[row, : len(one.tokens)] = one.versions
         self._limit[new] = job.limit_tokens
         self._key[new] = row_keys(
             request_key(request.seed, request.stream, request.prompt.index), self.sample_index[new]
@@ -84,6 +109,20 @@ class Rows:
         self._stop_ids[new, : len(job.stop_ids)] = job.stop_ids
         self.jobs += [job] * count
         self.count += count
+        return begun
+
+    def leave(self, row: int) -> None:
+        """Let a row's sample wait for another row, with what it has drawn; the row is still to be moved over."""
+        job, length = self.jobs[row], int(self.length[row])
+        sample = int(self.sample_index[row]) - job.request.first_sample
+        kept = (array[row, :length].copy() for array in (self.tokens, self.logprobs, self.versions))
+        job.begun[sample] = Begun(*kept)
+        job.waiting.appendleft(sample)
+
+    @property
+    def limits(self) -> np.ndarray:
+        """(count,) most tokens of each live row."""
+        return self._limit[: self.count]
 
     def controls(self) -> Controls:
         live = slice(self.count)
@@ -98,11 +137,7 @@ class Rows:
         """Record one token per live row; returns (stopped_B, full_B): a stop token came, the limit is reached."""
         live = np.arange(self.count)
         length_B = self.length[: self.count]
-        longest = int(length_B.max()) + 1
-        if longest > self.tokens.shape[1]:
-            self.tokens, self.logprobs, self.versions = (
-                _widened(array, max(64, 2 * longest), fill=0) for array in (self.tokens, self.logprobs, self.versions)
-            )
+        self._have_columns(int(length_B.max()) + 1)
         self.tokens[live, length_B] = token_B
         self.logprobs[live, length_B] = logprob_B
         self.versions[live, length_B] = version
@@ -118,6 +153,12 @@ class Rows:
                 token, logprob, version = (array[row, place] for array in (self.tokens, self.logprobs, self.versions))
                 job.on_token(Token(int(self.sample_index[row]), place, int(token), float(logprob), int(version)))
 
+    def _have_columns(self, longest: int) -> None:
+        if longest > self.tokens.shape[1]:
+            self.tokens, self.logprobs, self.versions = (
+                _widened(array, max(64, 2 * longest), fill=0) for array in (self.tokens, self.logprobs, self.versions)
+            )
+
     def make_room(self, max_rows: int) -> None:
         """Have room for so many rows at least."""
         more = max_rows - len(self.length)
@@ -129,7 +170,15 @@ class Rows:
 
     def move(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
         """Row `target[i]` becomes row `source[i]`; afterwards `count` rows are live."""
-        for array in (self.sample_index, self.length, self._limit, self._key, self._temperature, self._top_k):
+        for array in (
+            self.sample_index,
+            self.job_number,
+            self.length,
+            self._limit,
+            self._key,
+            self._temperature,
+            self._top_k,
+        ):
             array[target] = array[source]
         for array in (self._top_p, self._min_p, self._stop_ids, self.stop_window, self._first_position):
             array[target] = array[source]

@@ -1,12 +1,14 @@
 """Continuous batching scheduler: one token per live row and step, finished rows replaced at once.
 
-Synchronous and without threads. Jobs start in the order of their arrival, sample by sample, whenever a row is free;
-what happens is a function of the jobs and of the steps at which they came, never of time.
+Synchronous and without threads. Jobs start in the order of their arrival, sample by sample, whenever a row is free and
+the cache has room for it; where the cache runs out, the newest samples wait, and continue later from their tokens so
+far. What happens is a function of the jobs and of the steps at which they came, never of time.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from hone.data.pack import pictures_of
 from hone.rollout.engine import CacheUse
-from hone.rollout.rows import RowJob, Rows
+from hone.rollout.rows import NOTHING, RowJob, Rows
 from hone.rollout.sampling import sample
 from hone.rollout.stepper import Stepper, closing_moves
 from hone.rollout.stop_strings import Decode, text_up_to_stop
@@ -33,8 +35,11 @@ class Scheduler:
         self._waiting: deque[RowJob] = deque()
         self._complete: list[RowJob] = []  # a step that fails must not lose them
         self._logits_BV: Tensor | None = None  # of the live rows' next token
+        self._num_jobs = 0
         self.num_tokens = 0
         """Tokens sampled since the start."""
+        self.preempted = 0
+        """Samples that left their row for lack of room since the start."""
         self.doing = ""
         """What the step in progress, or the one that failed, was at; names of the plan's moments."""
 
@@ -52,6 +57,7 @@ class Scheduler:
         return not self._waiting and self._rows.count == 0
 
     def add(self, job: RowJob) -> None:
+        job.number, self._num_jobs = self._num_jobs, self._num_jobs + 1
         self._jobs[job] = None
         self._waiting.append(job)
 
@@ -89,6 +95,7 @@ class Scheduler:
             self._collect(np.flatnonzero(done_B), stopped_B, cut_texts)
             token_B = token_B.index_select(0, self._remove(done_B).to(token_B.device))
         if rows.count:
+            token_B = self._preempt(token_B)
             self._logits_BV = self._stepper.advance(token_B)
         return self._take_complete()
 
@@ -114,25 +121,23 @@ class Scheduler:
         self._rows.make_room(max_rows)
         self._stepper.limit(max_rows=max_rows, prefill_tokens=prefill_tokens)
 
-    def clear(self, *, will_return: bool = False) -> None:
-        """Forget all jobs and free the cache. `will_return`: one as large will be needed again."""
+    def clear(self) -> None:
+        """Forget all jobs and free the cache."""
         self._jobs.clear()
         self._waiting.clear()
         self._rows = Rows(self._max_rows)
         self._logits_BV = None
-        self._stepper.clear(will_return=will_return)
+        self._stepper.clear()
 
     def _admit(self) -> None:
-        free = self._max_rows - self._rows.count
-        if not self._waiting or free == 0 or not self._stepper.can_add_rows(self._rows.count):
+        if not self._waiting or self._rows.count == self._max_rows:
             return
-        starting: list[tuple[RowJob, int]] = []
-        for job in self._waiting:
-            if free == 0:
-                break
-            count = min(free, len(job.waiting))
-            starting.append((job, count))
-            free -= count
+        starting = self._that_fit()
+        if not starting and self._rows.count == 0:
+            self._let_go_of_prompts(self._waiting)
+            starting = self._that_fit()
+        if not starting:
+            return
         new = [job for job, _ in starting if job.prompt_id is None]
         if new:
             prompts = [job.request.prompt for job in new]
@@ -141,16 +146,65 @@ class Scheduler:
             for job, prompt_id in zip(new, ids, strict=True):
                 job.prompt_id = prompt_id
         row_prompts: list[int] = []
+        begun: list[np.ndarray] = []
         for job, count in starting:
             assert job.prompt_id is not None
             row_prompts += [job.prompt_id] * count
-            self._rows.add(job, count)
-        logits_BV = self._stepper.add_rows(row_prompts)
+            begun += [one.tokens for one in self._rows.add(job, count)]
+        logits_BV = self._stepper.add_rows(row_prompts, begun)
         self._logits_BV = logits_BV if self._logits_BV is None else torch.cat([self._logits_BV, logits_BV])
         while self._waiting and not self._waiting[0].waiting:
             job = self._waiting.popleft()
             assert job.prompt_id is not None
             self._stepper.release_prompt(job.prompt_id)
+
+    def _that_fit(self) -> list[tuple[RowJob, int]]:
+        """Waiting jobs, in their order, and how many samples of each the rows and the cache have room for."""
+        rows, free = self._rows, self._max_rows - self._rows.count
+        admission = self._stepper.admission(int(rows.limits.max(initial=0)))
+        starting: list[tuple[RowJob, int]] = []
+        for job in self._waiting:
+            prompt_tokens, count = len(job.request.prompt.token_ids) if job.prompt_id is None else 0, 0
+            for number in job.waiting:
+                begun = len(job.begun.get(number, NOTHING).tokens)
+                if free == 0 or not admission.take(begun, job.limit_tokens, 0 if count else prompt_tokens):
+                    break
+                count, free = count + 1, free - 1
+            if count:
+                starting.append((job, count))
+            if count < len(job.waiting):
+                break
+        return starting
+
+    def _preempt(self, token_B: Tensor) -> Tensor:
+        """Let the newest rows wait that the cache has no room for; returns the tokens of those that stay."""
+        rows = self._rows
+        by_age = np.lexsort((rows.sample_index[: rows.count], rows.job_number[: rows.count]))
+        if self._stepper.rows_that_fit(by_age) == rows.count:
+            return token_B
+        live = set(rows.jobs)
+        self._let_go_of_prompts(job for job in self._waiting if job not in live)
+        if (stay := self._stepper.rows_that_fit(by_age)) == rows.count:
+            return token_B
+        dead_B = np.zeros(rows.count, bool)
+        dead_B[by_age[stay:]] = True
+        for row in by_age[stay:][::-1].tolist():
+            rows.leave(row)
+        leaving = {rows.jobs[row]: None for row in by_age[stay:].tolist()}
+        self._let_go_of_prompts([job for job in self._waiting if job in leaving])
+        for job in leaving:
+            job.prompt_id = None
+        others = [job for job in self._waiting if job not in leaving]
+        self._waiting = deque(sorted([*leaving, *others], key=lambda job: job.number))
+        self.preempted += len(by_age) - stay
+        return token_B.index_select(0, self._remove(dead_B).to(token_B.device))
+
+    def _let_go_of_prompts(self, jobs: Iterable[RowJob]) -> None:
+        """Have the prompts of waiting jobs forgotten with their last rows; they are computed anew when needed."""
+        for job in jobs:
+            if job.prompt_id is not None:
+                self._stepper.release_prompt(job.prompt_id)
+                job.prompt_id = None
 
     def _remove(self, dead_B: np.ndarray) -> Tensor:
         """Close over dead rows; returns the old row of each remaining one."""

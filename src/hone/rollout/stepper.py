@@ -16,11 +16,33 @@ from hone.rollout.engine import CacheUse
 from hone.types import Picture, TokenIds
 
 
+class Admission(Protocol):
+    """Rows that the cache has room for, counted one by one before they are added."""
+
+    def take(self, begun_tokens: int, most_tokens: int, prompt_tokens: int) -> bool:
+        """Count one row more if there is room for it.
+
+        Args:
+            begun_tokens: that it has sampled already.
+            most_tokens: that it may sample in all.
+            prompt_tokens: of its prompt, if that is to be computed first; 0: it is there, or counted already.
+        """
+        ...
+
+
 class Stepper(Protocol):
     """Prompts in, next-token logits out."""
 
-    def can_add_rows(self, count: int) -> bool:
-        """Whether rows may be added while `count` are live."""
+    def admission(self, live_most_tokens: int) -> Admission:
+        """What rows may be added now.
+
+        Args:
+            live_most_tokens: that any of the live rows may sample in all.
+        """
+        ...
+
+    def rows_that_fit(self, order_B: np.ndarray) -> int:
+        """How many of the live rows, the first ones in that order, the cache has room for at the next `advance`."""
         ...
 
     def add_prompts(self, prompts: Sequence[TokenIds], pictures: Sequence[tuple[Picture, ...]] = ()) -> list[int]:
@@ -35,8 +57,12 @@ class Stepper(Protocol):
         """No more rows of this prompt will be added; it is forgotten with its last row."""
         ...
 
-    def add_rows(self, prompt_ids: Sequence[int]) -> Tensor:
-        """Append a row per entry; returns (new rows, V) logits of their first token."""
+    def add_rows(self, prompt_ids: Sequence[int], begun: Sequence[TokenIds]) -> Tensor:
+        """Append a row per entry; returns (new rows, V) logits of their next token.
+
+        Args:
+            begun: tokens that each has sampled already.
+        """
         ...
 
     def advance(self, token_ids_B: Tensor) -> Tensor:
@@ -55,8 +81,8 @@ class Stepper(Protocol):
         """At most so many rows, and so many prompt tokens computed at one time, from now on."""
         ...
 
-    def clear(self, *, will_return: bool = False) -> None:
-        """Forget everything and free all memory. `will_return`: as much will be needed again."""
+    def clear(self) -> None:
+        """Forget everything and free all memory."""
         ...
 
 

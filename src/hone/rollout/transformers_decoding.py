@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from hone.errors import DataError
 from hone.model.hf import TransformersModel, no_pictures
 from hone.model.layout import grid_positions
 from hone.model.vision import with_pictures
+from hone.plan.kv_cache import CacheRoom
 from hone.rollout.engine import CacheUse
 from hone.types import Picture, TokenIds
 
@@ -29,28 +30,35 @@ from hone.types import Picture, TokenIds
 class TransformersStepper:
     """See `stepper.Stepper`."""
 
-    def __init__(self, model: TransformersModel) -> None:
+    def __init__(self, model: TransformersModel, max_rows: int, *, room: CacheRoom) -> None:
         self._model = model
+        self._max_rows, self._room = max_rows, room
         takes = inspect.signature(type(model.body).forward).parameters
         self._takes_positions = "position_ids" in takes
         self._attends = "past_key_values" in takes  # Mamba does not; its state spaces want no mask of past tokens
         self.clear()
 
     def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
-        """A wave has as many rows as it is given, and computes all their prompts together: only fewer rows help."""
+        """A wave computes all its prompts together: only fewer rows help."""
+        self._max_rows = max_rows
+
+    def admission(self, live_most_tokens: int) -> WaveAdmission:
+        room = 0 if len(self._real_BW) else self._room.tokens(self._max_rows)
+        return WaveAdmission(room, max((len(prompt) for prompt, _ in self._prompts.values()), default=0))
+
+    def rows_that_fit(self, order_B: np.ndarray) -> int:
+        """A wave that was admitted has room to its end."""
+        return len(self._real_BW)
 
     def cache_use(self) -> CacheUse:
         return CacheUse(
             int(self._real_BW.sum()), self._real_BW.numel(), sum(tensor.nbytes for tensor in held_by(self._cache))
         )
 
-    def clear(self, *, will_return: bool = False) -> None:
+    def clear(self) -> None:
         self._prompts: dict[int, tuple[TokenIds, tuple[Picture, ...]]] = {}
         self._next_prompt_id = 0
         self._forget_rows()
-
-    def can_add_rows(self, count: int) -> bool:
-        return count == 0
 
     def add_prompts(self, prompts: Sequence[TokenIds], pictures: Sequence[tuple[Picture, ...]] = ()) -> list[int]:
         if pictures and self._model.vision is None:
@@ -63,7 +71,8 @@ class TransformersStepper:
     def release_prompt(self, prompt_id: int) -> None:
         del self._prompts[prompt_id]
 
-    def add_rows(self, prompt_ids: Sequence[int]) -> Tensor:
+    def add_rows(self, prompt_ids: Sequence[int], begun: Sequence[TokenIds]) -> Tensor:
+        assert not any(map(len, begun)), "no row of a wave leaves before its end"
         self._model.hf.eval()  # the trainer may have left it in training mode, to recompute activations
         device = self._model.output_weight.device
         used, which_B = np.unique(np.array(prompt_ids), return_inverse=True)
@@ -137,6 +146,24 @@ class TransformersStepper:
         self._cache = DynamicCache()
         self._real_BW = torch.zeros(0, 0, dtype=torch.int64)
         self._shift_B = torch.zeros(0, dtype=torch.int64)  # of positions: pictures take fewer than they have tokens
+
+
+@dataclass
+class WaveAdmission:
+    """See `stepper.Admission`. Rows of a wave are as wide as its longest prompt and its longest response."""
+
+    room_tokens: int
+    width: int
+    """Of the longest prompt."""
+    rows: int = 0
+    most_tokens: int = 0
+
+    def take(self, begun_tokens: int, most_tokens: int, prompt_tokens: int) -> bool:
+        width, most = max(self.width, prompt_tokens), max(self.most_tokens, most_tokens)
+        if (self.rows + 1) * (width + most) > self.room_tokens:
+            return False
+        self.rows, self.width, self.most_tokens = self.rows + 1, width, most
+        return True
 
 
 def held_by(cache: Cache) -> Iterator[Tensor]:

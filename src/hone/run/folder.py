@@ -44,6 +44,7 @@ SAME_NUMBERS = (
     "run.devices",
     "rollout.timeout_s",
     "rollout.max_concurrent_samples",
+    "rollout.kv_cache_tokens",
     "rollout.prefill_tokens",
     "train.tokens_per_microbatch",
     "train.logprob_chunk_tokens",

@@ -272,6 +272,15 @@ def a_sample_fits_a_microbatch(config: RunConfig) -> Iterator[Breach]:
         )
 
 
+def a_sample_fits_the_cache(config: RunConfig) -> Iterator[Breach]:
+    longest, got = longest_tokens(config), config.rollout.kv_cache_tokens
+    if got is not None and got < longest:
+        yield Breach(
+            ("rollout.kv_cache_tokens", "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"must hold the longest sample, {_longest(config)} (got {got}). Nearest: {longest}",
+        )
+
+
 def length_fits_context(config: RunConfig, folder: Path) -> Iterator[Breach]:
     limit = context_limit(config, folder)
     if limit is None or longest_tokens(config) <= limit:
@@ -396,6 +405,7 @@ RULES: tuple[Rule, ...] = (
     optimizer_steps_divide_the_update,
     stops_are_usable,
     a_sample_fits_a_microbatch,
+    a_sample_fits_the_cache,
     betas_are_decay_rates,
     evaluation_is_possible,
     best_is_measured,

@@ -1,0 +1,104 @@
+"""Room of the KV cache of Hone's own engine: the plan counts it, and the engine takes it.
+
+The engine admits samples by tokens within this room, and begins the newest again later where it runs out
+(`rollout/decoding.py`). A response takes as many columns as the longest one that is being sampled, rounded up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hone.config.engine import POLICY_GPU_FRAC
+from hone.config.run import RunConfig
+from hone.plan.workload import Workload
+
+LEAST_COLUMNS = 16
+"""Granularity of responses in the cache, in tokens."""
+
+
+def columns_for(tokens: int) -> int:
+    """Columns for responses of so many tokens: a few more, so that the layout need not change at every token, and so
+    that the matrix products of attention come in few shapes (on CPUs each new one is compiled)."""
+    step = max(LEAST_COLUMNS, 1 << max(tokens.bit_length() - 3, 0))
+    return -(-tokens // step) * step
+
+
+def rounded(size: int) -> int:
+    """As `round_size` in `model/layout.py`; a test compares them."""
+    step = min(64, 1 << max(size.bit_length() - 4, 0))
+    return -(-size // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """What may be in an engine's cache at one time, and the most that it may take."""
+
+    prompt_tokens: int
+    """Of the longest prompt."""
+    response_tokens: int
+    """Of the longest response."""
+    prompts: int
+    """In flight, at most."""
+    samples: int
+    """In flight, at most."""
+    most_tokens: int | None = None
+    """Bound: `rollout.kv_cache_tokens`, or from the device's memory; None: what is in flight decides alone."""
+    shares_prompts: bool = True
+    """A prompt is stored once for all its samples; Transformers' own classes store it for each."""
+
+    def responses(self, rows: int) -> int:
+        """Tokens that responses need, with so many rows at most, all at their longest."""
+        rows = min(rows, self.samples)
+        if not self.shares_prompts:
+            return rows * (self.prompt_tokens + self.response_tokens)
+        return rounded(rows) * columns_for(max(self.response_tokens - 1, 1))
+
+    def prompts_stored(self, rows: int) -> int:
+        """Prompts that are stored, at most."""
+        return min(rows, self.samples, self.prompts) if self.shares_prompts else 0
+
+    def of_one(self, prompt_tokens: int, response_tokens: int) -> int:
+        """Tokens that one sample needs, alone in the cache."""
+        if not self.shares_prompts:
+            return prompt_tokens + response_tokens
+        return prompt_tokens + columns_for(max(response_tokens - 1, 1))
+
+    def tokens(self, rows: int) -> int:
+        """Tokens that the cache has room for; one sample at its longest always fits."""
+        needed = self.responses(rows) + self.prompts_stored(rows) * self.prompt_tokens
+        if self.most_tokens is None:
+            return needed
+        return max(min(needed, self.most_tokens), self.of_one(self.prompt_tokens, self.response_tokens))
+
+
+def most_within(memory_bytes: int, bytes_per_token: int) -> int:
+    """Tokens in the share of a device's memory that a cache may take where no key says how many."""
+    return int(POLICY_GPU_FRAC * memory_bytes) // bytes_per_token
+
+
+def cache_room(
+    config: RunConfig, workload: Workload, *, bytes_per_token: int | None, memory_bytes: int, shares_prompts: bool
+) -> CacheRoom:
+    """Room of an engine's cache.
+
+    Args:
+        workload: what this engine samples.
+        bytes_per_token: None where it is not known; memory bounds nothing then.
+        memory_bytes: of the engine's device.
+        shares_prompts: as in `CacheRoom`.
+    """
+    most = config.rollout.kv_cache_tokens
+    if most is None and bytes_per_token:
+        most = most_within(memory_bytes, bytes_per_token)
+    in_turns = config.rollout.environment.use is not None  # a later turn's prompt is all that was said before
+    greedy = config.algorithm.credit == "remax"  # one sample more for each prompt, as a request of its own
+    groups, lengths = workload.prompts * (workload.max_staleness + 1), workload.lengths
+    rows = config.rollout.max_concurrent_samples
+    return CacheRoom(
+        prompt_tokens=lengths.longest if in_turns else lengths.max_prompt,
+        response_tokens=lengths.max_response,
+        prompts=rows if workload.evaluates or in_turns else groups * (1 + greedy),
+        samples=rows if workload.evaluates else groups * (workload.group + greedy),
+        most_tokens=most,
+        shares_prompts=shares_prompts,
+    )
