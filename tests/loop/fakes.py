@@ -56,7 +56,7 @@ class InlineExecutor(Executor):
 
 class Prompts:
     def __init__(self, explode_at=None):
-        self.explode_at = explode_at
+        self.explode_at, self.taken = explode_at, 0
         self.order = RowOrder([SourceRange("", 0, 1000)], seed=0)
 
     def rows(self):
@@ -66,6 +66,7 @@ class Prompts:
         while True:
             if index == self.explode_at:
                 raise RuntimeError("data set exploded")
+            self.taken = max(self.taken, index + 1)
             yield Prompt(f"p{index}", index, "1+1=", (1, 2))
             index += 1
 

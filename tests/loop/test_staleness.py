@@ -46,6 +46,18 @@ def test_synchronous_runs_are_on_policy_and_idle_while_training():
     assert staleness_seen(run) == 0 and set(busy) == {0}
 
 
+def test_synchronous_runs_choose_no_prompt_before_the_last_step_is_measured(monkeypatch):
+    """Else a resumed run would choose it from newer pass rates than a run that never stopped."""
+    run, ahead = fake_run(0), []
+
+    def measure(rates):
+        ahead.append(run.prompts.taken - 1 - max(index for index, _ in rates))
+
+    monkeypatch.setattr(run.prompts.order, "measure", measure)
+    run_virtually(policy.train_policy(run))
+    assert ahead == [0] * 30, "kept and dropped groups of a step are all that was chosen"
+
+
 def test_refills_start_together_so_that_batches_repeat():
     """With groups dropped at random times, two runs with other latencies still train on the same prompts."""
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,28 @@ def test_the_pass_rate_counts_dropped_groups_and_nothing_else_does():
     assert metrics["rollout/pass_rate"] == pytest.approx(4 / 7)
     assert metrics["rollout/accuracy"] == metrics["rollout/reward_mean"] == 0.5
     assert (metrics["rollout/groups_dropped"], metrics["rollout/unscored_frac"]) == (2, 0)
+
+
+def of_source(source: str, *rewards: float | None) -> Group:
+    plain = group(*rewards)
+    return replace(plain, prompt=replace(plain.prompt, source=source))
+
+
+def test_each_source_has_its_own_pass_rate_and_share():
+    kept, dropped = [of_source("a", 1.0, 0.0), of_source("b", 1.0)], [of_source("b", 0.0, 0.0), of_source("c", None)]
+    metrics = summarize(kept, dropped, version=0, threshold=1.0)
+    found = {name: value for name, value in metrics.items() if "source" in name}
+    assert found == {
+        "rollout/pass_rate[source=a]": 0.5, "rollout/prompts_frac[source=a]": 0.25,
+        "rollout/pass_rate[source=b]": pytest.approx(1 / 3), "rollout/prompts_frac[source=b]": 0.5,
+        "rollout/prompts_frac[source=c]": 0.25,
+    }  # fmt: skip
+
+
+def test_each_source_has_its_own_accuracy():
+    metrics = metrics_of([of_source("a", 1.0, 0.0), of_source("b", 1.0), of_source("b", 1.0)], EvalSection())
+    assert (metrics["eval/accuracy[source=a]"], metrics["eval/accuracy[source=b]"]) == (0.5, 1.0)
+    assert not any("[" in name for name in metrics_of([group(1.0)], EvalSection())), "one source has no name"
 
 
 def test_without_dropped_groups_it_is_the_accuracy():

@@ -92,6 +92,8 @@ class RowOrder:
 
     def at(self, start: int, stop: int) -> Rows:
         """(stop - start,) places of the rows at these positions."""
+        if len(self._streams) == 1:
+            return self._starts[0] + self._streams[0].at(start, stop)
         source, position = self._divided(np.arange(start, stop, dtype=np.int64))
         places = np.empty(stop - start, np.int64)
         for number, (stream, first) in enumerate(zip(self._streams, self._starts, strict=True)):

@@ -44,7 +44,8 @@ DATA = (
                 name="prompts_too_hard",
                 what="the policy is right on evaluation rows but almost never on training prompts: they are too hard, "
                 "or not in the form that the model knows.",
-                change="data.train_rows: easier rows first; rollout.group_size: larger; or a supervised stage (sft)",
+                change="data.order: ascending, by a column with the difficulty; rollout.group_size: larger; or a "
+                "supervised stage (sft)",
                 confirm="hone eval on a few training rows with a stronger model scores above 0. If it scores 0 as "
                 "well, the reward or the answers are wrong.",
                 applies=lambda h: h.now(EVAL) > 0.05 and h.now(EVAL) > 2 * h.mean(PASS, 10),
@@ -91,7 +92,8 @@ DATA = (
             Cause(
                 name="prompts_learnt",
                 what="the policy has learnt most prompts; the rest of the data teaches little.",
-                change="data.train: harder rows; algorithm.drop_uninformative: true; or end the run",
+                change="data.order: pass_rate; data.train: harder rows; algorithm.drop_uninformative: true; or end "
+                "the run",
                 confirm="eval/accuracy is as high as rollout/pass_rate. If it is much lower, the prompts were "
                 "memorised.",
                 reads=(EVAL,),
