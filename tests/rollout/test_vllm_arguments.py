@@ -88,6 +88,18 @@ def test_lengths_and_precision_come_from_the_run_file_unless_they_are_given(plac
     assert arguments(place, enable_chunked_prefill=False)["max_num_batched_tokens"] == 100
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_logits_are_made_in_float32_as_the_trainer_makes_them(place, on_gpu):
+    in_float32 = {"head_dtype": "float32"}
+    assert arguments(place, on_gpu=on_gpu)["hf_overrides"] == in_float32
+    assert arguments(place, on_gpu=on_gpu, dtype="float16")["hf_overrides"] == in_float32
+    beside = replace(place, adapter=LoraSection(rank=4, publish="adapter"))
+    assert arguments(beside, on_gpu=on_gpu)["hf_overrides"] == in_float32
+    whole = replace(place, precision="float32")
+    assert "hf_overrides" not in arguments(whole, on_gpu=on_gpu)
+    assert arguments(whole, on_gpu=on_gpu, dtype="bfloat16")["hf_overrides"] == in_float32
+
+
 def test_hone_relies_on_what_no_user_sets(place):
     found = arguments(place)
     assert found["logprobs_mode"] == "processed_logprobs"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hone.config.run import LoraSection
 from hone.model.contents import Contents
-from hone.model.logprobs import PLAIN, LogitMap
+from hone.model.logprobs import PLAIN, LogitMap, product_float32
 from hone.model.recompute import Checkpointing
 from hone.model.sequence import UNDIVIDED, SequenceGroup
 from hone.model.weights import copy_by_name
@@ -122,8 +122,10 @@ class CausalModel(nn.Module, ABC):
         """(U, h): the final, normed hidden states that predict `sequences.share(layout.target_U)`, in that order."""
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
-        """(B, V) logits of the next token, for sampling."""
-        return self.logit_map(F.linear(hidden_BH, self.output_weight))
+        """(B, V) logits of the next token, for sampling. On a GPU never rounded to less than float32, as in training;
+        on a CPU that would convert all of the output layer at every token."""
+        product = product_float32 if hidden_BH.is_cuda else F.linear
+        return self.logit_map(product(hidden_BH, self.output_weight))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once, detached, under its Hugging Face name and shape; views, not copies.

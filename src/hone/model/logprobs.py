@@ -227,10 +227,10 @@ def _chunks(length: int, size: int) -> Iterator[slice]:
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, logit_map: LogitMap, scale: float) -> Tensor:
     """(C, V) logits at the temperature, in units of ln 2."""
-    return logit_map(_product_float32(hidden_CH, weight_VH)).mul_(scale / LN_2)
+    return logit_map(product_float32(hidden_CH, weight_VH)).mul_(scale / LN_2)
 
 
-def _product_float32(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
+def product_float32(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
     """hidden @ weight.T, never rounded to less than float32: a bfloat16 logit of 20 would be wrong by up to 0.06."""
     if hidden_CH.dtype not in (torch.bfloat16, torch.float16):
         return hidden_CH @ weight_VH.T
