@@ -57,7 +57,7 @@ def test_stepping_with_shared_beginnings_gives_the_logits_of_each_row_alone():
                 stepper.release_prompt(prompt_id)
             for step in range(7):
                 tokens = chance.integers(1, 4, len(rows))
-                logits = stepper.advance(torch.from_numpy(tokens))
+                logits = stepper.advance(tokens)
                 for (_, taken), token in zip(rows, tokens.tolist(), strict=True):
                     taken.append(token)
                 if step in (0, 3, 6):
@@ -75,7 +75,7 @@ def alone(model, prompt, taken):
     stepper = stepper_of(model, 1)
     logits = stepper.add_rows(stepper.add_prompts([prompt]), [()])
     for token in taken:
-        logits = stepper.advance(torch.tensor([token]))
+        logits = stepper.advance(np.array([token]))
     return logits[0]
 
 
@@ -92,7 +92,7 @@ def test_prompts_whose_rows_have_ended_make_room_for_the_next():
             stepper.add_rows(ids, [()] * 8)
             for prompt_id in ids:
                 stepper.release_prompt(prompt_id)
-            stepper.advance(torch.arange(8))
+            stepper.advance(np.arange(8))
             stepper.move_rows(np.arange(0), np.arange(0), 0)
             assert stepper._store.prompts.slots == 8
 

@@ -145,16 +145,16 @@ def test_rows_that_come_back_among_others_continue_as_alone():
     with torch.no_grad():
         ids = stepper.add_prompts(prompts)
         stepper.add_rows([ids[1]], [()])
-        stepper.advance(torch.tensor([4]))
+        stepper.advance(np.array([4]))
         found = stepper.add_rows([ids[p] for p in of_prompt], begun)
-        after = stepper.advance(torch.tensor(following))
+        after = stepper.advance(np.array(following))
         taken = [(1, [4]), *((p, tokens.tolist()) for p, tokens in zip(of_prompt, begun, strict=True))]
         for row, (p, tokens) in enumerate(taken):
             alone = DecoderStepper(model, 1, room=whole_room(model, 1))
             logits = alone.add_rows(alone.add_prompts([(*prompts[p], *tokens)]), [()])
             if row:
                 assert torch.allclose(found[row - 1], logits[0], atol=1e-4)
-            assert torch.allclose(after[row], alone.advance(torch.tensor([following[row]]))[0], atol=1e-4)
+            assert torch.allclose(after[row], alone.advance(np.array([following[row]]))[0], atol=1e-4)
 
 
 def test_a_cancelled_request_is_gone_wherever_its_samples_are(watched):

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.rollout.upload import upload
+
 
 class KeyValueStore:
     """Room for keys and values of `room_tokens` tokens, (layers, 2, room * Hkv, D).
@@ -94,7 +96,13 @@ class Region:
         """(X * Hkv,) where `write` puts X tokens."""
         num_kv_heads, columns = self.data.shape[3], self.data.shape[4]
         index = (slot_X[:, None] * num_kv_heads + np.arange(num_kv_heads)) * columns + column_X[:, None]
-        return torch.from_numpy(index.reshape(-1)).to(self.data.device)
+        return upload(index.reshape(-1), self.data.device)
+
+    def flat_index_of_first(self, column_X: Tensor) -> Tensor:
+        """As `flat_index`, for a token in each of the first X slots."""
+        num_kv_heads, columns = self.data.shape[3], self.data.shape[4]
+        first = torch.arange(0, len(column_X) * num_kv_heads * columns, columns, device=column_X.device)
+        return (first.view(-1, num_kv_heads) + column_X[:, None]).view(-1)
 
     def write(self, layer: int, flat_index: Tensor, k: Tensor, v: Tensor) -> None:
         """Store (X, Hkv, D) keys and values of one layer."""
@@ -111,7 +119,7 @@ class Region:
         """Copy the first columns of the source slots onto the target slots."""
         if columns == 0:
             return
-        to, origin = (torch.from_numpy(slots).to(self.data.device) for slots in (target, source))
+        to, origin = (upload(slots, self.data.device) for slots in (target, source))
         self.data[:, :, to, :, :columns] = self.data[:, :, origin, :, :columns]
 
     @property

@@ -32,6 +32,7 @@ from hone.plan.kv_cache import CacheRoom, columns_for
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.engine import CacheUse
 from hone.rollout.stepper import closing_moves
+from hone.rollout.upload import upload
 from hone.types import Picture, TokenIds
 
 PREFILL_TOKENS: int = RolloutSection.model_fields["prefill_tokens"].default
@@ -179,10 +180,10 @@ class DecoderStepper:
         prompt_X = np.repeat(np.arange(len(prompts)), length_N)
         token_X = np.concatenate(prompts, dtype=np.int64)
         hidden_NH = self._model(
-            torch.from_numpy(filled(token_X)).to(device),
-            torch.from_numpy(filled(position_X)).to(device),
+            upload(filled(token_X), device),
+            upload(filled(position_X), device),
             self._prefill_attention(first, prompt_X, position_X, length_N),
-            torch.from_numpy(length_N.cumsum() - 1).to(device),
+            upload(length_N.cumsum() - 1, device),
         )
         self._prompt_hidden_NH = torch.cat([self._prompt_hidden_NH, hidden_NH])
         self._prompt_length_N = np.concatenate([self._prompt_length_N, length_N])
@@ -196,7 +197,7 @@ class DecoderStepper:
         """Causal attention within each prompt, padded on the right, where causality alone hides the padding."""
         store, num_prompts, width = self._store.prompts, len(length_N), int(length_N.max())
         flat = store.flat_index(first + prompt_X, position_X)
-        padded_X = torch.from_numpy(filled(prompt_X * width + position_X)).to(flat.device)
+        padded_X = upload(filled(prompt_X * width + position_X), flat.device)
         num_tokens = len(position_X)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -232,7 +233,7 @@ class DecoderStepper:
         order[target] = source
         self._prompt_length_N = self._prompt_length_N[order]
         self._prompt_released_N = self._prompt_released_N[order]
-        self._prompt_hidden_NH = self._prompt_hidden_NH[torch.from_numpy(order).to(self._prompt_hidden_NH.device)]
+        self._prompt_hidden_NH = self._prompt_hidden_NH[upload(order, self._prompt_hidden_NH.device)]
         self._prompt_ids = [self._prompt_ids[slot] for slot in order]
         self._slot_of_prompt = {prompt_id: slot for slot, prompt_id in enumerate(self._prompt_ids)}
         new_slot = np.zeros(len(unused_N), np.int64)  # a branch without rows may stand at a prompt that is forgotten
@@ -254,15 +255,13 @@ class DecoderStepper:
         self._slot_C = np.concatenate([self._slot_C, slot_B[first_C]])
         self._length_C = np.concatenate([self._length_C, np.zeros_like(first_C)])
         self._grouping = None
-        hidden_CH = self._prompt_hidden_NH[torch.from_numpy(slot_B[first_C]).to(self._prompt_hidden_NH.device)]
+        hidden_CH = self._prompt_hidden_NH[upload(slot_B[first_C], self._prompt_hidden_NH.device)]
         returning_C = np.flatnonzero(length_B[first_C])
         if len(returning_C):
             tokens = [begun[first_C[c]] for c in returning_C]
-            hidden_CH[torch.from_numpy(returning_C).to(hidden_CH.device)] = self._read_again(
-                before, returning_C, tokens
-            )
+            hidden_CH[upload(returning_C, hidden_CH.device)] = self._read_again(before, returning_C, tokens)
         logits_CV = self._model.logits(hidden_CH)
-        return logits_CV[torch.from_numpy(which_B).to(logits_CV.device)]
+        return logits_CV[upload(which_B, logits_CV.device)]
 
     def _read_again(self, before: int, returning_C: np.ndarray, begun: list[TokenIds]) -> Tensor:
         """Compute keys and values of responses that come back; returns the hidden states after their last tokens.
@@ -279,7 +278,7 @@ class DecoderStepper:
         while len(left):
             size = max(1, self._prefill_tokens // int(length_R[left[-1]]))
             left, chunk = left[:-size], left[-size:]
-            chunk_on_device = torch.from_numpy(chunk).to(hidden_RH.device)
+            chunk_on_device = upload(chunk, hidden_RH.device)
             hidden_RH[chunk_on_device] = self._read_responses(branch_R[chunk], [begun[r] for r in chunk])
         self._length_C[branch_R] = length_R
         return hidden_RH
@@ -290,10 +289,10 @@ class DecoderStepper:
         row_X = np.repeat(np.arange(len(begun)), length_R)
         after_prompt_X = position_X + self._prompt_length_N[self._slot_C[branch_R]][row_X]
         return self._model(
-            torch.from_numpy(filled(np.concatenate(begun, dtype=np.int64))).to(device),
-            torch.from_numpy(filled(after_prompt_X)).to(device),
+            upload(filled(np.concatenate(begun, dtype=np.int64)), device),
+            upload(filled(after_prompt_X), device),
             self._response_attention(branch_R, row_X, position_X, int(length_R.max())),
-            torch.from_numpy(length_R.cumsum() - 1).to(device),
+            upload(length_R.cumsum() - 1, device),
         )
 
     def _response_attention(
@@ -303,9 +302,9 @@ class DecoderStepper:
         prompts, responses, num_rows, num_tokens = self._store.prompts, self._store.responses, len(branch_R), len(row_X)
         device, slot_R = self._prompt_hidden_NH.device, self._slot_C[branch_R]
         flat = responses.flat_index(branch_R[row_X], position_X)
-        padded_X = torch.from_numpy(filled(row_X * width + position_X)).to(device)
-        slots, branches = torch.from_numpy(slot_R).to(device), torch.from_numpy(branch_R).to(device)
-        prompt_length_R = torch.from_numpy(self._prompt_length_N[slot_R]).to(device)
+        padded_X = upload(filled(row_X * width + position_X), device)
+        slots, branches = upload(slot_R, device), upload(branch_R, device)
+        prompt_length_R = upload(self._prompt_length_N[slot_R], device)
         in_prompt_RP = torch.arange(prompts.columns, device=device) < prompt_length_R[:, None]
         column_L = torch.arange(width, device=device)
         seen_RLW = torch.cat(
@@ -342,22 +341,22 @@ class DecoderStepper:
         order[target] = source
         self._branch_B = self._branch_B[order]
 
-    def advance(self, token_ids_B: Tensor) -> Tensor:
-        device = token_ids_B.device
-        token_C = self._fork(token_ids_B.cpu().numpy())
+    def advance(self, token_ids_B: np.ndarray) -> Tensor:
+        device = self._prompt_hidden_NH.device
+        token_C = self._fork(token_ids_B)
         if self._grouping is None:
             self._forget_unused_prompts()
             count = len(self._prompt_ids)
             self._reserve_prompts(count, int(self._prompt_length_N.max()), live=count)
-            self._grouping = Grouping.of(self._slot_C, self._prompt_length_N, self._model.num_kv_heads, device)
+            self._grouping = Grouping.of(
+                self._slot_C, self._prompt_length_N, self._model.num_kv_heads, self._prompt_hidden_NH
+            )
         position_C = self._prompt_length_N[self._slot_C] + self._length_C
-        hidden_CH = self._model(
-            torch.from_numpy(filled(token_C)).to(device),
-            torch.from_numpy(filled(position_C)).to(device),
-            self._decode_attention(self._grouping, filled(self._length_C)),
-        )
+        rows = np.stack([filled(token_C), filled(position_C), filled(self._length_C)])
+        token_ids, positions, lengths = upload(rows, device).unbind()
+        hidden_CH = self._model(token_ids, positions, self._decode_attention(self._grouping, lengths))
         self._length_C += 1
-        return self._model.logits(hidden_CH).index_select(0, torch.from_numpy(self._branch_B).to(device))
+        return self._model.logits(hidden_CH).index_select(0, upload(self._branch_B, device))
 
     def _fork(self, token_B: np.ndarray) -> np.ndarray:
         """Give every distinct (branch, token) a branch; returns the token of each, (C,).
@@ -388,11 +387,11 @@ class DecoderStepper:
             self._reserve_responses(round_size(count), columns, live=count)
         return token_C[np.argsort(place_C)]
 
-    def _decode_attention(self, grouping: Grouping, length_C: np.ndarray) -> Attend:
+    def _decode_attention(self, grouping: Grouping, length_C: Tensor) -> Attend:
         prompts, responses = self._store.prompts, self._store.responses
         num_branches, num_prompts = len(length_C), len(self._prompt_length_N)
-        flat = responses.flat_index(np.arange(num_branches), length_C)
-        bias_CW = self._bias(grouping, length_C).to(flat.device)
+        flat = responses.flat_index_of_first(length_C)
+        bias_CW = self._bias(grouping, length_C)
         kv_heads, group_heads, head_dim = self._model.num_kv_heads, self._group_heads, self._model.head_dim
         prompt_width, members = grouping.prompt_width, grouping.members
 
@@ -416,11 +415,12 @@ class DecoderStepper:
 
         return attend
 
-    def _bias(self, grouping: Grouping, length_C: np.ndarray) -> Tensor:
+    def _bias(self, grouping: Grouping, length_C: Tensor) -> Tensor:
         """(C, P + L), -inf where a branch has no such token."""
-        bias_CL = torch.zeros(len(length_C), self._store.responses.columns)
-        bias_CL.masked_fill_(torch.arange(bias_CL.shape[1]) > torch.from_numpy(length_C)[:, None], -torch.inf)
-        return torch.cat([grouping.prompt_bias_CP, bias_CL], 1).to(self._prompt_hidden_NH.dtype)
+        column_L = torch.arange(self._store.responses.columns, device=length_C.device)
+        bias_CL = grouping.prompt_bias_CP.new_zeros(len(length_C), len(column_L))
+        bias_CL.masked_fill_(column_L > length_C[:, None], -torch.inf)
+        return torch.cat([grouping.prompt_bias_CP, bias_CL], 1)
 
 
 @dataclass
@@ -467,7 +467,8 @@ class Grouping:
     """-inf beyond a branch's prompt."""
 
     @classmethod
-    def of(cls, slot_C: np.ndarray, prompt_length_N: np.ndarray, kv_heads: int, device: torch.device) -> Grouping:
+    def of(cls, slot_C: np.ndarray, prompt_length_N: np.ndarray, kv_heads: int, like: Tensor) -> Grouping:
+        """`like`: a tensor of the type and on the device of the model's."""
         num_prompts, num_branches = len(prompt_length_N), len(slot_C)
         order = np.argsort(slot_C, kind="stable")
         branches_of_prompt_N = np.bincount(slot_C, minlength=num_prompts)
@@ -480,14 +481,14 @@ class Grouping:
         branch_of_seat = np.tile(head[:, None], (num_prompts, 1, members))
         branch_of_seat.reshape(-1)[seat_of_branch] = np.arange(num_branches)[:, None] * kv_heads + head
         width = int(prompt_length_N.max())
-        prompt_length_C = torch.from_numpy(filled(prompt_length_N[slot_C]))
+        prompt_length_C = upload(filled(prompt_length_N[slot_C]), like.device)
         num_filler = len(prompt_length_C) - num_branches
-        bias_CP = torch.zeros(len(prompt_length_C), width)
-        bias_CP.masked_fill_(torch.arange(width) >= prompt_length_C[:, None], -torch.inf)
+        bias_CP = like.new_zeros(len(prompt_length_C), width)
+        bias_CP.masked_fill_(torch.arange(width, device=like.device) >= prompt_length_C[:, None], -torch.inf)
         return cls(
             members,
             width,
-            torch.from_numpy(branch_of_seat.reshape(-1)).to(device),
-            torch.from_numpy(np.pad(seat_of_branch, ((0, num_filler), (0, 0))).reshape(-1)).to(device),
+            upload(branch_of_seat.reshape(-1), like.device),
+            upload(np.pad(seat_of_branch, ((0, num_filler), (0, 0))).reshape(-1), like.device),
             bias_CP,
         )

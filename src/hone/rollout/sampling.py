@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.rollout.upload import upload
+
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 64  # tokens per block of the two-level search: the vocabulary is read once, in sums
 
@@ -85,11 +87,17 @@ def sample(logits_BV: Tensor, controls: Controls, uniform_B: np.ndarray) -> tupl
         token_B = probs_BV.argmax(-1)
         mass_B1 = probs_BV.sum(-1, keepdim=True)
     else:
-        token_B, mass_B1 = _inverse_cdf(probs_BV, torch.from_numpy(uniform_B).to(probs_BV.device))
+        token_B, mass_B1 = _inverse_cdf(probs_BV, upload(uniform_B, probs_BV.device))
         if greedy_B.any():
-            token_B = torch.where(torch.from_numpy(greedy_B).to(token_B.device), probs_BV.argmax(-1), token_B)
+            token_B = torch.where(upload(greedy_B, token_B.device), probs_BV.argmax(-1), token_B)
     logprob_B = (probs_BV.gather(1, token_B[:, None]) / mass_B1).log_().squeeze(1)
     return token_B, logprob_B.float()
+
+
+def on_host(token_B: Tensor, logprob_B: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """What `sample` drew, on the host: one copy, for which the host waits."""
+    drawn = torch.stack([token_B.double(), logprob_B.double()]).cpu().numpy()  # each exact in float64
+    return drawn[0].astype(np.int64), drawn[1].astype(np.float32)
 
 
 def truncate_(logits_BV: Tensor, controls: Controls) -> None:
@@ -144,4 +152,4 @@ def _strictly_below(x: Tensor, bound: Tensor) -> Tensor:
 
 
 def _column(value_B: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(value_B).to(like.device)[:, None]
+    return upload(value_B, like.device)[:, None]

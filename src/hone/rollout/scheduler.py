@@ -17,9 +17,10 @@ from torch import Tensor
 from hone.data.pack import pictures_of
 from hone.rollout.engine import CacheUse
 from hone.rollout.rows import NOTHING, RowJob, Rows
-from hone.rollout.sampling import sample
+from hone.rollout.sampling import on_host, sample
 from hone.rollout.stepper import Stepper, closing_moves
 from hone.rollout.stop_strings import Decode, text_up_to_stop
+from hone.rollout.upload import upload
 from hone.types import Sample, version_spans
 
 
@@ -73,7 +74,7 @@ class Scheduler:
             logits_BV = self._logits_BV
             assert logits_BV is not None  # a step that leaves rows also leaves their next logits
             remaining = self._remove(dead_B)
-            self._logits_BV = logits_BV[remaining.to(logits_BV.device)] if len(remaining) else None
+            self._logits_BV = logits_BV[upload(remaining, logits_BV.device)] if len(remaining) else None
 
     def step(self, version: int) -> list[RowJob]:
         """Admit what fits, sample one token per live row; returns the jobs whose last sample this finished."""
@@ -83,9 +84,9 @@ class Scheduler:
         if self._logits_BV is None:
             return self._take_complete()
         rows = self._rows
-        token_B, logprob_B = sample(self._logits_BV, rows.controls(), rows.uniforms())
+        token_B, logprob_B = on_host(*sample(self._logits_BV, rows.controls(), rows.uniforms()))
         self._logits_BV = None
-        stopped_B, full_B = rows.append(token_B.cpu().numpy(), logprob_B.cpu().numpy(), version)
+        stopped_B, full_B = rows.append(token_B, logprob_B, version)
         rows.tell_newest()
         self.num_tokens += rows.count
         cut_texts = self._completed_stop_strings()
@@ -93,7 +94,7 @@ class Scheduler:
         done_B = stopped_B | full_B
         if done_B.any():
             self._collect(np.flatnonzero(done_B), stopped_B, cut_texts)
-            token_B = token_B.index_select(0, self._remove(done_B).to(token_B.device))
+            token_B = token_B[self._remove(done_B)]
         if rows.count:
             token_B = self._preempt(token_B)
             self._logits_BV = self._stepper.advance(token_B)
@@ -176,7 +177,7 @@ class Scheduler:
                 break
         return starting
 
-    def _preempt(self, token_B: Tensor) -> Tensor:
+    def _preempt(self, token_B: np.ndarray) -> np.ndarray:
         """Let the newest rows wait that the cache has no room for; returns the tokens of those that stay."""
         rows = self._rows
         by_age = np.lexsort((rows.sample_index[: rows.count], rows.job_number[: rows.count]))
@@ -197,7 +198,7 @@ class Scheduler:
         others = [job for job in self._waiting if job not in leaving]
         self._waiting = deque(sorted([*leaving, *others], key=lambda job: job.number))
         self.preempted += len(by_age) - stay
-        return token_B.index_select(0, self._remove(dead_B).to(token_B.device))
+        return token_B[self._remove(dead_B)]
 
     def _let_go_of_prompts(self, jobs: Iterable[RowJob]) -> None:
         """Have the prompts of waiting jobs forgotten with their last rows; they are computed anew when needed."""
@@ -206,14 +207,14 @@ class Scheduler:
                 self._stepper.release_prompt(job.prompt_id)
                 job.prompt_id = None
 
-    def _remove(self, dead_B: np.ndarray) -> Tensor:
+    def _remove(self, dead_B: np.ndarray) -> np.ndarray:
         """Close over dead rows; returns the old row of each remaining one."""
         target, source, count = closing_moves(dead_B)
         self._rows.move(target, source, count)
         self._stepper.move_rows(target, source, count)
         order = np.arange(count)
         order[target] = source
-        return torch.from_numpy(order)
+        return order
 
     def _completed_stop_strings(self) -> dict[int, str]:
         """Rows whose text now contains one of their stop strings, and the text up to the end of the first one."""

@@ -65,7 +65,7 @@ class Stepper(Protocol):
         """
         ...
 
-    def advance(self, token_ids_B: Tensor) -> Tensor:
+    def advance(self, token_ids_B: np.ndarray) -> Tensor:
         """Append one token to every live row; returns (B, V) logits of the next."""
         ...
 

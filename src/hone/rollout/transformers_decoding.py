@@ -24,6 +24,7 @@ from hone.model.layout import grid_positions
 from hone.model.vision import with_pictures
 from hone.plan.kv_cache import CacheRoom
 from hone.rollout.engine import CacheUse
+from hone.rollout.upload import upload
 from hone.types import Picture, TokenIds
 
 
@@ -80,7 +81,7 @@ class TransformersStepper:
         width = max(map(len, prompts))
         real_NP = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         token_NP = torch.tensor([[0] * (width - len(p)) + p.tolist() for p in prompts], device=device)
-        row_B = torch.from_numpy(which_B).to(device)
+        row_B = upload(which_B, device)
         self._cache = DynamicCache(config=self._model.hf.config)
         self._shift_B = torch.zeros(len(prompts), dtype=torch.int64, device=device)
         if any(pictures):
@@ -119,14 +120,14 @@ class TransformersStepper:
             return self._forget_rows()
         order = np.arange(count)
         order[target] = source
-        row_B = torch.from_numpy(order).to(self._real_BW.device)
+        row_B = upload(order, self._real_BW.device)
         self._select(row_B)
         self._real_BW = self._real_BW[row_B]
 
-    def advance(self, token_ids_B: Tensor) -> Tensor:
+    def advance(self, token_ids_B: np.ndarray) -> Tensor:
         self._real_BW = F.pad(self._real_BW, (0, 1), value=1)
         position_B = self._real_BW.sum(1) - 1 + self._shift_B
-        return self._forward(token_ids_B[:, None], self._real_BW, position_B[:, None])
+        return self._forward(upload(token_ids_B, position_B.device)[:, None], self._real_BW, position_B[:, None])
 
     def _forward(self, token_ids_BX: Tensor, real_BW: Tensor, position_BX: Tensor) -> Tensor:
         named: dict[str, Any] = {"past_key_values" if self._attends else "cache_params": self._cache}

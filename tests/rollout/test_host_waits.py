@@ -1,0 +1,76 @@
+"""Where the embedded engine waits for its device: once for each token, to learn what was drawn."""
+
+from collections import Counter
+
+import pytest
+import torch
+from tiny_engines import letters, random_prompts, request, tiny_model
+from torch.overrides import TorchFunctionMode
+
+from hone.plan.kv_cache import CacheRoom
+from hone.rollout.local import make_stepper, whole_room
+from hone.rollout.rows import RowJob
+from hone.rollout.scheduler import Scheduler
+
+WAITING = {
+    "cpu",
+    "item",
+    "tolist",
+    "nonzero",
+    "unique",
+    "masked_select",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+}
+
+
+class Waits(TorchFunctionMode):
+    """Counts what would wait for a GPU, or copy to it and wait. Works on a CPU: it looks at calls, not at devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        moves = name == "to" and any(isinstance(one, torch.device | str) for one in (*args[1:], kwargs.get("device")))
+        makes = name in ("tensor", "as_tensor") and "device" in kwargs
+        if name in WAITING or makes or (moves and not kwargs.get("non_blocking")):
+            self.counts[name] += 1
+        return func(*args, **kwargs)
+
+
+def counted(model, requests, room=None):
+    """(waits of each step, rows of each step)."""
+    room = room or whole_room(model, 32)
+    scheduler, steps = Scheduler(make_stepper(model, 32, 64, room), letters, 32), []
+    for one in requests:
+        scheduler.add(RowJob(one, one.sampling.max_tokens, (0,)))
+    with torch.no_grad():
+        while not scheduler.idle:
+            with Waits() as waits:
+                scheduler.step(0)
+            steps.append(waits.counts)
+    return steps, scheduler
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.01}, {"stop": ("QQ",)}],
+)
+def test_a_step_waits_for_its_device_once(sampling):
+    """Steps in which rows fork, end, and others come; a step may draw nothing, and then waits not at all."""
+    asked = [request(p, index=i, samples=8, max_tokens=9 + i, **sampling) for i, p in enumerate(random_prompts(6))]
+    steps, _ = counted(tiny_model(), asked)
+    assert len(steps) > 20
+    assert {tuple(step.items()) for step in steps} == {(("cpu", 1),)}
+
+
+def test_samples_that_leave_and_come_back_wait_for_nothing_more():
+    asked = [request(p, index=i, samples=6, max_tokens=60) for i, p in enumerate(random_prompts(4))]
+    steps, scheduler = counted(tiny_model(), asked, CacheRoom(20, 60, prompts=8, samples=32, most_tokens=250))
+    assert scheduler.preempted
+    assert {tuple(step.items()) for step in steps} == {(("cpu", 1),)}
