@@ -162,6 +162,8 @@ class Sample(WithArrays):
     """The turns of a sample that met an environment, in order; the mask is True on exactly these."""
     fault: str = ""
     """Why the environment failed; the sample ends there and is not scored."""
+    engine: str = ""
+    """Name of the engine that drew it, of several; of a sample that met an environment, the last."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
@@ -296,6 +298,8 @@ class Batch:
     """Added on the way, by name: old_logprobs_T, ref_logprobs_T, advantages_T, ..."""
     pictures: tuple[tuple[Picture, ...], ...] = ()
     """Each prompt's; empty where no prompt has any."""
+    engines: tuple[str, ...] = ()
+    """Names of the engines that drew it, which the column `engine_T` counts from 0; empty where they have no names."""
 
     def with_column(self, name: str, value: Tensor) -> Batch:
         return replace(self, columns={**self.columns, name: value})

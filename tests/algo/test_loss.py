@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.algo.algorithm import Algorithm
+from hone.algo.algorithm import MEASURES, Algorithm
 from hone.algo.correction import CORRECTION, icepop, sequence_mask, sequence_truncated, truncated
 from hone.algo.loss import (
     AGGREGATE,
@@ -243,6 +243,43 @@ def test_measures_by_hand():
     expected["importance_std"] = math.sqrt(square - mean**2)
     expected["importance_chi2"] = square - 1
     assert metrics == pytest.approx({f"train/{name}": value for name, value in expected.items()}, rel=1e-9)
+
+
+def test_mismatch_of_each_engine_is_that_of_its_tokens():
+    """Over three microbatches, one of them without a loss token; of what no named engine drew nothing is said."""
+    algorithm, chance = Algorithm(ROWS["grpo"]), torch.Generator().manual_seed(0)
+    trainer, sampler = torch.randn(2, 40, generator=chance, dtype=torch.float64) / 5 - 1
+    engine, mask = torch.randint(0, 4, (40,), generator=chance), torch.rand(40, generator=chance) < 0.8
+    parts = [slice(0, 25), slice(25, 27), slice(27, 40)]
+    mask[parts[1]] = False
+    rows = []
+    for part in parts:
+        tokens = tokens_of(
+            trainer[part].tolist(),
+            [1.0] * len(trainer[part]),
+            old=trainer[part],
+            mask=mask[part].float().tolist(),
+            sampler_logprobs_T=sampler[part],
+            engine_T=engine[part].double(),
+            num_engines=3,
+        )
+        rows.append(algorithm.loss(tokens, Totals(float(mask.sum()), 1))[1].tolist())
+    names = ("a", "b", "c")
+    found = algorithm.summarize(rows, 1, names)
+    alone = algorithm.summarize([row[: len(MEASURES)] for row in rows], 1)
+    assert {name: value for name, value in found.items() if name.startswith("train/")} == alone
+    for place, name in enumerate(names):
+        gaps = [float(t - s) for t, s, e, m in zip(trainer, sampler, engine, mask, strict=True) if m and e == place]
+        expected = {
+            "gap": sum(map(abs, gaps)) / len(gaps),
+            "kl": sum(math.exp(gap) - 1 - gap for gap in gaps) / len(gaps),
+            "max": max(map(abs, gaps)),
+            "outside_frac": sum(not 0.9 <= math.exp(gap) <= 1.1 for gap in gaps) / len(gaps),
+        }
+        assert {key: found[f"engine/{name}_mismatch_{key}"] for key in expected} == pytest.approx(expected, rel=1e-9)
+    assert len(found) == len(alone) + 3 * 4
+    nothing = algorithm.summarize([[*row[: len(MEASURES)], *[0.0] * 15] for row in rows], 1, names)
+    assert nothing == alone
 
 
 def test_nothing_is_said_of_tokens_where_none_was_trained():

@@ -6,7 +6,19 @@ from rich.console import Console
 from rich.text import Text
 
 from hone.observe import console
-from hone.observe.console import LiveView, PlainView, QuietView, State, bars, duration, number, open_view, render
+from hone.observe.console import (
+    LiveView,
+    PlainView,
+    QuietView,
+    State,
+    bars,
+    duration,
+    engine_memory,
+    number,
+    open_view,
+    plain_line,
+    render,
+)
 
 STEP = {
     "rollout/reward_mean": 0.4123,
@@ -117,6 +129,27 @@ def test_the_live_view_shows_every_headline(clock):
     ):
         assert part in text, part
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_engines_on_accelerators_show_their_memory():
+    state = State("run", 10)
+    device = {"memory/engine-0_device_used_gib": 41.25, "memory/engine-0_device_total_gib": 79.6}
+    cache = {"memory/engine-0_cache_tokens": 71.0, "memory/engine-0_cache_room_tokens": 100.0}
+    other = {name.replace("-0", "-1"): value for name, value in (device | cache).items()}
+    other["memory/engine-1_device_used_gib"] = 60.0
+    state.update("rl", 1, cache | {"rollout/reward_mean": 0.5})
+    assert "GiB" not in plain_line(state), "on a CPU there is no device to tell of"
+    state.update("rl", 2, device | cache | other | {"engine/engine-0_prefix_hit_frac": 0.634})
+    assert {name: words for name, (_, words) in engine_memory(state.values).items()} == {
+        "engine-0": "41.2/79.6 GiB, cache 71%, prefix hits 63%",
+        "engine-1": "60.0/79.6 GiB, cache 71%",
+    }
+    assert plain_line(state).endswith("60.0/79.6 GiB, cache 71%") or "60.0/79.6 GiB, cache 71%  ETA" in plain_line(
+        state
+    )
+    shown = Console(width=100, record=True, file=io.StringIO())
+    shown.print(render(state, [], width=100))
+    assert "engine-0  41.2/79.6 GiB, cache 71%, prefix hits 63%" in shown.export_text()
 
 
 def test_a_group_with_its_rewards_stands_above_the_progress(clock):

@@ -98,6 +98,7 @@ def requests():
 @pytest.fixture(scope="module")
 def calm(weights, requests):
     groups, witness = draw(weights, requests)
+    assert {sample.engine for group in groups for sample in group} == set(NAMES)
     assert not witness.all("replica_down") and {e["replica"] for e in witness.all("sampled")} == set(NAMES)
     return groups
 

@@ -1,6 +1,7 @@
 """Collating groups, and dividing a batch into optimizer steps and microbatches: nothing lost, nothing moved."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,6 +61,14 @@ def test_collate_flattens_in_order():
     assert batch.loss_mask_T.tolist() == [1, 1, 1]
     assert batch.sampler_logprobs_T.tolist() == pytest.approx([-0.1, -0.2, -0.3])
     assert batch.reward_S.tolist() == [1, 0, 0.5]
+
+
+def test_tokens_know_which_engine_drew_them():
+    drew = [replace(sample([4, 5]), engine="b"), sample([6]), replace(sample([7, 8]), engine="a")]
+    batch = collate([group([1], drew[:2], [1.0, 0.0]), group([2], drew[2:], [1.0])])
+    assert batch.engines == ("a", "b")
+    assert batch.columns["engine_T"].tolist() == [1, 1, 2, 0, 0]
+    assert not collate([group([1], [sample([4])], [1.0])]).engines
 
 
 def test_an_unscored_sample_has_no_loss_and_no_number_for_a_reward():

@@ -355,3 +355,19 @@ def test_two_trainers_of_one_seed_make_the_same_weights():
     first.update(batch, algorithm)
     second.update(batch, algorithm)
     assert torch.equal(first.policy.held.master, second.policy.held.master)
+
+
+def test_each_engine_has_the_mismatch_of_its_tokens_over_all_microbatches():
+    algorithm = Algorithm(AlgorithmSection(kl_loss_coef=0.1))  # which trains on samples without advantage too
+    groups = [
+        replace(group, samples=tuple(replace(s, engine="ab"[(n + s.index) % 2]) for s in group.samples))
+        for n, group in enumerate(make_groups())
+    ]
+    batch = make_batch(groups, algorithm)
+    metrics = make_trainer(tokens_per_microbatch=30).update(batch, algorithm)
+    assert metrics["train/microbatches"] > 1
+    gap_T = (batch.columns["old_logprobs_T"] - batch.sampler_logprobs_T).abs()
+    for place, name in enumerate("ab"):
+        own_T = (batch.columns["engine_T"] == place) & (batch.loss_mask_T > 0)
+        assert metrics[f"engine/{name}_mismatch_gap"] == pytest.approx(float(gap_T[own_T].mean()), rel=1e-6)
+        assert metrics[f"engine/{name}_mismatch_max"] == pytest.approx(float(gap_T[own_T].max()), rel=1e-6)

@@ -55,6 +55,13 @@ TOKEN_MEANS = {
 TOKEN_MAXIMA = {"mismatch_max": "train/mismatch_max", "ratio_max": "train/ratio_max"}
 """Maxima over loss tokens, and their metrics."""
 
+ENGINE_MEANS = {
+    "mismatch_gap": "mismatch_gap",
+    "mismatch_kl": "mismatch_kl",
+    "mismatch_outside": "mismatch_outside_frac",
+}
+"""Of those, what is measured for each engine too; and the ends of the metrics' names."""
+
 MEASURES = ("loss", "tokens", *TOKEN_MEANS, "mismatch_square", *TOKEN_MAXIMA)
 """Order of the values that `Algorithm.loss` measures: `loss` is the quantity optimised, the last ones are maxima, the
 rest are sums over loss tokens."""
@@ -367,7 +374,9 @@ class Algorithm:
             measured = _measure(tokens, loss, kl_T, kl_clipped_T, objective, correction_T, bounded_T)
         return loss, measured
 
-    def summarize(self, measured: Sequence[Sequence[float]], optimizer_steps: int) -> dict[str, float]:
+    def summarize(
+        self, measured: Sequence[Sequence[float]], optimizer_steps: int, engines: Sequence[str] = ()
+    ) -> dict[str, float]:
         """Metrics of one update from what each of its microbatches measured.
 
         The loss is a mean over optimizer steps of the quantity optimised; the others are means over loss tokens of
@@ -381,7 +390,20 @@ class Algorithm:
             places = {name: MEASURES.index(measure) for measure, name in TOKEN_MAXIMA.items()}
             metrics |= {name: max(row[place] for row in measured) for name, place in places.items()}
             metrics |= _importance(sums["mismatch_ratio"] / sums["tokens"], sums["mismatch_square"] / sums["tokens"])
-        return metrics
+        return metrics | _mismatch_of_engines([row[len(MEASURES) :] for row in measured], engines)
+
+
+def _mismatch_of_engines(measured: Sequence[Sequence[float]], engines: Sequence[str]) -> dict[str, float]:
+    """Metrics of each engine that drew loss tokens, from what follows `MEASURES` in each microbatch's row."""
+    metrics: dict[str, float] = {}
+    for place, name in enumerate(engines):
+        own = [row[place :: len(engines)] for row in measured]
+        tokens, *sums = (sum(row[i] for row in own) for i in range(1 + len(ENGINE_MEANS)))
+        if tokens:
+            means = zip(ENGINE_MEANS.values(), sums, strict=True)
+            metrics |= {f"engine/{name}_{metric}": value / tokens for metric, value in means}
+            metrics[f"engine/{name}_mismatch_max"] = max(row[-1] for row in own)
+    return metrics
 
 
 def _importance(mean: float, square: float) -> dict[str, float]:
@@ -438,4 +460,11 @@ def _measure(
     )
     largest = torch.stack([mismatch_T.abs() * mask_T, ratio_T * mask_T])
     maxima = largest.amax(1) if len(mask_T) else loss.new_zeros(len(TOKEN_MAXIMA))
-    return torch.cat([loss[None], per_token @ mask_T, maxima])
+    of_all = [loss[None], per_token @ mask_T, maxima]
+    if tokens.engine_T is None or not tokens.num_engines:
+        return torch.cat(of_all)
+    engine_E = torch.arange(tokens.num_engines, device=mask_T.device)
+    drew_TE = (tokens.engine_T[:, None] == engine_E).to(dtype) * mask_T[:, None]
+    rows = [0, *(1 + [*TOKEN_MEANS].index(name) for name in ENGINE_MEANS)]  # the first is the number of tokens
+    largest_E = (mismatch_T.abs()[:, None] * drew_TE).amax(0) if len(mask_T) else loss.new_zeros(tokens.num_engines)
+    return torch.cat([*of_all, (per_token[rows] @ drew_TE).view(-1), largest_E])

@@ -53,6 +53,9 @@ class LossTokens(Ragged):
     """(T,) of the frozen reference; only where the algorithm needs it."""
     outlier_T: Tensor | None = None
     """(T,) 1 for tokens that `covariance_outliers` found; only with clips that ask for them."""
+    engine_T: Tensor | None = None
+    """(T,) which engine drew each token, of those that have names; from 0."""
+    num_engines: int = 0
 
 
 @dataclass(frozen=True)

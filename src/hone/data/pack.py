@@ -38,6 +38,9 @@ def collate(groups: Sequence[Group]) -> Batch:
     sampler_logprobs_T.masked_fill_(mask_T == 0, 0)
     group_sizes = [len(group.samples) for group in groups]
     columns = {"truncated_S": torch.tensor([float(s.finish_reason == "length") for s in samples])}
+    if engines := tuple(sorted({s.engine for s in samples} - {""})):
+        places = np.array([engines.index(s.engine) if s.engine else len(engines) for s in samples], np.float32)
+        columns["engine_T"] = torch.from_numpy(np.repeat(places, lengths))
     if any(group.greedy for group in groups):
         columns |= _greedy_columns(groups)
     if any(turn.reward for s in samples for turn in s.turns):
@@ -52,6 +55,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         reward_S=torch.from_numpy(reward_S),
         columns=columns,
         pictures=pictures_of([group.prompt.pictures for group in groups]),
+        engines=engines,
     )
 
 

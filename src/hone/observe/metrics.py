@@ -150,6 +150,12 @@ METRICS: dict[str, Metric] = {
     "train/mismatch_outside_frac": Metric(
         "fraction", "Trained tokens whose trainer / sampler ratio is outside [0.9, 1.1]."
     ),
+    "engine/<engine>_mismatch_gap": Metric("nats", "`train/mismatch_gap` of the tokens that this engine drew."),
+    "engine/<engine>_mismatch_kl": Metric("nats per token", "`train/mismatch_kl` of the tokens that this engine drew."),
+    "engine/<engine>_mismatch_max": Metric("nats", "`train/mismatch_max` of the tokens that this engine drew."),
+    "engine/<engine>_mismatch_outside_frac": Metric(
+        "fraction", "`train/mismatch_outside_frac` of the tokens that this engine drew."
+    ),
     "train/mismatch_kl": Metric("nats per token", "KL(sampler || trainer), k3 estimate."),
     "train/importance_ess_frac": Metric(
         "fraction", "Effective sample size of the importance weights trainer / sampler, as a fraction of the tokens."

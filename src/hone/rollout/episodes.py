@@ -146,7 +146,7 @@ class Draft:
         self._append(sampled.token_ids, sampled.sampler_logprobs, sampled.versions, written=True)
         self._texts.append(sampled.text)
         self._turns.append(Turn(start, len(self._token_ids)))
-        self._finish_reason = sampled.finish_reason
+        self._finish_reason, self._engine = sampled.finish_reason, sampled.engine
 
     async def answer(self, *, is_last: bool) -> bool:
         """Ask the environment about the newest turn, and append what it says. Returns whether another turn follows."""
@@ -198,6 +198,7 @@ class Draft:
             loss_mask=self._written,
             turns=tuple(self._turns),
             fault=self._fault,
+            engine=self._engine,
         )
 
     def _append(

@@ -289,6 +289,7 @@ class Router:
             if instance.lost.done():
                 return
             instance.see()
+            sample = replace(sample, engine=name)
             if sample.versions and sample.versions[-1].version > (instance.version or 0):
                 instance.held.append(partial(accept, sample))
             else:

@@ -74,7 +74,7 @@ class PolicyTrainer(Learner[CausalModel]):
             results.append(result)
             if parts.small_norm is not None and result.applied:
                 noises.append(gradient_noise(parts.small_norm, result.grad_norm, parts.small_frac, len(samples)))
-        metrics = algorithm.summarize(self.passes.ranks.rows(measured), len(steps))
+        metrics = algorithm.summarize(self.passes.ranks.rows(measured), len(steps), batch.engines)
         num_trained = sum(int(trained_S[samples].sum()) for samples in steps)
         return (
             metrics
@@ -122,7 +122,7 @@ class PolicyTrainer(Learner[CausalModel]):
         names = ["loss_mask_T", "sampler_logprobs_T", "advantages_T"]
         names += ["old_logprobs_T"] if "old_logprobs_T" in batch.columns else []
         names += ["ref_logprobs_T"] if algorithm.section.kl_loss_coef else []
-        names += ["outlier_T"] if "outlier_T" in batch.columns else []
+        names += [name for name in ("outlier_T", "engine_T") if name in batch.columns]
         return PreparedBatch.of(batch, names, self.held.dtype, self.device)
 
     def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:

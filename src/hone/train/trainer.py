@@ -118,6 +118,8 @@ class PreparedBatch:
     names: tuple[str, ...]
     """Names of the per-token columns, in the order of the rows of `columns_CT`."""
     columns_CT: Tensor
+    num_engines: int = 0
+    """Engines with names, which a column `engine_T` counts."""
 
     @classmethod
     def of(cls, batch: Batch, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> PreparedBatch:
@@ -126,7 +128,8 @@ class PreparedBatch:
         columns = [(own[name] if name in own else batch.columns[name]).to(device, dtype) for name in names]
         columns_CT = torch.stack(columns) if columns else torch.empty((0, len(batch.token_ids_T)), device=device)
         token_ids_T = batch.token_ids_T.cpu().numpy()
-        return cls(batch.prompts, batch.pictures, Shape.of(batch), token_ids_T, tuple(names), columns_CT)
+        shape = Shape.of(batch)
+        return cls(batch.prompts, batch.pictures, shape, token_ids_T, tuple(names), columns_CT, len(batch.engines))
 
 
 def lay_out(batch: PreparedBatch, samples: Indices) -> tuple[Layout, Tensor]:
@@ -224,6 +227,8 @@ def train_microbatch(
         num_samples=len(samples),
         ref_logprobs_T=columns.get("ref_logprobs_T"),
         outlier_T=columns.get("outlier_T"),
+        engine_T=columns.get("engine_T"),
+        num_engines=batch.num_engines,
     )
     loss, measured = algorithm.loss(tokens, totals)
     loss.backward()
