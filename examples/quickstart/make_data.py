@@ -5,9 +5,10 @@
 Numbers have a fixed width and begin with their least significant digit: `48/2=` to `24` becomes `8400/2000=` to
 `42000`. A digit of a sum then depends on digits at fixed places and on the carry before it.
 
-train.jsonl begins with 45,000 rows for the supervised stage, in random order: the 20,038 expressions of GSM8K's train
-set, and variations of them with other numbers, enough to learn rules instead of a table. Then come, for GRPO, the 8,045
-different expressions of the train set. No row asks one of the 967 expressions of test.jsonl that are not `seen`.
+train.jsonl begins with 32,000 rows for the supervised stage: variations of the expressions of GSM8K's train set with
+other numbers, all different, so that there are rules to learn instead of a table. Then come, for GRPO, the 8,045
+different expressions of the train set itself; no supervised row asks one of these. No row of either stage asks one of
+the 967 expressions of test.jsonl that are not `seen`.
 
 GSM8K is (c) OpenAI, MIT licence, in LICENSE beside this file.
 """
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-SUPERVISED = 45_000
+SUPERVISED = 32_000
 OPERAND_DIGITS, RESULT_DIGITS = 4, 5
 
 
@@ -76,18 +77,16 @@ def main(arithmetic: Path, output: Path) -> None:
         [json.loads(line) for line in (arithmetic / name).read_text("utf-8").splitlines()]
         for name in ("train.jsonl", "test.jsonl")
     )
-    numbers = random.Random(0)
     asked = [(row["prompt"], row["answer"]) for row in train]
     others = {*dict(asked), *(row["prompt"] for row in test)}
     varied: dict[str, str] = {}
-    for expression, result in variations([expression for expression, _ in asked], numbers):
+    for expression, result in variations([expression for expression, _ in asked], random.Random(0)):
         if expression not in others:
             varied[expression] = result
-        if len(asked) + len(varied) == SUPERVISED:
+        if len(varied) == SUPERVISED:
             break
-    supervised = [*asked, *varied.items()]
-    numbers.shuffle(supervised)
-    write_rows(output / "train.jsonl", [reversed_row(*pair) for pair in [*supervised, *dict(asked).items()]])
+    pairs = [*varied.items(), *dict(asked).items()]
+    write_rows(output / "train.jsonl", [reversed_row(*pair) for pair in pairs])
     rows = [reversed_row(row["prompt"], row["answer"]) | {"seen": row["seen"]} for row in test]
     write_rows(output / "test.jsonl", rows)
 

@@ -46,9 +46,9 @@ def test_the_quickstart_asks_gsm8k_and_nothing_of_its_unseen_test():
     unseen = {row["prompt"] for row in test if not row["seen"]}
     assert len(unseen) == len({row["prompt"] for row in rows("test.jsonl") if not row["seen"]})
     assert not unseen & {row["prompt"] for row in train}
-    practised = [row["prompt"] for row in train[45_000:]]
+    supervised, practised = ([row["prompt"] for row in part] for part in (train[:32_000], train[32_000:]))
+    assert len(supervised) == len(set(supervised)) and not set(supervised) & set(practised)
     assert len(practised) == len(set(practised)) == len({row["prompt"] for row in rows("train.jsonl")}) == 8_045
-    assert set(practised) <= {row["prompt"] for row in train[:45_000]}
 
 
 def script(path):
