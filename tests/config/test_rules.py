@@ -40,6 +40,7 @@ BROKEN = [
         },
         "model.override.model_type: cannot be replaced",
     ),
+    ({"rollout__kv_cache_tokens": "5"}, "must hold the longest sample"),
     ({"run__name": "a/b"}, "run.name: must be letters, digits, blanks and _ . + = -, at most 128"),
     ({"run__name": "..", "run__dir": "'{name}'"}, "run.name: must be letters"),
     ({"model__characters": "''"}, "model.characters: must hold at least one character"),

@@ -27,7 +27,7 @@ def assert_same(ranks: list[Found], alone: Found) -> None:
 # ---- layers --------------------------------------------------------------------------------------------------------
 
 
-CLASSES = pytest.mark.slow("imports and divides a class of Transformers, close to Hone's decoder")
+pytestmark = pytest.mark.slow("ranks, close to test_sharded_pair")
 
 
 @pytest.mark.parametrize(
@@ -42,23 +42,19 @@ CLASSES = pytest.mark.slow("imports and divides a class of Transformers, close t
         pytest.param(
             Case(keys={"tie_word_embeddings": True}, implementation="transformers"),
             id="Transformers' own, tied",
-            marks=CLASSES,
         ),
-        pytest.param(Case("phi3", implementation="transformers"), id="Transformers' own, fused", marks=CLASSES),
-        pytest.param(
-            Case("olmo2", implementation="transformers"), id="Transformers' own, norms over all heads", marks=CLASSES
-        ),
+        pytest.param(Case("phi3", implementation="transformers"), id="Transformers' own, fused"),
+        pytest.param(Case("olmo2", implementation="transformers"), id="Transformers' own, norms over all heads"),
         pytest.param(Case(lora=True), id="adapter"),
         pytest.param(
             Case("llama", {"attention_bias": True, "mlp_bias": True}, checkpointing="selective", lora=True),
             id="adapter, biases, some made again",
         ),
         pytest.param(Case(lora=True, targets=("k_proj", "down_proj")), id="adapter of some parts"),
-        pytest.param(Case(implementation="transformers", lora=True), id="Transformers' own, adapter", marks=CLASSES),
+        pytest.param(Case(implementation="transformers", lora=True), id="Transformers' own, adapter"),
         pytest.param(
             Case("phi3", implementation="transformers", lora=True),
             id="Transformers' own, fused, adapter",
-            marks=CLASSES,
         ),
     ],
 )
@@ -172,7 +168,6 @@ def test_classes_that_mix_tokens_in_other_ways_are_refused(pair, model_type, key
         assert said.startswith("DataError") and why in said
 
 
-@pytest.mark.slow("four ranks, each a process with torch")
 def test_layers_and_tokens_together(four):
     """Four ranks: each has a quarter of the heads."""
     case = Case(keys={"num_key_value_heads": 4})

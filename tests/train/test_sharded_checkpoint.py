@@ -16,6 +16,8 @@ from hone.train.checkpoint import Checkpoints, SavedCheckpoint
 from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 
+pytestmark = pytest.mark.slow("groups of one, two and four ranks")
+
 
 def save(ranks, folder: Path, step: int = 1) -> SavedCheckpoint:
     Checkpoints(folder, 2).save(Progress(step=step), snapshot(ranks))
@@ -77,7 +79,6 @@ def test_other_ranks_hold_every_number_of_it(pair, tmp_path, case):
         assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=bound)
 
 
-@pytest.mark.slow("groups of two, one and four ranks")
 @pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"shard": 2, "tensor_parallel": 2}, {"sequence_parallel": 2}])
 def test_two_ranks_then_one_then_four(pair, four, tmp_path, mesh):
     pair(make, Case())
