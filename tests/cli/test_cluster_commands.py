@@ -48,6 +48,7 @@ def test_json_has_the_pools(capsys):
     assert found["hardware"]["devices"] == 48
 
 
+@pytest.mark.slow("plans every preset")
 def test_what_a_preset_writes_is_a_cluster_section(tmp_path, capsys):
     run_file = tmp_path / "run.yaml"
     run_file.write_text(

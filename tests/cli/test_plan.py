@@ -69,6 +69,7 @@ def test_a_preset_writes_a_run_file_that_plans_as_promised(run_file, capsys):
     assert "rollout:\n  temperature: 0.9" in better.read_text()
 
 
+@pytest.mark.slow("plans every preset")
 def test_presets_stand_side_by_side(run_file, capsys):
     main(["plan", str(run_file), *GPUS, "--preset", "safe"])
     text = capsys.readouterr().out

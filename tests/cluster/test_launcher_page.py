@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from hone.cli.main import app, main
 from hone.config.load import load_config
 
@@ -38,6 +40,7 @@ def test_every_key_of_the_page_exists():
         assert key in ServiceSection.model_fields and f"`{key}" in PAGE
 
 
+@pytest.mark.slow("a run with its service")
 def test_the_example_trains_on_the_rewards_of_its_service(tmp_path):
     small = ["run.steps=2", "run.threads=1", "train.prompts_per_step=4", "rollout.group_size=4", "sft.epochs=1"]
     rows = ["sft.rows=0:128", "data.train_rows=10000:10200"]

@@ -84,6 +84,7 @@ def test_in_the_foreground_ctrl_c_stops_it(runtime, tmp_path):
     assert not psutil.pid_exists(state.services[0].pid)
 
 
+@pytest.mark.slow("starts services and a run")
 def test_a_run_takes_the_same_service_that_is_up_and_leaves_it(runtime, tmp_path, capsys):
     url = shown(capsys, "up", write_file(tmp_path))["services"][0]["url"]
 

@@ -6,6 +6,8 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ARITHMETIC = EXAMPLES / "gsm8k-arithmetic"
 QUICKSTART = EXAMPLES / "quickstart"
@@ -59,6 +61,7 @@ def script(path):
     return module
 
 
+@pytest.mark.slow("makes all rows again")
 def test_the_scripts_make_exactly_these_files(tmp_path, capsys):
     script(ARITHMETIC / "make_data.py").main(EXAMPLES / "gsm8k", tmp_path)
     for name in ("train.jsonl", "test.jsonl"):

@@ -85,6 +85,7 @@ def accuracies(folder):
     return {line["step"]: line["eval/accuracy"] for line in metrics_of(folder) if "eval/accuracy" in line}
 
 
+@pytest.mark.slow("a whole run")
 def test_the_best_weights_are_exported_at_the_end_and_on_demand(spoiled, tmp_path, capsys):
     found = accuracies(spoiled)
     best = max(found, key=found.__getitem__)

@@ -121,6 +121,7 @@ def test_a_large_file_of_weights_is_sampled_in_every_tensor(tmp_path, place, is_
     assert file_hash(path, full_bytes=0) != before
 
 
+@pytest.mark.slow("several runs")
 def test_a_change_is_refused_and_accepted_with_a_flag(tmp_path, capsys):
     run_file = str(write_run(tmp_path, steps=2))
     assert main(["train", run_file]) == 0

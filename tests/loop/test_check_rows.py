@@ -115,6 +115,7 @@ def test_a_hanging_reward_is_given_up_after_three_timeouts(check):
     assert "took longer than its timeout_s 3 times (score 0.1 s), so the check of rewards stopped after 2 of" in problem
 
 
+@pytest.mark.slow("waits for time-outs")
 def test_a_reward_that_hangs_on_each_response_too(check):
     source = (
         "import time\nfrom hone.reward import reward\nfrom hone.types import Fault\n"

@@ -141,6 +141,7 @@ def test_it_runs_in_every_kind_of_run(trained, tmp_path, changes):
     assert {tensor.dtype for tensor in load_file(tmp_path / "x" / "model.safetensors").values()} == {torch.float32}
 
 
+@pytest.mark.slow("a whole run")
 def test_supervised_training_of_an_adapter(trained, tmp_path):
     run_file, start = start_from_sft(trained, tmp_path)
     arguments = (*start, "stages=[sft]", "lora.stages=[sft]", "sft.optimizer.lr=2e-3", "sft.epochs=6")

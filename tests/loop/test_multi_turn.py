@@ -134,6 +134,7 @@ def test_a_critic_learns_from_each_turn_where_it_was_rewarded(tmp_path, monkeypa
     assert start == len(return_T) and partly, "witness: some sample was rewarded in its first turn and again later"
 
 
+@pytest.mark.slow("a whole run")
 def test_an_asynchronous_run_meets_environments_too(tmp_path):
     assert main(["train", str(write_run(tmp_path)), "rollout.max_staleness=1"]) == 0
     samples = [recorded.sample for step in range(1, 7) for recorded in read_samples(tmp_path / "run", step)]
@@ -141,6 +142,7 @@ def test_an_asynchronous_run_meets_environments_too(tmp_path):
     assert all(list(sample.versions) == sorted(sample.versions) for sample in samples)
 
 
+@pytest.mark.slow("a whole run")
 def test_samples_that_the_environment_fails_are_unscored_and_the_rest_is_trained_on(tmp_path):
     assert main(["train", str(write_run(tmp_path, break_every=4, max_unscored_frac=0.5))]) == 0
     dropped = [recorded for recorded in read_samples(tmp_path / "run", 1) if recorded.reward is None]

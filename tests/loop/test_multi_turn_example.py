@@ -60,6 +60,7 @@ def test_demonstrations_say_what_the_calculator_says():
         assert calculator.step(answer["answer"]).reward == 1
 
 
+@pytest.mark.slow("a run of an example")
 def test_it_runs(tmp_path):
     short = ["run.steps=1", "train.prompts_per_step=4", "run.threads=1", "sft.epochs=1"]
     short += ["data.train_rows=0:100", "data.eval_rows=0:8", "sft.rows=0:512"]

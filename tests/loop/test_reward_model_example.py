@@ -38,6 +38,7 @@ def test_held_out_pairs_are_never_trained_on():
     assert pairs and held_out and not pairs & held_out
 
 
+@pytest.mark.slow("a run of two stages")
 def test_a_reward_model_is_trained_and_then_rewards_a_policy(tmp_path):
     examples = EXAMPLES / "reward-model"
     rm = [*QUICK, f"run.dir={tmp_path}/rm", "rm.epochs=2", "train.optimizer.warmup_steps=2", "eval.every=0"]

@@ -70,6 +70,7 @@ def used(name, folder, first=1):
     subprocess.run(command, check=True, env=environment, timeout=300)
 
 
+@pytest.mark.slow("starts the tracker's service")
 def test_wandb_keeps_the_run_in_the_folder_under_its_id(tmp_path):
     used("wandb", tmp_path)
     (record,) = (tmp_path / "wandb").glob("wandb/offline-run-*/*.wandb")

@@ -65,7 +65,7 @@ REAL = {
     "transformers": (TINY, ["run.precision=float32", OTHERS]),
     "transformers checkpointed": (LLAMA, [HALF, OTHERS, AGAIN, SMALL_CHUNK]),
 }
-QUICK = ("qwen3", "critic")
+QUICK = ("qwen3",)
 LEAST = {"qwen2 in bfloat16": -0.02}
 """What loses: the CPU's bfloat16 products copy the output weight, inside a kernel."""
 
@@ -158,6 +158,7 @@ def test_a_microbatch_is_full(tokens):
     assert int(batch.length_S.max()) <= 65
 
 
+@pytest.mark.slow("traces models of several depths")
 @pytest.mark.parametrize(
     "words", [[HALF], pytest.param([HALF, AGAIN, SMALL_CHUNK], marks=pytest.mark.slow("traces several deep models"))]
 )

@@ -125,6 +125,7 @@ def tuned(judged, vllm_program):
     return {preset: propose(judged, preset) for preset in SCORING}
 
 
+@pytest.mark.slow("searches placements")
 @pytest.mark.parametrize("preset", SCORING)
 def test_a_preset_of_judges_reaches_its_goal_within_its_bounds(judged, tuned, preset):
     found, goal = tuned[preset], GOALS[preset]
@@ -136,6 +137,7 @@ def test_a_preset_of_judges_reaches_its_goal_within_its_bounds(judged, tuned, pr
     assert {change.key.partition(".pools")[0] for change in found.changes} <= searched
 
 
+@pytest.mark.slow("searches placements")
 def test_more_devices_go_to_the_pool_that_a_step_waits_for(configured, vllm_program):
     heavy = ("services.grm={policy: qwen2.5-32b, engine: {tensor_parallel_size: 2}}", JUDGE[1])
     few = "cluster.pools={train: {devices: 6, roles: [policy, rollout]}, score: {devices: 2, roles: [judge]}}"

@@ -218,6 +218,7 @@ def test_openrlhf(score):
     assert score("reward_func", make_group("4", "55")).rewards == (1.0, 0.0)
 
 
+@pytest.mark.slow("imports torch in each worker")
 def test_openrlhf_with_tensors_and_logs(score):
     group = score("with_tensors", make_group("4", "55"))
     assert group.rewards == (1.0, 0.5)

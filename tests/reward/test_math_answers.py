@@ -215,6 +215,7 @@ def test_a_stalling_answer_on_every_worker_at_once_and_the_next_good_one_is_scor
     assert not any(Path(f"/proc/{pid}").exists() for pid in before)
 
 
+@pytest.mark.slow("waits for time-outs")
 def test_one_stalling_answer_among_eight_costs_nobody_else_anything(make_rewards):
     good = [r"\boxed{4}", r"\boxed{5}", "#### 4", "none", r"\boxed{\frac{8}{2}}", r"\boxed{2^2}", r"\boxed{x}"]
 

@@ -149,6 +149,7 @@ def train(folder, url, mode="pointwise"):
     return (folder / "run" / "hf" / "model.safetensors").read_bytes(), metrics
 
 
+@pytest.mark.slow("four runs")
 def test_a_run_is_the_same_with_and_without_overlap_and_with_and_without_faults(tmp_path):
     kinds = [
         lambda request: Answer(503, headers={"Retry-After": "0"}),

@@ -88,6 +88,7 @@ def test_the_one_that_hangs_earns_the_minimum_and_the_others_their_own_scores(sc
     assert len(set(pids(tmp_path, "judged")[8:])) == 2  # the rest was judged by another process
 
 
+@pytest.mark.slow("waits for time-outs")
 def test_a_group_that_only_hangs_lets_others_pass_between(score_all, make_group, tmp_path):
     hangs, good = score_all(make_group("hang", "hang", "hang"), make_group("a"), timeout_s=0.5)
     assert hangs.rewards == (-1.0, -1.0, -1.0)

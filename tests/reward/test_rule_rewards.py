@@ -397,6 +397,7 @@ def test_mindspeed_s_names_with_weights(make_rewards):
     assert asyncio.run(run()).rewards == (pytest.approx(1.0 + 0.5 + 1 / 3), -0.75)
 
 
+@pytest.mark.slow("waits for time-outs")
 def test_a_stalling_answer_never_earns_more_than_a_wrong_one(make_rewards):
     async def run():
         async with make_rewards({"use": "acc", "timeout_s": 1.5}, max_unscored_frac=1.0) as rewards:

@@ -409,6 +409,7 @@ print(fill("/tmp/a"), fill("/tmp/b"), fill("/dev/shm/c"))
     assert 6 <= one <= 8 and one + two <= 8 and shared <= 1
 
 
+@pytest.mark.slow("many programs at once")
 def test_all_at_once_leave_the_good_ones_alone(sandbox):
     hostile = [
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",

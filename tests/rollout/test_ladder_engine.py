@@ -100,6 +100,7 @@ def test_samples_are_the_same_wherever_memory_ran_out(monkeypatch, site, moment,
     assert "memory/rollout_peak_mib" in ladder.metrics()
 
 
+@pytest.mark.slow("samples as often as it fails")
 def test_finished_samples_are_kept_and_not_drawn_again(monkeypatch):
     """A job that was complete in the very step that failed is not lost either."""
     expected = sampled(make_ladder(), tiny_model())

@@ -48,6 +48,7 @@ def test_routes_and_metrics_of_the_page_are_all_there_are(answers):
     assert set(re.findall(r"`(reward_[a-z_]+)[{`]", PAGE)) - {"reward_model"} == exposed
 
 
+@pytest.mark.slow("starts each command of the page")
 def test_options_that_the_page_names_exist():
     command = [sys.executable, "-m", "hone.cli.main", "serve", "reward", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

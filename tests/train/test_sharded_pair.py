@@ -34,30 +34,36 @@ def assert_same(found: list[Found], expected: Found, *, rtol=1e-5, atol=1e-7):
                 close(ours[name], theirs[name], name)
 
 
+MORE = pytest.mark.slow("more of the same on two ranks")
+
+
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(Case(updates=5), id="five updates"),
-        pytest.param(Case(precision="float32"), id="float32"),
-        pytest.param(Case(implementation="transformers", updates=2, tokens_per_microbatch=40), id="transformers"),
-        pytest.param(Case("kl_and_entropy", updates=2), id="reference"),
-        pytest.param(Case(lora=True, updates=2), id="adapter"),
+        pytest.param(Case(precision="float32"), id="float32", marks=MORE),
+        pytest.param(
+            Case(implementation="transformers", updates=2, tokens_per_microbatch=40), id="transformers", marks=MORE
+        ),
+        pytest.param(Case("kl_and_entropy", updates=2), id="reference", marks=MORE),
+        pytest.param(Case(lora=True, updates=2), id="adapter", marks=MORE),
         pytest.param(Case("kl_and_entropy", lora=True, precision="float32"), id="adapter and its base"),
-        pytest.param(Case("kl_and_entropy", updates=2, offload=("parameters", "reference")), id="offload"),
+        pytest.param(Case("kl_and_entropy", updates=2, offload=("parameters", "reference")), id="offload", marks=MORE),
         pytest.param(Case(updates=3, offload=("optimizer",)), id="moments on the host"),
-        pytest.param(Case(mesh={"shard": 1}, updates=2), id="replicas"),
+        pytest.param(Case(mesh={"shard": 1}, updates=2), id="replicas", marks=MORE),
         pytest.param(Case(mesh={"tensor_parallel": 2}, updates=2), id="tensor parallel"),
         pytest.param(Case("kl_and_entropy", mesh={"sequence_parallel": 2}, updates=2), id="sequence parallel"),
         pytest.param(Case("ppo", updates=3, samples_per_optimizer_step=7), id="critic"),
-        pytest.param(Case(tokens_per_microbatch=11, updates=2), id="more microbatches on one rank"),
-        pytest.param(Case(samples_with_advantage=1, updates=2), id="a rank with nothing to do"),
-        pytest.param(Case(samples_with_advantage=0, updates=2), id="nothing to do at all"),
-        pytest.param(Case(checkpointing="selective", lora=True), id="selective, adapter"),
-        pytest.param(Case(checkpointing="selective", tokens_per_microbatch=60), id="selective"),
-        pytest.param(Case(checkpointing="full", tokens_per_microbatch=60), id="full"),
+        pytest.param(Case(tokens_per_microbatch=11, updates=2), id="more microbatches on one rank", marks=MORE),
+        pytest.param(Case(samples_with_advantage=1, updates=2), id="a rank with nothing to do", marks=MORE),
+        pytest.param(Case(samples_with_advantage=0, updates=2), id="nothing to do at all", marks=MORE),
+        pytest.param(Case(checkpointing="selective", lora=True), id="selective, adapter", marks=MORE),
+        pytest.param(Case(checkpointing="selective", tokens_per_microbatch=60), id="selective", marks=MORE),
+        pytest.param(Case(checkpointing="full", tokens_per_microbatch=60), id="full", marks=MORE),
         pytest.param(
             Case(checkpointing="selective", implementation="transformers", tokens_per_microbatch=60),
             id="selective, transformers",
+            marks=MORE,
         ),
     ],
 )
