@@ -27,7 +27,6 @@ class Gang:
     """
 
     def __init__(self, size: int) -> None:
-        self.is_whole = True
         self._folder = tempfile.TemporaryDirectory(prefix="gang")
         with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
             self._members: list[tuple[subprocess.Popen[bytes], socket.socket]] = [spawn(__name__) for _ in range(size)]
@@ -41,11 +40,9 @@ class Gang:
         answers = []
         for rank, (_, channel) in enumerate(self._members):
             ready, _, _ = select.select([channel], [], [], max(until - time.monotonic(), 0))
-            self.is_whole = bool(ready)
             assert ready, f"rank {rank} has not answered"
             answers.append(receive(channel))
         failed = [answer for answer in answers if answer is None or isinstance(answer, Failure)]
-        self.is_whole = not failed
         assert not failed, "\n".join(map(str, failed))
         return answers
 
@@ -79,14 +76,3 @@ def main(channel: socket.socket) -> None:
             except Exception:
                 answer = Failure(traceback.format_exc())
             channel.sendall(framed(answer))
-
-
-def end_groups() -> int:
-    """Those that tasks of this rank made: each has threads that wake up again and again until the process ends."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    made = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    for group in made:
-        dist.destroy_process_group(group)
-    return len(made)

@@ -1,9 +1,11 @@
 """Four ranks, and one: shards, replicas of shards, and a mesh of one rank do what one process does."""
 
+import contextlib
 from functools import partial
 
 import pytest
 import torch
+from gang import Gang
 from sharded_cases import Case, trained
 from test_sharded_pair import assert_same
 
@@ -30,8 +32,8 @@ def test_four_ranks_are_one_process(four, case):
     assert_same(four(trained, case), trained(case, alone=True))
 
 
-def test_a_mesh_of_one_rank_is_one_process(gangs):
-    with gangs.of(1) as gang:
+def test_a_mesh_of_one_rank_is_one_process():
+    with contextlib.closing(Gang(1)) as gang:
         for case in (Case(updates=3), Case("ppo", updates=2), Case(offload=("parameters",)), Case(lora=True)):
             assert_same(gang(trained, case), trained(case, alone=True))
 
