@@ -237,6 +237,20 @@ def test_no_more_are_in_flight_than_allowed_and_standing_in_line_costs_no_deadli
     assert server.most_open == 2
 
 
+def test_an_endpoint_that_does_not_become_ready_is_named_with_its_first_failure():
+    async def go(url):
+        endpoints = Endpoints([url], ready_path="/readyz", first_backoff_s=0.001)
+        for _ in range(3):
+            with pytest.raises(Unavailable) as raised:
+                await endpoints.post("/v1/rewards", BODY, deadline_s=0.3, check=lambda answer: answer)
+        await endpoints.close()
+        return str(raised.value)
+
+    with FaultyServer(lambda request: Answer(504), ready=lambda: False) as broken:
+        message = asyncio.run(go(broken.url))
+    assert "HTTP 504" in message and message.count("/readyz does not answer 200") == 1
+
+
 def test_an_endpoint_that_fails_is_left_alone_until_it_is_ready():
     well = []
     broken = FaultyServer(lambda request: None if well else Answer(500), ready=lambda: bool(well))

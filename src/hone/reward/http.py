@@ -195,7 +195,8 @@ class Endpoints:
                         call.give_up(f"{endpoint.url}: {endpoint.problem or 'no place was free in time'}")
                     if endpoint.ejected and self._ready_path is not None:
                         if not await self._is_ready(endpoint, self._ready_path, call.deadline - started):
-                            self.failed(endpoint, started, f"{self._ready_path} does not answer 200")
+                            not_ready = f"; {self._ready_path} does not answer 200 since then"
+                            self.failed(endpoint, started, endpoint.problem.removesuffix(not_ready) + not_ready)
                             continue
                         self._back_in_service(endpoint, failures=EJECT_AFTER - 1)  # once more, and it is out again
                     yield endpoint
