@@ -1,6 +1,6 @@
 """One family of errors. Each message says what happened, where, what was got, and what to do.
 
-The exit code belongs to the kind of failure, not to the place that raised it, so that a script can tell
+The exit code belongs to the kind of failure, not to the place that raised it, so that a script can distinguish
 "fix your file" from "the machine is too small". Failures of the world (a reward that cannot be had for one
 sample) are not errors but data: see `types.Score`.
 """

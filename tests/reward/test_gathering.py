@@ -18,7 +18,7 @@ def reward_of(text):
 
 @pytest.fixture
 def score_early(make_rewards, make_group):
-    """Tell a `service` reward of finished samples, all at one moment, after a first group that it learns from."""
+    """Give finished samples to a `service` reward, all at one moment, after a first group that it learns from."""
 
     def score(url, texts, **args):
         async def one(rewards, group):

@@ -128,7 +128,7 @@ class RunMemory:
 
         return predict
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report measured against planned memory at the end of a run, and record it for later plans."""
         self.ladder.metrics()  # what came after the last line
         self.write()

@@ -189,7 +189,7 @@ def train(
                     with located(loaded):
                         in_new_loop(run_stages(job, saved, interrupted))
                 finally:
-                    memory.tell()
+                    memory.report()
             outcome = "finished"
         except StoppedByAlarm as stopped:
             outcome = str(stopped).partition(":")[0]

@@ -104,7 +104,7 @@ class RowOrder:
         return places
 
     def measure(self, rates: Iterable[tuple[int, float]]) -> None:
-        """Tell pass rates: position in the stream, and the share of its samples that were right."""
+        """Record measured pass rates: position in the stream, and the share of its samples that were right."""
         if not self.is_measured:
             return
         low, high = self._bounds

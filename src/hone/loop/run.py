@@ -143,8 +143,8 @@ class PolicyRun(Stage[Trainer]):
         await super().save()
 
     def measure_pass_rates(self, groups: Sequence[Group]) -> None:
-        """Tell the order of the data how many samples of each prompt were right; prompts without scores are left as
-        they were."""
+        """Record for the order of the data how many samples of each prompt were right; prompts without scores keep
+        their rate."""
         rates = ((group.prompt.index, pass_rate([group], self.config.eval.threshold)) for group in groups)
         self.prompts.order.measure((index, rate) for index, rate in rates if not math.isnan(rate))
 

@@ -239,7 +239,7 @@ class Endpoints:
         endpoint.failures = failures
         if endpoint.ejected:
             endpoint.ejected = False
-            self._tell_waiting()
+            self._wake_waiting()
 
     def _choose(self, avoid: Endpoint | None) -> Endpoint | None:
         """The less loaded of two of the endpoints in service, drawn at random; `avoid` when there is no other."""
@@ -260,7 +260,7 @@ class Endpoints:
             endpoint.load -= 1
             if is_trial:
                 endpoint.on_trial = False
-                self._tell_waiting()
+                self._wake_waiting()
 
     async def _wait_for_service(self, call: RetryingCall) -> None:
         """Return when an endpoint may be in service. Raises Unavailable when none will be before the deadline."""
@@ -273,7 +273,7 @@ class Endpoints:
             async with asyncio.timeout(min([*resting, call.deadline]) - now):
                 await self._news.wait()
 
-    def _tell_waiting(self) -> None:
+    def _wake_waiting(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 

@@ -25,7 +25,7 @@ class Token:
 
     sample_index: int
     position: int
-    """In its sample, from 0. An engine that ran out of memory tells the tokens of a sample once more, the same ones."""
+    """In its sample, from 0. An engine that ran out of memory reports a sample's tokens again, the same ones."""
     id: int
     logprob: float
     version: int
@@ -121,7 +121,7 @@ class CacheUse:
 
 @runtime_checkable
 class Caching(Protocol):
-    """An engine that tells how full its cache was."""
+    """An engine that reports how full its cache was."""
 
     def cache_use(self) -> CacheUse:
         """When it was fullest since the last call."""
@@ -145,7 +145,7 @@ class Engine(Protocol):
         ...
 
     async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        """Take new weights between two tokens; sequences in flight go on, their next tokens carry `version`.
+        """Take new weights between two tokens; sequences in flight continue, and their next tokens carry `version`.
 
         Weights may still be on their way: iterate in a thread, not in the event loop. None: they are shared with the
         trainer and have changed already; only the version is new.
@@ -170,7 +170,7 @@ class Engine(Protocol):
 
 
 class TokenwiseEngine(Engine, Protocol):
-    """An engine that also tells of each token at once."""
+    """An engine that also reports each token as it is drawn."""
 
     async def generate(
         self, request: Request, on_sample: OnSample | None = None, on_token: OnToken | None = None

@@ -145,8 +145,8 @@ class Rows:
         stopped_B = (token_B[:, None] == self._stop_ids[: self.count]).any(1)
         return stopped_B, length_B >= self._limit[: self.count]
 
-    def tell_newest(self) -> None:
-        """Tell those jobs of their newest tokens that want to know of each."""
+    def report_newest(self) -> None:
+        """Call `on_token` with the newest token of each job that has one."""
         for row, job in enumerate(self.jobs):
             if job.on_token is not None:
                 place = int(self.length[row]) - 1

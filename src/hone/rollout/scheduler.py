@@ -87,7 +87,7 @@ class Scheduler:
         token_B, logprob_B = on_host(*sample(self._logits_BV, rows.controls(), rows.uniforms()))
         self._logits_BV = None
         stopped_B, full_B = rows.append(token_B, logprob_B, version)
-        rows.tell_newest()
+        rows.report_newest()
         self.num_tokens += rows.count
         cut_texts = self._completed_stop_strings()
         stopped_B[list(cut_texts)] = True

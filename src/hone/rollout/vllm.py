@@ -69,7 +69,7 @@ class _VllmGroup:
 
     @property
     def is_followed(self) -> bool:
-        """Whether somebody looks at each token when it comes; vLLM tells of the others at their end, which is less."""
+        """Whether each token is read as it comes. vLLM reports other samples only at their end, which costs less."""
         return self.on_token is not None or bool(self.request.sampling.stop)
 
 

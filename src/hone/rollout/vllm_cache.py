@@ -1,6 +1,6 @@
 """Usage of vLLM's KV cache and prefix cache hits.
 
-vLLM tells only its own loggers, which cost more than a look at its scheduler. That is in this process, see
+vLLM reports these only to its own loggers, which cost more than a look at its scheduler. That is in this process, see
 `vllm_args.ENVIRONMENT`.
 """
 

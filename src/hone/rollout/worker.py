@@ -132,7 +132,7 @@ class EngineWorker:
         else:
             done, _ = await asyncio.wait({asyncio.wrap_future(turn)}, timeout=_CLOSE_S)
             if not done:
-                raise EngineError(f"the engine's worker did not end within {_CLOSE_S:g} s of being told to.")
+                raise EngineError(f"the engine's worker did not end within {_CLOSE_S:g} s of the request to close.")
         if self._own is not None:
             self._own.shutdown(wait=False)
 

@@ -70,7 +70,7 @@ class SamplingRequest(Wire):
     stop_token_ids: list[int] | None = Field(None, max_length=256)
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
-    """Tell the ids of the prompt's and the samples' tokens, and the weight version that sampled each."""
+    """Include the ids of the prompt's and the samples' tokens, and the weight version that sampled each."""
     stream: bool | None = None
     """Send the samples as they are drawn, as server-sent events."""
     stream_options: StreamOptions | None = None
@@ -226,7 +226,7 @@ class ChatReply(Completion):
 
 
 class Chunk(Reply):
-    """One event of a stream. What it does not tell is left out, but for `finish_reason`."""
+    """One event of a stream. Unset members are left out, but for `finish_reason`."""
 
     id: str
     created: int

@@ -55,7 +55,7 @@ from hone.serve.openai import (
     SamplingRequest,
     Usage,
 )
-from hone.serve.streaming import GrowingText, News, StreamedChoice, Tell, as_drawn
+from hone.serve.streaming import GrowingText, News, OnPart, StreamedChoice, as_drawn
 from hone.types import Picture, Prompt, Sample
 
 RETRY_AFTER_S = 1.0
@@ -234,8 +234,8 @@ class PolicyService:
         ]
         num_tokens = 0
 
-        async def draw(tell: Tell) -> None:
-            await self._draw(prompts, sampling, num_samples=asked.n, seed=seed, tell=tell)
+        async def draw(on_part: OnPart) -> None:
+            await self._draw(prompts, sampling, num_samples=asked.n, seed=seed, on_part=on_part)
 
         async with aclosing(as_drawn(draw)) as drawn:
             async for number, what in drawn:
@@ -365,15 +365,15 @@ class PolicyService:
         *,
         num_samples: int,
         seed: int,
-        tell: Tell | None = None,
+        on_part: OnPart | None = None,
     ) -> list[tuple[Sample, ...]]:
-        """`num_samples` of each prompt, `tell`ing of tokens and samples with the number of their prompt.
+        """`num_samples` of each prompt; `on_part` gets each token and sample with the number of its prompt.
 
         All prompts are one engine's batch; cancelling frees its rows.
         """
         count = len(prompts) * num_samples
         if self._is_asleep:
-            detail = "the model's memory is somebody else's until /wake_up"
+            detail = "the model's memory is in use by another role until /wake_up"
             raise OpenAIProblem(503, "asleep", detail, retryable=True, retry_after_s=RETRY_AFTER_S)
         if self._waiting and self._waiting + count > self._max_waiting:
             detail = f"{self._waiting} samples are waiting; {self._max_waiting} may"
@@ -385,8 +385,8 @@ class PolicyService:
                     group.create_task(
                         self.policy.engine.generate(
                             rollout.Request(prompt, num_samples, sampling, seed, "eval"),
-                            on_sample=partial(tell, number) if tell else None,
-                            on_token=partial(tell, number) if tell else None,
+                            on_sample=partial(on_part, number) if on_part else None,
+                            on_token=partial(on_part, number) if on_part else None,
                         )
                     )
                     for number, prompt in enumerate(prompts)

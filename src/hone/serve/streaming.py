@@ -19,7 +19,7 @@ from hone.serve.openai import OpenAIProblem
 from hone.types import Sample
 
 DONE = b"data: [DONE]\n\n"
-Tell = Callable[[int, Token | Sample], object]
+OnPart = Callable[[int, Token | Sample], object]
 """Takes a token or a finished sample of the prompt with that number."""
 
 
@@ -100,7 +100,7 @@ class GrowingText:
 
 
 async def as_drawn(
-    draw: Callable[[Tell], Coroutine[Any, Any, object]],
+    draw: Callable[[OnPart], Coroutine[Any, Any, object]],
 ) -> AsyncGenerator[tuple[int, Token | Sample], None]:
     """The events of `draw`, in order. Raises what it raises; ends it when the client disconnects."""
     events: asyncio.Queue[tuple[int, Token | Sample] | None] = asyncio.Queue()

@@ -290,7 +290,7 @@ class AdamW(ABC):
 
     @abstractmethod
     def _count_applied(self) -> None:
-        """Tell Adam how many steps were applied."""
+        """Set Adam's count of applied steps."""
 
     def _restore_counts(self, rest: Mapping[str, Any]) -> None:
         self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])

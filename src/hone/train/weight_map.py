@@ -58,7 +58,7 @@ def share_of(place: WeightPart, parameter: DTensor, mesh: Mesh, local: Tensor) -
 
     Args:
         place: all of a parameter, or some of its rows.
-        parameter: whose division tells.
+        parameter: whose division is taken.
         local: this rank's part of it, or of something divided as it is.
     """
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

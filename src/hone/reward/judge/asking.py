@@ -184,7 +184,7 @@ class Traffic:
             if score is not None
         ]
         if time.monotonic() - self._since >= self._log_every_s:
-            self._tell()
+            self._log()
             self._clear()
 
     async def close(self) -> None:
@@ -192,15 +192,15 @@ class Traffic:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
 
-    async def _tell_engine(self) -> None:
+    async def _log_engine(self) -> None:
         self.engine = await self._read_engine()
         if self.engine:
             said = ", ".join(SAID[name].format(value) for name, value in self.engine.items())
             print(f"[RewardModel] Engine: {said}", file=sys.stderr, flush=True)
 
-    def _tell(self) -> None:
+    def _log(self) -> None:
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._tell_engine())
+            self._asking = asyncio.create_task(self._log_engine())
         seconds = max(1e-9, time.monotonic() - self._since)
         scores, lengths, flags = zip(*self._recent, strict=True) if self._recent else ((), (), ())
         elapsed_s = sorted(self._elapsed_s)
