@@ -1,15 +1,18 @@
-"""A GRPO step of Hone against one of TRL 1.16's GRPOTrainer: samples per second, peak memory, learning per step.
+"""A GRPO step of Hone against TRL 1.16's GRPOTrainer and against a bare loop: samples per second, memory, learning.
 
-    python benchmarks/trl_compare.py                                # every case, three seeds: about 15 minutes
-    python benchmarks/trl_compare.py --cases 0.8M --steps 60 --seeds 0
+    python -m benchmarks.trl_compare                                # every case, three seeds: about 15 minutes
+    python -m benchmarks.trl_compare --cases 0.8M --steps 60 --seeds 0
+    python -m benchmarks.trl_compare --sides hone,bare              # needs no TRL; about 4 minutes
 
-Both sides start from one warmed-up model directory and take the same prompts in the same order, 32 x 8 samples a step,
+All sides start from one warmed-up model directory and take the same prompts in the same order, 32 x 8 samples a step,
 with the same reward, learning rate, clip and loss, in bfloat16 on two threads (`trl/cases.py`). `best` is the fastest
-setting of TRL that we found, `newcomer` what the documentation's first example leads to. Each run is a process of its
-own, and Hone and TRL take turns. TRL lives in `.venv-trl`, made on the first call.
+setting of TRL that we found, `newcomer` what the documentation's first example leads to, and `bare` the same update
+in plain PyTorch with no product around it (`trl/bare.py`). Each run is a process of its own, and the sides take turns.
+TRL lives in `.venv-trl`, made on the first call that asks for it.
 
 Speed is the median step after the warm-up steps, everything between two steps included. Hone writes its metrics,
-samples and trace as always; TRL logs nothing. Memory is the largest resident set of the training process.
+samples and trace as always; the others log nothing. Memory is the largest resident set of the training process. Where
+other programs run, the clock says little: the columns of processor time, with `--threads 1`, still compare.
 """
 
 from __future__ import annotations
@@ -40,8 +43,10 @@ from cases import (  # noqa: E402
 
 VENV = ROOT / ".venv-trl"
 STEPS = {"0.8M": 100, "0.8M-64-tokens": 50, "5M": 80}
+STEPS_WITHOUT_TRL = {"0.8M": 60, "0.8M-64-tokens": 30, "5M": 40}
 NEWCOMER_STEPS = 25
-SIDES = ["hone", "best", "newcomer"]
+SIDES = ["hone", "bare", "best", "newcomer"]
+TRL_SIDES = {"best", "newcomer"}
 TARGETS = {"0.8M": 2.5, "0.8M-64-tokens": 2.0, "5M": 3.0}
 """Times TRL's best that Hone is to reach."""
 
@@ -54,6 +59,8 @@ class Outcome:
     side: str
     seed: int
     samples_per_s: float
+    samples_per_cpu_s: float | None
+    """Per second of processor time, all threads and all processes of the side; TRL's side does not measure it."""
     peak_rss_gib: float
     response_tokens_mean: float
     rewards: list[float]
@@ -67,16 +74,18 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of each case's own number")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--sides", type=sides_of, default=SIDES, help=f"some of {','.join(SIDES)}")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "trl")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    make_environment()
+    has_trl = not TRL_SIDES.isdisjoint(options.sides)
+    if has_trl:
+        make_environment()
     outcomes = []
     for name in options.cases:
         model = starting_point(name, options.folder)
-        steps = options.steps or STEPS[name]
+        steps = options.steps or (STEPS if has_trl else STEPS_WITHOUT_TRL)[name]
         for seed in options.seeds:
             prompts = options.folder / f"prompts-{seed}-{steps}.jsonl"
             write_prompts(prompts, seed=seed, steps=steps)
@@ -85,12 +94,22 @@ def main() -> None:
                     continue  # for the record only
                 if side == "hone":
                     outcome = run_hone(name, model, prompts, seed, steps, options)
+                elif side == "bare":
+                    outcome = run_bare(name, model, prompts, seed, steps, options)
                 else:
                     side_steps = min(steps, NEWCOMER_STEPS) if side == "newcomer" else steps
                     outcome = run_trl(name, model, prompts, side, seed, side_steps, options)
                 outcomes.append(outcome)
                 print(json.dumps(asdict(outcome)), flush=True)
     print_tables(outcomes)
+
+
+def sides_of(text: str) -> list[str]:
+    """Names of sides, separated by commas."""
+    sides = text.split(",")
+    if unknown := set(sides) - set(SIDES):
+        raise argparse.ArgumentTypeError(f"no side {', '.join(sorted(unknown))}; there are {', '.join(SIDES)}")
+    return sides
 
 
 def make_environment() -> None:
@@ -110,7 +129,7 @@ def starting_point(name: str, folder: Path) -> Path:
     """The warmed-up model directory of a case, made once."""
     model = folder / name
     if not (model / "tokenizer.json").exists():  # written last
-        command = [VENV / "bin" / "python", TRL / "prepare.py", "--case", name, "--folder", model]
+        command = [sys.executable, TRL / "prepare.py", "--case", name, "--folder", model]
         subprocess.run(command, check=True)
     return model
 
@@ -123,7 +142,23 @@ def run_trl(
     log = options.folder / f"log-{side}-{name}-{seed}.txt"
     peak_rss_gib = run_measured(command, log)
     found = json.loads(log.read_text().splitlines()[-1])
-    return Outcome(name, f"TRL {side}", seed, peak_rss_gib=peak_rss_gib, **found)
+    return Outcome(name, f"TRL {side}", seed, samples_per_cpu_s=None, peak_rss_gib=peak_rss_gib, **found)
+
+
+def run_bare(name: str, model: Path, prompts: Path, seed: int, steps: int, options: argparse.Namespace) -> Outcome:
+    command = [sys.executable, TRL / "bare.py", "--case", name, "--model", model, "--prompts", prompts]
+    command += ["--seed", str(seed), "--steps", str(steps), "--threads", str(options.threads)]
+    log = options.folder / f"log-bare-{name}-{seed}.txt"
+    peak_rss_gib = run_measured(command, log)
+    found = json.loads(log.read_text().splitlines()[-1])
+    speed = speed_of(found.pop("step_s"), found.pop("step_cpu_s"))
+    return Outcome(name, "bare loop", seed, *speed, peak_rss_gib=peak_rss_gib, **found)
+
+
+def speed_of(step_s: list[float], step_cpu_s: list[float]) -> tuple[float, float]:
+    """Samples per second and per second of processor time, from those of every step."""
+    samples = PROMPTS_PER_STEP * GROUP_SIZE
+    return samples / statistics.median(step_s[WARMUP_STEPS:]), samples / statistics.median(step_cpu_s[WARMUP_STEPS:])
 
 
 def run_hone(name: str, model: Path, prompts: Path, seed: int, steps: int, options: argparse.Namespace) -> Outcome:
@@ -133,8 +168,9 @@ def run_hone(name: str, model: Path, prompts: Path, seed: int, steps: int, optio
     tree = hone_run(CASES[name], model, prompts, run_dir, seed, steps)
     tree["run"]["threads"] = options.threads
     run_file.write_text(json.dumps(tree, indent=1))  # is YAML too
-    command = [sys.executable, "-m", "hone.cli.main", "train", run_file, "--fresh"]
-    peak_rss_gib = run_measured(command, folder / f"log-hone-{name}-{seed}.txt")
+    log = folder / f"log-hone-{name}-{seed}.txt"
+    peak_rss_gib = run_measured([sys.executable, TRL / "run_hone.py", run_file], log)
+    clocks = json.loads(log.read_text().splitlines()[-1])
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "time/step_s" in row]
     timed = rows[WARMUP_STEPS:]
@@ -144,7 +180,7 @@ def run_hone(name: str, model: Path, prompts: Path, seed: int, steps: int, optio
         name,
         "Hone",
         seed,
-        samples_per_s=PROMPTS_PER_STEP * GROUP_SIZE / statistics.median(step_s),
+        *speed_of(clocks["step_s"], clocks["step_cpu_s"]),
         peak_rss_gib=peak_rss_gib,
         response_tokens_mean=statistics.fmean(row["rollout/response_tokens_mean"] for row in rows),
         rewards=[round(row["rollout/reward_mean"], 4) for row in rows],
@@ -185,24 +221,35 @@ def run_measured(command: list[Any], log: Path) -> float:
 
 
 def print_tables(outcomes: list[Outcome]) -> None:
-    """The ratios, then the reward curves side by side."""
+    """The ratios, then the reward curves side by side; `outside both`: of Hone's steps, not generating or training."""
     sides = list(dict.fromkeys(outcome.side for outcome in outcomes))
     for name in dict.fromkeys(outcome.case for outcome in outcomes):
         runs = {side: [o for o in outcomes if (o.case, o.side) == (name, side)] for side in sides}
         runs = {side: found for side, found in runs.items() if found}
         speed = {side: statistics.median(o.samples_per_s for o in found) for side, found in runs.items()}
         print(f"\n{name}, target {TARGETS[name]} x TRL best")
-        print("| | samples/s | Hone / this | peak GiB | tokens a sample | outside generate and train |")
-        print("|---|---|---|---|---|---|")
+        print("| | samples/s | Hone / this | by seed | Hone / this, CPU time | peak GiB | tokens | outside both |")
+        print("|---|---|---|---|---|---|---|---|")
         for side, found in runs.items():
             ratio = f"{speed['Hone'] / speed[side]:.2f}" if "Hone" in speed else ""
+            by_seed = ", ".join(f"{ratio:.2f}" for ratio in ratios(runs.get("Hone", []), found, "samples_per_s"))
+            cpu = ratios(runs.get("Hone", []), found, "samples_per_cpu_s")
+            cpu_ratio = f"{statistics.median(cpu):.2f}" if cpu else ""
             peak, tokens = max(o.peak_rss_gib for o in found), found[0].response_tokens_mean
             shares = [o.outside_frac for o in found if o.outside_frac is not None]
             outside = f"{statistics.median(shares):.0%}" if shares else ""
-            print(f"| {side} | {speed[side]:.0f} | {ratio} | {peak:.2f} | {tokens:.1f} | {outside} |")
+            columns = (side, f"{speed[side]:.0f}", ratio, by_seed, cpu_ratio, f"{peak:.2f}", f"{tokens:.1f}", outside)
+            print(f"| {' | '.join(columns)} |")
         print("\nmean reward over each tenth of the run, and its range over seeds")
         for side, found in runs.items():
             print(f"{side:14}", "  ".join(curve_points([o.rewards for o in found])))
+
+
+def ratios(ours: list[Outcome], theirs: list[Outcome], of: str) -> list[float]:
+    """Of each seed that both sides ran, where both measured it."""
+    mine = {outcome.seed: getattr(outcome, of) for outcome in ours}
+    other = {outcome.seed: getattr(outcome, of) for outcome in theirs}
+    return [mine[seed] / other[seed] for seed in mine if mine[seed] and other.get(seed)]
 
 
 def curve_points(curves: list[list[float]]) -> list[str]:

@@ -2,7 +2,7 @@
 
     python benchmarks/trl/prepare.py --case 0.8M --folder runs/trl/0.8M
 
-Runs in TRL's environment; uses nothing of TRL or Hone, so that neither side has the home advantage.
+Uses nothing of TRL or Hone, so that neither side has the home advantage.
 """
 
 from __future__ import annotations
