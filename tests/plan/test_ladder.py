@@ -362,3 +362,17 @@ def test_calibration_is_bounded_and_never_fatal(tmp_path, monkeypatch):
     calibration.path().mkdir()  # cannot be written
     calibration.remember("cpu: X", {"update": (GIB, GIB)})
     assert calibration.residuals("cpu: X", ledger) == {}
+
+
+def test_changes_of_ranks_are_recorded_as_the_runs_own_and_told_once():
+    """Made by the ranks' ladders, adopted by that of the process that writes the record."""
+    said: list[str] = []
+    of_rank, of_run = (Ladder(Meter(FakeGauge()), settings={TOKENS: 64}, say=said.append) for _ in range(2))
+    of_rank.bind(Knob(TOKENS, lambda value: None))
+    of_rank.climb_down(OutOfMemory("update", "", 5, "it failed"))
+    of_run.begin(Progress(stage="rl", step=6))
+    of_run.adopt(of_rank.take_changes())
+    assert of_rank.take_changes() == []
+    assert of_run.settings == {TOKENS: 32} and of_run.redone == 1
+    assert [(change.stage, change.step, change.key) for change in of_run.changes] == [("rl", 7, TOKENS)]
+    assert "64 -> 32" in said[-1]

@@ -126,7 +126,7 @@ def caught_gradient(learner: Learner, update: Callable[[], dict[str, float]]) ->
     """What an update of one optimizer step measured, and the gradient that it applied, caught before it was."""
     caught = []
     step = learner.optimizer.step
-    learner.optimizer.step = lambda: (caught.append(learner.held.grad.clone()), step())[1]
+    learner.optimizer.step = lambda *agree: (caught.append(learner.held.grad.clone()), step(*agree))[1]
     try:
         metrics = update()
     finally:

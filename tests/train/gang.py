@@ -33,9 +33,9 @@ class Gang:
         for rank, (_, channel) in enumerate(self._members):
             channel.sendall(framed((rank, size, f"file://{Path(self._folder.name) / 'meet'}")))
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], *args: Any, **named: Any) -> list[Any]:
         for _, channel in self._members:
-            channel.sendall(framed((function, args)))
+            channel.sendall(framed((function, args, named)))
         until = time.monotonic() + ANSWER_TIMEOUT_S
         answers = []
         for rank, (_, channel) in enumerate(self._members):
@@ -70,9 +70,9 @@ def main(channel: socket.socket) -> None:
     cpu = torch.device("cpu")
     with process_group(cpu, rank=rank, world_size=size, address=address, timeout_s=GROUP_TIMEOUT_S):
         while (task := receive(channel)) is not None:
-            function, args = task
+            function, args, named = task
             try:
-                answer = function(*args)
+                answer = function(*args, **named)
             except Exception:
                 answer = Failure(traceback.format_exc())
             channel.sendall(framed(answer))

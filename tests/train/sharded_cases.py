@@ -140,9 +140,9 @@ def watch(learner: Learner, gradients: list[dict[str, Tensor]]) -> None:
     """From now on keep each gradient that the optimizer is given, whole, by parameter."""
     step = learner.optimizer.step
 
-    def watched():
+    def watched(*agree):
         gradients.append(dict(whole_gradients(learner)))
-        return step()
+        return step(*agree)
 
     learner.optimizer.step = watched
 

@@ -353,9 +353,12 @@ Step = tuple[Tensor, Tensor]
 def steps_of(learner: Learner) -> list[Step]:
     """Grows by each optimizer step that the learner takes."""
     caught, step = [], learner.optimizer.step
-    learner.optimizer.step = lambda: (caught.append((learner.held.master.clone(), learner.held.grad.clone())), step())[
-        1
-    ]
+
+    def caught_step(*agree):
+        caught.append((learner.held.master.clone(), learner.held.grad.clone()))
+        return step(*agree)
+
+    learner.optimizer.step = caught_step
     return caught
 
 

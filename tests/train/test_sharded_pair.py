@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ladder_cases import trained_with_failure
 from sharded_cases import Case, Found, trained
 
 
@@ -93,3 +94,15 @@ def test_bfloat16_computes_with_float32_master_weights_and_reduction(pair):
             assert one.gradients[0][name].dtype == torch.float32
             assert (one.gradients[0][name] - gradient).norm() < 0.03 * gradient.norm()
     assert all(torch.equal(found[0].master[name], weight) for name, weight in found[1].master.items())
+
+
+def test_a_rank_that_runs_out_of_memory_takes_the_other_along_to_a_lower_setting(pair):
+    """In the middle of an update; every other place is in test_sharded_ladder.py."""
+    case = Case(samples_per_optimizer_step=20, tokens_per_microbatch=60)
+    unfailed, found = pair(trained_with_failure, case, 1, None), pair(trained_with_failure, case, 1, 300)
+    assert [one.failed_in for one in found] == [None, "update"]
+    for one in found:
+        assert [phase for phase, _, _ in one.changes] == ["update"] and one.changes == found[0].changes
+        assert one.redone == 1 and one.optimizer_steps == unfailed[0].optimizer_steps
+        for name, weight in unfailed[0].weights.items():
+            torch.testing.assert_close(one.weights[name], weight, rtol=1e-6, atol=1e-9)

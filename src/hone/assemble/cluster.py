@@ -224,12 +224,17 @@ class RayWorkers:
         """Start the ranks of a supervised stage's trainer, and nothing else."""
         group = self._trainer_group(partial(imitation_trainer, steps=steps))
         timeout_s, bucket = self._settings.call_timeout_s, bucket_bytes(self._settings.bucket_mib)
-        return await self._begun(RemoteTrainer(group, timeout_s=timeout_s, bucket_size=bucket), saved)
+        return await self._begun(
+            RemoteTrainer(group, timeout_s=timeout_s, bucket_size=bucket, adopt=self._job.memory.ladder.adopt), saved
+        )
 
     async def pair_learner(self, steps: int, saved: SavedCheckpoint | None) -> RemotePairTrainer:
         """As `imitator`, for a reward model."""
         group = self._trainer_group(partial(pair_trainer, steps=steps))
-        return await self._begun(RemotePairTrainer([group], timeout_s=self._settings.call_timeout_s), saved)
+        return await self._begun(
+            RemotePairTrainer([group], timeout_s=self._settings.call_timeout_s, adopt=self._job.memory.ladder.adopt),
+            saved,
+        )
 
     async def assemble(self, needs: frozenset[str], saved: SavedCheckpoint | None) -> tuple[RemoteTrainer, Router]:
         """Start all missing processes, and wait until each has made its part.
@@ -361,6 +366,7 @@ class RayWorkers:
             routes=self._routes(),
             timeout_s=timeout_s,
             bucket_size=bucket_bytes(self._settings.bucket_mib),
+            adopt=self._job.memory.ladder.adopt,
         )
 
     def _routes(self) -> Routes:

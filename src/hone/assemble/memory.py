@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +15,10 @@ from hone.config.derived import longest_tokens, samples_per_update
 from hone.config.load import Loaded
 from hone.config.render import resolved_yaml
 from hone.config.run import RunConfig
+from hone.config.topology import topology_of
 from hone.config.yaml_tree import Where
 from hone.devices import is_accelerator
-from hone.errors import DataError, MemoryExhausted
+from hone.errors import ConfigError, DataError, MemoryExhausted
 from hone.memory import calibration
 from hone.memory.gauges import GIB, Busy, DeviceGauge, HostGauge, Meter, nvml_reader, ran_out_of_memory
 from hone.memory.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS, Knob, Ladder, Predict
@@ -31,9 +34,13 @@ from hone.plan.planner import plan_inputs
 from hone.plan.workload import workload_of
 from hone.rollout.local import LocalEngine
 from hone.run.folder import RunFolder
+from hone.train.agreement import SharedLadder
+from hone.train.fsdp import FsdpRanks
 from hone.train.learner import Passes
 from hone.train.pairs import PairTrainer
+from hone.train.ranks import Ranks
 from hone.train.roles import Roles
+from hone.types import Progress
 
 KEYS = (TOKENS, CHUNK, RECOMPUTE, ROWS, PREFILL)
 LEAST_CHUNK = 64
@@ -179,20 +186,60 @@ def without_context(ledger: Ledger) -> Ledger:
     return Ledger(ledger.device, ledger.count, ledger.capacity_bytes, tuple(map(held, ledger.moments)))
 
 
+# ---- a rank of a cluster
+
+
+def rank_ladder(loaded: Loaded, folder: Path, device: torch.device, ranks: Ranks) -> Ladder:
+    """The ladder of a trainer's rank, from the settings that the run has come to; the run's own adopts its changes."""
+    gauge = DeviceGauge(device) if is_accelerator(device) else HostGauge(memory_limit_bytes())
+    earlier = Record.read(folder)
+    options = {
+        "settings": {key: value_of(loaded.config, key) for key in KEYS},
+        "earlier": earlier.changes if earlier else (),
+    }
+    if isinstance(ranks, FsdpRanks):
+        timeout_s = loaded.config.cluster.call_timeout_s
+        return SharedLadder(Meter(gauge), ranks.mesh.collectives, ranks.reset, timeout_s=timeout_s, **options)
+    return Ladder(Meter(gauge), **options)
+
+
+def bind_rank(ladder: Ladder, held: Roles | PairTrainer, loaded: Loaded) -> None:
+    """Let a rank's ladder change the settings of what the rank holds."""
+    ladder.begin(Progress(), rank_predictor(loaded, ladder))
+    config = loaded.config
+    ladder.bind(*(pair_knobs(held, config) if isinstance(held, PairTrainer) else trainer_knobs(held, config)))
+
+
+def rank_predictor(loaded: Loaded, ladder: Ladder) -> Predict | None:
+    """The plan of a device that trains, as a function of the rungs' settings; None for a run that no plan knows."""
+    try:
+        devices = topology_of(loaded.config).num_devices
+        hardware = replace(one_device(ladder.meter.gauge.kind, ladder.limit_bytes), devices=devices, per_node=devices)
+        inputs = resolve(loaded.config, hardware, workload_of(loaded.config), loaded.run_file.parent)
+        plan_inputs(inputs)
+    except (DataError, ConfigError, KeyError):
+        return None
+
+    def predict(settings: Any) -> Ledger:
+        ledgers = plan_inputs(changed(inputs, settings)).ledgers
+        return next((one for one in ledgers if any(m.phase == "update" for m in one.moments)), ledgers[0])
+
+    return predict
+
+
 # ---- what may be changed
 
 
 def trainer_knobs(trainer: Roles, config: RunConfig, *, most_tokens: int | None = None) -> list[Knob]:
-    """Of a policy's trainer and its critic. `most_tokens`: a larger budget would change nothing."""
-    passes = trainer.policy.passes
+    """Of what a process holds of policy and critic. `most_tokens`: a larger budget would change nothing."""
+    passes = trainer.passes
 
     def chunk(value: int) -> None:
         passes.logprob_chunk_tokens = value
 
     def recompute(value: Checkpointing) -> None:
-        trainer.policy.model.checkpointing = value
-        if trainer.critic is not None:
-            trainer.critic.model.body.checkpointing = value
+        for model in trainer.trained:
+            model.checkpointing = value
 
     def in_use() -> int:
         return passes.largest_microbatch

@@ -16,6 +16,7 @@ from pkgutil import resolve_name
 import torch
 
 from hone.assemble.job import Job, set_up_arithmetic
+from hone.assemble.memory import bind_rank, rank_ladder
 from hone.assemble.models import starting_model
 from hone.assemble.sampling import embedded_engine
 from hone.cluster.actors import Seat
@@ -86,7 +87,13 @@ MakeHeld = Callable[[ActorContext, Ranks], Roles | PairTrainer]
 def rank(spec: ActorSpec, processes: int, make: MakeHeld, seat: Seat) -> Iterator[Roles | PairTrainer]:
     """One rank with what `make` makes, among the others if there are any."""
     with rank_among_others(spec, processes, seat) as (context, ranks):
-        yield make(context, ranks)
+        ladder = rank_ladder(spec.loaded, spec.run_dir, context.device, ranks)
+        if isinstance(ranks, FsdpRanks):
+            # No rank ever has a whole model: it is made without memory, and filled when each rank's shares are known.
+            context = replace(context, device=torch.device("meta"))
+        held = make(replace(context, guard=ladder), ranks)
+        bind_rank(ladder, held, spec.loaded)
+        yield held
 
 
 @contextmanager
@@ -110,9 +117,7 @@ def rank_among_others(spec: ActorSpec, processes: int, seat: Seat) -> Iterator[t
             tensor_parallel=layout.tensor_parallel,
             sequence_parallel=layout.sequence_parallel,
         )
-        ranks = FsdpRanks(mesh, offload=layout.offload, compile=layout.compile)
-        # No rank ever has a whole model: it is made without memory, and filled when each rank's shares are known.
-        yield replace(context, device=torch.device("meta")), ranks
+        yield context, FsdpRanks(mesh, offload=layout.offload, compile=layout.compile)
 
 
 async def engine(

@@ -27,6 +27,7 @@ from torch import Tensor
 from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
 from hone.devices import give_back_memory, peak_bytes, used_and_total_bytes
 from hone.errors import CheckpointError, EngineError, HoneError
+from hone.memory.ladder import Change, Ladder
 from hone.rollout.engine import CacheUse, Caching, Engine, Request
 from hone.train.pairs import PairTrainer
 from hone.train.roles import Roles
@@ -151,6 +152,11 @@ class TrainerRank:
             return result if self._is_first else None
 
         return await self.computed(call)
+
+    async def take_changes(self) -> list[Change]:
+        """What this rank's ladder changed since the last call; the same on all ranks."""
+        guard = self.held.passes.guard
+        return guard.take_changes() if isinstance(guard, Ladder) else []
 
     async def weights(self) -> list[tuple[str, Tensor]] | None:
         """All weights at once, in host memory: a tensor on a device would be unpickled onto the caller's device."""

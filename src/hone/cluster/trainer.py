@@ -6,7 +6,7 @@ Critic and reference are on the policy's ranks, or on devices of their own, wher
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from hone.cluster.calls import START_KEY, shared, why_killed
 from hone.cluster.ranks import PendingCalls, RankGroup, close, gather
 from hone.data.pairs import PreferencePair
 from hone.errors import ClusterError, EngineError
+from hone.memory.ladder import Change
 from hone.train.pairs import Measured
 from hone.train.tensor_files import FileFacts
 from hone.types import Batch
@@ -35,10 +36,17 @@ class RemoteLearner:
     Args:
         groups: the first one has the trained model, others what belongs to it.
         timeout_s: a rank without an answer for so long is lost.
+        adopt: gets settings that ranks lowered because memory ran out.
     """
 
-    def __init__(self, groups: Sequence[RankGroup], *, timeout_s: float) -> None:
-        self._groups, self._timeout_s = groups, timeout_s
+    def __init__(
+        self,
+        groups: Sequence[RankGroup],
+        *,
+        timeout_s: float,
+        adopt: Callable[[Sequence[Change]], object] = lambda changes: None,
+    ) -> None:
+        self._groups, self._timeout_s, self._adopt = groups, timeout_s, adopt
         self._config: PreTrainedConfig | None = None
 
     def start(self, *, is_one_machine: bool, timeout_s: float) -> dict[str, int]:
@@ -87,6 +95,13 @@ class RemoteLearner:
         """Kill all ranks; calls in progress are lost."""
         close(self._groups)
 
+    def _tell_changes(self) -> None:
+        """Pass on what the ladders of the groups changed; every call of an update ends with it."""
+        asked = [group.ask("take_changes") for group in self._groups]
+        for of_ranks in gather(asked, "update", self._timeout_s):
+            if of_ranks[0]:
+                self._adopt(of_ranks[0])
+
     def _call(self, group: RankGroup, method: str, *args: Any, **named: Any) -> Any:
         return self._answer(group.ask("call", method, *args, **named), method, self._timeout_s)
 
@@ -100,7 +115,9 @@ class RemotePairTrainer(RemoteLearner):
 
     def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """See `PairLearner.update`."""
-        return self._call(self._groups[0], "update", shared(pairs))
+        metrics = self._call(self._groups[0], "update", shared(pairs))
+        self._tell_changes()
+        return metrics
 
     def measure(self, pairs: Sequence[PreferencePair]) -> Measured:
         """See `PairLearner.measure`."""
@@ -117,6 +134,7 @@ class RemoteTrainer(RemoteLearner):
         routes: how weights get to the engines.
         timeout_s: a rank without an answer for so long is stuck.
         bucket_size: bytes of weights that are sent at once.
+        adopt: see `RemoteLearner`.
     """
 
     def __init__(
@@ -129,9 +147,10 @@ class RemoteTrainer(RemoteLearner):
         routes: Routes | None = None,
         timeout_s: float,
         bucket_size: int,
+        adopt: Callable[[Sequence[Change]], object] = lambda changes: None,
     ) -> None:
         self._policy, self._critic, self._reference = policy, critic or policy, reference or policy
-        super().__init__(list(dict.fromkeys((policy, self._critic, self._reference))), timeout_s=timeout_s)
+        super().__init__(list(dict.fromkeys((policy, self._critic, self._reference))), timeout_s=timeout_s, adopt=adopt)
         self._refresh_every = reference_refresh_every if self._reference is not policy else 0
         self._update_count = 0
         self._bucket_size = bucket_size
@@ -165,6 +184,7 @@ class RemoteTrainer(RemoteLearner):
         metrics: dict[str, float] = {}
         for of_ranks in gather(asked, "update", self._timeout_s):
             metrics |= of_ranks[0]
+        self._tell_changes()
         self._update_count += 1
         if self._refresh_every and self._update_count % self._refresh_every == 0:
             self._refresh_reference()

@@ -52,6 +52,10 @@ class Guard(Protocol):
         """
         ...
 
+    def agree(self) -> None:
+        """Among ranks, the end of what can be done again: all have come so far, or all begin their work again."""
+        ...
+
     def check(self) -> None:
         """Raises when the run takes more than its budget; for inside a phase. Costs nothing most of the time."""
         ...
@@ -77,6 +81,9 @@ class Unguarded:
 
     def attempt(self, work: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
         return work()
+
+    def agree(self) -> None:
+        return None
 
     def check(self) -> None:
         return None

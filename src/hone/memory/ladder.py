@@ -199,6 +199,7 @@ class Ladder:
         self._raised: Change | None = None
         """What is being watched."""
         self._take_over(earlier)
+        self._num_taken = len(self.changes)
 
     # ---- a stage begins
 
@@ -260,6 +261,9 @@ class Ladder:
             self.meter.gauge.give_back()
             self.meter.gauge.reset()
             self.redone += 1
+
+    def agree(self) -> None:
+        """See `Guard.agree`; this process is alone."""
 
     def check(self) -> None:
         """See `Guard.check`."""
@@ -329,6 +333,27 @@ class Ladder:
             "or a device with more memory (plan.memory_budget_gib where it is set)."
         )
         return "\n".join(lines)
+
+    # ---- on ranks, and in the process that records what they did
+
+    def take_changes(self) -> list[Change]:
+        """Changes since the last call."""
+        with self._lock:
+            new, self._num_taken = self.changes[self._num_taken :], len(self.changes)
+        return new
+
+    def adopt(self, changes: Sequence[Change]) -> None:
+        """Record changes that the ranks of this run made together, as of the step that is running."""
+        with self._lock:
+            for change in changes:
+                at = self._progress
+                known = replace(change, stage=at.stage, step=at.step + 1) if at else change
+                self.settings[known.key] = known.new
+                self.changes.append(known)
+                self.redone += 1
+                self._foresee()
+                self._changed()
+                self._say(known.sentence)
 
     # ---- up
 

@@ -43,6 +43,7 @@ from hone.model.hf import TransformersModel
 from hone.model.lora import AdapterOff
 from hone.model.parallel import divide_layers, divide_tokens
 from hone.model.vision import Vision
+from hone.train.agreement import REPLICAS, CountedComm
 from hone.train.materialize import fill
 from hone.train.mesh import DATA, Mesh
 from hone.train.optim import FRESH, MASTER, MOMENTS, AdamW, refuse_other_weights, trained_weights
@@ -54,6 +55,13 @@ T = TypeVar("T")
 
 VISIT_BYTES = 256 << 20
 """Of master weights whose moments are on the device at one time."""
+
+
+def reset_passes(models: Iterable[Any]) -> None:
+    """Brings sharded models back to before a pass that ended with an exception."""
+    for root in models:
+        if root._get_fsdp_state()._is_root is not None:  # else no pass has begun
+            root.reset_iter_state()
 
 
 def divide(model: CausalModel | ScalarModel, mesh: Mesh) -> None:
@@ -77,11 +85,14 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
     vision = vision_of(model)
     seeing = set(vision.tower.modules()) if vision else set[nn.Module]()
     if vision is not None:
-        vision.most_passes = partial(_largest, device=mesh.device)
+        vision.most_passes = partial(_largest, mesh=mesh)
     for module in (*layers_of(model), model):
         own = replace(policy, cast_forward_inputs=False) if module in seeing else policy  # its rotations are float32
         fully_shard(module, mesh=mesh.sharding, mp_policy=own, offload_policy=offload)
         assert isinstance(module, FSDPModule)
+        if mesh.collectives.never is None:
+            module.set_custom_all_gather(CountedComm(dist.all_gather_single, mesh.collectives))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(CountedComm(dist.reduce_scatter_single, mesh.collectives))  # type: ignore[arg-type]
         module.set_gradient_divide_factor(1.0)  # a sum over ranks ...
         module.set_force_sum_reduction_for_comms(True)  # ... and none that gloo does not know
         if hasattr(module, "set_reduce_scatter_unused_params"):  # not in PyTorch 2.11
@@ -96,10 +107,10 @@ def vision_of(model: CausalModel | ScalarModel) -> Vision | None:
     return body.vision if isinstance(body, TransformersModel) else None
 
 
-def _largest(number: int, *, device: torch.device) -> int:
+def _largest(number: int, *, mesh: Mesh) -> int:
     """Of those that all ranks have."""
-    found = torch.tensor(number, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    found = torch.tensor(number, device=mesh.device)
+    mesh.collectives.run(lambda: dist.all_reduce(found, op=dist.ReduceOp.MAX))
     return int(found)
 
 
@@ -161,6 +172,8 @@ class ShardedWeights:
         root: Any = self._model
         for number, part in enumerate(parts, 1):
             root.set_requires_all_reduce(number == len(parts))
+            if number == len(parts) and self.mesh.sharding.ndim > 1:
+                self.mesh.collectives.apart = REPLICAS  # FSDP2 lets no one count these sums
             yield part
 
     def put_away(self) -> None:
@@ -268,7 +281,7 @@ class ShardedAdamW(AdamW):
             norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients]))  # type: ignore[arg-type]
             copies = torch.tensor([_copies(parameter) for parameter, _ in gradients], dtype=torch.float64)
             total += (norms.to(device, torch.float64).square() / copies.to(device)).sum()
-        dist.all_reduce(total)
+        self._weights.mesh.collectives.run(lambda: dist.all_reduce(total))
         return math.sqrt(float(total))
 
     def _scale_gradient(self, factor: float) -> None:
@@ -386,6 +399,10 @@ class FsdpRanks(Ranks):
         self._data = mesh.samples[DATA].get_group()
         self._places: WeakKeyDictionary[nn.Module, Mapping[str, WeightPart]] = WeakKeyDictionary()
 
+    def reset(self) -> None:
+        """Bring all models back to before a pass that failed on this rank."""
+        reset_passes(self._places)
+
     def optimizer(
         self, model: CausalModel | ScalarModel, dtype: torch.dtype, *, settings: OptimizerSection, total_steps: int
     ) -> ShardedAdamW:
@@ -439,10 +456,11 @@ class FsdpRanks(Ranks):
     ) -> list[Indices]:
         ranks = self.mesh.data_parallel
         shares = divide_over_ranks(shape, samples, ranks, tokens_per_microbatch, whole_groups=whole_groups)
-        return shares[self.mesh.data_index]
+        own = shares[self.mesh.data_index]
+        return [part[:0] for part in own] if self.mesh.collectives.is_standing_in else own
 
     def column(self, value_T: Tensor) -> Tensor:
-        dist.all_reduce(value_T, group=self._data)
+        self.mesh.collectives.run(lambda: dist.all_reduce(value_T, group=self._data))
         return value_T
 
     def rows(self, measured: Sequence[Tensor]) -> list[list[float]]:

@@ -55,7 +55,7 @@ class Passes:
     temperature: float
     """Of the sampler; logprobs are of the same distribution."""
     guard: Guard = UNGUARDED
-    """Handles running out of memory; only in one process: other ranks would not know of a second attempt."""
+    """Handles running out of memory, among ranks on all of them together (`agreement.py`)."""
     ranks: Ranks = ALONE
     """Who computes together."""
     largest_microbatch: int = field(default=0, init=False)
@@ -76,7 +76,9 @@ class Passes:
 
         def guarded() -> T:
             with self.guard.phase("logprobs"), torch.no_grad(), self.ranks.computing(model):
-                return work()
+                found = work()
+            self.guard.agree()
+            return found
 
         return self.guard.attempt(guarded)
 
@@ -138,7 +140,7 @@ class Learner(Generic[M]):
             with guard.phase("update"):
                 measured = accumulate()
             with guard.phase("optimizer", final=True):
-                return measured, self.optimizer.step()
+                return measured, self.optimizer.step(guard.agree)
 
         return guard.attempt(work, self.optimizer.begin_again)
 

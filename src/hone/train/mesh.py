@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from hone.devices import kind_of
+from hone.train.agreement import DIVIDED, Collectives
 
 REPLICATE, SHARD, TENSOR, DATA, SEQUENCE = "replicate", "shard", "tensor", "data", "sequence"
 """Names of the dimensions of a mesh."""
@@ -35,6 +37,8 @@ class Mesh:
     samples: DeviceMesh
     """(data, sequence) of the ranks with this one's place in `tensor`: samples are divided over data, tokens over
     sequence."""
+    collectives: Collectives = field(default_factory=Collectives)
+    """Those of this rank's passes."""
 
     @property
     def data_parallel(self) -> int:
@@ -78,11 +82,17 @@ def make_mesh(
     states = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
     shape = (sharded // sequence_parallel, sequence_parallel, tensor_parallel)
     samples = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, SEQUENCE, TENSOR))
+    collectives = Collectives()
+    if tensor_parallel > 1 or sequence_parallel > 1:
+        collectives.never = DIVIDED
+    elif not hasattr(FSDPModule, "reset_iter_state"):
+        collectives.never = f"PyTorch {torch.__version__} cannot give up a pass that has begun; 2.13 can"
     return Mesh(
         device=device,
         sharding=states[REPLICATE, SHARD] if REPLICATE in named else states[SHARD],
         tensor=states[TENSOR] if TENSOR in named else None,
         samples=samples[DATA, SEQUENCE],
+        collectives=collectives,
     )
 
 

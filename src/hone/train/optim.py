@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -224,10 +224,15 @@ class AdamW(ABC):
     def weights(self) -> Weights:
         """What it moves."""
 
-    def step(self) -> StepResult:
-        """Apply the accumulated gradient and clear it."""
+    def step(self, agree: Callable[[], object] = lambda: None) -> StepResult:
+        """Apply the accumulated gradient and clear it.
+
+        Args:
+            agree: raises where the step is not to be applied, on all ranks alike; see `Guard.agree`.
+        """
         lr = learning_rate(self.settings, self.step_count, self.total_steps)
         norm = self._gradient_norm()
+        agree()
         applied = math.isfinite(norm)
         if applied:
             if 0 < self.settings.grad_clip < norm:

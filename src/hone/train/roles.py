@@ -84,6 +84,19 @@ class Roles:
             raise ValueError("this trainer was made without a policy: it is in another pool")
         return self._policy
 
+    @property
+    def passes(self) -> Passes:
+        """How the roles here compute; they share one."""
+        held = self._policy or self.critic or self.reference
+        assert held is not None
+        return held.passes
+
+    @property
+    def trained(self) -> list[CausalModel]:
+        """The models here that learn."""
+        policy = [] if self._policy is None else [self._policy.model]
+        return policy if self.critic is None else [*policy, self.critic.model.body]
+
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
         """(T,) float32 logprobs of the batch's tokens; see `Trainer.logprobs`."""
         if not reference:
