@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 TokenIds = NDArray[np.int32]
 """(n,) int32, read-only."""
+Experts = NDArray[np.int8 | np.int16]
+"""(n, layers, k): the k experts that each token was sent to by each layer that has experts; or `UNRECORDED`."""
+UNRECORDED = -1
+"""In place of an expert: an engine has not computed the token, so the trainer routes it."""
 
 
 def read_only(values: ArrayLike | bytes, dtype: DTypeLike) -> NDArray[Any]:
@@ -59,11 +63,23 @@ class WithArrays:
         return hash(tuple(value for value in values if isinstance(value, str | int)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(_bits(getattr(self, name)) for name in self.__slots__)
+        return type(self), tuple(_packed(getattr(self, name)) for name in self.__slots__)
 
 
 def _bits(value: Any) -> Any:
     return value.tobytes() if isinstance(value, np.ndarray) else value
+
+
+def _packed(value: Any) -> Any:
+    """Bytes of a flat array, whose dtype its field knows; NumPy's own form of others."""
+    return _bits(value) if isinstance(value, np.ndarray) and value.ndim == 1 else value
+
+
+def _fixed(array: NDArray[Any]) -> NDArray[Any]:
+    """The same memory, which cannot be changed through what is returned."""
+    view = array.view()
+    view.setflags(write=False)
+    return view
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +180,19 @@ class Sample(WithArrays):
     """Why the environment failed; the sample ends there and is not scored."""
     engine: str = ""
     """Name of the engine that drew it, of several; of a sample that met an environment, the last."""
+    routing: Experts | None = None
+    """Of each token as an input of the engine, where that records it; the last one was no input."""
+    prompt_routing: Experts | None = None
+    """Of the prompt's tokens; only in the first sample of a request, which stands for the others."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
         object.__setattr__(self, "sampler_logprobs", read_only(self.sampler_logprobs, np.float32))
         if self.loss_mask is not None:
             object.__setattr__(self, "loss_mask", read_only(self.loss_mask, np.bool_))
+        for name in ("routing", "prompt_routing"):
+            if (experts := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _fixed(experts))
         count, of_versions = len(self.token_ids), sum([span.num_tokens for span in self.versions])
         masked = count if self.loss_mask is None else len(self.loss_mask)
         if not count == len(self.sampler_logprobs) == of_versions == masked:
@@ -177,6 +200,8 @@ class Sample(WithArrays):
                 f"a sample has {count} tokens, {len(self.sampler_logprobs)} logprobs, versions of {of_versions} "
                 f"tokens, and {'no mask' if self.loss_mask is None else f'a mask of {masked}'}"
             )
+        if self.routing is not None and len(self.routing) != count:
+            raise ValueError(f"a sample has {count} tokens, and the routing of {len(self.routing)}")
 
     def token_versions(self) -> list[int]:
         """The version of each token."""
@@ -300,6 +325,10 @@ class Batch:
     """Each prompt's; empty where no prompt has any."""
     engines: tuple[str, ...] = ()
     """Names of the engines that drew it, which the column `engine_T` counts from 0; empty where they have no names."""
+    routing_T: Experts | None = None
+    """`Sample.routing` of all samples, which forward passes of the policy and its reference replay; None: none has."""
+    prompt_routing: tuple[Experts, ...] = ()
+    """Each prompt's, where `routing_T` is there."""
 
     def with_column(self, name: str, value: Tensor) -> Batch:
         return replace(self, columns={**self.columns, name: value})

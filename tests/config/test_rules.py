@@ -204,6 +204,14 @@ BROKEN = [
         "algorithm.rejection: = token_k1 compares the trainer's old logprobs with the sampler's",
     ),
     ({"algorithm": "{rejection: token_k1, rejection_high: 1}"}, "algorithm.rejection_high: must be above the lower"),
+    (
+        {"algorithm": "{replay_routing: true}", "cluster": "{backend: ray, engines: {use: vllm}}"},
+        "algorithm.replay_routing: = true needs an engine that records routing, which vllm does not do here",
+    ),
+    (
+        {"algorithm": "{replay_routing: true}", "cluster": "{backend: ray, trainer: {compile: true}}"},
+        "algorithm.replay_routing: = true replaces the choice of experts inside of layers",
+    ),
     ({"algorithm": "{rejection: token_k2, rejection_low: 1}"}, "algorithm.rejection_low: is only used with k1"),
     (
         {"algorithm": "{credit: gdpo, normalize_rewards: true}"},

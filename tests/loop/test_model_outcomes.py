@@ -103,6 +103,26 @@ def test_the_page_has_this_table():
     assert written == table(), "docs/models.md is stale: run `python tests/loop/test_model_outcomes.py`"
 
 
+@pytest.mark.slow("checks and trains two models")
+def test_check_and_a_run_replay_routing_or_refuse_to(tmp_path):
+    for kind, ending in (("qwen3_moe", "routing is replayed"), ("qwen3", "no layers with experts")):
+        folder = tmp_path / kind
+        save_model(folder / "model", kind)
+        (folder / "rows.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8)
+        run_file = folder / "run.yaml"
+        run_file.write_text(RUN.format(folder=folder, rank=0) + "algorithm: {replay_routing: true}\n")
+        report = assemble.check_run(load_config(run_file))
+        said = report.problems or [line for line in report.lines if line.startswith("model: ")]
+        assert ending in said[0]
+        if report.problems:
+            with pytest.raises(HoneError, match=ending):
+                assemble.train(load_config(run_file))
+        else:
+            assemble.train(load_config(run_file))
+            metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+            assert max(line.get("train/mismatch_mean", 0.0) for line in metrics) < 1e-5
+
+
 def table() -> str:
     """The outcomes of all, as Markdown."""
     rows = ["| `model_type` | All weights | LoRA |", "|---|---|---|"]

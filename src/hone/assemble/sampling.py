@@ -89,6 +89,7 @@ def embedded_engine(
         executor=executor,
         prefill_tokens=config.rollout.prefill_tokens,
         guard=ladder or UNGUARDED,
+        records_routing=config.algorithm.replay_routing and "rl" in config.stages,
     )
     if ladder is not None:
         ladder.bind(*engine_knobs(engine, config))

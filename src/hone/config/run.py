@@ -297,6 +297,9 @@ class AlgorithmSection(Section):
     """Lower bound of the ratio sampler / trainer, with k1; null: 1 / rejection_high."""
     rejection_high: float = key(2.0, unit="ratio, or nats", gt=0)
     """Upper bound: of the ratio sampler / trainer with k1, of the estimate in nats with k2 and k3."""
+    replay_routing: bool = key(False)
+    """Mixtures of experts: the engine records which experts each token is sent to, and forward passes of the policy and
+    its reference send it to the same ones (R3); gate weights are computed anew."""
     aggregate: Literal["token_mean", "sample_mean", "fixed_length", "token_sum"] = key("sample_mean")
     """Aggregation of token losses, with counts over the whole optimizer step."""
     kl_loss_coef: float = key(0.0, ge=0)

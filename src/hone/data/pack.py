@@ -11,13 +11,14 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from hone.errors import DataError
-from hone.types import Batch, Group, Picture, Sample, Score, Totals
+from hone.types import UNRECORDED, Batch, Experts, Group, Picture, Sample, Score, Totals
 
 Indices = NDArray[np.int64]
 
@@ -56,7 +57,24 @@ def collate(groups: Sequence[Group]) -> Batch:
         columns=columns,
         pictures=pictures_of([group.prompt.pictures for group in groups]),
         engines=engines,
+        **_routing(groups),
     )
+
+
+def _routing(groups: Sequence[Group]) -> dict[str, Any]:
+    """The fields of a `Batch` that say where the engine sent tokens; empty where no sample has a record."""
+    found = [sample.routing for group in groups for sample in group.samples]
+    like = next((experts for experts in found if experts is not None), None)
+    if like is None:
+        return {}
+    prompts = []
+    for group in groups:
+        recorded = (sample.prompt_routing for sample in group.samples)
+        first = next((experts for experts in recorded if experts is not None), None)
+        prompts.append(unrecorded(len(group.prompt.token_ids), like) if first is None else first)
+    lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
+    each = [unrecorded(n, like) if e is None else e for n, e in zip(lengths, found, strict=True)]
+    return {"routing_T": np.concatenate(each), "prompt_routing": tuple(prompts)}
 
 
 def score_columns(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
@@ -94,6 +112,8 @@ def first_prompts(batch: Batch, count: int) -> Batch:
         sampler_logprobs_T=batch.sampler_logprobs_T[:num_tokens],
         reward_S=batch.reward_S[:num_samples],
         pictures=batch.pictures[:count],
+        routing_T=None if batch.routing_T is None else batch.routing_T[:num_tokens],
+        prompt_routing=batch.prompt_routing[:count],
     )
 
 
@@ -121,6 +141,11 @@ def _turn_rewards(samples: Sequence[Sample], lengths: Indices) -> torch.Tensor:
             if turn.end > turn.start:
                 reward_T[start + turn.end - 1] = turn.reward
     return torch.from_numpy(reward_T)
+
+
+def unrecorded(num_tokens: int, like: Experts) -> Experts:
+    """Routing of so many tokens that no engine has computed."""
+    return np.full((num_tokens, *like.shape[1:]), UNRECORDED, like.dtype)
 
 
 def joined(arrays: Sequence[ArrayLike], dtype: type) -> NDArray:

@@ -24,6 +24,7 @@ from hone.model.layout import Layout
 from hone.model.logprobs import LogitMap
 from hone.model.recompute import Checkpointing, contexts
 from hone.model.repository_names import NamedPart, repository_parts
+from hone.model.routing import Routing
 from hone.model.vision import LAYOUT_ATTENTION, SEEING, Vision, register_layout_attention, with_pictures
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class TransformersModel(CausalModel):
         if layout.pictures:
             raise DataError(no_pictures(self.hf_config.model_type))
         part = self.sequences.rows_of(layout)
+        self._replay(layout, part.index_Rl.flatten())
         positions = {} if part.position_1l is None else {"position_ids": part.position_1l}
         out = self.body(
             input_ids=layout.token_ids_X[part.index_Rl],
@@ -102,6 +104,7 @@ class TransformersModel(CausalModel):
 
     def _hidden_of_layout(self, layout: Layout, vision: Vision) -> Tensor:
         """As `hidden`, each prompt and its pictures computed once."""
+        self._replay(layout)
         embedded_XH = self.hf.get_input_embeddings()(layout.token_ids_X)
         position_3X = layout.grid_position_3X
         if position_3X is None:
@@ -116,6 +119,19 @@ class TransformersModel(CausalModel):
         )
         hidden_W = out.last_hidden_state[0].index_select(0, layout.needed_W)
         return hidden_W.index_select(0, layout.needed_U)
+
+    @cached_property
+    def routing(self) -> Routing:
+        """Of the mixture-of-experts layers. Raises DataError for a model without any, or whose are not known."""
+        return Routing(self.body, self.hf_config.model_type)
+
+    def _replay(self, layout: Layout, index_N: Tensor | None = None) -> None:
+        """Let the next forward pass, of these tokens of X, send them where the layout says."""
+        routing_X = layout.routing_X
+        if routing_X is not None:
+            self.routing.replay(routing_X if index_N is None else routing_X[index_N])
+        elif "routing" in vars(self):
+            self.routing.replay(None)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `CausalModel.load_weights`."""

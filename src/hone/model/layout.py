@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.types import Picture, TokenIds
+from hone.types import UNRECORDED, Experts, Picture, TokenIds
 
 Ints = NDArray[np.int64]
 
@@ -109,6 +109,8 @@ class Layout:
     """Those of all prompts, in the order of X; `start` is their place in X."""
     grid_position_3X: Tensor | None = None
     """(3, X) where there are pictures: positions in time, height and width; see `grid_positions`."""
+    routing_X: Tensor | None = None
+    """(X, layers, k) integers: experts that tokens are sent to; see `types.Experts`. None: routers choose."""
 
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
@@ -171,9 +173,11 @@ class Layout:
         token_ids_T: Ints | Tensor,
         device: torch.device | str = "cpu",
         pictures: Sequence[Sequence[Picture]] = (),
+        routing: tuple[Experts, Sequence[Experts]] | None = None,
     ) -> Layout:
-        """As `build`, from flat arrays: the (S,) response lengths and their (T,) tokens in sample order; and the
-        pictures of each prompt, if there are any."""
+        """As `build`, from flat arrays: the (S,) response lengths and their (T,) tokens in sample order; the pictures
+        of each prompt, if there are any; and the experts of these tokens and of each prompt's, if they are to be
+        replayed. Of identical responses the first one's are."""
         prompt_S, length_S, token_ids_T = (np.asarray(a, np.int64) for a in (prompt_S, length_S, token_ids_T))
         samples = _merge_identical(prompt_S, length_S, token_ids_T)
         used_N, prompt_R = np.unique(samples.prompt_R, return_inverse=True)
@@ -189,6 +193,13 @@ class Layout:
         token_ids_X[_ranges(places.start_R, places.inputs_R)] = unique_tokens[_ranges(start_U, places.inputs_R)]
         predict_U = _predicting(places.prompt_end_R, places.start_R, samples.length_R)
         needed_W, needed_U = np.unique(predict_U, return_inverse=True)
+        routing_X = None
+        if routing is not None:
+            routing_T, of_prompts = routing
+            routing_X = np.full((len(token_ids_X), *routing_T.shape[1:]), UNRECORDED, routing_T.dtype)
+            routing_X[_ranges(places.prompt_start_N, prompt_length_N)] = np.concatenate([of_prompts[i] for i in used_N])
+            routing_U = routing_T[_ranges(samples.start_R, samples.length_R)]
+            routing_X[_ranges(places.start_R, places.inputs_R)] = routing_U[_ranges(start_U, places.inputs_R)]
         expand_T = _ranges(start_U[samples.row_S], length_S) if len(samples.length_R) < len(length_S) else None
         used = [pictures[i] for i in used_N] if pictures else []
         placed = [
@@ -216,6 +227,7 @@ class Layout:
             ),
             pictures=tuple(placed),
             grid_position_3X=None if grid_position_3X is None else put(grid_position_3X),
+            routing_X=None if routing_X is None else put(routing_X),
         )
 
 

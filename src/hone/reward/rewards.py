@@ -114,7 +114,9 @@ class Component:
     reads: Literal["response", "answer"] = "response"
 
     def seen(self, sample: Sample) -> Sample:
-        """The sample as the scorer sees it."""
+        """The sample as the scorer sees it, which may be another process: without what is large and the trainer's."""
+        if sample.routing is not None:
+            sample = replace(sample, routing=None, prompt_routing=None)
         return sample if self.reads == "response" else replace(sample, text=sample.answer_text)
 
 

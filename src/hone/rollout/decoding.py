@@ -243,6 +243,9 @@ class DecoderStepper:
 
     # ---- rows
 
+    def routing(self, row: int) -> None:
+        """See `stepper.Stepper`. Hone's decoder has no experts."""
+
     def add_rows(self, prompt_ids: Sequence[int], begun: Sequence[TokenIds]) -> Tensor:
         slot_B = np.array([self._slot_of_prompt[prompt_id] for prompt_id in prompt_ids])
         length_B = np.array([len(tokens) for tokens in begun])

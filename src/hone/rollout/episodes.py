@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.data.pack import unrecorded
 from hone.errors import DataError
 from hone.rollout.engine import Engine, OnSample, Request
 from hone.rollout.env import Episode, Observation, episode_seed
 from hone.rollout.env_pool import EnvironmentFault, EnvironmentPool, EpisodeHandle
 from hone.runtime.user_code import describe
-from hone.types import FinishReason, Sample, TokenIds, Turn, VersionSpan
+from hone.types import UNRECORDED, Experts, FinishReason, Sample, TokenIds, Turn, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,15 +139,40 @@ class Draft:
         self._turns: list[Turn] = []
         self._finish_reason: FinishReason = "stop"
         self._fault = ""
+        self._routing: Experts | None = None
+        self._prompt_routing: Experts | None = None
         self.append_turn(first_turn)
 
     def append_turn(self, sampled: Sample) -> None:
         """What the policy wrote."""
         start = len(self._token_ids)
         self._append(sampled.token_ids, sampled.sampler_logprobs, sampled.versions, written=True)
+        self._append_routing(sampled)
         self._texts.append(sampled.text)
         self._turns.append(Turn(start, len(self._token_ids)))
         self._finish_reason, self._engine = sampled.finish_reason, sampled.engine
+
+    def _append_routing(self, sampled: Sample) -> None:
+        """Keep what tokens were drawn with; of those that the engine had not computed yet (what the environment said,
+        and the token before it) take what it computed now."""
+        if sampled.routing is None:
+            return
+        before = len(self._token_ids) - len(sampled.token_ids)
+        if self._routing is None:
+            self._routing, self._prompt_routing = sampled.routing, sampled.prompt_routing
+            return
+        known = len(self._routing)
+        so_far = np.concatenate([self._routing, unrecorded(before - known, self._routing)])
+        if sampled.prompt_routing is not None:
+            again = sampled.prompt_routing[len(self._request.prompt.token_ids) :]
+            so_far = np.where(so_far == UNRECORDED, again, so_far)
+        self._routing = np.concatenate([so_far, sampled.routing])
+
+    def _whole_routing(self) -> Experts | None:
+        """Of all tokens so far."""
+        if self._routing is None:
+            return None
+        return np.concatenate([self._routing, unrecorded(len(self._token_ids) - len(self._routing), self._routing)])
 
     async def answer(self, *, is_last: bool) -> bool:
         """Ask the environment about the newest turn, and append what it says. Returns whether another turn follows."""
@@ -199,6 +225,8 @@ class Draft:
             turns=tuple(self._turns),
             fault=self._fault,
             engine=self._engine,
+            routing=self._whole_routing(),
+            prompt_routing=self._prompt_routing,
         )
 
     def _append(

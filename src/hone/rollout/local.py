@@ -20,6 +20,7 @@ from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.model.hf import TransformersModel
 from hone.model.load import weights_fingerprint
+from hone.model.routing import no_experts
 from hone.plan.architecture import architecture_from
 from hone.plan.kv_cache import CacheRoom, most_within
 from hone.rollout.decoding import PREFILL_TOKENS, DecoderStepper
@@ -44,6 +45,7 @@ class LocalEngine:
         timeout_s: an engine that makes no step for so long is given up (EngineError).
         executor: one thread to compute on, shared with the trainer in a synchronous run; None: a thread of its own.
         guard: watches over memory. What runs out begins again, with the same randomness.
+        records_routing: samples have the experts that their tokens were sent to; of a model with Transformers' class.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LocalEngine:
         version: int = 0,
         prefill_tokens: int = PREFILL_TOKENS,
         guard: Guard = UNGUARDED,
+        records_routing: bool = False,
     ) -> None:
         self.version = version
         self._model = model
@@ -68,7 +71,7 @@ class LocalEngine:
         self._is_whole = True  # the worker's: whether the weights are all of one version
         self._is_busy = False  # the worker's; the phase "rollout" is open while it is
         self._room = room or whole_room(model, max_concurrent)
-        stepper = make_stepper(model, max_concurrent, prefill_tokens, self._room)
+        stepper = make_stepper(model, max_concurrent, prefill_tokens, self._room, records_routing=records_routing)
         self._scheduler = Scheduler(stepper, decode, max_concurrent)
         self._promises: dict[RowJob, Future[tuple[Sample, ...]]] = {}  # the worker's; a job is in it while it runs
         self._worker = EngineWorker(
@@ -238,14 +241,18 @@ def bytes_per_token(model: CausalModel) -> int | None:
     return architecture.kv_bytes_per_token(bytes_each=model.output_weight.element_size())
 
 
-def make_stepper(model: CausalModel, max_rows: int, prefill_tokens: int, room: CacheRoom) -> Stepper:
-    """The fastest way to decode with this model."""
+def make_stepper(
+    model: CausalModel, max_rows: int, prefill_tokens: int, room: CacheRoom, *, records_routing: bool = False
+) -> Stepper:
+    """The fastest way to decode with this model. Raises DataError if its routing is to be recorded and cannot be."""
     if isinstance(model, Decoder):
+        if records_routing:
+            raise DataError(no_experts(model.hf_config.model_type))
         return DecoderStepper(model, max_rows, room=room, prefill_tokens=prefill_tokens)
     if isinstance(model, TransformersModel):
         from hone.rollout.transformers_decoding import TransformersStepper  # brings modelling code and SciPy: 0.7 s
 
-        return TransformersStepper(model, max_rows, room=room)
+        return TransformersStepper(model, max_rows, room=room, records_routing=records_routing)
     raise TypeError(f"no way to decode with a {type(model).__name__}")
 
 

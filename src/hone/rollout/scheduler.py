@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.data.pack import pictures_of
+from hone.data.pack import pictures_of, unrecorded
 from hone.rollout.engine import CacheUse
 from hone.rollout.rows import NOTHING, RowJob, Rows
 from hone.rollout.sampling import on_host, sample
 from hone.rollout.stepper import Stepper, closing_moves
 from hone.rollout.stop_strings import Decode, text_up_to_stop
 from hone.rollout.upload import upload
-from hone.types import Sample, version_spans
+from hone.types import Experts, Sample, version_spans
 
 
 class Scheduler:
@@ -236,6 +236,7 @@ class Scheduler:
         for row in done.tolist():
             job, length = rows.jobs[row], int(rows.length[row])
             token_ids = rows.tokens[row, :length]
+            routing, prompt_routing = self._routing(row, job, length)
             finished = Sample(
                 prompt_id=job.request.prompt.id,
                 index=int(rows.sample_index[row]),
@@ -244,6 +245,8 @@ class Scheduler:
                 versions=version_spans(rows.versions[row, :length]),
                 finish_reason="stop" if stopped_B[row] else "length",
                 text=cut_texts[row] if row in cut_texts else self._decode(token_ids.tolist()),
+                routing=routing,
+                prompt_routing=prompt_routing,
             )
             job.samples.append(finished)
             if job.on_sample is not None:
@@ -252,3 +255,12 @@ class Scheduler:
                 job.samples.sort(key=lambda s: s.index)
                 del self._jobs[job]
                 self._complete.append(job)
+
+    def _routing(self, row: int, job: RowJob, length: int) -> tuple[Experts | None, Experts | None]:
+        """See `Sample`; of a row that has sampled so many tokens, the last one just now."""
+        found = self._stepper.routing(row)
+        if found is None:
+            return None, None
+        of_prompt, own = found
+        is_first = self._rows.sample_index[row] == job.request.first_sample
+        return np.concatenate([own, unrecorded(length - len(own), own)]), of_prompt if is_first else None

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from hone.rollout.engine import CacheUse
-from hone.types import Picture, TokenIds
+from hone.types import Experts, Picture, TokenIds
 
 
 class Admission(Protocol):
@@ -67,6 +67,10 @@ class Stepper(Protocol):
 
     def advance(self, token_ids_B: np.ndarray) -> Tensor:
         """Append one token to every live row; returns (B, V) logits of the next."""
+        ...
+
+    def routing(self, row: int) -> tuple[Experts, Experts] | None:
+        """Experts of a row's prompt, and of the tokens that were appended to it; None where they are not recorded."""
         ...
 
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:

@@ -25,14 +25,26 @@ from hone.model.vision import with_pictures
 from hone.plan.kv_cache import CacheRoom
 from hone.rollout.engine import CacheUse
 from hone.rollout.upload import upload
-from hone.types import Picture, TokenIds
+from hone.types import Experts, Picture, TokenIds
+
+FIRST_COLUMNS = 64
+"""Tokens of a row that there is room for at first; then twice as many."""
 
 
 class TransformersStepper:
-    """See `stepper.Stepper`."""
+    """See `stepper.Stepper`.
 
-    def __init__(self, model: TransformersModel, max_rows: int, *, room: CacheRoom) -> None:
+    Args:
+        records_routing: keep the experts that tokens are sent to.
+    """
+
+    def __init__(
+        self, model: TransformersModel, max_rows: int, *, room: CacheRoom, records_routing: bool = False
+    ) -> None:
         self._model = model
+        self._records_routing = records_routing
+        if records_routing:
+            _ = model.routing  # refuses a model without experts
         self._max_rows, self._room = max_rows, room
         takes = inspect.signature(type(model.body).forward).parameters
         self._takes_positions = "position_ids" in takes
@@ -88,6 +100,10 @@ class TransformersStepper:
             logits_NV = self._see(token_NP, real_NP, pictures)
         else:
             logits_NV = self._forward(token_NP, real_NP, (real_NP.cumsum(1) - 1).clamp_min(0))
+        if self._experts_NLK is not None:
+            each = self._experts_NLK.reshape(*token_NP.shape, *self._experts_NLK.shape[1:])
+            of_prompts = [own[width - len(prompt) :].copy() for own, prompt in zip(each, prompts, strict=True)]
+            self._routing = RowRouting([of_prompts[number] for number in which_B], self._experts_NLK)
         self._select(row_B)
         self._real_BW = real_NP[row_B]
         return logits_NV[row_B]
@@ -105,15 +121,13 @@ class TransformersStepper:
             self._shift_B[row] = following - length
             places.append([replace(picture, start=width - length + picture.start) for picture in own])
         embedded_NPH, deeper = with_pictures(self._model.hf.get_input_embeddings()(token_NP), places, vision)
-        out = self._model.body(
+        return self._compute(
             inputs_embeds=embedded_NPH,
             position_ids=position_3NP.to(device),
             attention_mask=real_NP,
             past_key_values=self._cache,
-            use_cache=True,
             **deeper,
         )
-        return self._model.logits(out.last_hidden_state[:, -1])
 
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
         if count == 0:
@@ -123,11 +137,19 @@ class TransformersStepper:
         row_B = upload(order, self._real_BW.device)
         self._select(row_B)
         self._real_BW = self._real_BW[row_B]
+        if self._routing is not None:
+            self._routing.move(target, source, count)
+
+    def routing(self, row: int) -> tuple[Experts, Experts] | None:
+        return None if self._routing is None else self._routing.of(row)
 
     def advance(self, token_ids_B: np.ndarray) -> Tensor:
         self._real_BW = F.pad(self._real_BW, (0, 1), value=1)
         position_B = self._real_BW.sum(1) - 1 + self._shift_B
-        return self._forward(upload(token_ids_B, position_B.device)[:, None], self._real_BW, position_B[:, None])
+        logits_BV = self._forward(upload(token_ids_B, position_B.device)[:, None], self._real_BW, position_B[:, None])
+        if self._routing is not None and self._experts_NLK is not None:
+            self._routing.append(self._experts_NLK)
+        return logits_BV
 
     def _forward(self, token_ids_BX: Tensor, real_BW: Tensor, position_BX: Tensor) -> Tensor:
         named: dict[str, Any] = {"past_key_values" if self._attends else "cache_params": self._cache}
@@ -135,7 +157,16 @@ class TransformersStepper:
             named["position_ids"] = position_BX
         if self._attends or token_ids_BX.shape == real_BW.shape:
             named["attention_mask"] = real_BW
-        out = self._model.body(input_ids=token_ids_BX, use_cache=True, **named)
+        return self._compute(input_ids=token_ids_BX, **named)
+
+    def _compute(self, **inputs: Any) -> Tensor:
+        """Logits after the last tokens; keeps the experts of all of them if they are recorded."""
+        if not self._records_routing:
+            out = self._model.body(use_cache=True, **inputs)
+        else:
+            with self._model.routing.recording() as taken:
+                out = self._model.body(use_cache=True, **inputs)
+                self._experts_NLK = taken()
         return self._model.logits(out.last_hidden_state[:, -1])
 
     def _select(self, row_B: Tensor) -> None:
@@ -147,6 +178,41 @@ class TransformersStepper:
         self._cache = DynamicCache()
         self._real_BW = torch.zeros(0, 0, dtype=torch.int64)
         self._shift_B = torch.zeros(0, dtype=torch.int64)  # of positions: pictures take fewer than they have tokens
+        self._routing: RowRouting | None = None
+        self._experts_NLK: Experts | None = None  # of all tokens of the newest pass
+
+
+class RowRouting:
+    """Experts of a wave's rows, which have all sampled as many tokens, on the host.
+
+    Args:
+        prompt_B: of the prompt of each row; rows of one prompt share an array.
+        like: any routing of the model.
+    """
+
+    def __init__(self, prompt_B: list[Experts], like: Experts) -> None:
+        self._prompt_B = prompt_B
+        self._num_tokens = 0
+        self._own_CBLK = np.zeros((FIRST_COLUMNS, len(prompt_B), *like.shape[1:]), like.dtype)
+
+    def append(self, experts_BLK: Experts) -> None:
+        """One token more of every row."""
+        columns = len(self._own_CBLK)
+        if self._num_tokens == columns:
+            self._own_CBLK = np.concatenate([self._own_CBLK, np.zeros_like(self._own_CBLK)])
+        self._own_CBLK[self._num_tokens, : len(experts_BLK)] = experts_BLK
+        self._num_tokens += 1
+
+    def move(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
+        """See `Stepper.move_rows`."""
+        self._own_CBLK[: self._num_tokens, target] = self._own_CBLK[: self._num_tokens, source]
+        for to, origin in zip(target.tolist(), source.tolist(), strict=True):
+            self._prompt_B[to] = self._prompt_B[origin]
+        del self._prompt_B[count:]
+
+    def of(self, row: int) -> tuple[Experts, Experts]:
+        """See `Stepper.routing`; the first is shared, the second a copy."""
+        return self._prompt_B[row], self._own_CBLK[: self._num_tokens, row].copy()
 
 
 @dataclass

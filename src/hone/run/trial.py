@@ -53,7 +53,7 @@ from hone.rollout.local import LocalEngine, refuse_to_compile
 from hone.runtime.user_state import state_folder, write_user_state
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
-from hone.types import Group, Picture, Prompt, Sample, VersionSpan
+from hone.types import UNRECORDED, Batch, Group, Picture, Prompt, Sample, VersionSpan
 
 PROMPTS = ((3, 1, 4, 1, 5), (2, 7))
 REWARDS = (0.0, 1.0, 0.0, 1.0)
@@ -181,6 +181,7 @@ def _key(config: RunConfig, architecture: PreTrainedConfig) -> str:
     settings = [config.model.implementation, config.lora.model_dump(mode="json")]
     settings += [bool(config.data.image_columns)]
     settings += [config.train.activation_checkpointing, config.rollout.compile, _has_own_engine(config), config.stages]
+    settings += [config.algorithm.replay_routing]
     content = json.dumps([keys, settings, versions, _code_hash()], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -226,7 +227,8 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
         groups[0] = replace(groups[0], prompt=shown)
     if own_engine:
         with _step(kind, "sampled from by Hone's engine"):
-            groups = await _sampled(model, [group.prompt for group in groups])
+            prompts = [group.prompt for group in groups]
+            groups = await _sampled(model, prompts, records_routing=config.algorithm.replay_routing)
     batch = collate(groups)
     batch = batch.with_column("advantages_T", (2 * batch.reward_S - 1).repeat_interleave(batch.length_S))
     expected = _reference_logprobs(reference, groups, model)
@@ -234,6 +236,8 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
         found_T = trainer.logprobs(batch)
     if own_engine:
         _agree(kind, "Hone's engine", batch.sampler_logprobs_T, expected, has_adapter)
+        if batch.routing_T is not None:
+            _replays(kind, trainer, batch, found_T)
     _agree(kind, "the trainer", found_T, expected, has_adapter)
     with _step(kind, "trained"):
         metrics = trainer.update(batch, Algorithm(AlgorithmSection()), [np.arange(len(batch.length_S))])
@@ -241,6 +245,7 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
         raise DataError(f"model: {kind} cannot be trained: its gradient has norm {metrics['train/grad_norm']:g}.")
     who = "engine and trainer compute" if own_engine else "the trainer computes"
     seen = ", of a prompt with a picture too" if config.data.image_columns else ""
+    seen += ", routing is replayed" if batch.routing_T is not None else ""
     depth = small.get_text_config(decoder=True).num_hidden_layers
     return ModelTrial(
         proven=f"{kind} trains{' with an adapter' if has_adapter else ''}: in a miniature of {depth} "
@@ -323,9 +328,11 @@ def _without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-async def _sampled(model: CausalModel, prompts: Sequence[Prompt]) -> list[Group]:
+async def _sampled(model: CausalModel, prompts: Sequence[Prompt], *, records_routing: bool) -> list[Group]:
     """A group of each prompt: one prefill, samples that fork from it, and steps of decoding."""
-    engine = LocalEngine(model, decode=str, eos_ids=(), max_concurrent=8, timeout_s=120.0)
+    engine = LocalEngine(
+        model, decode=str, eos_ids=(), max_concurrent=8, timeout_s=120.0, records_routing=records_routing
+    )
     sampling = Sampling(RESPONSE_TOKENS, 1.0, top_k=0, top_p=1.0, min_p=0.0, stop=(), stop_token_ids=())
     requests = [Request(prompt, len(REWARDS), sampling, seed=0, stream="train") for prompt in prompts]
     try:
@@ -333,6 +340,21 @@ async def _sampled(model: CausalModel, prompts: Sequence[Prompt]) -> list[Group]
     finally:
         await engine.close()
     return [Group(prompt, samples).scored({}, REWARDS) for prompt, samples in zip(prompts, sampled, strict=True)]
+
+
+def _replays(kind: str, trainer: PolicyTrainer, batch: Batch, found_T: Tensor) -> None:
+    """Raises DataError if tokens are not sent to other experts when the batch says so."""
+    assert batch.routing_T is not None
+    model: Any = trainer.model
+    others = [
+        np.where(e == UNRECORDED, e, (e + 1) % model.routing.fewest) for e in (batch.routing_T, *batch.prompt_routing)
+    ]
+    other_T = trainer.logprobs(replace(batch, routing_T=others[0], prompt_routing=tuple(others[1:])))
+    if torch.equal(other_T, found_T):
+        raise DataError(
+            f"algorithm.replay_routing = true: {kind} does not send tokens to the experts that were recorded. Set "
+            "algorithm.replay_routing=false."
+        )
 
 
 def _made_up(vocab_size: int) -> list[Group]:

@@ -6,6 +6,7 @@ Not here: advantages and targets (`algo.returns`), the loss (`algo.value`), and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -47,7 +48,7 @@ class Critic(Learner[ScalarModel]):
         return self.passes.without_gradient(self.model, lambda: self._values(batch))
 
     def _values(self, batch: Batch) -> Tensor:
-        prepared = PreparedBatch.of(batch, (), self.held.dtype, self.device)
+        prepared = self._prepare(batch, ())
         every = np.arange(len(batch.length_S))
         value_T = torch.zeros(len(batch.token_ids_T), dtype=self.held.dtype, device=self.device)
         for samples in self.passes.microbatches(prepared.shape, every):
@@ -59,7 +60,7 @@ class Critic(Learner[ScalarModel]):
     def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
         """Learn from a batch that has `value_T` and `return_T`, in the optimizer steps that the policy makes of it."""
         names = ("loss_mask_T", "value_T", "return_T")
-        prepared = PreparedBatch.of(batch, names, self.held.dtype, self.device)
+        prepared = self._prepare(batch, names)
         loss_tokens_S = prepared.shape.count(batch.loss_mask_T.cpu().numpy() > 0)
         has_loss_S = loss_tokens_S > 0
         measured: list[Tensor] = []
@@ -79,6 +80,10 @@ class Critic(Learner[ScalarModel]):
             "critic/lr": results[-1].lr,
             "critic/skipped_steps": sum(not r.applied for r in results),
         }
+
+    def _prepare(self, batch: Batch, names: Sequence[str]) -> PreparedBatch:
+        """The policy's routing says nothing about the experts of a critic."""
+        return PreparedBatch.of(replace(batch, routing_T=None), names, self.held.dtype, self.device)
 
     def _accumulate(self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, totals: Totals) -> list[Tensor]:
         """Add the gradient of one optimizer step; returns what each microbatch of this rank measured."""

@@ -24,7 +24,7 @@ from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import token_logprobs
 from hone.train.tensor_files import Snapshot
-from hone.types import Batch, Picture, TokenIds, Totals
+from hone.types import Batch, Experts, Picture, TokenIds, Totals
 
 
 class Keepable(Protocol):
@@ -120,6 +120,8 @@ class PreparedBatch:
     columns_CT: Tensor
     num_engines: int = 0
     """Engines with names, which a column `engine_T` counts."""
+    routing: tuple[Experts, Sequence[Experts]] | None = None
+    """`Batch.routing_T` and `Batch.prompt_routing`, to be replayed."""
 
     @classmethod
     def of(cls, batch: Batch, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> PreparedBatch:
@@ -129,7 +131,10 @@ class PreparedBatch:
         columns_CT = torch.stack(columns) if columns else torch.empty((0, len(batch.token_ids_T)), device=device)
         token_ids_T = batch.token_ids_T.cpu().numpy()
         shape = Shape.of(batch)
-        return cls(batch.prompts, batch.pictures, shape, token_ids_T, tuple(names), columns_CT, len(batch.engines))
+        routing = None if batch.routing_T is None else (batch.routing_T, batch.prompt_routing)
+        return cls(
+            batch.prompts, batch.pictures, shape, token_ids_T, tuple(names), columns_CT, len(batch.engines), routing
+        )
 
 
 def lay_out(batch: PreparedBatch, samples: Indices) -> tuple[Layout, Tensor]:
@@ -147,6 +152,7 @@ def lay_out(batch: PreparedBatch, samples: Indices) -> tuple[Layout, Tensor]:
         batch.token_ids_T[index],
         device,
         pictures=batch.pictures,
+        routing=None if batch.routing is None else (batch.routing[0][index], batch.routing[1]),
     )
     return layout, torch.from_numpy(index).to(device, non_blocking=True)
 

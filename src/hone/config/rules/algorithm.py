@@ -179,6 +179,25 @@ def rejection_has_a_difference(config: RunConfig) -> Iterator[Breach]:
         yield Breach(keys, f"is only used with k1 (got {algorithm.rejection}): leave it out")
 
 
+def routing_is_recorded(config: RunConfig) -> Iterator[Breach]:
+    """The engine must tell the experts of each token, and layers of the trainer must ask for them."""
+    if not config.algorithm.replay_routing:
+        return
+    keys = ("algorithm.replay_routing", "cluster.engines.use")
+    if config.cluster.backend == "ray" and (use := config.cluster.engines.name) != "hone":
+        yield Breach(
+            keys,
+            f"= true needs an engine that records routing, which {use} does not do here. Set cluster.engines.use=hone, "
+            "or this to false",
+        )
+    if config.cluster.backend == "ray" and config.cluster.trainer.compile:
+        yield Breach(
+            ("algorithm.replay_routing", "cluster.trainer.compile"),
+            "= true replaces the choice of experts inside of layers, which cluster.trainer.compile compiles. Set "
+            "cluster.trainer.compile=false",
+        )
+
+
 def components_are_not_shaped_as_a_sum(config: RunConfig) -> Iterator[Breach]:
     """gdpo reads the scores themselves, and what shapes their sum would not be seen."""
     algorithm = config.algorithm
@@ -340,6 +359,7 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], Iterator[Breach]], ...] = (
     correction_has_a_difference_to_correct,
     covariances_are_a_range,
     rejection_has_a_difference,
+    routing_is_recorded,
     components_are_not_shaped_as_a_sum,
     entropy_control_has_room,
     truncated_sampling_is_correctable,
