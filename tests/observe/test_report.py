@@ -135,6 +135,31 @@ def test_thin_takes_means_of_equal_bins():
     assert thin([1.0, 3.0, None, 4.0, None, None], 3) == [2.0, 4.0, None]
 
 
+def test_curves_come_with_healthy_ranges_and_events(tmp_path):
+    observer = Observer(tmp_path, Settings(), title="t", total_steps=30)
+    observer.begin("rl", 30)
+    for step in range(1, 31):
+        observer.event("training", step=step)
+        if step == 7:
+            observer.event("replica_down", replica="engine-1", why="out of memory")
+        entropy = 2.0 if 5 <= step <= 20 else 9.0  # the baseline is of steps 5 to 20
+        observer.log("rl", step, {"train/entropy": entropy, "train/mismatch_gap": 0.0, "reward/a_fault_frac": 0.0})
+    observer.event("started", step=20)
+    observer.close("finished")
+    page = (tmp_path / "report.html").read_text()
+    data = page_data(page)
+    assert data["healthy"]["rl"] == {
+        "train/entropy": [0.4, 3.0],
+        "train/mismatch_gap": [None, 0.03],
+        "reward/a_fault_frac": [None, 0.05],
+    }
+    assert [(mark["step"], mark["what"]) for mark in data["marks"]] == [
+        (7, "engine engine-1 failed: out of memory"),
+        (20, "continued from a checkpoint"),
+    ]
+    assert "Copyright (c) 2022 Leon Sorokin" in page, "the licence of the plot library goes with it"
+
+
 def test_script_json_cannot_leave_its_element():
     text = script_json({"text": HOSTILE})
     assert not set("<>&\u2028") & set(text)
@@ -149,9 +174,10 @@ const faulty = byId("found").textContent;
 byId("search").value = "pwned"; fillRows();
 document.querySelector("tr.sample").click();
 document.querySelectorAll("details").forEach(d => { d.open = true; });
-moveCursors(document.querySelector(".card"), 3);
+const plot = document.querySelector(".plot");
+for (const key of ["Home", "ArrowRight", "ArrowRight"]) plot.dispatchEvent(new KeyboardEvent("keydown", { key }));
 const count = what => document.querySelectorAll(what).length;
-const facts = { rows: rows.length, faulty, charts: count("svg"), open: count(".detail"), images: count("img"),
+const facts = { rows: rows.length, faulty, charts: count(".uplot canvas"), open: count(".detail"), images: count("img"),
   title: document.title, readout: document.querySelector(".legend").textContent, errors: window.failures };
 document.body.innerHTML = "<pre id=facts></pre>";
 byId("facts").textContent = JSON.stringify(facts);

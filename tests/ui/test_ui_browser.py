@@ -86,10 +86,10 @@ def test_runs_are_compared_and_pages_fit_a_phone_and_the_dark(server, tmp_path):
         assert browser.run("byId('compare').disabled")
         browser.run("document.querySelectorAll('#runs input').forEach(box => box.click())")
         browser.run("byId('compare').click()")
-        browser.until("document.querySelectorAll('#curves svg').length > 1")
+        browser.until("document.querySelectorAll('#curves .uplot').length > 1")
         assert "train.optimizer.lr" in browser.run("byId('differing').textContent")
         browser.run("byId('axis').value = 'samples'; byId('axis').dispatchEvent(new Event('input'))")
-        assert browser.run("document.querySelectorAll('#curves svg').length") > 1
+        assert browser.run("document.querySelectorAll('#curves .uplot').length") > 1
         for page in ("", "run?name=a", "compare?name=a&name=b"):
             browser.open(url + page)
             assert browser.run("document.documentElement.scrollWidth <= innerWidth"), page

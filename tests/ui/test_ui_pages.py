@@ -1,5 +1,6 @@
 """Pages of `hone ui` and their data, without a browser."""
 
+import asyncio
 import json
 import re
 
@@ -10,7 +11,7 @@ from written_runs import write_run
 from hone.serve.http import HttpSettings, Lifecycle
 from hone.services.state import TOKEN_FILE, write_token
 from hone.ui.runs import MAX_LINES, Runs
-from hone.ui.server import ui_app
+from hone.ui.server import _changes, ui_app
 
 
 @pytest.fixture
@@ -49,7 +50,9 @@ def data_of(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page.text, re.S)[1])
 
 
-@pytest.mark.parametrize("path", ["/", "/run?name=a", "/data/runs", "/data/run?name=a", "/changes", "/?token=wrong"])
+@pytest.mark.parametrize(
+    "path", ["/", "/run?name=a", "/data/runs", "/data/run?name=a", "/changes?seen=0", "/?token=wrong"]
+)
 def test_without_the_token_nothing_is_shown(client, path):
     assert client.get(path).status_code == 401
 
@@ -74,7 +77,7 @@ def test_a_run_has_its_report_and_what_happens_now(reader):
     assert data["summary"]["origin"]["git_commit"] == "1234abc"
     assert data["stages"][0]["steps"]["step"] == list(range(1, 13))
     assert data["now"]["step"] == 12 and not data["now"]["running"]
-    assert data["live"]["changes"] == "/changes?name=a" and "12" in data["log"]
+    assert data["live"]["changes"].startswith("/changes?name=a&seen=") and "12" in data["log"]
     assert reader.get("/data/run?name=a").json()["recorded"] == {"rl": list(range(1, 13))}
 
 
@@ -99,7 +102,7 @@ def test_runs_side_by_side(reader):
 @pytest.mark.parametrize("name", ["../runs/a", "/etc", "sub", "a/logs", "", "nobody"])
 def test_nothing_but_runs_of_the_folder_is_read(reader, name):
     for path in ("/run", "/data/run", "/compare", "/changes"):
-        answer = reader.get(path, params={"name": name})
+        answer = reader.get(path, params={"name": name, "seen": "0"})
         assert answer.status_code == 404 and "no such run" in answer.json()["detail"]
 
 
@@ -122,3 +125,15 @@ def test_a_long_run_is_read_in_part_with_every_evaluation(tmp_path):
 def test_a_folder_without_runs_and_one_that_is_a_run(tmp_path, runs):
     assert Runs(tmp_path / "nothing").list()["runs"] == []
     assert [run["name"] for run in Runs(runs / "a").list()["runs"]] == ["."]
+
+
+def test_what_is_written_between_a_page_and_its_first_question_is_not_missed(runs):
+    seen = Runs(runs).state(["a"])
+    with (runs / "a" / "metrics.jsonl").open("a") as lines:
+        lines.write("{}\n")
+
+    async def first() -> tuple[bytes, bytes]:
+        return tuple([await anext(_changes(Runs(runs), ["a"], at, Lifecycle())) for at in (seen, now)])
+
+    now = Runs(runs).state(["a"])
+    assert asyncio.run(first()) == (f"id: {now}\ndata: new\n\n".encode(), b": \n\n")

@@ -15,11 +15,25 @@ LEVELS: tuple[Level, ...] = ("liveness", "data", "optimisation", "tuning")
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """A bound of a metric's healthy range, as pages draw it beside the curve."""
+
+    metric: str
+    """A name or a pattern such as `reward/<component>_mean`."""
+    low: float = -math.inf
+    high: float = math.inf
+    of_baseline: bool = False
+    """The bounds are multiples of the metric's baseline (`History.base`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Condition:
     """Whether the latest line is abnormal, and the limit in words."""
 
     holds: Callable[[History], bool]
     text: str
+    limits: tuple[Limit, ...] = ()
+    """Bounds that the condition compares single metrics with; none where it compares metrics with each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,18 +81,26 @@ def shown(value: float) -> str:
 
 def above(metric: str, limit: float, *, mean: int = 1) -> Condition:
     """The mean of the last values is above a limit, of any metric that fits the pattern."""
-    return Condition(lambda h: any(h.mean(name, mean) > limit for name in h.names(metric)), f"above {limit:g}")
+    return Condition(
+        lambda h: any(h.mean(name, mean) > limit for name in h.names(metric)),
+        f"above {limit:g}",
+        (Limit(metric, high=limit),),
+    )
 
 
 def below(metric: str, limit: float, *, mean: int = 1) -> Condition:
-    return Condition(lambda h: any(h.mean(name, mean) < limit for name in h.names(metric)), f"below {limit:g}")
+    return Condition(
+        lambda h: any(h.mean(name, mean) < limit for name in h.names(metric)),
+        f"below {limit:g}",
+        (Limit(metric, low=limit),),
+    )
 
 
 def outside(metric: str, low: float, high: float, *, mean: int = 1) -> Condition:
     def holds(h: History) -> bool:
         return any(not low <= value <= high for name in h.names(metric) if not math.isnan(value := h.mean(name, mean)))
 
-    return Condition(holds, f"outside {low:g} to {high:g}")
+    return Condition(holds, f"outside {low:g} to {high:g}", (Limit(metric, low, high),))
 
 
 def grows(metric: str, factor: float, *, mean: int = 10) -> Condition:
@@ -86,6 +108,7 @@ def grows(metric: str, factor: float, *, mean: int = 10) -> Condition:
     return Condition(
         lambda h: any(h.mean(name, mean) > factor * h.base(name) for name in h.names(metric)),
         f"above {factor:g} times its mean of steps 5 to 20",
+        (Limit(metric, high=factor, of_baseline=True),),
     )
 
 
@@ -93,6 +116,7 @@ def shrinks(metric: str, factor: float, *, mean: int = 10) -> Condition:
     return Condition(
         lambda h: any(h.mean(name, mean) < factor * h.base(name) for name in h.names(metric)),
         f"below {factor:g} times its mean of steps 5 to 20",
+        (Limit(metric, low=factor, of_baseline=True),),
     )
 
 
@@ -109,8 +133,9 @@ def both(*conditions: Condition) -> Condition:
 
 
 def either(*conditions: Condition) -> Condition:
-    return Condition(lambda h: any(c.holds(h) for c in conditions), " or ".join(c.text for c in conditions))
+    limits = tuple(limit for c in conditions for limit in c.limits)
+    return Condition(lambda h: any(c.holds(h) for c in conditions), " or ".join(c.text for c in conditions), limits)
 
 
-def when(text: str, holds: Callable[[History], bool]) -> Condition:
-    return Condition(holds, text)
+def when(text: str, holds: Callable[[History], bool], *limits: Limit) -> Condition:
+    return Condition(holds, text, limits)

@@ -15,9 +15,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,13 +238,17 @@ def versions_of(samples: Iterable[Sample]) -> tuple[int, int] | None:
     return (min(versions), max(versions)) if versions else None
 
 
-def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+def read_events(
+    path: Path, *, last_bytes: int | None = None, kinds: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
     """The events of a file, in order; nothing when there is none. A kill may have torn the last line, which is left
     out.
 
     Args:
         last_bytes: read the end of the file only, from a whole line on.
+        kinds: only events of these; the others are not even decoded.
     """
+    wanted = None if kinds is None else re.compile(b'"kind":"(?:%s)"' % b"|".join(kind.encode() for kind in kinds))
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -252,7 +257,7 @@ def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[s
         if skipped:
             lines.readline()
         for line in lines:
-            if line.endswith(b"\n"):
+            if line.endswith(b"\n") and (wanted is None or wanted.search(line)):
                 try:
                     yield _unpacked(json.loads(line))
                 except ValueError as error:

@@ -1,7 +1,7 @@
 """Self-contained pages: one HTML file with its data, style and script, viewed without a network.
 
-The parts are in `pages/`: `page.html`, `style.css`, `parts.js` (helpers and charts), and one script for each page.
-Data of a run is JSON in the page, never markup.
+The parts are in `pages/`: `page.html`, `style.css`, `parts.js` (helpers), `charts.js` (curves, drawn by uPlot, which is
+in `pages/uplot/` with its licence), and one script for each page. Data of a run is JSON in the page, never markup.
 """
 
 from __future__ import annotations
@@ -9,27 +9,40 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 PARTS = Path(__file__).with_name("pages")
 
 
-def page(title: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
+PageName = Literal["run", "compare", "runs"]
+WITH_CHARTS: tuple[PageName, ...] = ("run", "compare")
+
+
+def page(title: str, data: Mapping[str, Any], name: PageName, *, is_live: bool = False) -> str:
     """A page's HTML.
 
     Args:
         data: JSON values, for the scripts; finite numbers only.
-        scripts: names of files in `pages/`, in their order, after `parts.js`.
+        name: that of its script in `pages/`.
+        is_live: whether a server brings it up to date; `data` then has `live`, where from.
     """
+    has_charts = name in WITH_CHARTS
+    scripts = ["parts.js", *["charts.js"] * has_charts, *["live.js"] * is_live, f"{name}.js"]
     parts = {
         "{{title}}": html.escape(title),
-        "{{style}}": _part("style.css"),
+        "{{style}}": (_part("uplot/uPlot.min.css") if has_charts else "") + _part("style.css"),
         "{{data}}": script_json(data),
-        "{{script}}": "".join(map(_part, ("parts.js", *scripts))),
+        "{{script}}": (_uplot() if has_charts else "") + "".join(map(_part, scripts)),
     }
     return re.sub("{{(title|style|data|script)}}", lambda mark: parts[mark[0]], _part("page.html"))
+
+
+def _uplot() -> str:
+    """uPlot's script with its licence instead of the address in its first line, since pages name no other host."""
+    script = _part("uplot/uPlot.iife.min.js").partition("\n")[2]
+    return f"/* uPlot\n{_part('uplot/LICENSE')}\n*/\n{script}\n"
 
 
 def script_json(data: Any) -> str:

@@ -10,12 +10,14 @@ import base64
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hone.doctor.ranges import healthy_ranges
 from hone.doctor.watch import by_importance, watch_lines
 from hone.observe.events import FILE, read_events
 from hone.observe.metrics import PHASES, find_metric
@@ -37,6 +39,10 @@ MAX_TOKENS = 150_000
 """Tokens with logprobs in the page; samples beyond it show their text only."""
 MAX_PICTURES = 60
 """In the page: of the best and the worst sample of groups, evenly over the groups shown."""
+MAX_MARKS = 200
+"""Events beside the curves; of more these are evenly spaced."""
+MAX_MARK_TEXT = 300
+"""Characters of one of them."""
 MAX_TEXT = 20_000
 """Characters of one prompt or response in the page."""
 
@@ -105,7 +111,7 @@ def write_report(
     """
     data = report_data(run_folder, decode=decode, picture=picture)
     path = run_folder / "report.html"
-    write_whole(path, page(data["summary"]["title"], data, ["run.js"]))
+    write_whole(path, page(data["summary"]["title"], data, "run"))
     return path
 
 
@@ -141,7 +147,10 @@ def report_data(
         watch = watch_lines(_settings(run_folder / ".identity.json"), lines)
         data["alarms"] = [asdict(alarm) for alarm in by_importance(watch.alarms)]
     else:
-        data["alarms"] = alarms_of_events(read_events(run_folder / FILE))
+        data["alarms"] = alarms_of_events(read_events(run_folder / FILE, kinds=("alarm", "alarm_ended")))
+    data["healthy"] = healthy_ranges(lines, has_every_line=every == 1)
+    marks = [*marks_of_events(read_events(run_folder / FILE, kinds=MARKING)), *_marks_of_memory(data["memory"])]
+    data["marks"] = _spread(sorted(marks, key=lambda mark: mark["step"]), MAX_MARKS)
     data["metrics"] = {
         name: asdict(metric)
         for stage in data["stages"]
@@ -213,6 +222,43 @@ def alarms_of_events(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]
         elif event["kind"] == "alarm_ended" and (begun := found.get((event["stage"], event["name"]))):
             begun["ended"] = event["step"]
     return sorted(found.values(), key=lambda alarm: alarm["ended"] is not None)
+
+
+WORDS = {
+    "replica_down": "engine {replica} failed: {why}",
+    "trainer_down": "the trainer failed: {why}",
+    "gap": "records of {what} are missing: {why}",
+}
+"""Events beside the curves, in words."""
+MARKING = ("stage", "training", "started", *WORDS)
+
+
+def marks_of_events(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What happened to the run, for the curves: `stage`, the `step` it happened in, and `what`."""
+    marks: list[dict[str, Any]] = []
+    stage, steps = "", dict[str, int]()
+    for event in events:
+        kind = event["kind"]
+        if kind == "stage":
+            stage = event["stage"]
+        elif kind == "training":
+            steps[stage] = event["step"]
+        elif kind == "started":
+            steps[stage] = event["step"]
+            if event["step"]:
+                marks.append({"stage": stage, "step": event["step"], "what": "continued from a checkpoint"})
+        elif stage:
+            what = WORDS[kind].format_map(defaultdict(str, event))[:MAX_MARK_TEXT]
+            marks.append({"stage": stage, "step": steps.get(stage, 0), "what": what})
+    return marks
+
+
+def _marks_of_memory(memory: Any) -> list[dict[str, Any]]:
+    changes = (memory or {}).get("changes", ())
+    return [
+        {"stage": c["stage"], "step": c["step"], "what": f"{c['key']}: {c['old']} to {c['new']}, {c['reason']}"}
+        for c in changes
+    ]
 
 
 def _settings(identity: Path) -> dict[str, Any]:

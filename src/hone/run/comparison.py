@@ -99,7 +99,7 @@ def write_comparison(paths: Sequence[Path], to: Path) -> None:
     Raises:
         RunFolderError: one of the folders holds no run.
     """
-    write_whole(to, page("Runs side by side", comparison_data(paths), ["compare.js"]))
+    write_whole(to, page("Runs side by side", comparison_data(paths), "compare"))
 
 
 def curves_of(folder: RunFolder) -> list[dict[str, Any]]:

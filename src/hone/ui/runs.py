@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,9 +81,10 @@ class Runs:
         """The page of runs side by side. Raises RunFolderError."""
         return comparison_data([self.path(name) for name in names])
 
-    def state(self, names: Sequence[str]) -> tuple[Any, ...]:
-        """Differs when something changed in these runs, or, without names, in the list of them."""
-        return tuple((name, _sizes(self.folder / name)) for name in names or self.names())
+    def state(self, names: Sequence[str]) -> str:
+        """A hash that differs when something changed in these runs, or, without names, in the list of them."""
+        sizes = [(name, *_sizes(self.folder / name)) for name in names or self.names()]
+        return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
 
     def _entry(self, name: str) -> dict[str, Any]:
         path = self.folder / name

@@ -12,18 +12,18 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlencode
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Header, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hone.errors import RunFolderError
-from hone.observe.page import page
+from hone.observe.page import PageName, page
 from hone.runtime.scratch import Scratch
 from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, guarded_app
 from hone.serve.running import serve
@@ -85,18 +85,24 @@ def ui_app(runs: Runs, lifecycle: Lifecycle, settings: HttpSettings, token: str)
     @app.get("/")
     async def all_runs() -> HTMLResponse:
         """The page of all runs."""
-        return _page("Runs", await asyncio.to_thread(runs.list), "runs", [])
+        return await asyncio.to_thread(_page, runs, "runs", [], lambda: ("Runs", runs.list()))
 
     @app.get("/run")
     async def one_run(name: str) -> HTMLResponse:
         """The page of one run."""
-        data = await asyncio.to_thread(runs.run, name)
-        return _page(data["summary"]["title"], data, "run", [name])
+
+        def read() -> tuple[str, dict[str, Any]]:
+            data = runs.run(name)
+            return data["summary"]["title"], data
+
+        return await asyncio.to_thread(_page, runs, "run", [name], read)
 
     @app.get("/compare")
     async def compare(names: Names) -> HTMLResponse:
         """The page of runs side by side."""
-        return _page("Runs side by side", await asyncio.to_thread(runs.comparison, names), "compare", names)
+        return await asyncio.to_thread(
+            _page, runs, "compare", names, lambda: ("Runs side by side", runs.comparison(names))
+        )
 
     @app.get("/data/runs")
     async def runs_data() -> JSONResponse:
@@ -119,21 +125,33 @@ def ui_app(runs: Runs, lifecycle: Lifecycle, settings: HttpSettings, token: str)
         return JSONResponse(await asyncio.to_thread(runs.comparison, names))
 
     @app.get("/changes")
-    async def changes(names: Annotated[list[str], Query(alias="name", default_factory=list)]) -> StreamingResponse:
-        """An event whenever these runs have something new, or, without names, whenever any has."""
+    async def changes(
+        names: Annotated[list[str], Query(alias="name", default_factory=list)],
+        seen: str,
+        last_event_id: Annotated[str | None, Header()] = None,
+    ) -> StreamingResponse:
+        """An event whenever these runs have something new, or, without names, whenever any has.
+
+        `seen` is the state that the page was made of; a browser that connects again names the last event instead.
+        """
         for name in names:
             await asyncio.to_thread(runs.path, name)
-        return StreamingResponse(_changes(runs, names, lifecycle), media_type="text/event-stream")
+        return StreamingResponse(
+            _changes(runs, names, last_event_id or seen, lifecycle), media_type="text/event-stream"
+        )
 
     return app
 
 
-def _page(title: str, data: dict[str, Any], what: str, names: Sequence[str]) -> HTMLResponse:
-    asked = urlencode([("name", name) for name in names])
-    live = {"data": f"/data/{what if names else 'runs'}?{asked}", "changes": f"/changes?{asked}"}
-    if what == "run":
+def _page(
+    runs: Runs, name: PageName, names: Sequence[str], read: Callable[[], tuple[str, dict[str, Any]]]
+) -> HTMLResponse:
+    asked, seen = urlencode([("name", name) for name in names]), runs.state(names)  # before the data, so none is missed
+    title, data = read()
+    live = {"data": f"/data/{name}?{asked}", "changes": f"/changes?{asked}&seen={seen}"}
+    if name == "run":
         live["samples"] = f"/data/samples?{asked}"
-    html = page(title, data | {"live": live}, ["live.js", f"{what}.js"])
+    html = page(title, data | {"live": live}, name, is_live=True)
     return HTMLResponse(html, headers={"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"})
 
 
@@ -143,14 +161,12 @@ _POLICY = (
 """Pages send requests to this server alone."""
 
 
-async def _changes(runs: Runs, names: Sequence[str], lifecycle: Lifecycle) -> AsyncIterator[bytes]:
-    seen = await asyncio.to_thread(runs.state, names)
-    yield b": connected\n\n"
+async def _changes(runs: Runs, names: Sequence[str], seen: str, lifecycle: Lifecycle) -> AsyncIterator[bytes]:
     while lifecycle.phase != "draining":
-        await asyncio.sleep(POLL_S)
         now = await asyncio.to_thread(runs.state, names)
-        yield b"data: new\n\n" if now != seen else b": \n\n"
+        yield f"id: {now}\ndata: new\n\n".encode() if now != seen else b": \n\n"
         seen = now
+        await asyncio.sleep(POLL_S)
 
 
 class _TokenInCookie:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hone.doctor.rule import AlarmRule, Cause, above, below, both, either, grows, outside, spikes, when
+from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, both, either, grows, outside, spikes, when
 from hone.doctor.rules.common import (
     CORRELATION,
     ENTROPY,
@@ -248,6 +248,7 @@ LEARNING = (
         when=when(
             "above 2 times its mean of steps 5 to 20 while the reward does not rise",
             lambda h: h.mean(LENGTH, 10) > 2 * h.base(LENGTH) and not is_rising_by_std(h),
+            Limit(LENGTH, high=2, of_baseline=True),
         ),
         of=(5, 10),
         after=15,
@@ -279,6 +280,7 @@ LEARNING = (
         when=when(
             "below 0.5 times its mean of steps 5 to 20 while the reward does not rise",
             lambda h: h.mean(LENGTH, 10) < 0.5 * h.base(LENGTH) and not is_rising_by_std(h),
+            Limit(LENGTH, low=0.5, of_baseline=True),
         ),
         of=(5, 10),
         after=15,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hone.doctor.rule import AlarmRule, Cause, above, below, either, outside, when
+from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, either, outside, when
 from hone.doctor.rules.common import (
     ENTROPY,
     EVAL,
@@ -37,6 +37,7 @@ POLICY = (
         when=when(
             "above 0.03, or above 0.2 where samples are old",
             lambda h: h.mean(GAP, 3) > (0.2 if is_stale(h) else 0.03),
+            Limit(GAP, high=0.03),
         ),
         causes=(
             Cause(
@@ -145,6 +146,7 @@ POLICY = (
         when=when(
             "above 2, or above 0.3 on average of three after the first ten steps",
             moves_far,
+            Limit(KL_UPDATE, high=0.3),
         ),
         of=(1, 10),
         silenced_by=("mismatch",),
@@ -184,6 +186,7 @@ POLICY = (
         when=when(
             "below 2e-6 while the reward does not rise",
             lambda h: h.mean(KL_UPDATE, 5) < 2e-6 and not is_rising_by_std(h),
+            Limit(KL_UPDATE, low=2e-6),
         ),
         of=(4, 5),
         after=8,
@@ -212,6 +215,8 @@ POLICY = (
                 h.now("train/clip_high_frac") + h.now("train/clip_low_frac") > 0.3
                 and h.key("algorithm.ratio") != "sequence"
             ),
+            Limit("train/clip_high_frac", high=0.3),
+            Limit("train/clip_low_frac", high=0.3),
         ),
         silenced_by=("mismatch", "update_too_large"),
         causes=(
@@ -267,6 +272,8 @@ POLICY = (
                 and not is_rising_by_std(h)
                 and h.mean(PASS, 10) < 0.9
             ),
+            Limit(ENTROPY, low=0.2, of_baseline=True),
+            Limit(ENTROPY, low=0.01),
         ),
         of=(8, 10),
         after=10,
@@ -303,6 +310,7 @@ POLICY = (
                 and h.mean(ENTROPY, 5) > 0.1
                 and h.mean(REWARD, 5) < h.base(REWARD) - 0.1 * h.base("rollout/reward_std")
             ),
+            Limit(ENTROPY, high=1.5, of_baseline=True),
         ),
         of=(4, 5),
         after=10,
@@ -351,6 +359,7 @@ POLICY = (
         when=when(
             "above 1 on average of twenty while the reward does not rise",
             lambda h: h.mean("train/kl_ref", 20) > 1 and not is_rising_by_std(h),
+            Limit("train/kl_ref", high=1),
         ),
         of=(5, 5),
         after=20,

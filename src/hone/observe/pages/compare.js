@@ -7,7 +7,7 @@ const AXES = { "step": null, "samples": "x/samples", "tokens": "x/tokens", "seco
 
 function table(id, rows) {
   const cells = row => row.slice(1).map(cell => `<td>${esc(cell)}</td>`).join("");
-  byId(id).innerHTML = `<div class="scroll"><table class="fit"><thead><tr><td></td>${LABELS.map((name, i) => `<th><i style="background:var(${COLORS[i % COLORS.length]})"></i>${esc(name)}</th>`).join("")}</tr></thead>
+  byId(id).innerHTML = `<div class="scroll"><table class="fit"><thead><tr><td></td>${LABELS.map((name, i) => `<th>${swatch(COLORS[i % COLORS.length], DASHES[i % DASHES.length])}${esc(name)}</th>`).join("")}</tr></thead>
     <tbody>${rows.map(row => `<tr><th scope="row">${esc(row[0])}</th>${cells(row)}</tr>`).join("")}</tbody></table></div>`;
 }
 
@@ -38,25 +38,27 @@ function seriesOfRun(i, stageName, name, axis) {
   const part = stage && (evaluated ? stage.evals : stage.steps);
   if (!part || !part.values[name]) return null;
   const xs = AXES[axis] ? part.values[AXES[axis]] : part.step;
-  return { name, label: LABELS[i], xs, ys: part.values[name], kind: evaluated ? "dots" : "line", color: COLORS[i % COLORS.length] };
+  return { name, label: LABELS[i], xs, ys: part.values[name], kind: evaluated ? "dots" : "line", color: COLORS[i % COLORS.length], dash: DASHES[i % DASHES.length] };
 }
 
 function drawCurves() {
   const axis = byId("axis").value, words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
   const stages = [...new Set(data.runs.flatMap(run => run.stages.map(s => s.name)))];
-  byId("curves").replaceChildren(...stages.map(stageName => {
+  forgetCharts();
+  byId("curves").replaceChildren();
+  for (const stageName of stages) {
     const section = element("section", "stage", `<h2>Stage ${esc(stageName)}</h2>`), grid = element("div", "charts");
     const names = [...new Set(data.runs.flatMap(run => run.stages.filter(s => s.name === stageName).flatMap(s => [...Object.keys(s.evals.values), ...Object.keys(s.steps.values)])))];
-    const isMain = name => data.shown.includes(name) || name.startsWith("eval/accuracy") || name === "eval/reward_mean" || name.endsWith("/loss");
+    const isMain = name => data.shown.includes(name) || name.startsWith("eval/accuracy") && !name.endsWith("_se") || name === "eval/reward_mean" || name.endsWith("/loss");
     const wanted = names.filter(n => !n.startsWith("x/")).filter(n => words.length ? words.every(word => n.includes(word)) : isMain(n));
+    section.append(grid);
+    byId("curves").append(section);
     for (const name of wanted) {
       const series = data.runs.map((_, i) => seriesOfRun(i, stageName, name, axis)).filter(Boolean);
       const known = data.metrics[name] || {};
-      if (series.length) grid.append(chart(name, series, { unit: known.unit, meaning: known.meaning, axis }) || "");
+      addChart(grid, name, series, { unit: known.unit, meaning: known.meaning, axis, stage: `${stageName} ${axis}` });
     }
-    section.append(grid);
-    return section;
-  }));
+  }
 }
 
 function draw() {

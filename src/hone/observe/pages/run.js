@@ -65,7 +65,7 @@ function timeSplit(stage) {
   const series = phases.map((p, k) => ({ label: p, xs, ys: spent[k], kind: "area", color: COLORS[data.phases.indexOf(p)] }));
   const rest = binned(whole, 120).map((v, i) => Math.max(0, v - spent.reduce((sum, ys) => sum + ys[i], 0)));
   series.push({ label: "other", xs, ys: rest, kind: "area", color: "--c7" });
-  return chart("Where each step's time went", series, { unit: "seconds per step", wide: true });
+  return series;
 }
 
 function binned(values, most) {
@@ -83,24 +83,23 @@ const tells = series => series.some(s => s.xs.length === 1 || alarmsOf(null, s.n
 function drawStage(stage) {
   const section = element("section", "stage");
   const count = stage.steps.count, averaged = count > stage.steps.step.length ? ` · a point is the mean of about ${Math.round(count / stage.steps.step.length)} steps` : "";
-  section.innerHTML = `<h2>Stage ${esc(stage.name)}</h2><div class="note">${number(stage.last_step)} steps in ${duration(stage.seconds)}${averaged} · bold lines are smoothed · point at a chart to read it</div>`;
-  const grid = element("div", "charts"), shown = new Set();
+  section.innerHTML = `<h2>Stage ${esc(stage.name)}</h2><div class="note">${number(stage.last_step)} steps in ${duration(stage.seconds)}${averaged} · bold lines are smoothed · point at a chart, or go there with Tab and the arrow keys, to read it; drag to zoom in, double-click to zoom out</div>`;
+  const grid = element("div", "charts"), shown = new Set(), charts = [];
   section.append(grid);
   for (const [title, unit, names] of PANELS) {
     const parts = title === "Accuracy" ? [...names, ...Object.keys(stage.evals.values).filter(n => n.startsWith("eval/accuracy["))] : names;
     const found = parts.map(n => seriesOf(stage, n)).filter(Boolean);
     if (!tells(found)) continue;
     parts.forEach(n => shown.add(n));
-    if (found.length) grid.append(chart(title, found, { unit, stage: stage.name, meaning: parts.map(n => data.metrics[n] && `${n}: ${data.metrics[n].meaning}`).filter(Boolean).join("\n") }) || "");
+    charts.push([title, found, { unit, meaning: parts.map(n => data.metrics[n] && `${n}: ${data.metrics[n].meaning}`).filter(Boolean).join("\n") }]);
   }
   for (const [title, unit, pattern, kind] of FAMILIES) {
     const found = familyOf(stage, pattern, kind);
     if (!tells(found)) continue;
     found.forEach(s => shown.add(s.name));
-    if (found.length) grid.append(chart(title, found, { unit, stage: stage.name, meaning: (data.metrics[found[0].name] || {}).meaning }) || "");
+    charts.push([title, found, { unit, meaning: (data.metrics[found[0].name] || {}).meaning }]);
   }
-  const split = timeSplit(stage);
-  if (split) grid.append(split);
+  charts.push(["Where each step's time went", timeSplit(stage) || [], { unit: "seconds per step", wide: true }]);
   const others = [...Object.keys(stage.steps.values), ...Object.keys(stage.evals.values)].filter(n => !shown.has(n)).sort();
   if (others.length) {
     const more = element("details", "", `<summary class="soft">${others.length} more metrics of this stage</summary>`), inner = element("div", "charts");
@@ -108,13 +107,22 @@ function drawStage(stage) {
     more.addEventListener("toggle", () => {
       if (inner.childElementCount) return;
       for (const n of others) {
-        const known = data.metrics[n] || {}, s = seriesOf(stage, n), card = s && chart(n, [s], { stage: stage.name, unit: known.unit, meaning: known.meaning });
-        if (card) inner.append(card);
+        const known = data.metrics[n] || {}, s = seriesOf(stage, n);
+        if (s) addStageChart(stage, inner, [n, [s], { unit: known.unit, meaning: known.meaning }]);
       }
     });
     section.append(more);
   }
+  const marks = data.marks.filter(m => m.stage === stage.name);
+  if (marks.length) section.append(element("details", "", `<summary class="soft">${marks.length} events, marked at the top of the curves</summary><ul>${marks.map(m => `<li>step ${m.step}: ${esc(m.what)}</li>`).join("")}</ul>`));
   byId("stages").append(section);
+  for (const chart of charts) addStageChart(stage, grid, chart);
+}
+
+// With the events of the stage, and the range that is healthy for the metrics of the chart, where it is one.
+function addStageChart(stage, parent, [title, series, options]) {
+  const ranges = series.map(s => (data.healthy[stage.name] || {})[s.name]).filter(Boolean), same = new Set(ranges.map(String)).size === 1;
+  addChart(parent, title, series, { ...options, stage: stage.name, healthy: same ? ranges[0] : undefined, events: data.marks.filter(m => m.stage === stage.name) });
 }
 
 // ---- summary
@@ -320,6 +328,7 @@ addEventListener("keydown", event => {
 });
 
 function draw() {
+  forgetCharts();
   byId("content").innerHTML = `<dl class="origin" id="origin"></dl><section class="tiles" id="tiles" aria-label="Summary"></section><section id="now"></section><section id="alarms"></section>
     <div id="stages"></div><section id="samples"></section><section id="memory"></section><section id="settings"></section>`;
   drawOrigin();
