@@ -127,6 +127,19 @@ OTHERS: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "image_token_id": 47,
     },
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **SIZES},
+        "vision_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+        "image_seq_length": 4,
+        "image_token_id": 47,
+    },
     "t5": {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4},
     "qwen3 in float8": {"model_type": "qwen3", **SIZES, "quantization_config": {"quant_method": "fp8"}},
 }
@@ -144,6 +157,7 @@ WITH_ADAPTER = (
     "jamba",
     "qwen2_5_vl",
     "qwen3_vl",
+    "internvl",
 )
 """What is tried with LoRA too: every way in which layers are named and called."""
 

@@ -17,16 +17,18 @@ from torch import Tensor
 from hone.data.chat import character_tokenizer
 from hone.model.hf import TransformersModel
 from hone.model.load import init_model, save_hf
+from hone.model.towers import TOWERS
 from hone.types import Picture, Prompt
 
 MARK = 40
 """Token id that stands at a picture's tokens."""
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SEEING = tuple(TOWERS)
 
 
 def seeing_model(model_type: str, *, seed: int = 0) -> TransformersModel:
     """A tiny one with weights so large that pictures matter."""
     keys = {"model_type": model_type, **OTHERS[model_type], "image_token_id": MARK, "vision_start_token_id": 41}
+    keys["tie_word_embeddings"] = False  # a tied embedding as large as other matrices would predict itself
     model = init_model(keys, vocab_size=None, seed=seed, dtype=torch.float32, device="cpu")
     assert isinstance(model, TransformersModel)
     generator = torch.Generator().manual_seed(seed)
@@ -43,10 +45,11 @@ def noise(seed: int, rows: int, columns: int, side: int, *, resample: str = "") 
 
 
 def picture(model: TransformersModel, seed: int, rows: int, columns: int, start: int = 0) -> Picture:
-    """One of rows x columns tokens."""
-    keys: Any = model.hf_config
-    side = keys.vision_config.patch_size * keys.vision_config.spatial_merge_size
-    read = partial(noise, seed, rows, columns, side)
+    """One of rows x columns tokens; of a family with tiles, one of rows tiles."""
+    assert model.vision is not None
+    if not model.vision.tower.has_grid_positions:
+        rows, columns = 2 * rows, 2
+    read = partial(noise, seed, rows, columns, model.vision.tower.side)
     return Picture(f"{seed} {rows} {columns}", start, rows, columns, (0.5, 0.4, 0.3), (0.2, 0.3, 0.25), read)
 
 
@@ -63,15 +66,8 @@ def prompt_with(pictures: Sequence[Picture], *, index: int = 0) -> Prompt:
 def forward(model: TransformersModel, prompt: Prompt, response: Sequence[int]) -> Tensor:
     """(len(response),) logprobs of Transformers' whole model on one sample, as its own processor would feed it."""
     ids = torch.tensor([[*prompt.token_ids.tolist(), *map(int, response)]])
-    named: dict[str, Any] = {}
-    if prompt.pictures:
-        assert model.vision is not None
-        pixels = np.concatenate([model.vision.patches(own) for own in prompt.pictures])
-        grid = [[1, own.rows * 2, own.columns * 2] for own in prompt.pictures]
-        is_prompt = torch.arange(ids.shape[1]) < len(prompt.token_ids)
-        types = ((ids[0] == MARK) & is_prompt).int()[None]
-        named = {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.tensor(grid)}
-        named["mm_token_type_ids"] = types
+    assert model.vision is not None
+    named = model.vision.tower.whole_inputs(prompt.pictures, ids.shape[1])
     logits = model.hf(ids, use_cache=False, **named).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1)
     return logits.gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0]
 
@@ -88,16 +84,20 @@ TEMPLATE = """{%- for message in messages -%}
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789=?"
 PIXELS = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 64}
+TILE_MARKS = ["<img>", "<IMG_CONTEXT>", "</img>"]
+TILE_TEMPLATE = TEMPLATE.replace("".join(MARKS), TILE_MARKS[1])
 
 
 def save_seeing_model(folder: Path, model_type: str = "qwen2_5_vl") -> None:
     """A tiny model of the family as its repository has it, with a tokenizer of characters and picture marks."""
+    is_tiled = model_type == "internvl"
+    marks = TILE_MARKS if is_tiled else MARKS
     tokenizer = character_tokenizer(LETTERS)
-    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = TILE_TEMPLATE if is_tiled else TEMPLATE
     tokenizer.save_pretrained(folder)
     ids = dict(zip(("vision_start_token_id", "image_token_id", "vision_end_token_id"), (41, 42, 43), strict=True))
-    assert tokenizer.convert_tokens_to_ids(MARKS) == list(ids.values())
+    assert tokenizer.convert_tokens_to_ids(marks) == list(ids.values())
     model = seeing_model(model_type)
     config = type(model.hf_config).from_dict({**model.hf_config.to_dict(), **ids})
     save_hf(folder / "weights", config, model.named_weights())
@@ -106,6 +106,10 @@ def save_seeing_model(folder: Path, model_type: str = "qwen2_5_vl") -> None:
     (folder / "weights").rmdir()
     tower: Any = config.vision_config
     processor = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": tower.patch_size, **PIXELS}
+    if is_tiled:
+        side = tower.image_size[0]
+        processor = {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": side, "width": side}}
+        (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": config.image_seq_length}))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 

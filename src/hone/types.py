@@ -97,8 +97,9 @@ class Picture:
     """(3,) of red, green and blue: the model's input is (pixel / 255 - mean) / std."""
     std: tuple[float, ...]
     read: Callable[..., NDArray[Any]] = field(compare=False, repr=False)
-    """Decodes it: (height, width, 3) uint8, in the size that the model sees; a keyword `resample` names another filter
-    than the processor's. It can be pickled."""
+    """Decodes it: (height, width, 3) uint8, as the model sees it; tiles, where it sees some, one below the other. A
+    keyword `resample` names another filter than the processor's; `within` asks for the whole picture in its own shape
+    instead, no side longer than this. It can be pickled."""
 
     @property
     def num_tokens(self) -> int:

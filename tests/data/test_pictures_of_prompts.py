@@ -3,13 +3,14 @@
 import base64
 import json
 
+import numpy as np
 import pytest
-from pictures import LETTERS, MARKS, TEMPLATE, save_picture
+from pictures import LETTERS, MARKS, TEMPLATE, TILE_MARKS, TILE_TEMPLATE, save_picture
 from PIL import Image
 
 from hone.config.run import DataSection, SftSection
 from hone.data.chat import Tokenizer, character_tokenizer
-from hone.data.pictures import CLIP_MEAN, PictureProcessor
+from hone.data.picture_processors import CLIP_MEAN, PictureProcessor
 from hone.data.prompts import load_prompts, load_sft_rows
 from hone.errors import DataError
 
@@ -131,6 +132,49 @@ def test_supervised_rows_have_the_prompts_pictures(tmp_path):
     data = DataSection(train="rows.jsonl", chat=True, image_columns=("image",), answer_column="answer")
     (row,) = load_sft_rows(data, SftSection(), tokenizer_of(), tmp_path)
     assert row.pictures[0].num_tokens == 6 and len(row.prompt) == 6 + 2 + 2
+
+
+TILES = {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 28, "width": 28}, "max_patches": 6}
+TILE_FILES = {
+    "preprocessor_config.json": json.dumps(TILES),
+    "processor_config.json": json.dumps({"image_seq_length": 4, "processor_class": "InternVLProcessor"}),
+}
+
+
+def test_tiles_are_those_of_transformers_processor(tmp_path):
+    """InternVL: grids, the bytes of their tiles, and what bounds them."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    processor = PictureProcessor.of(TILE_FILES, most_pixels=28 * 28 * 7)
+    theirs = GotOcr2ImageProcessorPil(size=TILES["size"], max_patches=6, crop_to_patches=True)
+    sizes = [(28, 28), (20, 60), (61, 20), (90, 60), (56, 84), (13, 200), (57, 57), (40, 40), (100, 33), (112, 28)]
+    for seed, (width, height) in enumerate(sizes):
+        save_picture(tmp_path / "c.png", seed, width=width, height=height)
+        own = processor.picture(tmp_path / "c.png")
+        tiles = theirs(images=[Image.open(tmp_path / "c.png")], do_rescale=False, do_normalize=False)["pixel_values"]
+        assert (own.rows, own.columns) == (2 * len(tiles), 2)
+        assert (own.read() == np.stack(tiles).transpose(0, 2, 3, 1).reshape(-1, 28, 3)).all()
+        assert max(own.read(within=10).shape[:2]) == 10
+        for most in (1, 3, 4):
+            bounded = PictureProcessor.of(TILE_FILES, most_pixels=28 * 28 * most).picture(tmp_path / "c.png")
+            assert bounded.rows // 2 <= most
+    with pytest.raises(DataError, match="are no squares of square tokens"):
+        PictureProcessor.of({"preprocessor_config.json": TILE_FILES["preprocessor_config.json"]}, most_pixels=10**6)
+
+
+def test_tokens_around_those_of_a_picture(tmp_path):
+    hf = character_tokenizer(LETTERS)
+    hf.add_special_tokens({"additional_special_tokens": TILE_MARKS})
+    hf.chat_template = TILE_TEMPLATE
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "x<image>y", "image": "b.png"}))
+    section = DataSection(train="rows.jsonl", chat=True, image_columns=("image",))
+    tokenizer = Tokenizer(hf, processor=TILE_FILES)
+    (prompt,) = load_prompts(section, tokenizer, tmp_path, seed=0).rows()
+    x, before, mark, after, y = (hf.convert_tokens_to_ids(name) for name in ("x", *TILE_MARKS, "y"))
+    size = prompt.pictures[0].num_tokens
+    assert list(prompt.token_ids[:-1]) == [x, before, *[mark] * size, after, y] and prompt.pictures[0].start == 2
+    with pytest.raises(DataError, match="the tokenizer has no <IMG_CONTEXT>"):
+        _ = Tokenizer(character_tokenizer(LETTERS), processor=TILE_FILES).picture_tokens
 
 
 def test_a_processor_in_the_new_form_is_read():

@@ -9,7 +9,7 @@ from pictures import prompt_with, save_picture, seeing_model
 
 from hone.config.run import OptimizerSection
 from hone.data.pack import collate
-from hone.data.pictures import PictureProcessor
+from hone.data.picture_processors import QwenProcessor
 from hone.loop.gate import likely_cause, mean_gap
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine
@@ -22,7 +22,9 @@ from hone.types import Group, Picture, Prompt
 def prompts(tmp_path_factory) -> list[Prompt]:
     """Two pictures of one size in each, and a third of another size in the second."""
     folder = tmp_path_factory.mktemp("pictures")
-    processor = PictureProcessor(28, 28 * 28 * 4, 28 * 28 * 16, (0.5,) * 3, (0.25,) * 3, "bicubic")
+    processor = QwenProcessor(
+        28, (0.5,) * 3, (0.25,) * 3, "bicubic", least_pixels=28 * 28 * 4, most_pixels=28 * 28 * 16
+    )
 
     def picture(seed: int, width: int, height: int) -> Picture:
         save_picture(folder / f"{seed}.png", seed, width, height)

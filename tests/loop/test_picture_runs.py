@@ -35,9 +35,9 @@ def length(group):
 """
 
 
-def write_run(folder, *, settings=""):
+def write_run(folder, *, settings="", model_type="qwen2_5_vl"):
     folder.mkdir(exist_ok=True)
-    save_seeing_model(folder / "model")
+    save_seeing_model(folder / "model", model_type)
     rows = []
     for i in range(8):
         save_picture(folder / f"{i}.png", i, 30 + 20 * i, 60)
@@ -128,9 +128,29 @@ def test_kills_change_nothing(tmp_path, freeze):
     assert_kills_change_nothing(whole, killed, kills=8, seed=3, updates=100)
 
 
+@pytest.mark.slow("a check and a run of two stages")
+@pytest.mark.parametrize("freeze", ["[vision]", "[]"], ids=["frozen", "learning"])
+def test_a_model_that_sees_tiles_is_checked_and_learns(tmp_path, freeze):
+    run_file = write_run(tmp_path, model_type="internvl")
+    settings = [f"model.freeze={freeze}", "data.max_image_pixels=784"]  # at most two tiles and the whole
+    report = assemble.check_run(load_config(run_file, settings))
+    assert not report.problems
+    assert any("<img><IMG_CONTEXT>x4</img>" in line for line in report.lines)
+    assert any("internvl trains" in line and "of a prompt with a picture too" in line for line in report.lines)
+    assert main(["train", str(run_file), *settings]) == 0
+    first = next(line for line in metrics_of(tmp_path) if "gate/logprob_gap" in line)
+    assert first["gate/logprob_gap"] < 1e-5
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "hf")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "run/hf"))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert any("vision_tower" in name for name in moved) == (freeze == "[]")
+
+
 @pytest.mark.slow("a run of two stages")
-def test_an_adapter_learns_from_pictures(tmp_path):
-    run_file = write_run(tmp_path, settings="lora: {rank: 2}\n")
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "internvl"])
+def test_an_adapter_learns_from_pictures(tmp_path, model_type):
+    run_file = write_run(tmp_path, settings="lora: {rank: 2}\n", model_type=model_type)
     assert main(["train", str(run_file)]) == 0
     with pytest.raises(HoneError, match=r"model.freeze"):
         load_config(run_file, ["model.freeze=[]"])

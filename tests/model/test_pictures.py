@@ -10,7 +10,6 @@ from pictures import MARK, SEEING, forward, picture, prompt_with, seeing_model
 from hone.errors import DataError
 from hone.model.layout import Layout
 from hone.model.logprobs import token_logprobs
-from hone.model.vision import Vision
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine
 from hone.types import Prompt
@@ -148,6 +147,7 @@ def test_pictures_are_patched_as_the_processor_does():
     own = picture(model, 0, 2, 3)
     processor = Qwen2VLImageProcessorPil(image_mean=list(own.mean), image_std=list(own.std))
     theirs = processor(images=[own.read()], do_resize=False, return_tensors="pt")
-    assert isinstance(model.vision, Vision)
-    torch.testing.assert_close(torch.from_numpy(model.vision.patches(own)), theirs["pixel_values"])
+    assert model.vision is not None
+    ours = model.vision.tower.inputs([own])
+    torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"])
     assert theirs["image_grid_thw"].tolist() == [[1, 4, 6]]

@@ -13,7 +13,7 @@ from hone.model.load import init_model, load_model, save_hf
 from hone.model.logprobs import token_logprobs
 from hone.model.lora import linear_layers, wanted_layers
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "internvl"]
 PROMPTS, RESPONSES = [[5, 6, 7], list(range(20))], [[1, 2, 3], [7, 8, 9, 10], [1, 2]]
 PROMPT_S = [0, 1, 1]
 

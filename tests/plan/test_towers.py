@@ -9,12 +9,13 @@ import torch
 from measuring import allocated
 from model_zoo import OTHERS
 from pictures import SEEING
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from hone.config.load import load_config
 from hone.errors import DataError
 from hone.model import vision
 from hone.model.recompute import contexts
+from hone.model.towers import TOWERS as TOWER_CLASSES
 from hone.plan import local, towers
 from hone.plan.architecture import architecture_from
 from hone.plan.hardware import find_hardware
@@ -31,7 +32,7 @@ def test_counts_are_those_of_the_class(kind, tied):
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
     arch = architecture_from({"model_type": kind, **keys})
-    tower = sum(weight.numel() for weight in model.base_model.visual.parameters())
+    tower = sum(weight.numel() for weight in TOWER_CLASSES[kind](model.base_model, config).weights())
     assert arch.tower is not None and arch.tower.parameters == tower
     assert arch.total_parameters == sum(weight.numel() for weight in model.parameters()) - tower
 
@@ -52,13 +53,20 @@ TOWERS = {
     "qwen2_5_vl": ({"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}, 32),
     "qwen2_vl": ({"embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4}, 32),
     "qwen3_vl": ({"hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096}, 27),
+    "internvl": ({"hidden_size": 1024, "intermediate_size": 4096, "image_size": 14 * 24}, 24),
 }
-"""Of Qwen2.5-VL-7B, Qwen2-VL-7B and Qwen3-VL-8B: widths, and how many blocks."""
+"""Of Qwen2.5-VL-7B, Qwen2-VL-7B, Qwen3-VL-8B and InternVL3-8B: widths, and how many blocks."""
 SHALLOW, DEEPER, ROWS = 1, 3, 12
 
 
-def tower_of(kind, depth):
+def tower_of(kind, depth, dtype):
     """Its tower with fewer blocks, all widths as they are."""
+    if kind == "internvl":
+        text = {"hidden_size": 3584, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 8}
+        keys = {**TOWERS[kind][0], "num_hidden_layers": depth}
+        config = AutoConfig.for_model(kind, vision_config=keys, text_config=text)
+        config._attn_implementation = "sdpa"
+        return AutoModel.from_config(config, dtype=dtype)
     behind = {"qwen2_5_vl": {"fullatt_block_indexes": [0]}, "qwen3_vl": {"deepstack_visual_indexes": []}}.get(kind, {})
     keys = {**TOWERS[kind][0], "num_heads": 16, "depth": depth, **behind}
     config = AutoConfig.for_model(kind, vision_config=keys).vision_config
@@ -67,29 +75,38 @@ def tower_of(kind, depth):
     name = {"qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel", "qwen3_vl": "Qwen3VLVisionModel"}.get(
         kind, "Qwen2VisionTransformerPretrainedModel"
     )
-    return getattr(module, name), config
+    return getattr(module, name)._from_config(config, dtype=dtype)
+
+
+def passes(kind, tower, config):
+    """A call of the tower on `4 * ROWS**2` patches."""
+    if kind == "internvl":
+        pixels = torch.randn(1, 3, 28 * ROWS, 28 * ROWS)
+        return lambda: tower.get_image_features(pixels, return_dict=True).pooler_output
+    pixels, grid = torch.randn(4 * ROWS**2, 6 * config.patch_size**2), torch.tensor([[1, 2 * ROWS, 2 * ROWS]])
+    return lambda: tower(pixels, grid_thw=grid).pooler_output
 
 
 def peaks(kind, depth, dtype, checkpointing):
     """Most bytes of a pass without gradients, and of one forward and backward."""
-    cls, config = tower_of(kind, depth)
-    tower = cls._from_config(config, dtype=dtype).requires_grad_(False)
-    pixels, grid = torch.randn(4 * ROWS**2, 6 * config.patch_size**2), torch.tensor([[1, 2 * ROWS, 2 * ROWS]])
+    tower = tower_of(kind, depth, dtype).requires_grad_(False)
+    compute = passes(kind, tower, tower.config)
     with torch.no_grad():
-        forward = allocated(lambda: tower(pixels, grid_thw=grid))
+        forward = allocated(compute)
     tower.requires_grad_(True)
     for weight in tower.parameters():
         weight.grad = torch.zeros_like(weight)
     if checkpointing != "none":
         how = {"context_fn": contexts} if checkpointing == "selective" else {}
         tower.train().gradient_checkpointing_enable({"use_reentrant": False, **how})
-    return forward, allocated(lambda: tower(pixels, grid_thw=grid).pooler_output.sum().backward())
+    return forward, allocated(lambda: compute().sum().backward())
 
 
 def of_depth(kind, dtype, checkpointing):
     """Peaks of the whole tower, from the line through two shallow ones."""
-    shallow, deeper = (peaks(kind, depth, dtype, checkpointing) for depth in (SHALLOW, DEEPER))
-    steps = (TOWERS[kind][1] - SHALLOW) / (DEEPER - SHALLOW)
+    first = 2 if kind == "internvl" else SHALLOW  # its first block alone computes while nothing else is alive
+    shallow, deeper = (peaks(kind, depth, dtype, checkpointing) for depth in (first, DEEPER))
+    steps = (TOWERS[kind][1] - first) / (DEEPER - first)
     return [a + (b - a) * steps for a, b in zip(shallow, deeper, strict=True)]
 
 
@@ -103,8 +120,9 @@ CASES = [
 @pytest.mark.slow("a minute of towers at full width")
 @pytest.mark.parametrize(("kind", "dtype", "checkpointing"), CASES, ids=lambda one: str(one).removeprefix("torch."))
 def test_passes_take_what_the_allocator_hands_out(kind, dtype, checkpointing):
-    keys = {**TOWERS[kind][0], "depth": TOWERS[kind][1]}
+    keys = {**TOWERS[kind][0], "depth": TOWERS[kind][1], "num_hidden_layers": TOWERS[kind][1]}
     config = {"model_type": kind, **OTHERS[kind], "vision_config": keys}
+    config["text_config"] = {**config["text_config"], "hidden_size": 3584}
     tower, patches, p = architecture_from(config).tower, 4 * ROWS**2, dtype.itemsize
     assert tower is not None
     forward, backward = of_depth(kind, dtype, checkpointing)

@@ -14,7 +14,7 @@ from pictures import forward, save_picture, save_seeing_model
 from hone.assemble.policy_server import PolicySettings, loader
 from hone.config.run import ModelSection
 from hone.data.chat import load_tokenizer
-from hone.data.pictures import PictureProcessor
+from hone.data.picture_processors import PictureProcessor
 from hone.model.hf import TransformersModel
 from hone.model.load import load_model
 from hone.serve.openai import ChatRequest, OpenAIProblem

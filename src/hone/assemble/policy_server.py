@@ -16,7 +16,8 @@ from hone.assemble.job import set_up_arithmetic
 from hone.config.load import load_config
 from hone.config.run import DataSection, ModelSection, RunSection
 from hone.data.chat import load_tokenizer, resolve_model
-from hone.data.pictures import BrokenPicture, PictureProcessor, source_of_picture
+from hone.data.picture_processors import PictureProcessor
+from hone.data.pictures import BrokenPicture, source_of_picture
 from hone.devices import DeviceName, devices_here, give_back_memory, is_accelerator, module_of
 from hone.errors import DataError, RunFolderError
 from hone.model.hf import TransformersModel

@@ -25,7 +25,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hone.config.run import ModelSection
-from hone.data.pictures import PICTURE_TOKEN, processor_files
+from hone.data.picture_processors import marks_of
+from hone.data.pictures import PictureTokens, processor_files
 from hone.errors import DataError
 
 Message = dict[str, Any]
@@ -74,12 +75,9 @@ class Tokenizer:
         self._alphabet = alphabet_of(hf)
 
     @property
-    def picture_id(self) -> int:
-        """The token that stands at pictures. Raises DataError without one."""
-        found = self.hf.get_vocab().get(PICTURE_TOKEN)
-        if found is None:
-            raise DataError(f"pictures in prompts: the tokenizer has no {PICTURE_TOKEN}. Take a Qwen-VL model's.")
-        return found
+    def picture_tokens(self) -> PictureTokens:
+        """Those that stand for pictures. Raises DataError if the vocabulary or the processor has none."""
+        return PictureTokens.of(marks_of(self.processor), self.hf.get_vocab())
 
     def encode_prompts(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]:
         """Token ids of whole prompts, in one batch.

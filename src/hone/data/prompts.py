@@ -189,7 +189,7 @@ class _PromptReading(RowReading[Prompt]):
         ids, pictures, name = shortened(whole, self.data), draft.pictures, self.data.prompt_column
         if pictures:
             try:
-                ids, pictures = with_picture_tokens(whole, pictures, self.tokenizer.picture_id)
+                ids, pictures = with_picture_tokens(whole, pictures, self.tokenizer.picture_tokens)
             except BrokenPicture as error:
                 return Malformed(name, str(error))
         if not ids:

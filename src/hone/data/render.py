@@ -19,7 +19,8 @@ import numpy as np
 from hone.config.rules.files import flat
 from hone.config.run import DataSection
 from hone.data.chat import Message, Tokenizer, clock_at_start
-from hone.data.pictures import BrokenPicture, PictureProcessor, source_of_picture
+from hone.data.picture_processors import PictureProcessor
+from hone.data.pictures import BrokenPicture, source_of_picture
 from hone.errors import DataError
 from hone.types import Picture
 

@@ -25,7 +25,8 @@ from hone.model.logprobs import LogitMap
 from hone.model.recompute import Checkpointing, contexts
 from hone.model.repository_names import NamedPart, repository_parts
 from hone.model.routing import Routing
-from hone.model.vision import LAYOUT_ATTENTION, SEEING, Vision, register_layout_attention, with_pictures
+from hone.model.towers import TOWERS
+from hone.model.vision import LAYOUT_ATTENTION, Vision, register_layout_attention, with_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,11 +53,10 @@ class TransformersModel(CausalModel):
         """The checkpointing last set on the module."""
         self.vision: Vision | None = None
         """Reads pictures; None: this class's prompts cannot have any."""
-        if hf_config.model_type in SEEING and "sliding_attention" not in (
-            getattr(text_config, "layer_types", None) or ()
-        ):
+        tower = TOWERS.get(hf_config.model_type)
+        if tower is not None and "sliding_attention" not in (getattr(text_config, "layer_types", None) or ()):
             register_layout_attention()
-            self.vision = Vision(self.hf.base_model, hf_config)
+            self.vision = Vision(tower(self.hf.base_model, hf_config))
             self.body.set_attn_implementation(LAYOUT_ATTENTION)
         if has_tower(hf_config):
             learning = {id(weight) for weight in (*self.body.parameters(), self.output_weight)}
@@ -106,13 +106,10 @@ class TransformersModel(CausalModel):
         """As `hidden`, each prompt and its pictures computed once."""
         self._replay(layout)
         embedded_XH = self.hf.get_input_embeddings()(layout.token_ids_X)
-        position_3X = layout.grid_position_3X
-        if position_3X is None:
-            position_3X = layout.position_X.expand(3, -1)
         embedded_1XH, deeper = with_pictures(embedded_XH[None], [layout.pictures], vision)
         out = self.body(
             inputs_embeds=embedded_1XH,
-            position_ids=position_3X[:, None],
+            position_ids=vision.positions(layout),
             use_cache=False,
             attend=shared_prompt_attention(layout),
             **deeper,
@@ -198,7 +195,7 @@ class TransformersModel(CausalModel):
 def no_pictures(model_type: str) -> str:
     """That prompts of this architecture cannot have pictures."""
     return (
-        f"data.image_columns: prompts of {model_type} cannot have pictures; those of {', '.join(SEEING)} can (with "
+        f"data.image_columns: prompts of {model_type} cannot have pictures; those of {', '.join(TOWERS)} can (with "
         "full attention in every layer). Take one of them, or leave the pictures out."
     )
 

@@ -95,6 +95,9 @@ def _around(config: PreTrainedConfig, text: dict[str, Any]) -> dict[str, Any]:
     for name in ("out_hidden_size", *(("hidden_size",) if config.model_type == "qwen2_vl" else ())):
         tower |= {name: text["hidden_size"]} if name in tower else {}
     tower |= {name: [0] for name in ("fullatt_block_indexes", "deepstack_visual_indexes") if name in tower}
+    if "image_seq_length" in whole and "downsample_ratio" in whole:  # InternVL's tiles, of 2 x 2 tokens
+        side = 2 * round(1 / whole["downsample_ratio"])
+        tower["image_size"], whole["image_seq_length"] = [side * pixels for pixels in tower["patch_size"]], 4
     ids = [
         key for key, value in whole.items() if isinstance(value, int) and key.endswith(("_token_id", "_token_index"))
     ]

@@ -1,25 +1,24 @@
-"""Vision towers of the Qwen-VL family: pictures to the features that stand at their tokens.
+"""Pictures to the features that stand at their tokens: each distinct one through the vision tower once.
 
 The language model of these classes then computes a shared-prompt layout as Hone's own decoder does, through an
-attention function in Transformers' registry. Not here: what a picture's tokens are (`data/pictures.py`).
+attention function in Transformers' registry. Not here: what a picture's tokens are (`data/pictures.py`), and how a
+family's tower is called (`model/towers.py`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
+from hone.model.layout import Layout, grid_positions
+from hone.model.towers import PictureFeatures, VisionTower
 from hone.types import Picture
 
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types whose prompts may have pictures."""
 LAYOUT_ATTENTION = "hone_layout"
 """Name in Transformers' registry of attention over a layout, or of plain attention where none is given."""
 PATCHES_PER_PASS = 4096
@@ -28,44 +27,17 @@ KEPT_BYTES = 1 << 28
 """Features of a frozen tower that are kept, those used last."""
 
 
-@dataclass(frozen=True)
-class PictureFeatures:
-    """What a vision tower makes of one picture with n tokens."""
-
-    embedded: Tensor
-    """(n, h) instead of the tokens' embeddings."""
-    deeper: tuple[Tensor, ...]
-    """(n, h) each, to be added behind the first layers (Qwen3-VL)."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.embedded, *self.deeper))
-
-
 class Vision:
-    """The vision tower of a model, called once for each distinct picture.
+    """The vision tower of a model, called once for each distinct picture."""
 
-    Args:
-        model: Transformers' module that has the tower and the language model.
-    """
-
-    def __init__(self, model: nn.Module, config: PreTrainedConfig) -> None:
-        keys: Any = config
-        self._model = (model,)  # in a tuple: its parameters belong to the model that has this
-        self._patch, self._frames = keys.vision_config.patch_size, keys.vision_config.temporal_patch_size
-        self.merge: int = keys.vision_config.spatial_merge_size
-        """Patches along a side of a token."""
+    def __init__(self, tower: VisionTower) -> None:
+        self.tower = tower
         self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
         self.num_computed = 0
         """Pictures that went through the tower."""
         self.most_passes: Callable[[int], int] = int
         """From the passes that this rank needs to those that all ranks make: whose weights are divided among them, they
         gather together (`train/fsdp.py`)."""
-
-    @property
-    def tower(self) -> nn.Module:
-        model: Any = self._model[0]
-        return model.visual
 
     def forget(self) -> None:
         """The tower's weights have changed."""
@@ -74,7 +46,7 @@ class Vision:
     def features(self, pictures: Sequence[Picture]) -> tuple[list[PictureFeatures], Tensor | None]:
         """Those of each picture, equal pictures computed once; of a frozen tower those that are kept are not computed
         again. And 0, if this rank made passes for others that a gradient has to pass through."""
-        is_frozen = not any(weight.requires_grad for weight in self.tower.parameters())
+        is_frozen = not any(weight.requires_grad for weight in self.tower.weights())
         distinct = {picture.digest: picture for picture in pictures}
         found = {digest: self._kept[digest] for digest in distinct if is_frozen and digest in self._kept}
         missing = [picture for digest, picture in distinct.items() if digest not in found]
@@ -101,7 +73,7 @@ class Vision:
     def _passes(self, pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
         part, size = list[Picture](), 0
         for picture in pictures:
-            patches = picture.num_tokens * self.merge**2
+            patches = picture.num_tokens * self.tower.patches_per_token
             if part and size + patches > PATCHES_PER_PASS:
                 yield part
                 part, size = [], 0
@@ -112,38 +84,26 @@ class Vision:
 
     def _computed(self, pictures: Sequence[Picture]) -> list[PictureFeatures]:
         self.num_computed += len(pictures)
-        patches = torch.from_numpy(np.concatenate([self.patches(picture) for picture in pictures]))
-        return self._tower_pass(patches, [[1, p.rows * self.merge, p.columns * self.merge] for p in pictures])
+        return self.tower.features(pictures)
 
     def _idle(self) -> Tensor:
-        """0, from a picture of one token, black."""
-        patches = torch.zeros(self.merge**2, 3 * self._frames * self._patch**2)
-        (features,) = self._tower_pass(patches, [[1, self.merge, self.merge]])
+        """0, from a small black picture."""
+        (features,) = self.tower.features([self.tower.black()])
         return torch.stack([0 * tensor.sum() for tensor in (features.embedded, *features.deeper)]).sum()
 
-    def _tower_pass(self, patches: Tensor, grid: list[list[int]]) -> list[PictureFeatures]:
-        model: Any = self._model[0]
-        device = next(self.tower.parameters()).device
-        out = model.get_image_features(patches.to(device), torch.tensor(grid, device=device), return_dict=True)
-        layers = getattr(out, "deepstack_features", None) or []
-        return [
-            PictureFeatures(embedded, tuple(layer[number] for layer in layers))
-            for number, embedded in enumerate(out.pooler_output)
-        ]
+    def positions(self, layout: Layout) -> Tensor:
+        """(1, X), or (3, 1, X) for a family that counts in time, height and width: of a layout's tokens."""
+        if not self.tower.has_grid_positions:
+            return layout.position_X[None]
+        position_3X = layout.grid_position_3X
+        return (layout.position_X.expand(3, -1) if position_3X is None else position_3X)[:, None]
 
-    def patches(self, picture: Picture) -> np.ndarray:
-        """(patches, 3 * frames * patch * patch) float32: normalised, squares of `merge` x `merge` patches together, the
-        one frame repeated."""
-        rgb, patch, merge = picture.read(), self._patch, self.merge
-        size = picture.rows * merge * patch, picture.columns * merge * patch
-        if rgb.shape != (*size, 3):
-            raise ValueError(f"picture {picture.digest[:12]}: {rgb.shape}, expected {(*size, 3)}")
-        mean, std = (np.asarray(values, np.float32) for values in (picture.mean, picture.std))
-        image = (rgb.astype(np.float32) / 255 - mean) / std
-        shape = picture.rows, merge, patch, picture.columns, merge, patch, 3
-        squares = image.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
-        frames = np.broadcast_to(squares[:, :, :, :, :, None], (*squares.shape[:5], self._frames, patch, patch))
-        return frames.reshape(picture.num_tokens * merge**2, -1)
+    def prompt_positions(self, length: int, pictures: Sequence[Picture]) -> tuple[Tensor, int]:
+        """(1, length), or (3, length), of a prompt's tokens, and the position of the token behind it."""
+        if not self.tower.has_grid_positions:
+            return torch.arange(length)[None], length
+        position_3P, following = grid_positions(length, pictures)
+        return torch.from_numpy(position_3P), following
 
 
 def with_pictures(

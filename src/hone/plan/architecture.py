@@ -49,7 +49,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """A vision tower of the Qwen-VL family."""
+    """A vision tower, of Qwen-VL or InternVL."""
 
     kind: str
     """The model type."""
@@ -278,8 +278,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 3},
 }
 """What can be counted, and what Transformers fills in where a config.json does not say it."""
-VISION_LANGUAGE = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
-"""Model types with a vision tower, and the language model beside it."""
+VISION_LANGUAGE = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "internvl": "qwen2"}
+"""Model types with a vision tower, and the language model beside it; InternVL's config.json may name another."""
 
 
 def architecture_from(config: Mapping[str, Any], *, source: str = "config.json") -> Architecture:
@@ -291,9 +291,11 @@ def architecture_from(config: Mapping[str, Any], *, source: str = "config.json")
         DataError: a model type that cannot be counted, or a key is missing.
     """
     if (kind := str(config.get("model_type"))) in VISION_LANGUAGE:
-        text = {**(config.get("text_config") or config), "model_type": VISION_LANGUAGE[kind]}
-        text["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
-        tower = _tower(kind, config.get("vision_config") or {}, source)
+        text = {**(config.get("text_config") or config)}
+        is_tiled = kind == "internvl"
+        text["model_type"] = text.get("model_type", VISION_LANGUAGE[kind]) if is_tiled else VISION_LANGUAGE[kind]
+        text["tie_word_embeddings"] = config.get("tie_word_embeddings", is_tiled)
+        tower = _tile_tower(config, source) if is_tiled else _tower(kind, config.get("vision_config") or {}, source)
         return replace(architecture_from(text, source=source), model_type=kind, tower=tower)
     keys = _Keys(config, source)
     family = str(keys.model_type)
@@ -348,6 +350,36 @@ def _tower(kind: str, keys: Mapping[str, Any], source: str) -> Tower:
         deeper = len(keys.get("deepstack_visual_indexes", (8, 16, 24)))
         count += hidden + keys.get("num_position_embeddings", 2304) * hidden + deeper * (2 * wide + merger)
     return Tower(kind, count, depth, hidden, inner, patch, merged, values, out)
+
+
+def _tile_tower(config: Mapping[str, Any], source: str) -> Tower:
+    """InternVL's, with the layers between it and the language model."""
+    keys = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, **config.get("vision_config", {})}
+    out = (config.get("text_config") or {}).get("hidden_size")
+    if not isinstance(out, int):
+        raise DataError(f"{source}: text_config.hidden_size must be a whole number; it is needed to plan.")
+    hidden, inner, depth = (keys[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    tile, patch = (_first(keys.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
+    merged, values = round(1 / config.get("downsample_ratio", 0.5)) ** 2, 3 * patch**2
+    norm = hidden if keys.get("norm_type") == "rms_norm" else 2 * hidden
+    count = (values + 1) * hidden + hidden + depth * _tile_block(keys, hidden, inner, norm)
+    if keys.get("use_absolute_position_embeddings", True):
+        count += ((tile // patch) ** 2 + 1) * hidden
+    count += 0 if keys.get("use_mean_pooling", True) else 2 * hidden
+    count += hidden if keys.get("use_mask_token") else 0
+    count += 2 * merged * hidden + merged * hidden * out + out + out * out + out
+    return Tower("internvl", count, depth, hidden, inner, patch, merged, values, out)
+
+
+def _tile_block(keys: Mapping[str, Any], hidden: int, inner: int, norm: int) -> int:
+    """Parameters of one block: attention, feed-forward layers, norms and the scales of both."""
+    attention = 4 * hidden * hidden + hidden + (3 * hidden if keys.get("attention_bias") else 0)
+    between = 2 * hidden if keys.get("use_qk_norm") else 0
+    return attention + between + 2 * hidden * inner + inner + hidden + 2 * norm + 2 * hidden
+
+
+def _first(value: Any) -> int:
+    return int(value[0] if isinstance(value, list | tuple) else value)
 
 
 def _latent(keys: _Keys) -> Latent:

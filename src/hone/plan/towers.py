@@ -1,4 +1,5 @@
-"""Memory of a vision tower's passes: closed forms, counted from the code of Transformers' Qwen-VL classes.
+"""Memory of a vision tower's passes: closed forms, counted from the code of Transformers' classes of Qwen-VL and
+InternVL.
 
 Attention keeps q, k, v, its output and one normaliser per query; scores are not kept. Bytes per number, `p`: 2 in
 bfloat16, 4 in float32.
@@ -15,6 +16,8 @@ def forward_per_patch(tower: Tower, p: int) -> int:
     """Bytes alive at once without gradients: in a block's feed-forward layers, where it rotates q and k in float32, or
     where learned positions are taken between four neighbours."""
     h = tower.hidden
+    if tower.kind == "internvl":  # nothing is rotated
+        return p * (2 * tower.inner + 5 * h)
     if tower.kind == "qwen3_vl":
         return max(p * (2 * tower.inner + 3 * h), (4 * p + 32) * h)
     return max(p * (3 * tower.inner + 3 * h), (5 * p + 24) * h)
@@ -29,6 +32,8 @@ def kept_per_patch(tower: Tower, p: int, checkpointing: Checkpointing) -> int:
         return p * (7 * h + (2 if tower.kind == "qwen2_5_vl" else 1) * inner)
     if tower.kind == "qwen2_5_vl":  # gated; in bfloat16 its norms compute in float32 and keep that copy too
         return p * (4 * inner + 13 * h) + (4 * h if p == 2 else 0)
+    if tower.kind == "internvl":  # positions are added once, in front of the blocks
+        return p * (2 * inner + 10 * h)
     return p * ((3 if tower.kind == "qwen2_vl" else 2) * inner + 11 * h)
 
 

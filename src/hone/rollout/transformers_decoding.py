@@ -20,7 +20,6 @@ from transformers import Cache, DynamicCache
 
 from hone.errors import DataError
 from hone.model.hf import TransformersModel, no_pictures
-from hone.model.layout import grid_positions
 from hone.model.vision import with_pictures
 from hone.plan.kv_cache import CacheRoom
 from hone.rollout.engine import CacheUse
@@ -113,17 +112,17 @@ class TransformersStepper:
         vision, device = self._model.vision, token_NP.device
         assert vision is not None
         width = token_NP.shape[1]
-        position_3NP = torch.zeros(3, *token_NP.shape, dtype=torch.int64)
+        axes = 3 if vision.tower.has_grid_positions else 1
+        position_ANP = torch.zeros(axes, *token_NP.shape, dtype=torch.int64)
         places = list[list[Picture]]()
         for row, (own, length) in enumerate(zip(pictures, real_NP.sum(1).tolist(), strict=True)):
-            position_3P, following = grid_positions(length, own)
-            position_3NP[:, row, width - length :] = torch.from_numpy(position_3P)
+            position_ANP[:, row, width - length :], following = vision.prompt_positions(length, own)
             self._shift_B[row] = following - length
             places.append([replace(picture, start=width - length + picture.start) for picture in own])
         embedded_NPH, deeper = with_pictures(self._model.hf.get_input_embeddings()(token_NP), places, vision)
         return self._compute(
             inputs_embeds=embedded_NPH,
-            position_ids=position_3NP.to(device),
+            position_ids=(position_ANP if axes > 1 else position_ANP[0]).to(device),
             attention_mask=real_NP,
             past_key_values=self._cache,
             **deeper,

@@ -17,7 +17,7 @@ from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from hone.config.derived import trains_adapter
 from hone.config.run import AlgorithmSection, ModelSection, RunConfig
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
 from hone.data.pack import collate
-from hone.data.pictures import PICTURE_TOKEN
+from hone.data.picture_processors import family_of
 from hone.errors import DataError, EngineError
 from hone.loop.gate import NOTICEABLE, mean_gap
 from hone.model.base import CausalModel
@@ -47,7 +47,7 @@ from hone.model.hf import TransformersModel, auto_class, has_tower, no_pictures
 from hone.model.load import init_config, init_model, read_config, save_hf
 from hone.model.lora import add_adapter, merged_copy
 from hone.model.miniature import miniature
-from hone.model.vision import SEEING
+from hone.model.towers import TOWERS
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine, refuse_to_compile
 from hone.runtime.user_state import state_folder, write_user_state
@@ -144,7 +144,7 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
     if not has_tower(architecture):
         return no_pictures(architecture.model_type) if config.data.image_columns else ""
     kind = architecture.model_type
-    if config.data.image_columns and kind not in SEEING:
+    if config.data.image_columns and kind not in TOWERS:
         return no_pictures(kind)
     cluster = config.cluster
     if "rl" in config.stages and cluster.engines.name != "hone":
@@ -163,12 +163,16 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
 
 def refused_by_tokenizer(architecture: PreTrainedConfig, tokenizer: Tokenizer) -> str:
     """That config.json and tokenizer mean different tokens by a picture's; "" if they agree."""
-    kind, own = architecture.model_type, tokenizer.hf.get_vocab().get(PICTURE_TOKEN)
-    wanted = getattr(architecture, "image_token_id", None)
-    if kind not in SEEING or own in (None, wanted):
+    kind, wanted = architecture.model_type, getattr(architecture, "image_token_id", None)
+    family = family_of(tokenizer.processor)
+    if kind not in TOWERS or family is None:
+        return ""
+    token = family.marks.token
+    own = tokenizer.hf.get_vocab().get(token)
+    if own in (None, wanted):
         return ""
     return (
-        f"model: image_token_id of {kind} is {wanted}, but the tokenizer's {PICTURE_TOKEN} is {own}, so other programs "
+        f"model: image_token_id of {kind} is {wanted}, but the tokenizer's {token} is {own}, so other programs "
         f"would look for pictures elsewhere. Set image_token_id to {own}."
     )
 
@@ -379,10 +383,12 @@ def _made_up(vocab_size: int) -> list[Group]:
 
 
 def _with_picture(prompt: Prompt, model: CausalModel) -> Prompt:
-    """The prompt with a picture of noise, of 2 x 3 tokens, behind its first token."""
-    keys: Any = model.hf_config
-    side = keys.vision_config.patch_size * keys.vision_config.spatial_merge_size
-    picture = Picture("trial", 1, 2, 3, (0.5,) * 3, (0.25,) * 3, partial(_noise, 2 * side, 3 * side))
+    """The prompt with a picture of noise behind its first token, larger than the smallest."""
+    assert isinstance(model, TransformersModel) and model.vision is not None
+    tower, keys = model.vision.tower, cast(Any, model.hf_config)
+    rows, columns = tower.sizes()[1]
+    read = partial(_noise, rows * tower.side, columns * tower.side)
+    picture = Picture("trial", 1, rows, columns, (0.5,) * 3, (0.25,) * 3, read)
     first, *others = prompt.token_ids.tolist()
     ids = [first, *[keys.image_token_id] * picture.num_tokens, *others]
     return replace(prompt, token_ids=np.array(ids, np.int32), pictures=(picture,))
@@ -394,17 +400,8 @@ def _noise(height: int, width: int, **_: Any) -> np.ndarray:
 
 def _shown(prompt: Prompt, num_tokens: int, model: CausalModel) -> dict[str, Any]:
     """What Transformers' class takes for the picture of a prompt, if it has one, in a sequence of so many tokens."""
-    if not prompt.pictures:
-        return {}
-    assert isinstance(model, TransformersModel) and model.vision is not None
-    (picture,), merge = prompt.pictures, model.vision.merge
-    types = torch.zeros(1, num_tokens, dtype=torch.int32)
-    types[0, picture.start : picture.start + picture.num_tokens] = 1
-    return {
-        "pixel_values": torch.from_numpy(model.vision.patches(picture)),
-        "image_grid_thw": torch.tensor([[1, picture.rows * merge, picture.columns * merge]]),
-        "mm_token_type_ids": types,
-    }
+    vision = model.vision if isinstance(model, TransformersModel) else None
+    return vision.tower.whole_inputs(prompt.pictures, num_tokens) if vision else {}
 
 
 @torch.no_grad()

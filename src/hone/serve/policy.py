@@ -319,7 +319,7 @@ class PolicyService:
             pictures += own
         try:
             (ids,) = tokenizer.encode_prompts([tokenizer.render(plain, asked.chat_template_kwargs)], rendered=True)
-            return _prompt(*with_picture_tokens(ids, pictures, tokenizer.picture_id)) if pictures else _prompt(ids)
+            return _prompt(*with_picture_tokens(ids, pictures, tokenizer.picture_tokens)) if pictures else _prompt(ids)
         except (jinja2.TemplateError, TypeError) as error:  # a name that Transformers itself uses
             raise _wrong("messages", f"the chat template refuses them: {error}") from error
         except (DataError, BrokenPicture) as error:

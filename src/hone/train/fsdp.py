@@ -83,7 +83,7 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device)) if on_host else OffloadPolicy()
     vision = vision_of(model)
-    seeing = set(vision.tower.modules()) if vision else set[nn.Module]()
+    seeing = {module for part in vision.tower.parts() for module in part.modules()} if vision else set[nn.Module]()
     if vision is not None:
         vision.most_passes = partial(_largest, mesh=mesh)
     for module in (*layers_of(model), model):
