@@ -84,10 +84,9 @@ def test_on_devices_of_their_own_they_come_back_when_killed_and_nothing_is_score
     assert life.nothing_is_left() and not psutil.pid_exists(other)
 
 
-@pytest.mark.parametrize("layout", [APART, TOGETHER], ids=["apart", "in turn"])
-def test_who_scores_goes_on_when_the_trainer_dies(run_file, beside, layout):
-    run = run_file.parent / f"dying-{len(layout[1])}"
-    life = Life(run_file, *layout, f"run.dir={run}", "checkpoint.every=1")
+def test_who_scores_goes_on_when_the_trainer_dies(run_file, beside):
+    run = run_file.parent / "dying"
+    life = Life(run_file, *TOGETHER, f"run.dir={run}", "checkpoint.every=1")
     life.until(lambda: (run / "metrics.jsonl").exists() and len(scores_of(run)) > 1)
     judges = [one.pid for one in read_state(run).services]
     (copy,) = life.started("ray::ScorerActor")
