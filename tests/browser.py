@@ -105,8 +105,8 @@ class Browser:
 
     def press(self, key: str) -> None:
         """A key, pressed and released."""
-        text = {"Enter": "\r"}.get(key, key)
-        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
+        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, **({"text": text} if text else {}))
         self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def size(self, width: int, height: int) -> None:

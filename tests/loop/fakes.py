@@ -172,7 +172,7 @@ class Observer:
     def warn(self, text):
         self.warnings.append(text)
 
-    def record(self, stage, step, groups, advantages):
+    def record(self, stage, step, groups, advantages, figures=None):
         self.records.append((step, [g.prompt.index for g in groups], advantages is not None))
 
     def position(self):

@@ -10,7 +10,7 @@ import pytest
 from observed import make_group
 
 from hone.observe.background import Background
-from hone.observe.recorder import Recorder, read_samples, recorded_steps, samples_file
+from hone.observe.recorder import Recorder, TokenFigures, read_samples, recorded_steps, samples_file
 from hone.types import version_spans
 
 
@@ -64,6 +64,16 @@ def test_any_float32_logprob_comes_back_to_the_bit(tmp_path, background):
     recorder(tmp_path, background).record("rl", 0, [replace(group, samples=(sample,))], None)
     background.drain()
     assert read_samples(tmp_path, 0)[0].sample.sampler_logprobs.tobytes() == np.array(values, np.float32).tobytes()
+
+
+def test_figures_of_tokens_come_back_rounded_and_only_where_they_are_known(tmp_path, background):
+    known = TokenFigures(np.array([0.5, -1e9]), np.array([1.234567e-3, math.nan]))
+    recorder(tmp_path, background).record("rl", 1, [make_group()], [[1.0, -1.0]], [[TokenFigures(), known]])
+    background.drain()
+    first, second = read_samples(tmp_path, 1)
+    assert first.figures.advantages_T is None and first.figures.mismatch_T is None
+    assert second.figures.advantages_T.tolist() == [0.5, -65504.0]
+    assert second.figures.mismatch_T == pytest.approx([1.234567e-3, math.nan], rel=2**-11, nan_ok=True)
 
 
 def test_of_a_large_step_groups_spread_evenly_are_recorded(tmp_path, background):

@@ -70,9 +70,26 @@ def test_a_reader_opens_a_run_searches_and_sees_new_steps(server, tmp_path):
         assert browser.run("document.querySelectorAll('.detail').length") == 1
         assert browser.run("document.querySelectorAll('.detail b').length") == 0, "text of the model is no markup"
 
+        def tokens_by(shade):
+            browser.run(f"byId('shade').value = '{shade}'; byId('shade').dispatchEvent(new Event('input'))")
+            return browser.run("document.querySelector('.response').textContent")
+
+        assert "Mean 0." in tokens_by("surprisal")
+        assert "-0.5 at every token" in tokens_by("advantage") or "0.5 at every token" in tokens_by("advantage")
+        assert "are not known" in tokens_by("mismatch")
+        browser.run("[...document.querySelectorAll('tr.sample')].at(-2).click()")
+        assert "0.25 at every token" in browser.run("document.querySelector('#rows').textContent")
+
+        browser.run("document.querySelector('.plot').focus()")
+        for key in ("Home", "ArrowRight"):
+            browser.press(key)
+        read = "document.querySelector('.plot + .legend').textContent"
+        assert browser.run(read).startswith("step 2")
+        browser.run("plots.get('rl/Reward').plot.setScale('x', {min: 3, max: 9})")
         add_steps(observer, 13, 15)
         browser.until("data.now.step === 15")
-        assert browser.run("document.querySelectorAll('.detail').length") == 1, "what was opened stays open"
+        assert browser.run("document.querySelectorAll('.detail').length") == 2, "what was opened stays open"
+        assert browser.run("plots.get('rl/Reward').plot.scales.x.max") == 9, "and what was zoomed into"
         browser.run("byId('place').value = 'rl step 14'; byId('place').dispatchEvent(new Event('input'))")
         browser.until("document.querySelectorAll('tr.sample').length === 4")
         assert browser.errors == [] and browser.hosts == {url.split("/")[2]}
@@ -114,7 +131,10 @@ def test_pages_are_accessible(server, tmp_path, theme):
             browser.run("document.querySelectorAll('details').forEach(node => { node.open = true; })")
             browser.run("document.querySelector('tr.sample') && document.querySelector('tr.sample').click()")
             browser.run(AXE)
-            found = browser.run(
-                "axe.run().then(all => all.violations.map(v => [v.id, v.nodes.map(n => n.html.slice(0, 200))]))"
-            )
-            assert found == [], page
+            for shade in ("surprisal", "advantage", "mismatch") if "run" in page else ("",):
+                if shade:
+                    browser.run(f"byId('shade').value = '{shade}'; byId('shade').dispatchEvent(new Event('input'))")
+                found = browser.run(
+                    "axe.run().then(all => all.violations.map(v => [v.id, v.nodes.map(n => n.html.slice(0, 200))]))"
+                )
+                assert found == [], (page, shade)

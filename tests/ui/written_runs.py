@@ -6,9 +6,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "observe"))
 
+import numpy as np
 from observed import Settings, decode, make_group
 
 from hone.observe.observer import Observer
+from hone.observe.recorder import TokenFigures
 
 
 def write_run(folder: Path, steps: int = 12, lr: float = 1e-3) -> Observer:
@@ -36,7 +38,8 @@ def write_run(folder: Path, steps: int = 12, lr: float = 1e-3) -> Observer:
 def add_steps(observer: Observer, first: int, last: int) -> None:
     for step in range(first, last + 1):
         groups = [make_group(0, rewards=(1.0, 1.0)), make_group(1, texts=("4", "<b>22</b>"), rewards=(0.0, 1.0))]
-        observer.record("rl", step, groups, [[0.0, 0.0], [-0.5, 0.5]])
+        figures = [[TokenFigures(mismatch_T=np.full(2, 0.25)), TokenFigures()], [TokenFigures()] * 2]
+        observer.record("rl", step, groups, [[0.0, 0.0], [-0.5, 0.5]], figures)
         observer.log("rl", step, {"rollout/reward_mean": step / 20, "train/entropy": 1 / step})
     observer.log("rl", last, {"eval/accuracy": 0.25, "eval/accuracy_se": 0.01})
     observer.position()  # all of it is on the disk

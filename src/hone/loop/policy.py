@@ -7,8 +7,11 @@ no token is trained more than `max_staleness` updates after the policy that samp
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from hone.data.pack import collate, score_columns
 from hone.errors import EngineError
@@ -171,10 +174,23 @@ def learn(run: PolicyRun, batch: Batch) -> tuple[Batch, dict[str, float]]:
     movement = Movement.begin(run.trainer, batch) if is_measured(run.progress.step) else None
     metrics |= trainer.update(batch, algorithm)
     metrics |= movement.end() if movement else {}
+    batch = with_trainer_logprobs(batch, movement)
     more, alarm = algorithm.after_update(batch, metrics)
     if alarm is not None:
         run.observer.warn(alarm)
     return batch, metrics | more
+
+
+def with_trainer_logprobs(batch: Batch, movement: Movement | None) -> Batch:
+    """The batch with what this update computed of the trainer's logprobs before it, for the record: of all samples if
+    the algorithm needed them, otherwise of those that the movement is measured on."""
+    if (old_T := batch.columns.get("old_logprobs_T")) is not None:
+        return batch.with_column("trainer_logprobs_T", old_T)
+    if movement is None:
+        return batch
+    known_T = torch.full_like(batch.sampler_logprobs_T, math.nan)
+    known_T[: len(movement.before_T)] = movement.before_T.to(known_T)
+    return batch.with_column("trainer_logprobs_T", known_T)
 
 
 async def save_if_due(run: PolicyRun, *, is_best: bool) -> None:

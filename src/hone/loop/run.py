@@ -22,6 +22,7 @@ from hone.loop.canary import NUM_PROMPTS, Canary
 from hone.memory.guard import UNGUARDED, Guard
 from hone.observe.events import versions_of
 from hone.observe.observer import Observer
+from hone.observe.recorder import TokenFigures
 from hone.reward.rewards import Rewards
 from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env import episode_metrics
@@ -203,10 +204,11 @@ class PolicyRun(Stage[Trainer]):
 
     def record(self, kept: Sequence[Group], dropped: Sequence[Group], batch: Batch) -> None:
         """Record the samples of a step: trained groups with their advantages, then dropped ones."""
-        advantages = iter(sample_advantages(batch))
+        advantages, figures = iter(sample_advantages(batch)), iter(token_figures(batch))
         per_group = [[next(advantages) for _ in group.samples] for group in kept]
+        of_tokens = [[next(figures) for _ in group.samples] for group in kept]
         step = self.progress.step + 1  # of the update that they make, as its metrics are logged
-        self.observer.record("rl", step, kept, per_group)
+        self.observer.record("rl", step, kept, per_group, of_tokens)
         if dropped:
             self.observer.record("rl", step, dropped, None)
 
@@ -231,6 +233,26 @@ class PolicyRun(Stage[Trainer]):
                 "every group, or samples that cannot be scored, leave nothing to learn from: check the reward and the "
                 "difficulty of the prompts, or raise algorithm.max_dropped_per_kept."
             )
+
+
+def token_figures(batch: Batch) -> list[TokenFigures]:
+    """What is known of each sample's tokens: advantages where they differ within the sample, and mismatch of samples
+    whose logprobs the trainer computed (column `trainer_logprobs_T`, NaN for others)."""
+    ends = batch.length_S.cpu().numpy().cumsum()[:-1]
+    has_loss_T = batch.loss_mask_T.cpu().numpy() > 0
+    advantage_T = np.where(has_loss_T, batch.columns["advantages_T"].float().cpu().numpy(), np.nan)
+    advantages = [value_T if _differ(value_T) else None for value_T in np.split(advantage_T, ends)]
+    mismatches: list[NDArray[Any] | None] = [None] * len(advantages)
+    if (trainer_T := batch.columns.get("trainer_logprobs_T")) is not None:
+        gap_T = (batch.sampler_logprobs_T - trainer_T.to(batch.sampler_logprobs_T)).cpu().numpy()
+        gap_T = np.where(has_loss_T & np.isfinite(gap_T), gap_T, np.nan)
+        mismatches = [None if np.isnan(value_T).all() else value_T for value_T in np.split(gap_T, ends)]
+    return [TokenFigures(*pair) for pair in zip(advantages, mismatches, strict=True)]
+
+
+def _differ(value_T: NDArray[Any]) -> bool:
+    found = value_T[~np.isnan(value_T)]
+    return bool(len(found)) and bool(np.ptp(found) > 0)
 
 
 def sample_advantages(batch: Batch) -> list[float]:

@@ -25,7 +25,7 @@ from hone.observe.background import PATIENCE_S, Background
 from hone.observe.console import LogView, View, open_view
 from hone.observe.events import FILE, EventLog
 from hone.observe.metrics import find_metric
-from hone.observe.recorder import Recorder
+from hone.observe.recorder import Recorder, TokenFigures
 from hone.observe.report import Picture, RunSummary, write_report
 from hone.observe.samples_table import Row, table_rows
 from hone.observe.sinks import MetricsFile, TensorBoard
@@ -209,15 +209,23 @@ class Observer:
             self._reporting.start()
 
     def record(
-        self, stage: str, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None
+        self,
+        stage: str,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None,
+        figures: Sequence[Sequence[TokenFigures]] | None = None,
     ) -> None:
         """Record the samples of these groups, with one advantage per sample of each group, or None: not trained on.
 
         May be called several times for one step; the samples are stored together. Of many tokens, only some groups are
         recorded (`observe.samples_step_tokens`). A few of those that were trained on go to trackers and TensorBoard as
         a table (`observe.tracker_samples`).
+
+        Args:
+            figures: of single tokens, for each sample of each group.
         """
-        self._recorder.record(stage, step, groups, advantages)
+        self._recorder.record(stage, step, groups, advantages, figures)
         if advantages is not None:
             for view in self._views:
                 view.show(groups)

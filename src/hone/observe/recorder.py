@@ -2,8 +2,9 @@
 
 Written aside and then renamed, so a file is whole or absent. The lines hold columns (one list per field over the
 group's samples) because that is several times cheaper to write than an object per sample, and token ids and logprobs
-as base64 of their little-endian bytes, which is exact and fifty times cheaper than decimal numbers. `read_samples`
-gives the samples one by one. Nothing in a run reads them back.
+as base64 of their little-endian bytes, which is exact and fifty times cheaper than decimal numbers. Advantages and
+mismatch of single tokens are float16, two bytes a token, and only there where they are known. `read_samples` gives the
+samples one by one. Nothing in a run reads them back.
 
 The caller's thread makes the text, the background thread compresses and writes it: two threads that both run Python
 would take the interpreter from each other at every tensor operation, which costs the loop more than the text does.
@@ -32,6 +33,16 @@ NUM_CHECKED = 32
 """Newest files that are read when a run is resumed, to see whether they are whole."""
 FULL_MARK = "full.json"
 """Beside the stages' folders once the size limit was reached: where recording stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFigures:
+    """What an update knows of one sample's tokens besides the sampler's logprobs; NaN where it is not known."""
+
+    advantages_T: NDArray[np.float32] | None = None
+    """None where every token has the sample's advantage."""
+    mismatch_T: NDArray[np.float32] | None = None
+    """The sampler's logprob minus the trainer's, before the update. None where the trainer's were not computed."""
 
 
 class Recorder:
@@ -95,13 +106,19 @@ class Recorder:
                 sync(path)
 
     def record(
-        self, stage: str, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None
+        self,
+        stage: str,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None,
+        figures: Sequence[Sequence[TokenFigures]] | None = None,
     ) -> None:
         """Queue samples of groups; may be called several times for one step."""
         if self._full:
             return
         each = [None] * len(groups) if advantages is None else advantages
-        text = "".join(_encode(groups[place], each[place]) for place in self._chosen(groups)).encode()
+        known = [()] * len(groups) if figures is None else figures
+        text = "".join(_encode(groups[place], each[place], known[place]) for place in self._chosen(groups)).encode()
         self._background.submit(lambda: self._write(stage, step, text))
 
     def _chosen(self, groups: Sequence[Group]) -> Sequence[int]:
@@ -172,6 +189,8 @@ class RecordedSample(WithArrays):
     reward: float | None
     advantage: float | None
     """Mean over the sample's tokens; None where the group was not trained on."""
+    figures: TokenFigures = TokenFigures()
+    """Of its tokens, rounded to 11 bits."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", read_only(self.prompt_token_ids, np.int32))
@@ -221,7 +240,7 @@ def _limit(last_step: Mapping[str, int], stage: str) -> int:
     return last_step.get(stage, max(last_step.values(), default=-1))
 
 
-def _encode(group: Group, advantages: Sequence[float] | None) -> str:
+def _encode(group: Group, advantages: Sequence[float] | None, figures: Sequence[TokenFigures]) -> str:
     samples, prompt = group.samples, group.prompt
     columns: dict[str, Any] = {
         "prompt_id": prompt.id,
@@ -238,6 +257,12 @@ def _encode(group: Group, advantages: Sequence[float] | None) -> str:
         "advantages": advantages,
         "scores": {name: [score.value for score in scores] for name, scores in group.scores.items()},
     }
+    for name, values in (
+        ("token_advantages", [f.advantages_T for f in figures]),
+        ("token_mismatch", [f.mismatch_T for f in figures]),
+    ):
+        if any(value_T is not None for value_T in values):
+            columns[name] = [None if value_T is None else _base64(_half(value_T)) for value_T in values]
     if any(s.loss_mask is not None for s in samples):
         columns["loss_mask"] = [None if s.loss_mask is None else s.loss_mask.tolist() for s in samples]
     if any(s.turns for s in samples):
@@ -259,6 +284,14 @@ def _base64(array: NDArray[Any]) -> str:
     return binascii.b2a_base64(little_endian.tobytes(), newline=False).decode("ascii")
 
 
+def _half(value_T: NDArray[Any]) -> NDArray[np.float16]:
+    """Rounded; what is too large for it becomes the largest that it has."""
+    return value_T.clip(-_MOST, _MOST).astype(np.float16)
+
+
+_MOST = float(np.finfo(np.float16).max)
+
+
 def _array(text: str, dtype: str) -> NDArray[Any]:
     return np.frombuffer(binascii.a2b_base64(text), dtype).astype(np.dtype(dtype).newbyteorder("="), copy=False)
 
@@ -267,6 +300,10 @@ def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSamp
     def at(name: str, position: int) -> Any:
         column = line.get(name)
         return column[position] if column else None
+
+    def figure(name: str, position: int) -> NDArray[np.float32] | None:
+        packed = at(name, position)
+        return None if packed is None else _array(packed, "<f2").astype(np.float32)
 
     samples = []
     for i, packed_ids in enumerate(line["token_ids"]):
@@ -298,6 +335,7 @@ def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSamp
                 faults=faults,
                 reward=at("rewards", i),
                 advantage=at("advantages", i),
+                figures=TokenFigures(figure("token_advantages", i), figure("token_mismatch", i)),
             )
         )
     return samples

@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from hone.doctor.ranges import healthy_ranges
 from hone.doctor.watch import by_importance, watch_lines
 from hone.observe.events import FILE, read_events
@@ -347,9 +349,17 @@ def sample_rows(samples: Sequence[RecordedSample], pictures: Mapping[str, str]) 
         if len(sample.token_ids) <= tokens_left:
             tokens_left -= len(sample.token_ids)
             row["token_ids"] = sample.token_ids.tolist()
-            row["logprobs"] = [None if not math.isfinite(p) else round(p, 3) for p in sample.sampler_logprobs.tolist()]
+            row["logprobs"] = _rounded(sample.sampler_logprobs, 3)
+            if recorded.figures.advantages_T is not None:
+                row["advantages"] = _rounded(recorded.figures.advantages_T, 3)
+            if recorded.figures.mismatch_T is not None:
+                row["mismatch"] = _rounded(recorded.figures.mismatch_T, 4)
         rows.append(row)
     return rows
+
+
+def _rounded(value_T: NDArray[Any], digits: int) -> list[float | None]:
+    return [round(value, digits) if math.isfinite(value) else None for value in value_T.tolist()]
 
 
 def _pieces(

@@ -43,6 +43,14 @@ function rangeOf(low, high, unit) {
   return [low, unit === "fraction" && high === 1 ? 1 : high + (high - low) * 0.04];
 }
 
+// Of the marks of an axis: as short as tells them apart.
+function tickTexts(splits) {
+  const short = splits.map(number);
+  if (new Set(short).size === short.length) return short;
+  const digits = Math.min(8, Math.max(0, Math.ceil(-Math.log10(Math.abs(splits[1] - splits[0])))));
+  return splits.map(v => v.toFixed(digits));
+}
+
 // Lines that uPlot draws for the series of a chart: {of: place of the series, xs, ys, how: uPlot's options}.
 function linesOf(series) {
   const areas = series.filter(s => s.kind === "area"), lines = [];
@@ -148,7 +156,7 @@ function addChart(parent, title, series, options = {}) {
       return `<span>${swatch(colorOf(s, k), s.dash)}${esc(s.label)} <b>${number(s.ys[i])}</b></span>`;
     }).join("") + (healthy ? `<span><i class="healthy"></i>healthy ${rangeWords(healthy)}</span>` : "");
   };
-  const axis = { stroke: () => cssColor("--soft"), font: "11px system-ui, sans-serif", ticks: { show: false }, values: (_, splits) => splits.map(number) };
+  const axis = { stroke: () => cssColor("--soft"), font: "11px system-ui, sans-serif", ticks: { show: false }, values: (_, splits) => tickTexts(splits) };
   const plot = new uPlot({
     width: widthOf(place), height: HEIGHT, padding: [8, 16, 0, 0], legend: { show: false }, bands,
     scales: { x: { time: false, range: (_, low, high) => low === high ? [low - 0.5, high + 0.5] : [low, high] }, y: { range: (_, low, high) => rangeOf(low, high, options.unit) } },

@@ -204,11 +204,13 @@ function drawSamples() {
   section.innerHTML = `<h2>Samples</h2><div class="note">Whole groups from a few steps; samples/ has all of ${esc(total)}. Click a row to read it token by token.</div>
     <div class="row" style="margin-top:12px"><select id="place" aria-label="Step"></select>
     <select id="sort" aria-label="Order">${options(Object.keys(SORTS))}</select>
+    <label>tokens by <select id="shade">${options(Object.keys(SHADES))}</select></label>
     <input type="search" id="search" placeholder="Words, reward&lt;0.5, tokens&gt;100, version=3, fault" title="Words of prompt, answer or response; reward, advantage, tokens, step, version or a component with &lt; &gt; = &lt;= &gt;=; fault" aria-label="Search"><span class="note" id="found"></span></div>
     <div class="pictures" id="pictures"></div>
     <table><thead><tr><th class="num">step</th><th style="width:34%">prompt</th><th class="optional" style="width:13%">answer</th><th>response</th><th class="num optional">tokens</th><th class="num">reward</th><th class="num">advantage</th></tr></thead><tbody id="rows"></tbody></table>`;
   fillPlaces(placeOf(data.samples[data.samples.length - 1]));
   for (const id of ["sort", "search"]) byId(id).addEventListener("input", fillRows);
+  byId("shade").addEventListener("input", () => document.querySelectorAll("#rows tr").forEach(row => row.shadeAnew && row.shadeAnew()));
   byId("place").addEventListener("input", async () => { await askForPlace(byId("place").value); fillRows(); });
   fillRows();
 }
@@ -290,20 +292,71 @@ function detailRow(s) {
   const facts = [["finish", s.finish_reason], ["policy version", s.versions.join(", ")], ["sample of group", s.index + 1], ["mean logprob", number(meanLogprob(s))],
     ...Object.entries(s.scores).map(([name, value]) => [`score ${name}`, value === null ? "none" : number(value)]), ...Object.entries(s.faults).map(([name, fault]) => [`fault ${name}`, fault])];
   const row = element("tr");
-  row.innerHTML = `<td colspan="7"><div class="detail"><div><div class="label">Prompt</div><pre>${esc(s.prompt)}</pre><div class="label">Response, token by token: the redder, the less likely</div>${tokenView(s)}
+  row.innerHTML = `<td colspan="7"><div class="detail"><div><div class="label">Prompt</div><pre>${esc(s.prompt)}</pre><div class="label">Response, token by token</div><div class="response">${tokenView(s)}</div>
     ${s.answer === null ? "" : `<div class="label">Answer</div><pre>${esc(s.answer)}</pre>`}</div><dl>${facts.map(([name, value]) => `<dt>${esc(name)}</dt><dd>${esc(value)}</dd>`).join("")}</dl></div></td>`;
+  row.shadeAnew = () => { row.querySelector(".response").innerHTML = tokenView(s); };
   if (s.picture) row.querySelector(".detail > div").append(pictureOf(s));
   return row;
 }
 
+// What tokens are coloured by: values of a sample's tokens, null where unknown; `near` is a value that is half as strong
+// as the strongest colour. Signed values are green and solid above 0, red and dashed below.
+const SHADES = {
+  surprisal: {
+    what: "surprisal, minus the sampler's logprob in nats; its mean is an estimate of the entropy", near: 1.4,
+    values: s => s.logprobs.map(p => p === null ? null : -p),
+  },
+  advantage: {
+    what: "advantage", near: 0.5, signed: ["reinforced", "made less likely"],
+    values: s => s.advantages || (s.advantage === null ? null : s.token_ids.map(() => s.advantage)),
+    missing: "This group was not trained on.",
+  },
+  mismatch: {
+    what: "mismatch, the sampler's logprob minus the trainer's in nats", near: 0.03, signed: ["likelier for the sampler", "likelier for the trainer"],
+    values: s => s.mismatch || null,
+    missing: "The trainer's logprobs of this sample are not known: they are kept of the first sixteenth of the prompts in the first ten updates and in every tenth, and of all prompts where the algorithm computes them beforehand.",
+  },
+};
+
+function shadeStyle(value, { near, signed }) {
+  const strength = (0.55 * (1 - Math.exp(-Math.abs(value) / near * Math.LN2))).toFixed(2);
+  const line = !signed || value === 0 ? "" : `;border-bottom:2px ${value > 0 ? "solid var(--good)" : "dashed var(--bad)"}`;
+  return `background:rgba(var(${signed && value > 0 ? "--well" : "--shade"}),${strength})${line}`;
+}
+
+function shadeLegend(shade) {
+  const steps = shade.signed ? [-4, -1, 1, 4] : [0.25, 1, 2, 4];
+  const marks = steps.map(step => `<span class="mono mark" style="${shadeStyle(step * shade.near, shade)}">&nbsp;${number(step * shade.near)}&nbsp;</span>`);
+  const signs = shade.signed ? ` Above 0, underlined: ${shade.signed[0]}; below, underlined with dashes: ${shade.signed[1]}.` : " The redder, the less likely.";
+  return `<div class="note">Colour: ${esc(shade.what)}. ${marks.join(" ")}${signs}</div>`;
+}
+
+// The texts of a sample's tokens, as far as they are known.
+function textsOf(s) {
+  const characters = [...s.response], byCharacter = characters.length === s.token_ids.length || characters.length === s.token_ids.length - 1;
+  return s.token_ids.map((id, i) => data.pieces[id] ?? (byCharacter ? characters[i] ?? "" : `#${id} `));
+}
+
 function tokenView(s) {
   if (!s.token_ids) return `<pre>${esc(s.response)}</pre>`;
-  const characters = [...s.response], byCharacter = characters.length === s.token_ids.length || characters.length === s.token_ids.length - 1;
-  return `<div class="tokens mono">` + s.token_ids.map((id, i) => {
-    const known = data.pieces[id], text = known ?? (byCharacter ? characters[i] ?? "" : null);
-    const p = s.logprobs[i], shade = p === null ? 0.7 : 0.7 * (1 - Math.exp(p / 2));
-    return `<span style="background:rgba(var(--shade),${shade.toFixed(2)})" title="token ${id} · logprob ${p === null ? "not finite" : p} · probability ${p === null ? "?" : number(Math.exp(p))}">${text === null ? `#${id} ` : esc(text) || "◦"}</span>`;
-  }).join("") + "</div>";
+  const shade = SHADES[byId("shade").value] || SHADES.surprisal, values = shade.values(s), texts = textsOf(s);
+  const told = (name, value) => value === null || value === undefined ? "" : ` · ${name} ${number(value)}`;
+  const tokens = texts.map((text, i) => {
+    const p = s.logprobs[i], advantage = SHADES.advantage.values(s), value = values && values[i];
+    const title = `token ${i + 1}, id ${s.token_ids[i]} · logprob ${p === null ? "not finite" : `${p} · probability ${number(Math.exp(p))}`}${told("advantage", advantage && advantage[i])}${told("mismatch", s.mismatch && s.mismatch[i])}`;
+    return `<span style="${value === null || value === undefined ? "" : shadeStyle(value, shade)}" title="${esc(title)}">${esc(text) || "◦"}</span>`;
+  });
+  return `${values ? shadeLegend(shade) : `<div class="note">${shade.missing}</div>`}<div class="tokens mono">${tokens.join("")}</div>${values ? inNumbers(values, texts) : ""}`;
+}
+
+// What the colours show, in words: the mean, and the tokens of the largest values.
+function inNumbers(values, texts) {
+  const known = values.map((value, i) => [value, i]).filter(([value]) => value !== null);
+  if (!known.length) return "";
+  const most = [...known].sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 5);
+  const same = known.every(([value]) => value === known[0][0]);
+  const mean = known.reduce((sum, [value]) => sum + value, 0) / known.length;
+  return `<div class="note">${same ? `${number(mean)} at every token.` : `Mean ${number(mean)}; largest: ${most.map(([value, i]) => `<code>${esc(texts[i]) || "◦"}</code> (token ${i + 1}) ${number(value)}`).join(", ")}.`}</div>`;
 }
 
 // ---- what is happening now, on a live page
