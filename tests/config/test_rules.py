@@ -212,6 +212,13 @@ BROKEN = [
         {"algorithm": "{replay_routing: true}", "cluster": "{backend: ray, trainer: {compile: true}}"},
         "algorithm.replay_routing: = true replaces the choice of experts inside of layers",
     ),
+    (
+        {
+            "algorithm": "{load_balancing_coef: 0.1}",
+            "cluster": "{backend: ray, trainer: {sequence_parallel: 2}}",
+        },
+        "algorithm.load_balancing_coef: = 0.1 needs the load of whole sequences",
+    ),
     ({"algorithm": "{rejection: token_k2, rejection_low: 1}"}, "algorithm.rejection_low: is only used with k1"),
     (
         {"algorithm": "{credit: gdpo, normalize_rewards: true}"},

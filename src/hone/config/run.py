@@ -300,6 +300,9 @@ class AlgorithmSection(Section):
     replay_routing: bool = key(False)
     """Mixtures of experts: the engine records which experts each token is sent to, and forward passes of the policy and
     its reference send it to the same ones (R3); gate weights are computed anew."""
+    load_balancing_coef: float = key(0.0, ge=0)
+    """Mixtures of experts: coefficient of the auxiliary loss that balances the load of experts, as the architecture
+    defines it; `router_aux_loss_coef` of its config.json is not read. 0: off."""
     aggregate: Literal["token_mean", "sample_mean", "fixed_length", "token_sum"] = key("sample_mean")
     """Aggregation of token losses, with counts over the whole optimizer step."""
     kl_loss_coef: float = key(0.0, ge=0)

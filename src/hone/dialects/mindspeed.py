@@ -151,7 +151,7 @@ MEGATRON: dict[str, Row] = {
     "log_interval": automatic(LOGGING),
     **each("attention_dropout hidden_dropout", _NO_DROPOUT),
     "distributed_backend": placement("NCCL on GPUs, gloo on CPUs"),
-    "moe_aux_loss_coeff": missing(shared.NO_AUX_LOSS),
+    "moe_aux_loss_coeff": missing(shared.NO_AUX_LOSS, "algorithm.load_balancing_coef"),
     "swap_optimizer": shared.offload("optimizer"),
     "lora_r": to("lora.rank", positive),
     "lora_alpha": to("lora.alpha", number),

@@ -27,10 +27,12 @@ CONSTANT = "unused by a constant schedule"
 NO_CRITIC = "no critic with this estimator"
 NO_K1 = "k1 has no gradient on average in a loss; nearest: k2 or k3"
 ADAMW = "the optimizer is AdamW; nearest: leave it out and tune the learning rate anew"
-NO_AUX_LOSS = "no load-balancing loss; nearest: 0, as RL of experts usually has it"
+NO_AUX_LOSS = (
+    "a mean over layers here, only where the model's class has one; nearest: 0, as RL of experts usually has it"
+)
 QUANTISED = "quantised training is not supported; nearest: lora.rank without it"
 AS_THEY_ARE = "the trainer's weights are published as they are"
-ROUTER = "router replay is not supported"
+ROUTER = "routing is replayed from Hone's own engine only; nearest: algorithm.replay_routing=true with it"
 VLLM = placed({"cluster.engines.use": "vllm"}, "samples are drawn with vLLM")
 DEVICES = by(lambda job, value: placed({}, "see the line `devices`"), "cluster.pools", kind="placement")
 

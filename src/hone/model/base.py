@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from hone.model.layout import Layout
+    from hone.model.routing import LoadBalance
 
 
 class Adapter(ABC):
@@ -118,8 +119,12 @@ class CausalModel(nn.Module, ABC):
         """(V, h) rows that score each next token; the embedding itself where the model ties them."""
 
     @abstractmethod
-    def hidden(self, layout: Layout) -> Tensor:
-        """(U, h): the final, normed hidden states that predict `sequences.share(layout.target_U)`, in that order."""
+    def hidden(self, layout: Layout, balance: LoadBalance | None = None) -> Tensor:
+        """(U, h): the final, normed hidden states that predict `sequences.share(layout.target_U)`, in that order.
+
+        Args:
+            balance: is given the loss that balances the load of experts. Raises DataError for a model without one.
+        """
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """(B, V) logits of the next token, for sampling. On a GPU never rounded to less than float32, as in training;

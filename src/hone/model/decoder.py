@@ -23,6 +23,7 @@ from hone.model.base import CausalModel
 from hone.model.collectives import with_summed_gradient
 from hone.model.fused import rms_norm, rotation, split_and_rotate, swiglu
 from hone.model.recompute import again
+from hone.model.routing import LoadBalance, no_balance
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -236,7 +237,9 @@ class Decoder(CausalModel):
                 x = layer(x, turn, attend, needed, halves)
         return self.norm(x)
 
-    def hidden(self, layout: Layout) -> Tensor:
+    def hidden(self, layout: Layout, balance: LoadBalance | None = None) -> Tensor:
+        if balance is not None:
+            raise DataError(no_balance(self.hf_config.model_type))
         part = self.sequences.part_of(layout)
         return part.dealt(self(part.token_ids_X, part.position_X, part.attend, part.needed_W))
 

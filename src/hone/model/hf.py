@@ -24,7 +24,7 @@ from hone.model.layout import Layout
 from hone.model.logprobs import LogitMap
 from hone.model.recompute import Checkpointing, contexts
 from hone.model.repository_names import NamedPart, repository_parts
-from hone.model.routing import Routing
+from hone.model.routing import LoadBalance, Routing, no_balance
 from hone.model.towers import TOWERS
 from hone.model.vision import LAYOUT_ATTENTION, Vision, register_layout_attention, with_pictures
 
@@ -80,7 +80,7 @@ class TransformersModel(CausalModel):
             return whole.get_decoder()
         return whole.model if whole.base_model is whole else whole.base_model
 
-    def hidden(self, layout: Layout) -> Tensor:
+    def hidden(self, layout: Layout, balance: LoadBalance | None = None) -> Tensor:
         recompute = self.checkpointing != "none" and torch.is_grad_enabled()
         if recompute and self.checkpointing != self._enabled:
             how = {"context_fn": contexts} if self.checkpointing == "selective" else {}
@@ -88,7 +88,7 @@ class TransformersModel(CausalModel):
             self._enabled = self.checkpointing
         self.hf.train(recompute)  # Transformers recomputes only in training mode; dropout is 0 in either
         if self.vision is not None:
-            return self._hidden_of_layout(layout, self.vision)
+            return self._hidden_of_layout(layout, self.vision, balance)
         if layout.pictures:
             raise DataError(no_pictures(self.hf_config.model_type))
         part = self.sequences.rows_of(layout)
@@ -99,10 +99,13 @@ class TransformersModel(CausalModel):
             attention_mask=part.real_RL.long(),
             use_cache=False,
             **positions,
+            **_asked(balance),
         )
+        if balance is not None:
+            balance.loss = self._balancing_loss(out, part.real_RL)
         return part.dealt(out.last_hidden_state.flatten(0, 1).index_select(0, part.needed_W))
 
-    def _hidden_of_layout(self, layout: Layout, vision: Vision) -> Tensor:
+    def _hidden_of_layout(self, layout: Layout, vision: Vision, balance: LoadBalance | None) -> Tensor:
         """As `hidden`, each prompt and its pictures computed once."""
         self._replay(layout)
         embedded_XH = self.hf.get_input_embeddings()(layout.token_ids_X)
@@ -113,9 +116,22 @@ class TransformersModel(CausalModel):
             use_cache=False,
             attend=shared_prompt_attention(layout),
             **deeper,
+            **_asked(balance),
         )
+        if balance is not None:
+            real_X = torch.arange(len(layout.token_ids_X), device=layout.token_ids_X.device) < layout.num_tokens
+            balance.loss = self._balancing_loss(out, real_X[None])
         hidden_W = out.last_hidden_state[0].index_select(0, layout.needed_W)
         return hidden_W.index_select(0, layout.needed_U)
+
+    def _balancing_loss(self, out: Any, real_RL: Tensor) -> Tensor:
+        """The class's own, of the rows' tokens without padding (Switch Transformer, arXiv:2101.03961, eq. 4 to 6)."""
+        hf: Any = self.hf
+        function = getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)
+        logits = getattr(out, "router_logits", None)
+        if function is None or not logits:
+            raise DataError(no_balance(self.hf_config.model_type))
+        return function(logits, hf.num_experts, hf.num_experts_per_tok, real_RL)
 
     @cached_property
     def routing(self) -> Routing:
@@ -190,6 +206,10 @@ class TransformersModel(CausalModel):
             raise DataError(
                 f"model: {self.hf_config.model_type} has {what}, which Hone cannot train yet. Take another."
             )
+
+
+def _asked(balance: LoadBalance | None) -> dict[str, bool]:
+    return {} if balance is None else {"output_router_logits": True}
 
 
 def no_pictures(model_type: str) -> str:

@@ -34,6 +34,7 @@ from hone.model.hf import TransformersModel, auto_class, has_tower
 from hone.model.layout import Layout
 from hone.model.load import Implementation, is_ours, replaced_when_whole
 from hone.model.low_rank import FusedLinear
+from hone.model.routing import LoadBalance
 from hone.model.sequence import SequenceGroup
 from hone.model.weights import copy_by_name
 
@@ -170,10 +171,10 @@ class AdapterOff(CausalModel):
     def output_weight(self) -> Tensor:
         return self.policy.output_weight
 
-    def hidden(self, layout: Layout) -> Tensor:
+    def hidden(self, layout: Layout, balance: LoadBalance | None = None) -> Tensor:
         assert self.policy.adapter is not None
         with self.policy.adapter.off():
-            return self.policy.hidden(layout)
+            return self.policy.hidden(layout, balance)
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.policy.own_weights()

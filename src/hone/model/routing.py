@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -146,6 +147,22 @@ class _Choices(TorchFunctionMode):
             found = torch.return_types.topk((scores_NE.gather(1, chosen_NK), chosen_NK))
         self.made = chosen_NK
         return found
+
+
+@dataclass
+class LoadBalance:
+    """What a forward pass with gradient says about the load of experts."""
+
+    loss: Tensor | None = None
+    """The architecture's auxiliary loss, without its coefficient: 1 per expert of a token where the load is even."""
+
+
+def no_balance(name: str) -> str:
+    """That an architecture has no auxiliary loss."""
+    return (
+        f"algorithm.load_balancing_coef > 0: Transformers' class of {name} has no load-balancing loss "
+        "(load_balancing_loss_func over router logits). Set algorithm.load_balancing_coef=0."
+    )
 
 
 def no_experts(name: str) -> str:

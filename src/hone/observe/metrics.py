@@ -180,6 +180,9 @@ METRICS: dict[str, Metric] = {
         "tens of steps, the gradient noise scale in samples (arXiv:1812.06162).",
     ),
     "train/tokens": Metric("tokens", "Response tokens trained on."),
+    "train/load_balancing_loss": Metric(
+        "none", "Auxiliary loss of a mixture of experts without its coefficient; with an even load, experts per token."
+    ),
     "train/samples_trained_frac": Metric("fraction", "Samples with a gradient; the others need no backward pass."),
     "train/masked_frac": Metric(
         "fraction", "Response tokens masked from the loss: environment tokens and unscored samples."

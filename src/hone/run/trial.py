@@ -185,7 +185,7 @@ def _key(config: RunConfig, architecture: PreTrainedConfig) -> str:
     settings = [config.model.implementation, config.lora.model_dump(mode="json")]
     settings += [bool(config.data.image_columns)]
     settings += [config.train.activation_checkpointing, config.rollout.compile, _has_own_engine(config), config.stages]
-    settings += [config.algorithm.replay_routing]
+    settings += [config.algorithm.replay_routing, config.algorithm.load_balancing_coef]
     content = json.dumps([keys, settings, versions, _code_hash()], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -244,7 +244,8 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
             _replays(kind, trainer, batch, found_T)
     _agree(kind, "the trainer", found_T, expected, has_adapter)
     with _step(kind, "trained"):
-        metrics = trainer.update(batch, Algorithm(AlgorithmSection()), [np.arange(len(batch.length_S))])
+        section = AlgorithmSection(load_balancing_coef=config.algorithm.load_balancing_coef)
+        metrics = trainer.update(batch, Algorithm(section), [np.arange(len(batch.length_S))])
     if not 0 < metrics["train/grad_norm"] < float("inf"):
         raise DataError(f"model: {kind} cannot be trained: its gradient has norm {metrics['train/grad_norm']:g}.")
     who = "engine and trainer compute" if own_engine else "the trainer computes"

@@ -6,17 +6,19 @@ the critic and reference beside the policy (`roles.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hone.algo.algorithm import Algorithm
-from hone.data.pack import Indices, count_totals
+from hone.data.pack import Indices, Shape, count_totals
 from hone.errors import CheckpointError
 from hone.model.base import CausalModel
+from hone.model.routing import LoadBalance
 from hone.train.learner import Learner
 from hone.train.noise import GradientNoise, gradient_noise, mean_noise
 from hone.train.optim import StepResult
@@ -35,6 +37,8 @@ class Accumulated:
     """One row per microbatch, see `algorithm.MEASURES`."""
     small_norm: float | None = None
     """Norm of the gradient after the first of several microbatches; None where it is not known."""
+    balance: list[Tensor] = field(default_factory=list)
+    """(1,) each: load-balancing loss of a microbatch by its share of the step's tokens; empty where it is off."""
 
 
 class PolicyTrainer(Learner[CausalModel]):
@@ -67,14 +71,18 @@ class PolicyTrainer(Learner[CausalModel]):
         measured: list[Tensor] = []
         results: list[StepResult] = []
         noises: list[GradientNoise] = []
+        balance: list[Tensor] = []
         for samples in steps:
             trained, tokens = samples[trained_S[samples]], loss_tokens_S[samples]
             parts, result = self.optimizer_step(partial(self.accumulate, prepared, trained, algorithm, tokens))
             measured += parts.measured
+            balance += parts.balance
             results.append(result)
             if parts.small_norm is not None and result.applied:
                 noises.append(gradient_noise(parts.small_norm, result.grad_norm, parts.small_frac, len(samples)))
         metrics = algorithm.summarize(self.passes.ranks.rows(measured), len(steps), batch.engines)
+        if algorithm.section.load_balancing_coef:
+            metrics["train/load_balancing_loss"] = sum(row[0] for row in self.passes.ranks.rows(balance)) / len(steps)
         num_trained = sum(int(trained_S[samples].sum()) for samples in steps)
         return (
             metrics
@@ -102,7 +110,9 @@ class PolicyTrainer(Learner[CausalModel]):
         totals = count_totals(loss_tokens_S)
         parts = self.passes.microbatches(batch.shape, samples)
         found = Accumulated(small_frac=len(parts[0]) / len(samples) if parts and len(samples) else 1.0)
+        coef, share_of = algorithm.section.load_balancing_coef, _shares(batch.shape, samples)
         for part in self.held.passes(parts):
+            share, balance = share_of(part), LoadBalance() if coef else None
             measured = train_microbatch(
                 self.model,
                 batch,
@@ -111,8 +121,12 @@ class PolicyTrainer(Learner[CausalModel]):
                 totals,
                 temperature=self.passes.temperature,
                 chunk_tokens=self.passes.logprob_chunk_tokens,
+                balance=balance,
+                balance_weight=coef * share,
             )
             found.measured.append(measured)
+            if balance is not None and balance.loss is not None:
+                found.balance.append(share * balance.loss.detach()[None])
             if len(found.measured) == 1 and len(parts) > 1:
                 found.small_norm = self.optimizer.partial_gradient_norm()
             self.passes.guard.check()
@@ -146,3 +160,10 @@ def refuse_other_base(model: CausalModel, rest: Mapping[str, Any]) -> None:
 
 def _called(base: str | None) -> str:
     return f"an adapter of weights that hash to {base[:12]}" if base else "a model without an adapter"
+
+
+def _shares(shape: Shape, samples: Indices) -> Callable[[Indices], float]:
+    """A function that says which share of the tokens of `samples` some of them have, their prompts included."""
+    tokens_S = shape.prompt_tokens_N[shape.prompt_S] + np.maximum(shape.length_S - 1, 0)
+    whole = max(int(tokens_S[samples].sum()), 1)
+    return lambda part: int(tokens_S[part].sum()) / whole

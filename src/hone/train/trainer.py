@@ -23,6 +23,7 @@ from hone.data.pack import Indices, Shape
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import token_logprobs
+from hone.model.routing import LoadBalance
 from hone.train.tensor_files import Snapshot
 from hone.types import Batch, Experts, Picture, TokenIds, Totals
 
@@ -176,6 +177,7 @@ def forward_samples(
     temperature: float,
     chunk_tokens: int,
     entropy_has_gradient: bool = False,
+    balance: LoadBalance | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs and entropies of every token of `samples`, sample by sample.
 
@@ -184,7 +186,7 @@ def forward_samples(
     """
     layout, index = lay_out(batch, samples)
     found = token_logprobs(
-        model.hidden(layout),
+        model.hidden(layout, balance),
         model.output_weight,
         model.sequences.share(layout.target_U),
         temperature=temperature,
@@ -205,10 +207,15 @@ def train_microbatch(
     *,
     temperature: float,
     chunk_tokens: int,
+    balance: LoadBalance | None = None,
+    balance_weight: float = 0.0,
 ) -> Tensor:
     """Forward, loss and backward of some samples; gradients add up in the parameters.
 
     Without a column `old_logprobs_T` the policy has not moved since the update began, and old is now.
+
+    Args:
+        balance: is given the loss that balances experts, which is added with this weight.
 
     Returns:
         What the algorithm measured (see `algorithm.MEASURES`), on the device.
@@ -220,6 +227,7 @@ def train_microbatch(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         entropy_has_gradient=algorithm.entropy_has_gradient,
+        balance=balance,
     )
     columns = dict(zip(batch.names, batch.columns_CT.index_select(1, index_T).unbind(), strict=True))
     tokens = LossTokens(
@@ -237,5 +245,7 @@ def train_microbatch(
         num_engines=batch.num_engines,
     )
     loss, measured = algorithm.loss(tokens, totals)
+    if balance is not None and balance.loss is not None:
+        loss = loss + balance_weight * balance.loss
     loss.backward()
     return measured

@@ -198,6 +198,17 @@ def routing_is_recorded(config: RunConfig) -> Iterator[Breach]:
         )
 
 
+def load_is_of_whole_sequences(config: RunConfig) -> Iterator[Breach]:
+    trainer = config.cluster.trainer
+    if config.algorithm.load_balancing_coef and config.cluster.backend == "ray" and trainer.sequence_parallel > 1:
+        yield Breach(
+            ("algorithm.load_balancing_coef", "cluster.trainer.sequence_parallel"),
+            f"= {config.algorithm.load_balancing_coef:g} needs the load of whole sequences, of which sequence parallel "
+            f"ranks see parts (got cluster.trainer.sequence_parallel = {trainer.sequence_parallel}). Set that to 1, or "
+            "this to 0",
+        )
+
+
 def components_are_not_shaped_as_a_sum(config: RunConfig) -> Iterator[Breach]:
     """gdpo reads the scores themselves, and what shapes their sum would not be seen."""
     algorithm = config.algorithm
@@ -360,6 +371,7 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], Iterator[Breach]], ...] = (
     covariances_are_a_range,
     rejection_has_a_difference,
     routing_is_recorded,
+    load_is_of_whole_sequences,
     components_are_not_shaped_as_a_sum,
     entropy_control_has_room,
     truncated_sampling_is_correctable,

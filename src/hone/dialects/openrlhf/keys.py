@@ -64,7 +64,7 @@ ACTOR: dict[str, Row] = {
     "freeze_visual_encoder": shared.tower(
         lambda job: whole(job.get("data.max_images_per_prompt", 0)), lambda job: job.get("ds.lora.rank", 0)
     ),
-    "aux_loss_coef": missing(shared.NO_AUX_LOSS),
+    "aux_loss_coef": missing(shared.NO_AUX_LOSS, "algorithm.load_balancing_coef"),
     "ptx_coef": automatic("only read with pretrain data"),
     "eps_clip": by(rules.clip, "algorithm.clip_low", "algorithm.clip_high"),
     "eps_clip_low_high": by(rules.clips, "algorithm.clip_low", "algorithm.clip_high"),

@@ -36,7 +36,7 @@ MODEL: dict[str, Row] = {
     "model_init_kwargs": by(rules.model_arguments, "model.path"),
     "cast_lm_head_to_fp32": automatic("logits are float32"),
     "disable_dropout": automatic("models train without dropout"),
-    "router_aux_loss_coef": missing(shared.NO_AUX_LOSS),
+    "router_aux_loss_coef": missing(shared.NO_AUX_LOSS, "algorithm.load_balancing_coef"),
     "chat_template_path": to("model.chat_template", text),
     "use_peft": by(
         lambda job, v: put({"lora.rank": whole(job.get("lora_r", 16))}) if truth(v) else nothing("off"), "lora.rank"

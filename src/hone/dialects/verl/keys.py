@@ -17,7 +17,7 @@ _PROCESSOR = automatic("the model's own processor; data.max_image_pixels bounds 
 _PUBLISHED = automatic("weights are published by the trainer")
 _BY_SEED = automatic("each sample's randomness follows `seed`")
 _FSDP = placement("the trainer is FSDP2")
-_ROUTER = missing(shared.ROUTER, off=(None, "disabled", False))
+_ROUTER = missing(shared.ROUTER, "algorithm.replay_routing", off=(None, "disabled", False))
 _MTP = missing("multi-token prediction is not supported")
 _DISTILLATION = "distillation from a teacher is not supported"
 _TEMPLATE_ARGS = by(rules.template_args, "data.template_args")
@@ -95,7 +95,7 @@ _MEGATRON: dict[str, Row] = {
     "optimizer_offload": shared.offload("optimizer"),
     "grad_offload": placement(),
     "*dist_checkpointing*": placement(shared.CONVERTED),
-    "override_transformer_config.moe_aux_loss_coeff": missing(shared.NO_AUX_LOSS),
+    "override_transformer_config.moe_aux_loss_coeff": missing(shared.NO_AUX_LOSS, "algorithm.load_balancing_coef"),
     "override_transformer_config.moe_z_loss_coeff": missing("no router z-loss; nearest: 0"),
     "**": placement("Megatron's setting: Hone's trainer is FSDP2 with its own kernels"),
 }
