@@ -142,6 +142,8 @@ class VersionSpan(NamedTuple):
 def version_spans(versions: ArrayLike) -> tuple[VersionSpan, ...]:
     """Spans of (n,) versions, one per token."""
     each = np.asarray(versions, np.int64)
+    if len(each) and (each == each[0]).all():  # nearly every sample
+        return (VersionSpan(int(each[0]), len(each)),)
     starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
     return tuple(map(VersionSpan, each[starts].tolist(), np.diff(starts, append=len(each)).tolist()))
 

@@ -32,8 +32,11 @@ def plain_split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, norms) -> tupl
 
 
 def check(ours, plain, inputs: tuple[Tensor, ...], tolerance: float = 1e-12) -> None:
-    """Same outputs and, along one random direction, same gradients."""
+    """Same outputs, to the bit also without autograd, and along one random direction same gradients."""
+    with torch.no_grad():
+        without_autograd = ours(*inputs)
     mine, reference = ours(*inputs), plain(*inputs)
+    torch.testing.assert_close(without_autograd, mine, atol=0, rtol=0)
     mine, reference = (x if isinstance(x, tuple) else (x,) for x in (mine, reference))
     torch.testing.assert_close(mine, reference, atol=tolerance, rtol=0)
     directions = tuple(random(*x.shape, dtype=x.dtype, seed=1).detach() for x in reference)

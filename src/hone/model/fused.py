@@ -19,6 +19,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
     if _is_traced():
         return (x * _inverse_rms_of(x, eps)).to(x.dtype) * weight
+    if not torch.is_grad_enabled():  # nothing is kept, so there is nothing that autograd need know
+        return _scaled(x, _inverse_rms(x, eps)) * weight
     return _FusedRMSNorm.apply(x, weight, eps)
 
 
@@ -27,7 +29,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     if _is_traced():
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
-    return _SwiGLU.apply(gate_up)
+    return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() else _gated(gate_up)
 
 
 def split_and_rotate(
@@ -49,6 +51,12 @@ def split_and_rotate(
     """
     if _is_traced():
         return _split_and_rotated(qkv, rotation, heads, kv_heads, norms, eps)
+    if not torch.is_grad_enabled():
+        qk = qkv[:, : heads + kv_heads]
+        if norms is not None:
+            qk = _scaled(qk, _inverse_rms(qk, eps)).mul_(_weight_of_heads(*norms, heads, kv_heads))
+        rotated = _rotate(qk, *rotation, 1.0)
+        return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
     q_weight, k_weight = norms or (None, None)
     return _SplitAndRotate.apply(qkv, *rotation, heads, kv_heads, q_weight, k_weight, eps)
 
@@ -77,7 +85,7 @@ def _split_and_rotated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
     if norms is not None:
-        weight_HD = torch.cat((norms[0].expand(heads, -1), norms[1].expand(kv_heads, -1)))
+        weight_HD = _weight_of_heads(*norms, heads, kv_heads)
         qk = (qk * _inverse_rms_of(qk, eps)).to(qk.dtype) * weight_HD
     cos, sin = rotation
     rotated = qk * cos + qk.roll(qk.shape[-1] // 2, -1) * sin
@@ -104,8 +112,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return _gated(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -137,7 +144,7 @@ class _SplitAndRotate(torch.autograd.Function):
             ctx.save_for_backward(cos, sin)
         else:
             inverse = _inverse_rms(qk, eps)
-            weight_HD = torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
+            weight_HD = _weight_of_heads(q_weight, k_weight, heads, kv_heads)
             ctx.save_for_backward(cos, sin, qkv, inverse, weight_HD)  # qkv lives on in v anyway
             qk = _scaled(qk, inverse).mul_(weight_HD)
         rotated = _rotate(qk, cos, sin, 1.0)
@@ -160,6 +167,16 @@ class _SplitAndRotate(torch.autograd.Function):
             grad_qk = _norm_backward(grad_qk.mul_(weight_HD), normed, inverse)
         grad_qkv[:, : heads + kv_heads] = grad_qk
         return grad_qkv, None, None, None, None, grad_q_weight, grad_k_weight, None
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _weight_of_heads(q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """(Hq + Hkv, D) of (D,) each."""
+    return torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:

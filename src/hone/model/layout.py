@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import numpy as np
@@ -45,6 +45,7 @@ FREE_PADDING_SCORES = 1 << 13
 """Padding that is cheaper than another block would be."""
 
 
+@lru_cache(maxsize=1024)  # asked for each sample that is admitted
 def round_size(size: int) -> int:
     """The next size of few: at most 12 % and 63 above, and exact up to 15."""
     step = min(64, 1 << max(size.bit_length() - 4, 0))

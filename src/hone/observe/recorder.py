@@ -16,6 +16,7 @@ import binascii
 import contextlib
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -277,10 +278,11 @@ def _encode(group: Group, advantages: Sequence[float] | None, figures: Sequence[
 
 
 _JSON = json.JSONEncoder(separators=(",", ":"), default=str)
+_IS_LITTLE_ENDIAN = sys.byteorder == "little"
 
 
 def _base64(array: NDArray[Any]) -> str:
-    little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    little_endian = array if _IS_LITTLE_ENDIAN else array.byteswap()
     return binascii.b2a_base64(little_endian.tobytes(), newline=False).decode("ascii")
 
 

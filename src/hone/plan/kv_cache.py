@@ -7,6 +7,7 @@ The engine admits samples by tokens within this room, and begins the newest agai
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hone.config.engine import POLICY_GPU_FRAC
 from hone.config.run import RunConfig
@@ -16,6 +17,7 @@ LEAST_COLUMNS = 16
 """Granularity of responses in the cache, in tokens."""
 
 
+@lru_cache(maxsize=1024)  # asked for each sample that is admitted
 def columns_for(tokens: int) -> int:
     """Columns for responses of so many tokens: a few more, so that the layout need not change at every token, and so
     that the matrix products of attention come in few shapes (on CPUs each new one is compiled)."""

@@ -357,7 +357,9 @@ class DecoderStepper:
         position_C = self._prompt_length_N[self._slot_C] + self._length_C
         rows = np.stack([filled(token_C), filled(position_C), filled(self._length_C)])
         token_ids, positions, lengths = upload(rows, device).unbind()
-        hidden_CH = self._model(token_ids, positions, self._decode_attention(self._grouping, lengths))
+        longest = int(self._length_C.max())
+        column = longest if int(self._length_C.min()) == longest else None
+        hidden_CH = self._model(token_ids, positions, self._decode_attention(self._grouping, lengths, column))
         self._length_C += 1
         return self._model.logits(hidden_CH).index_select(0, upload(self._branch_B, device))
 
@@ -366,9 +368,15 @@ class DecoderStepper:
 
         The first child of a branch takes its place, if that is within bounds; the others take what places are left.
         """
+        before = len(self._length_C)
+        if len(token_B) == before and (np.bincount(self._branch_B, minlength=before) == 1).all():  # a branch each
+            self._reserve_responses(round_size(before), columns_for(int(self._length_C.max()) + 1), live=before)
+            token_C = np.empty_like(self._branch_B)
+            token_C[self._branch_B] = token_B
+            return token_C
         child_C, child_B = np.unique(self._branch_B * self._model.vocab_size + token_B, return_inverse=True)
         parent_C, token_C = np.divmod(child_C, self._model.vocab_size)
-        before, count = len(self._length_C), len(child_C)
+        count = len(child_C)
         columns = columns_for(int(self._length_C[parent_C].max()) + 1)
         stays_C = (np.diff(parent_C, prepend=-1) != 0) & (parent_C < count)
         if count == before and stays_C.all():
@@ -390,16 +398,17 @@ class DecoderStepper:
             self._reserve_responses(round_size(count), columns, live=count)
         return token_C[np.argsort(place_C)]
 
-    def _decode_attention(self, grouping: Grouping, length_C: Tensor) -> Attend:
+    def _decode_attention(self, grouping: Grouping, length_C: Tensor, column: int | None) -> Attend:
+        """Attention of one token of each branch, after `length_C` others; `column`: where that is one number."""
         prompts, responses = self._store.prompts, self._store.responses
         num_branches, num_prompts = len(length_C), len(self._prompt_length_N)
-        flat = responses.flat_index_of_first(length_C)
+        place = responses.flat_index_of_first(length_C) if column is None else column
         bias_CW = self._bias(grouping, length_C)
         kv_heads, group_heads, head_dim = self._model.num_kv_heads, self._group_heads, self._model.head_dim
         prompt_width, members = grouping.prompt_width, grouping.members
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            responses.write(layer, flat, k, v)
+            responses.write(layer, place, k, v)
             keys, values = responses.read(layer, 0, num_branches)
             prompt_keys, prompt_values = prompts.read(layer, 0, num_prompts)
             queries = (q * head_dim**-0.5).view(num_branches * kv_heads, group_heads, head_dim)

@@ -131,6 +131,11 @@ def _inverse_cdf(probs_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     probability 0 is never chosen, not even when rounding puts the target at the very end.
     """
     num_rows, width = probs_BV.shape
+    if width < _BLOCK:  # one block, which is not whole: no first level
+        total_B1 = probs_BV.sum(-1, keepdim=True).double()
+        target_B1 = _strictly_below(uniform_B[:, None] * total_B1, total_B1)
+        ends_BV = probs_BV.cumsum(1, dtype=torch.float64)
+        return (ends_BV <= _strictly_below(target_B1, ends_BV[:, -1:])).sum(1), total_B1
     whole = width // _BLOCK
     block_sums = probs_BV[:, : whole * _BLOCK].view(num_rows, whole, _BLOCK).sum(-1)
     rest = probs_BV[:, whole * _BLOCK :].sum(-1, keepdim=True)
