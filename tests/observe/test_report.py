@@ -5,14 +5,17 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 from needs import needs
 from observed import Settings, decode, make_group
 from PIL import Image
 
+from hone.data.picture_processors import PictureProcessor
 from hone.observe.observer import Observer
 from hone.observe.page import script_json
 from hone.observe.report import MAX_PICTURES, MAX_POINTS, MAX_SAMPLES, thin, write_report
+from hone.observe.thumbnails import MAX_NEW, SIDE
 
 HOSTILE = (
     "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\"><!--&amp;\u2028"
@@ -239,6 +242,56 @@ def test_pictures_are_of_the_best_and_the_worst_of_each_group_and_are_kept(tmp_p
     places = [(s["reward"], "picture" in s) for s in page_data(page)["samples"]]
     assert places == [(0.5, False), (1.0, True), (0.0, True)] * 2 + [(None, False)] * 2
     assert write_report(tmp_path).read_text() == page
+
+
+def shown_to(group, folder, *, sizes):
+    """The group, its prompt with pictures of these (width, height)."""
+    tiles = PictureProcessor.of(TILES, most_pixels=10**6)
+    pictures = []
+    for number, size in enumerate(sizes):
+        file = folder / f"{group.prompt.id}-{number}.png"
+        Image.effect_noise(size, 90 + number).save(file)
+        pictures.append(tiles.picture(file))
+    return replace(group, prompt=replace(group.prompt, pictures=tuple(pictures)))
+
+
+TILES = {
+    "preprocessor_config.json": '{"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 8, "width": 8}}',
+    "processor_config.json": '{"image_seq_length": 4}',
+}
+
+
+def test_the_page_shows_the_pictures_of_prompts_as_thumbnails(tmp_path):
+    """In their own shape, once in the page, and groups whose rewards differ first."""
+    dull = [make_group(i, rewards=(0.5, 0.5)) for i in range(MAX_NEW)]
+    groups = [*dull, make_group(40)]
+    shown = [shown_to(group, tmp_path, sizes=[(60, 30)]) for group in groups[:-1]]
+    shown.append(shown_to(groups[-1], tmp_path, sizes=[(64, 96), (1000, 500)]))
+    observer = Observer(tmp_path / "run", Settings(samples_max_mib=8), title="pictures", total_steps=1)
+    observer.record("rl", 1, shown, None)
+    observer.log("rl", 1, {"rollout/reward_mean": 0.5})
+    observer.close("finished")
+    assert len(list((tmp_path / "run" / "samples" / "thumbnails").glob("*"))) == MAX_NEW
+    samples = page_data((tmp_path / "run" / "report.html").read_text())["samples"]
+    told = {digest: data for sample in samples for digest, data in sample.get("thumbnails", {}).items()}
+    telling = [sample for sample in samples if sample["group"] == "row-40"]
+    assert [sample["shows"] for sample in telling] == [[p.digest for p in shown[-1].prompt.pictures]] * 2
+    assert sum("thumbnails" in sample for sample in telling) == 1
+    sizes = [Image.open(io.BytesIO(base64.b64decode(told[digest]))).size for digest in telling[0]["shows"]]
+    assert sizes == [(64, 96), (SIDE, SIDE // 2)]
+    assert 1 < len(told) <= MAX_PICTURES and sum(map(len, told.values())) < MAX_PICTURES * 4 * SIDE**2
+
+
+@needs("chromium", shutil.which("chromium"))
+def test_a_browser_shows_the_pictures_of_a_prompt(tmp_path):
+    observer = Observer(tmp_path / "run", Settings(), title="p", total_steps=3)
+    for step in range(1, 4):
+        group = make_group(texts=("4", "pwned", "5"), rewards=(1.0, 0.0, 0.5))
+        observer.record("rl", step, [shown_to(group, tmp_path, sizes=[(40, 30), (30, 40)])], None)
+        observer.log("rl", step, {"rollout/reward_mean": step / 4})
+    observer.close("finished")
+    found = facts_in_a_browser((tmp_path / "run" / "report.html").read_text(), tmp_path)
+    assert found["errors"] == [] and found["images"] == 2  # the one row found, opened
 
 
 def test_pictures_are_bounded(tmp_path):

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.observe.background import Background
+from hone.observe.thumbnails import Thumbnails
 from hone.observe.whole import set_aside, sync, write_whole
 from hone.types import Group, Sample, TokenIds, Turn, WithArrays, read_only, version_spans
 
@@ -68,6 +69,7 @@ class Recorder:
         """
         self._folder, self._max_bytes, self._background, self._warn = folder, max_bytes, background, warn
         self._step_tokens = step_tokens
+        self._thumbnails = Thumbnails(folder)
         self._sizes: dict[Path, int] = {}
         self._unsynced: set[Path] = set()
         self._full = max_bytes == 0
@@ -119,8 +121,11 @@ class Recorder:
             return
         each = [None] * len(groups) if advantages is None else advantages
         known = [()] * len(groups) if figures is None else figures
-        text = "".join(_encode(groups[place], each[place], known[place]) for place in self._chosen(groups)).encode()
+        chosen = self._chosen(groups)
+        text = "".join(_encode(groups[place], each[place], known[place]) for place in chosen).encode()
         self._background.submit(lambda: self._write(stage, step, text))
+        if pictures := self._thumbnails.wanted(groups[place] for place in chosen):
+            self._background.submit(lambda: self._thumbnails.write(pictures))
 
     def _chosen(self, groups: Sequence[Group]) -> Sequence[int]:
         """Places of the groups that are recorded."""
@@ -192,6 +197,8 @@ class RecordedSample(WithArrays):
     """Mean over the sample's tokens; None where the group was not trained on."""
     figures: TokenFigures = TokenFigures()
     """Of its tokens, rounded to 11 bits."""
+    pictures: tuple[str, ...] = ()
+    """Digests of the prompt's pictures, in their order; see `thumbnails.py`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", read_only(self.prompt_token_ids, np.int32))
@@ -264,6 +271,8 @@ def _encode(group: Group, advantages: Sequence[float] | None, figures: Sequence[
     ):
         if any(value_T is not None for value_T in values):
             columns[name] = [None if value_T is None else _base64(_half(value_T)) for value_T in values]
+    if prompt.pictures:
+        columns["pictures"] = [picture.digest for picture in prompt.pictures]
     if any(s.loss_mask is not None for s in samples):
         columns["loss_mask"] = [None if s.loss_mask is None else s.loss_mask.tolist() for s in samples]
     if any(s.turns for s in samples):
@@ -338,6 +347,7 @@ def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSamp
                 reward=at("rewards", i),
                 advantage=at("advantages", i),
                 figures=TokenFigures(figure("token_advantages", i), figure("token_mismatch", i)),
+                pictures=tuple(line.get("pictures", ())),
             )
         )
     return samples

@@ -26,6 +26,7 @@ from hone.observe.metrics import PHASES, find_metric
 from hone.observe.page import page
 from hone.observe.recorder import RecordedSample, is_whole, read_samples, recorded_steps, samples_file
 from hone.observe.sinks import lines_in, metric_lines
+from hone.observe.thumbnails import read_thumbnails
 from hone.observe.trackers import Labels
 from hone.observe.whole import set_aside, write_whole
 
@@ -40,7 +41,7 @@ STEPS_SHOWN = 5
 MAX_TOKENS = 150_000
 """Tokens with logprobs in the page; samples beyond it show their text only."""
 MAX_PICTURES = 60
-"""In the page: of the best and the worst sample of groups, evenly over the groups shown."""
+"""In the page: of the best and the worst sample of groups, evenly over the groups shown; and so many of prompts."""
 MAX_MARKS = 200
 """Events beside the curves; of more these are evenly spaced."""
 MAX_MARK_TEXT = 300
@@ -141,7 +142,7 @@ def report_data(
         "phases": PHASES,
         "memory": _memory(run_folder / "memory.json"),
         "timeline": _text(run_folder / "memory.svg"),
-        "samples": sample_rows(samples, _pictures(run_folder, samples, picture)),
+        "samples": sample_rows(samples, _pictures(run_folder, samples, picture), thumbnails_of(run_folder, samples)),
         "pieces": _pieces(run_folder, samples, decode),
         "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},
     }
@@ -324,8 +325,16 @@ def known_metric(name: str) -> Any:
         return None
 
 
-def sample_rows(samples: Sequence[RecordedSample], pictures: Mapping[str, str]) -> list[dict[str, Any]]:
-    rows, tokens_left = [], MAX_TOKENS
+def thumbnails_of(run_folder: Path, samples: Sequence[RecordedSample]) -> dict[str, str]:
+    """Digest -> thumbnail as base64 text, of the pictures in prompts of these samples."""
+    return read_thumbnails(run_folder, (digest for one in samples for digest in one.pictures), most=MAX_PICTURES)
+
+
+def sample_rows(
+    samples: Sequence[RecordedSample], pictures: Mapping[str, str], thumbnails: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Samples as a page has them. The first row with a picture in its prompt brings its thumbnail for all."""
+    rows, tokens_left, waiting = [], MAX_TOKENS, dict(thumbnails)
     for recorded in samples:
         sample = recorded.sample
         row = {
@@ -346,6 +355,10 @@ def sample_rows(samples: Sequence[RecordedSample], pictures: Mapping[str, str]) 
         }
         if _place(recorded) in pictures:
             row["picture"] = pictures[_place(recorded)]
+        if shown := [digest for digest in recorded.pictures if digest in thumbnails]:
+            row["shows"] = shown
+            if new := {digest: waiting.pop(digest) for digest in shown if digest in waiting}:
+                row["thumbnails"] = new
         if len(sample.token_ids) <= tokens_left:
             tokens_left -= len(sample.token_ids)
             row["token_ids"] = sample.token_ids.tolist()

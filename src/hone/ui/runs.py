@@ -11,7 +11,7 @@ from typing import Any
 from hone.errors import RunFolderError
 from hone.observe.events import read_events
 from hone.observe.recorder import is_whole, recorded_steps, samples_file
-from hone.observe.report import RunSummary, report_data, sample_rows, step_samples
+from hone.observe.report import RunSummary, report_data, sample_rows, step_samples, thumbnails_of
 from hone.run.comparison import comparison_data
 from hone.run.folder import RunFolder
 from hone.run.status import described, read_status
@@ -75,7 +75,8 @@ class Runs:
         path = self.path(name)
         if not is_whole(samples_file(path / "samples", stage, step)):
             raise RunFolderError(f"{name}: samples of {stage} step {step} are not there.")
-        return sample_rows(step_samples(path, stage, step), {})
+        samples = step_samples(path, stage, step)
+        return sample_rows(samples, {}, thumbnails_of(path, samples))
 
     def comparison(self, names: Sequence[str]) -> dict[str, Any]:
         """The page of runs side by side. Raises RunFolderError."""

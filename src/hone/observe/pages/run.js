@@ -187,6 +187,8 @@ function drawSettings() {
 // ---- samples
 
 const meanLogprob = s => s.logprobs && s.logprobs.length ? finite(s.logprobs).reduce((a, b) => a + b, 0) / s.logprobs.length : null;
+const thumbnails = {};  // of pictures in prompts, by digest
+const learn = samples => { for (const s of samples) Object.assign(thumbnails, s.thumbnails); return samples; };
 const placeOf = s => `${s.stage} step ${s.step}`;
 const groupOf = s => `${s.stage}/${s.step}/${s.group}`;
 const SORTS = {
@@ -198,6 +200,7 @@ const SORTS = {
 
 function drawSamples() {
   const section = byId("samples");
+  learn(data.samples);
   if (!data.samples.length) { section.innerHTML = `<h2>Samples</h2><div class="note">None were recorded.</div>`; return; }
   const options = list => list.map(o => `<option>${esc(o)}</option>`).join("");
   const total = Object.entries(data.recorded_steps).map(([stage, count]) => `${count} ${stage} steps`).join(", ");
@@ -250,7 +253,7 @@ function fillPlaces(chosen) {
 async function askForPlace(place) {
   if (!place || data.samples.some(s => placeOf(s) === place)) return;
   const [, stage, step] = /^(.*) step (\d+)$/.exec(place);
-  data.samples.push(...await ask(`${data.live.samples}&stage=${encodeURIComponent(stage)}&step=${step}`));
+  data.samples.push(...learn(await ask(`${data.live.samples}&stage=${encodeURIComponent(stage)}&step=${step}`)));
 }
 
 function fillRows() {
@@ -271,6 +274,18 @@ function pictureOf(s) {
   image.alt = `the response of step ${s.step}, sample ${s.index + 1}, drawn`;
   image.src = `data:image/png;base64,${s.picture}`;
   return image;
+}
+
+// The pictures of a prompt, in their order.
+function shownTo(s) {
+  const shows = element("div", "shows");
+  shows.append(...s.shows.map((digest, i) => {
+    const image = new Image();
+    image.alt = `picture ${i + 1} of the prompt`;
+    image.src = `data:image/jpeg;base64,${thumbnails[digest]}`;
+    return image;
+  }));
+  return shows;
 }
 
 const signed = v => v === null ? "–" : `<span class="${v > 0 ? "pos" : v < 0 ? "neg" : "soft"}">${number(v)}</span>`;
@@ -295,6 +310,7 @@ function detailRow(s) {
   row.innerHTML = `<td colspan="7"><div class="detail"><div><div class="label">Prompt</div><pre>${esc(s.prompt)}</pre><div class="label">Response, token by token</div><div class="response">${tokenView(s)}</div>
     ${s.answer === null ? "" : `<div class="label">Answer</div><pre>${esc(s.answer)}</pre>`}</div><dl>${facts.map(([name, value]) => `<dt>${esc(name)}</dt><dd>${esc(value)}</dd>`).join("")}</dl></div></td>`;
   row.shadeAnew = () => { row.querySelector(".response").innerHTML = tokenView(s); };
+  if (s.shows) row.querySelector(".label").after(shownTo(s));
   if (s.picture) row.querySelector(".detail > div").append(pictureOf(s));
   return row;
 }
