@@ -220,6 +220,16 @@ rl_config: {adv_estimator: group_norm, mini_batch_size: 16, n_samples_per_prompt
     assert 'train: "???"' in run_file_of(one)
 
 
+@pytest.mark.parametrize(
+    ("method", "expected"), [("block", 12), ("uniform", "full"), (None, "full")], ids=["block", "uniform", "none"]
+)
+def test_mindspeed_recomputes_the_first_layers_in_blocks(method, expected):
+    keys = {"recompute_granularity": "full", "recompute_num_layers": 12}
+    keys |= {"recompute_method": method} if method else {}
+    text = f"actor_config: {{lr: 1.0e-6, {', '.join(f'{key}: {value}' for key, value in keys.items())}}}\n"
+    assert settings(text, "grpo.yaml")["train.activation_checkpointing"] == expected
+
+
 def test_the_newer_names_of_mindspeed_s_verifiers():
     text = (
         "rl_config: {verifier_function: [acc_for_dapo, math_17k_acc, math_verify_reward], verifier_weight: [1, 1, 2]}\n"

@@ -121,7 +121,7 @@ def test_bfloat16_is_as_close_as_transformers_itself():
 def test_checkpointing_layers_changes_nothing():
     model, _ = pair("qwen3")
     gradients = []
-    for kind in ("none", "selective", "full"):
+    for kind in ("none", "selective", "full", 1):
         model.checkpointing = kind
         gradients.append(torch.autograd.grad(our_logits(model).square().sum(), list(model.parameters())))
     for recomputed in gradients[1:]:
@@ -162,3 +162,20 @@ def test_what_it_cannot_do_is_said(config, reason):
     assert reason in (unsupported(config) or "")
     with pytest.raises(DataError, match=rf"{reason}.*model\.implementation"):
         Decoder(config)
+
+
+def test_a_number_of_layers_is_made_again_and_no_other():
+    """Each layer that is made again calls attention twice."""
+    model, _ = pair("qwen3")
+    assert len(model.layers) == 3
+    layout, calls = Layout.build(PROMPTS, PROMPT_S, RESPONSES), []
+
+    def first_value(layer, q, k, v):
+        calls.append(layer)
+        return q
+
+    for number, expected in ((1, [0, 1, 2, 0]), (2, [0, 1, 2, 1, 0]), (9, [0, 1, 2, 2, 1, 0])):
+        calls.clear()
+        model.checkpointing = number
+        model(layout.token_ids_X, layout.position_X, first_value).sum().backward()
+        assert calls == expected

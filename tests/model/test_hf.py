@@ -77,7 +77,7 @@ def test_checkpointing_layers_changes_nothing():
     model = make({**ARCHITECTURES[2], "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5})
     layout = Layout.build(PROMPTS, PROMPT_S, RESPONSES)
     gradients = []
-    for kind in ("none", "selective", "full"):
+    for kind in ("none", "selective", "full", 1, "full"):
         model.checkpointing = kind
         loss = model.hidden(layout).square().sum()
         gradients.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))

@@ -376,3 +376,8 @@ def test_changes_of_ranks_are_recorded_as_the_runs_own_and_told_once():
     assert of_run.settings == {TOKENS: 32} and of_run.redone == 1
     assert [(change.stage, change.step, change.key) for change in of_run.changes] == [("rl", 7, TOKENS)]
     assert "64 -> 32" in said[-1]
+
+
+def test_layers_made_again_go_from_the_first_ones_to_all():
+    knob = Knob(RECOMPUTE, lambda value: None)
+    assert [knob.lower(value) for value in ("none", "selective", 12, "full")] == ["selective", "full", "full", None]

@@ -68,7 +68,7 @@ def random_batch(vocab):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full", 2])
 @pytest.mark.parametrize("name", CASES)
 def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision):
     model, arch = built(name)

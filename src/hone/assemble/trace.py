@@ -159,6 +159,7 @@ def _untraceable(found: Plan, policy: Trained) -> str | None:
         "parameters in cluster.trainer.offload": policy.offload,
         "a single rank whose critic or reference is in another pool": not policy.is_sharded,
         "an adapter on sharded weights": policy.adapter > 0,
+        "activation_checkpointing of some layers": isinstance(policy.work.checkpointing, int),
         "activation_checkpointing = selective in Transformers' own class": (
             policy.work.checkpointing == "selective" and policy.work.implementation == "transformers"
         ),

@@ -383,9 +383,9 @@ class TrainSection(Section):
     """Maximum tokens per forward pass, prompt tokens counted once per group; changes memory, not results."""
     logprob_chunk_tokens: int = key(1024, unit="tokens", ge=1)
     """Tokens per chunk of logits; changes memory, not results."""
-    activation_checkpointing: Literal["none", "selective", "full"] = key("none")
-    """Recompute activations in the backward pass: all but matrix products (selective), or whole layers (full); changes
-    memory, not results."""
+    activation_checkpointing: Literal["none", "selective", "full"] | int = key("none")
+    """Recompute activations in the backward pass: all but matrix products (selective), whole layers (full), or those of
+    the first N layers alone (a number); changes memory, not results."""
     optimizer: OptimizerSection = key(OptimizerSection())
     """The policy's optimizer."""
 

@@ -65,6 +65,16 @@ def _mini_batch(job: ForeignJob, value: Any) -> KeyVerdict:
     return shared.samples_per_step(whole(job.get(f"{_M}.global_batch_size", 1)), group, whole(value) * group)
 
 
+def _recompute(job: ForeignJob, value: Any) -> KeyVerdict:
+    """`block` recomputes the first layers, of which there may be none; `uniform` all, some of them together."""
+    kinds = {"full": "full", "selective": "selective", "None": "none"}
+    if str(value) not in kinds:
+        return refused(f"must be one of {', '.join(kinds)}")
+    first = positive(job.get(f"{_A}.recompute_num_layers"))
+    is_some = str(value) == "full" and str(job.get(f"{_A}.recompute_method")) == "block" and first
+    return put({"train.activation_checkpointing": first if is_some else kinds[str(value)]})
+
+
 def _betas(job: ForeignJob, value: Any) -> KeyVerdict:
     parts = (("adam_beta1", 0.9), ("adam_beta2", 0.95))
     return put({"train.optimizer.betas": [number(job.get(f"{_A}.{name}", other)) for name, other in parts]})
@@ -183,10 +193,12 @@ ACTOR: dict[str, Row] = {
     ),
     **each("num_layer_list *virtual* noop_layers", placement(PIPELINE)),
     **each("expert_* moe_*", placement(EXPERTS)),
-    "recompute_granularity": table(
-        {"full": "full", "selective": "selective", "None": "none"}, "train.activation_checkpointing"
+    "recompute_granularity": by(_recompute, "train.activation_checkpointing"),
+    **each(
+        "recompute_method recompute_num_layers",
+        automatic("with recompute_granularity: full: the first recompute_num_layers layers (block), or all (uniform)"),
     ),
-    "recompute_*": automatic("part of recompute_granularity: all layers"),
+    "recompute_*": automatic("part of recompute_granularity"),
     "save": to("run.dir", text),
     "finetune": automatic("a run starts from model.path"),
     "no_load_*": automatic(RESUME),

@@ -87,8 +87,8 @@ class Knob:
 
     def lower(self, value: Any) -> Any:
         """The next value that takes less memory; None at the end."""
-        if isinstance(value, str):
-            less = MADE_AGAIN[MADE_AGAIN.index(value) + 1 :]
+        if self.key == RECOMPUTE:
+            less = MADE_AGAIN[MADE_AGAIN.index(value) + 1 :] if isinstance(value, str) else MADE_AGAIN[-1:]
             return less[0] if less else None
         lowered = max(self.lowest, self.used(value) // 2)
         return lowered if lowered < value else None

@@ -22,7 +22,7 @@ from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.collectives import with_summed_gradient
 from hone.model.fused import rms_norm, rotation, split_and_rotate, swiglu
-from hone.model.recompute import again
+from hone.model.recompute import again, is_recomputed
 from hone.model.routing import LoadBalance, no_balance
 
 if TYPE_CHECKING:
@@ -229,9 +229,9 @@ class Decoder(CausalModel):
         turn = rotation(*cos_sin_XD.chunk(2, dim=-1))
         has_gradient = torch.is_grad_enabled()
         halves = None if has_gradient and not self._compiles_training else self._compiled
-        for layer in self.layers:
-            needed = needed_W if layer.index == self.num_layers - 1 else None
-            if has_gradient and self.checkpointing != "none":
+        for number, layer in enumerate(self.layers):
+            needed = needed_W if number == self.num_layers - 1 else None
+            if has_gradient and is_recomputed(self.checkpointing, number):
                 x = again(layer, x, turn, attend, needed, halves, selective=self.checkpointing == "selective")
             else:
                 x = layer(x, turn, attend, needed, halves)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hone.errors import DataError
@@ -22,7 +23,7 @@ from hone.model.attention import shared_prompt_attention
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import LogitMap
-from hone.model.recompute import Checkpointing, contexts
+from hone.model.recompute import Checkpointing, contexts, is_recomputed
 from hone.model.repository_names import NamedPart, repository_parts
 from hone.model.routing import LoadBalance, Routing, no_balance
 from hone.model.towers import TOWERS
@@ -85,6 +86,9 @@ class TransformersModel(CausalModel):
         if recompute and self.checkpointing != self._enabled:
             how = {"context_fn": contexts} if self.checkpointing == "selective" else {}
             self.hf.gradient_checkpointing_enable({"use_reentrant": False, **how})
+            layers = (module for module in self.body.modules() if isinstance(module, GradientCheckpointingLayer))
+            for number, layer in enumerate(layers):
+                layer.gradient_checkpointing = is_recomputed(self.checkpointing, number)
             self._enabled = self.checkpointing
         self.hf.train(recompute)  # Transformers recomputes only in training mode; dropout is 0 in either
         if self.vision is not None:

@@ -1,7 +1,8 @@
 """Activation checkpointing: which activations are recomputed. Changes memory, not results.
 
 none: autograd stores what it needs. selective: each layer's input, matrix products and attention outputs are stored;
-norms, rotations and the like are recomputed. full: only each layer's input is stored.
+norms, rotations and the like are recomputed. full: only each layer's input is stored. A number: so in the first layers,
+so many, and `none` in the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 T = TypeVar("T")
 
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "selective", "full"] | int
 
 _aten: Any = torch.ops.aten
 PRODUCTS = {
@@ -29,6 +30,11 @@ PRODUCTS = {
     _aten._scaled_dot_product_cudnn_attention.default,
 }
 """Operators whose results are stored. Batched products are not among them: naive attention's scores are such."""
+
+
+def is_recomputed(checkpointing: Checkpointing, layer: int) -> bool:
+    """Whether a layer, counted from 0, makes activations again."""
+    return layer < checkpointing if isinstance(checkpointing, int) else checkpointing != "none"
 
 
 class _RecomputePass(threading.local):

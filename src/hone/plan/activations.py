@@ -26,7 +26,8 @@ SCORE_BYTES = {(4, False): 4, (4, True): 8, (2, False): 8, (2, True): 14}
 and for bfloat16 the copies in float32."""
 
 Implementation = Literal["hone", "transformers"]
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "selective", "full"] | int
+"""As `train.activation_checkpointing`."""
 Loss = Literal["chunked", "naive"]
 
 NAIVE_BYTES, NAIVE_BYTES_FORWARD = 12, 8
@@ -67,13 +68,38 @@ class Pass:
 
 
 def saved_per_token(work: Pass, checkpointing: Checkpointing | None = None) -> float:
-    """Bytes per token and layer that the forward pass keeps for the backward pass."""
+    """Bytes per token and layer that the forward pass keeps for the backward pass; of a layer that is recomputed, where
+    some are."""
     mode, arch, p, tp = checkpointing or work.checkpointing, work.architecture, work.bytes_each, work.tensor_parallel
-    if mode == "full":
+    if mode == "full" or isinstance(mode, int):
         return p * arch.hidden
     if mode == "selective":  # the layer's input, and the results of products: two of them are of the residual stream
         return p * (3 * arch.hidden + (_attention_numbers(arch) + 2 * arch.active_inner) / tp)
     return _own(work) if work.implementation == "hone" else _transformers(work)
+
+
+def recomputed_layers(checkpointing: Checkpointing, layers: int) -> int:
+    """How many of so many layers make activations again."""
+    if isinstance(checkpointing, int):
+        return min(checkpointing, layers)
+    return 0 if checkpointing == "none" else layers
+
+
+def kept_by_layers(work: Pass) -> tuple[int, str]:
+    """Bytes that all layers of a microbatch keep for the backward pass, and the formula."""
+    layers, tokens = work.architecture.layers, f"{work.tokens:,} tokens"
+    each, stored = saved_per_token(work), saved_per_token(work, "none")
+    others = layers - recomputed_layers(work.checkpointing, layers)
+    if not isinstance(work.checkpointing, int) or not others:
+        return round(each * layers * work.tokens), f"{each:,.0f} B x {layers} layers x {tokens}"
+    again = layers - others
+    formula = f"({each:,.0f} B x {again} + {stored:,.0f} B x {others} layers) x {tokens}"
+    return round((each * again + stored * others) * work.tokens), formula
+
+
+def recomputes_last(work: Pass) -> bool:
+    """Whether the last layer, which goes backward while all others' activations are there, makes its own again."""
+    return 0 < recomputed_layers(work.checkpointing, work.architecture.layers) == work.architecture.layers
 
 
 def made_again_per_token(work: Pass) -> float:

@@ -15,11 +15,13 @@ from hone.plan.activations import (
     Pass,
     backward_per_token,
     forward_per_token,
+    kept_by_layers,
     logits_backward_bytes,
     logits_backward_bytes_each,
     logits_forward_bytes,
     made_again_per_token,
     output_gradient_bytes,
+    recomputes_last,
     saved_per_token,
 )
 from hone.plan.architecture import GIB, Architecture, Tower, adapter_parameters
@@ -139,9 +141,7 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
         return
     tokens, knob = work.tokens, "train.tokens_per_microbatch"
     states, optimizing = [*model.states(), *seen], [*model.states()]
-    each = saved_per_token(work)
-    formula = f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens"
-    saved = term("activations", each * arch.layers * tokens, formula, knob)
+    saved = term("activations", *kept_by_layers(work), knob)
     masks = local.masks(work, backward=True)
     root = _root(model)
     layers = term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters")
@@ -152,22 +152,23 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     yield moment(
         "update", f"{prefix}loss backward", held, states, piled, saved, masks, root, _one(layers), hidden, logits
     )
-    recomputed = []
-    if work.checkpointing != "none":
-        again = made_again_per_token(work)
-        recomputed = [term("one layer again", again * tokens, f"{again:,.0f} B x {tokens:,} tokens", knob)]
+    again = made_again_per_token(work)
+    recomputed = [term("one layer again", again * tokens, f"{again:,.0f} B x {tokens:,} tokens", knob)]
     inside = term("gradients of one layer", backward_per_token(work) * tokens, f"x {tokens:,} tokens", knob)
     root_grad = term("gradient of root", model.root_bytes * trains_root, "bfloat16, until it is reduced")
-    working = [*recomputed, inside, root, root_grad]
+    working = [inside, root, root_grad]
+    by_last = recomputed if recomputes_last(work) else []
     # Going backward activations are freed layer by layer, and sharded gradients come: the first or the last is worst.
-    first = moment("update", f"{prefix}layer backward", held, states, piled, saved, masks, layers, working)
-    one_saved = replace(saved, bytes=saved.bytes // arch.layers, formula=f"{each:,.0f} B x {tokens:,} tokens")
+    first = moment("update", f"{prefix}layer backward", held, states, piled, saved, masks, layers, by_last, working)
+    each = saved_per_token(work)
+    one_saved = term("activations", each * tokens, f"{each:,.0f} B x {tokens:,} tokens", knob)
+    by_first = recomputed if work.checkpointing != "none" else []
     matrices = term("gradient of one layer", model.layer_bytes * trains_root, "bfloat16, until it is reduced")
     # The root's own gradient is not sharded yet.
     missing = 4 * arch.root_parameters / model.shard if trains_root and not model.offload else 0
     others = replace(model.gradient(), bytes=round(model.gradient().bytes - missing))
     last = moment(
-        "update", f"{prefix}layer backward", held, states, others, one_saved, masks, layers, matrices, working
+        "update", f"{prefix}layer backward", held, states, others, one_saved, masks, layers, matrices, by_first, working
     )
     yield max(first, last, key=lambda one: one.bytes)
     # The root's weights go away as the float32 copy of its gradient is made for the reduction.

@@ -38,7 +38,9 @@ def training(inputs: Inputs) -> dict[str, Sequence[Any]]:
     budgets = {budget for budget in TOKEN_BUDGETS if longest <= budget < 2 * most}
     knobs: dict[str, Sequence[Any]] = {
         "train.tokens_per_microbatch": sorted(budgets | {config.train.tokens_per_microbatch}),
-        "train.activation_checkpointing": ("none", "selective", "full"),
+        "train.activation_checkpointing": tuple(
+            dict.fromkeys(("none", "selective", "full", config.train.activation_checkpointing))
+        ),
     }
     if inputs.is_local:
         return knobs

@@ -17,13 +17,14 @@ from hone.plan.activations import (
     backward_per_token,
     embedding_gradient_bytes,
     forward_per_token,
+    kept_by_layers,
     logits_backward_bytes,
     logits_backward_bytes_each,
     logits_forward_bytes,
     made_again_per_token,
     mask_bytes,
     output_gradient_bytes,
-    saved_per_token,
+    recomputes_last,
 )
 from hone.plan.architecture import Architecture, adapter_parameters
 from hone.plan.kv_cache import CacheRoom
@@ -316,10 +317,8 @@ def forward_moments(work: Pass, held: list[Term]) -> Iterator[Moment]:
 
 def update_moments(prefix: str, work: Pass, held: list[Term], *, trained: bool) -> Iterator[Moment]:
     """The moments of a microbatch that may be its largest; `held` is there besides."""
-    arch, tokens = work.architecture, work.tokens
-    each = saved_per_token(work)
-    formula = f"{each:,.0f} B x {arch.layers} layers x {tokens:,} tokens"
-    saved = term("activations", each * arch.layers * tokens, formula, "train.tokens_per_microbatch")
+    arch = work.architecture
+    saved = term("activations", *kept_by_layers(work), "train.tokens_per_microbatch")
     kept = [*held, saved, masks(work, backward=False)]
     if work.has_logits:
         yield moment("update", f"{prefix}loss forward", kept, _loss_forward(work))
@@ -347,7 +346,7 @@ def _layer_backward(work: Pass, *, trained: bool) -> Iterator[Term]:
     arch, tokens, knob = work.architecture, work.tokens, "train.tokens_per_microbatch"
     each = backward_per_token(work)
     yield term("gradients of one layer", each * tokens, f"{each:,.0f} B x {tokens:,} tokens", knob)
-    if work.checkpointing != "none":
+    if recomputes_last(work):
         again = made_again_per_token(work)
         yield term("one layer again", again * tokens, f"{again:,.0f} B x {tokens:,} tokens", knob)
     if trained:

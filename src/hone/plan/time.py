@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from hone.plan.activations import Checkpointing
+from hone.plan.activations import Checkpointing, recomputed_layers
 from hone.plan.architecture import Architecture
 from hone.plan.hardware import Hardware
 from hone.plan.workload import Lengths
@@ -207,6 +207,14 @@ RECOMPUTED: Mapping[Checkpointing, float] = {"none": 0.0, "selective": 0.3, "ful
 """Forward passes of the layers that the backward pass makes again."""
 
 
+def recomputed_frac(learner: LearnerTime) -> float:
+    """As `RECOMPUTED`, where some layers are too."""
+    if isinstance(learner.checkpointing, int):
+        layers = learner.architecture.layers
+        return RECOMPUTED["full"] * recomputed_layers(learner.checkpointing, layers) / layers
+    return RECOMPUTED[learner.checkpointing]
+
+
 def pass_flops(learner: LearnerTime, tokens: float, lengths: Lengths, logit_tokens: float) -> float:
     """Operations of one forward pass over a step's tokens."""
     return forward_flops(learner.architecture, tokens, lengths.mean / 2, logit_tokens=logit_tokens)
@@ -229,7 +237,7 @@ def update_s(
     of tensor parallelism stand between operations and are added.
     """
     flops = pass_flops(learner, tokens, lengths, logit_tokens)
-    again = RECOMPUTED[learner.checkpointing] * pass_flops(learner, tokens, lengths, 0)
+    again = recomputed_frac(learner) * pass_flops(learner, tokens, lengths, 0)
     output = learner.architecture.vocab * learner.architecture.hidden
     again += 2 * output * logit_tokens
     flops_s = hardware.flops(learner.bytes_each) * rates.training_flops

@@ -26,7 +26,7 @@ def forward_per_patch(tower: Tower, p: int) -> int:
 def kept_per_patch(tower: Tower, p: int, checkpointing: Checkpointing) -> int:
     """Bytes that one block keeps for its backward pass."""
     h, inner = tower.hidden, tower.inner
-    if checkpointing == "full":
+    if checkpointing == "full" or isinstance(checkpointing, int):  # a number is of the decoder's layers
         return p * h
     if checkpointing == "selective":  # the block's input, and the results of products
         return p * (7 * h + (2 if tower.kind == "qwen2_5_vl" else 1) * inner)

@@ -79,6 +79,13 @@ def one_tokenizer(config: RunConfig) -> Iterator[Breach]:
         yield Breach(("model.characters",), "must hold at least one character, or be null")
 
 
+def some_layers_are_recomputed(config: RunConfig) -> Iterator[Breach]:
+    layers = config.train.activation_checkpointing
+    if isinstance(layers, int) and layers < 1:
+        key = "train.activation_checkpointing"
+        yield Breach((key,), f"must be at least 1 layer, or none, selective or full (got {layers}). Nearest: none")
+
+
 def template_or_chat(config: RunConfig) -> Iterator[Breach]:
     data = config.data
     if data.chat and data.template is not None:
@@ -390,6 +397,7 @@ RULES: tuple[Rule, ...] = (
     one_model_source,
     init_is_an_architecture,
     one_tokenizer,
+    some_layers_are_recomputed,
     template_or_chat,
     rows_are_ranges,
     weights_fit_sources,

@@ -330,7 +330,7 @@ def rates_of(
     """
     forward_s, update_s, overhead_s = seconds
     architecture, peak = learner.architecture, hardware.flops(learner.bytes_each)
-    again = roofline.RECOMPUTED[learner.checkpointing] * flops
+    again = roofline.recomputed_frac(learner) * flops
     again += 2 * architecture.vocab * architecture.hidden * logit_tokens
     arithmetic = update_s - overhead_s - roofline.optimizer_s(learner, hardware, roofline.GPU)
     return MeasuredRates(
