@@ -44,13 +44,17 @@ def test_a_preset_and_the_default_are_layers_too(run_file, capsys):
 
 def test_a_required_key_has_no_default(run_file, capsys):
     out = explain(capsys, run_file, "data.train")
-    assert "text or a list of texts; required" in out
+    assert "text, or a list of texts and mappings; required" in out
     assert "default" not in out
 
 
 def test_weights_derive_shares(run_file, capsys):
-    sources = ("data.train=[a/b, c/d, a/b]", "data.train_weights=[3, 1, 0]")
-    assert "shares of the prompts = a/b 75.0%, c/d 25.0%, a/b 0.0%" in explain(capsys, run_file, "data.train", *sources)
+    sources = "data.train=[{path: a/b, weight: 3}, c/d, {path: a/b, weight: 0, name: twice}]"
+    out = explain(capsys, run_file, "data.train", sources, "data.train.1.weight=1")
+    assert "shares of the prompts = a/b 75.0%, c/d 25.0%, twice 0.0%" in out
+    assert explain(capsys, run_file, "data.train.1.path", sources, "data.train.1.weight=1").startswith(
+        "data.train.1.path = c/d\n"
+    )
 
 
 def test_parts_of_a_free_mapping(run_file, capsys):

@@ -62,7 +62,7 @@ def test_paths_in_an_extended_file_start_at_its_own_folder(folder):
     (base / "mine.py").write_text("def f(group): ...\nclass World: ...\n")
     (base / "exact").write_text("a file called as a built-in reward is")
     (base / "serve.yaml").write_text("reward: {components: [{use: exact}]}\n")
-    extended = BASE.replace("train: train.jsonl", "train: train.jsonl, eval: ./eval.jsonl")
+    extended = BASE.replace("train: train.jsonl", "train: train.jsonl, eval: [{path: ./eval.jsonl}, eval.jsonl]")
     model = "{use: reward_model, args: {path: models/rm}}"
     components = f"[{{use: exact}}, {{use: mine.py:f, args: {{path: train.jsonl}}}}, {model}]"
     write(
@@ -74,7 +74,8 @@ def test_paths_in_an_extended_file_start_at_its_own_folder(folder):
     write(own, run="extends: ../../base/base.yaml\n")
     loaded = load_config(own / "run.yaml", ["sft.data=train.jsonl"])
     config = loaded.config
-    assert (config.data.train, config.data.eval) == ("../../base/train.jsonl", "../../base/eval.jsonl")
+    paths = [source.path for source in (*config.data.train, *config.data.eval)]
+    assert paths == ["../../base/train.jsonl", "../../base/eval.jsonl", "../../base/eval.jsonl"]
     assert str(loaded.where("data.train")).endswith("base/base.yaml:4")
     assert [c.use for c in config.reward.components] == ["exact", "../../base/mine.py:f", "reward_model"]
     assert [c.args for c in config.reward.components][1:] == [{"path": "train.jsonl"}, {"path": "../../base/models/rm"}]
@@ -82,7 +83,7 @@ def test_paths_in_an_extended_file_start_at_its_own_folder(folder):
     assert config.critic.path == "Qwen/Qwen3-0.6B"
     assert config.services["a"].reward == "../../base/serve.yaml"
     assert config.services["b"].command == ("python", "../../base/mine.py", "--port={port}")
-    assert config.sft.data == "train.jsonl", "the command line is the run file's"
+    assert config.sft.data[0].path == "train.jsonl", "the command line is the run file's"
 
 
 def test_a_path_in_an_extended_file_is_told_with_that_files_line(folder):
@@ -181,6 +182,10 @@ def test_null_on_the_command_line_unsets(load):
         ("extends=algorithm/grpo", "extends: is set in the run file, not on the command line"),
         ("rollout.groupsize=3", "rollout.groupsize: unknown key. Did you mean rollout.group_size?"),
         ("rollout.group_size=0", "rollout.group_size: must be at least 1 (got 0). Nearest: 1"),
+        ("data.train.0.weight=-1", "data.train.0.weight: must be at least 0 (got -1). Nearest: 0"),
+        ("data.train=[{weight: 1}]", "data.train.0.path: is required."),
+        ("data.train.0.promt_column=x", "unknown key. Did you mean data.train.0.prompt_column?"),
+        ("data.train.1.path=x", "the list has entries 0 to 0, and no entry '1'"),
     ],
 )
 def test_a_wrong_override_is_named(folder, override, said):
@@ -199,6 +204,8 @@ def test_a_wrong_override_is_named(folder, override, said):
         ("rollout__temperature", ".inf", "must be a number, above 0 (got inf)"),
         ("rollout__top_p", "1.5", "must be above 0 and at most 1 (got 1.5). Nearest: 1"),
         ("rollout__stop", "x", 'must be a list of texts (got "x"). Write ["x"]'),
+        ("data__train", "3", "must be text, or a list of texts and mappings (got 3)"),
+        ("data__train", "[a/b, 3]", 'must be text, or a list of texts and mappings (got ["a/b", 3])'),
         ("data__chat", "yes", 'must be true or false (got "yes"). Write true'),
         ("model__characters", "12", "must be text or null (got 12). Put it in quotes"),
         ("run__precision", "float23", 'must be one of auto, float32, bfloat16 (got "float23"). Did you mean float32?'),
@@ -226,6 +233,21 @@ def test_a_wrong_value_gets_rule_what_was_got_and_a_cure(problems_of, key, value
 )
 def test_an_unknown_key_gets_its_nearest_spelling_or_its_section(problems_of, key, said):
     assert problems_of(**{key: "3"}) == [f"{key.replace('__', '.')}: {said}"]
+
+
+def test_a_source_may_be_text_or_a_mapping_and_errors_name_its_line(folder):
+    entries = "[train.jsonl,\n  {path: train.jsonl, prompt_column: answer,\n  weight: x}]"
+    write(folder, run=BASE.replace("train: train.jsonl", f"train: {entries}"))
+    (problem,) = fails(folder / "run.yaml")
+    assert problem.endswith('run.yaml:6  data.train.1.weight: must be a number or null, at least 0 (got "x")')
+    write(folder, run=BASE.replace("train: train.jsonl", f"train: {entries}").replace("weight: x", "weight: 2"))
+    weights = ["data.train.0.weight=1"]
+    (problem,) = fails(folder / "run.yaml", *weights, "data.train.1.prompt_column=question")
+    assert "data.train.1.prompt_column: train.jsonl has no column 'question'" in problem
+    config = load_config(folder / "run.yaml", weights).config
+    assert [(one.path, one.prompt_column, one.weight) for one in config.data.train] == [
+        ("train.jsonl", None, 1), ("train.jsonl", "answer", 2)
+    ]  # fmt: skip
 
 
 def test_all_problems_of_all_layers_come_together_in_order(folder):
@@ -331,7 +353,7 @@ def test_names_and_paths(load, folder):
 def test_a_run_file_is_read_from_where_it_is_not_from_here(load, folder, monkeypatch):
     load()
     monkeypatch.chdir("/")
-    assert load_config(os.path.relpath(folder / "run.yaml")).config.data.train == "train.jsonl"
+    assert load_config(os.path.relpath(folder / "run.yaml")).config.data.train[0].path == "train.jsonl"
 
 
 KEYS = [*sorted({part for path in schema.all_keys() for part in (path, *path.split("."))}), "extends", "x"]

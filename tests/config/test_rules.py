@@ -48,24 +48,32 @@ BROKEN = [
     ({"data__system": "hi"}, "data.system: is only used by a chat template"),
     ({"data__template": "'{{prompt}} { }'"}, "data.template: names no column in braces"),
     (
-        {"data__train_weights": "[1, 2]"},
-        "data.train_weights: is for several sources, and data.train names one",
+        {"data__train": "[a/b, {path: c/d, weight: 1}]"},
+        "data.train.0.weight: is required, as data.train.1.weight is set: give every source a weight, or none",
+    ),
+    ({"data__train": "[{path: a/b, weight: 0}]"}, "data.train.0.weight: every weight is 0"),
+    ({"data__train": "[]"}, "data.train: names no source"),
+    (
+        {"data__eval": "[a/b, {path: c/d, weight: 1}]"},
+        "data.eval.1.weight: every row of data.eval is used once, so its sources have no weights. Leave it out",
     ),
     (
-        {"data__train": "[a/b, c/d]", "data__train_weights": "[1]"},
-        "data.train_weights: must have a weight for each of the 2 sources (got 1)",
+        {"data__train": "[a/b, {path: c/d, system: hi}]"},
+        "data.train.1.system: is only used by a chat template: set data.train.1.chat to true",
     ),
     (
-        {"data__train": "[a/b, c/d]", "data__train_weights": "[1, -0.5]"},
-        "data.train_weights: must be at least 0 (got -0.5 for c/d); 0 leaves a source out",
+        {"data__train": "[a/b, {path: c/d, template: hi}]", "data__chat": "true"},
+        "data.train.1.template: names no column in braces",
     ),
-    ({"data__train": "[a/b, c/d]", "data__train_weights": "[0, 0]"}, "data.train_weights: every weight is 0"),
+    (
+        {"data__train": "[a/b, {path: c/d, chat: true, template: '{q}'}]"},
+        "data.train.1.template: contradicts data.train.1.chat = true",
+    ),
     ({"data__order": "ascending"}, "data.order_column: is required with data.order = ascending"),
     ({"data__order_column": "level"}, "data.order_column: is only used with data.order = ascending or descending"),
     (
         {
-            "data__train": "[a/b, c/d]",
-            "data__train_weights": "[1, 2]",
+            "data__train": "[{path: a/b, weight: 1}, {path: c/d, weight: 2}]",
             "data__order": "descending",
             "data__order_column": "level",
         },

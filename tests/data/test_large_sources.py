@@ -169,7 +169,7 @@ def test_settings_decide_whether_an_index_still_holds(tmp_path, load, cached, mo
 def test_a_sample_has_rows_of_each_source_and_is_not_kept(tmp_path, digits, cached, monkeypatch):
     monkeypatch.setattr(lazy, "SAMPLED_OF_EACH", 2)
     sources = (write(tmp_path, "many.jsonl", ROWS[:40]), write(tmp_path, "few.jsonl", ROWS[:3]))
-    data = DataSection(train=sources, train_weights=(1, 1), answer_column="answer")
+    data = DataSection(train=[{"path": name, "weight": 1} for name in sources], answer_column="answer")
     stream = load_prompts(data, digits, tmp_path, seed=0, sample=20)
     assert [stream.rows().where(place) for place in (0, 1, 17)] == ["many.jsonl:1", "many.jsonl:3", "many.jsonl:38"]
     assert [stream.rows().where(place) for place in (18, 19)] == ["few.jsonl:1", "few.jsonl:2"]
@@ -180,6 +180,20 @@ def test_a_sample_has_rows_of_each_source_and_is_not_kept(tmp_path, digits, cach
     no_row_is_read(monkeypatch)
     again = load_prompts(data, digits, tmp_path, seed=0, sample=20)
     assert (len(again.rows()), again.report) == (43, whole.report), "what is known of all rows is used"
+
+
+def test_an_index_is_of_the_columns_of_each_source(tmp_path, digits, cached, monkeypatch):
+    names = write(tmp_path, "many.jsonl", ROWS[:40]), write(tmp_path, "few.jsonl", ROWS[:3])
+
+    def load(**own):
+        data = DataSection(train=[names[0], {"path": names[1], **own}], answer_column="answer")
+        return [(p.text, p.answer, p.source) for p in load_prompts(data, digits, tmp_path, seed=0).rows()]
+
+    first = load(template="{prompt}{answer}")
+    assert first[40:] == [(f"{row['prompt']}{row['answer']}", row["answer"], "few.jsonl") for row in ROWS[:3]]
+    assert load()[40:] != first[40:]
+    no_row_is_read(monkeypatch)
+    assert load(template="{prompt}{answer}") == first
 
 
 def test_another_tokenizer_needs_another_index(tmp_path, load, cached):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hone.config.derived import section_of
 from hone.config.run import DataSection, ModelSection, SftSection
 from hone.data.chat import load_tokenizer
 from hone.data.order import epoch_order
@@ -243,7 +244,7 @@ def test_sources_keep_their_names_and_have_the_shares_of_their_weights(write_row
     (tmp_path / "more").mkdir()
     write_rows(*({"prompt": c} for c in "ab"), name="few.jsonl")
     write_rows(*({"prompt": c} for c in "cdefgh"), name="more/many.jsonl")
-    stream = load(("few.jsonl", "more/many.jsonl"), train_weights=(3, 1), order="source")
+    stream = load(({"path": "few.jsonl", "weight": 3}, {"path": "more/many.jsonl", "weight": 1}), order="source")
     texts = [(prompt.text, prompt.source) for prompt in take(stream, 0, 8)]
     assert [text for text, source in texts if source == "many.jsonl"] == ["c", "d"]
     assert [text for text, source in texts if source == "few.jsonl"] == ["a", "b"] * 3
@@ -252,9 +253,55 @@ def test_sources_keep_their_names_and_have_the_shares_of_their_weights(write_row
     assert {prompt.source for prompt in load("few.jsonl").rows()} == {""}, "one source needs no name"
 
 
+def test_a_source_has_columns_and_a_template_of_its_own(write_rows, load, tmp_path, words):
+    write_rows({"prompt": "one", "answer": "1"}, {"prompt": "two", "answer": "2"}, name="plain.jsonl")
+    write_rows({"q": "three", "id": "x", "about": {"a": "3"}}, name="own.jsonl")
+    own = {
+        "path": "own.jsonl",
+        "prompt_column": "q",
+        "answer_column": "about.a",
+        "id_column": "id",
+        "template": "Q {q}",
+    }
+    sources, settings = ["plain.jsonl", own, "plain.jsonl"], {"answer_column": "answer", "order": "source"}
+    found = [(p.id, p.text, p.answer, p.source) for p in load(sources, **settings).rows()]
+    (first, second) = (p.id for p in load("plain.jsonl", **settings).rows())
+    assert found == [
+        (first, "one", "1", "plain.jsonl"), (second, "two", "2", "plain.jsonl"), ("x", "Q three", "3", "own.jsonl"),
+        (f"{first}#2", "one", "1", "plain.jsonl"), (f"{second}#2", "two", "2", "plain.jsonl"),
+    ]  # fmt: skip
+    data = DataSection(train=sources, **settings)
+    imitated = load_sft_rows(data, SftSection(), words, tmp_path)
+    assert [words.hf.decode(row.response, skip_special_tokens=True) for row in imitated] == ["1", "2", "3", "1", "2"]
+    with pytest.raises(DataError, match=r"own.jsonl:1 missing: no such column"):
+        load([*sources[:1], own | {"answer_column": "missing"}], **settings)
+    with pytest.raises(DataError, match=r"'x' is also the id of own.jsonl:1; ids must be unique"):
+        load([own, own, "plain.jsonl"], **settings)
+
+
+@pytest.mark.parametrize(
+    ("of_data", "of_source", "template", "chat", "system"),
+    [
+        ({"template": "A {prompt}"}, {"chat": True, "system": "hi"}, None, True, "hi"),
+        ({"chat": True, "system": "hi"}, {"template": "B {prompt}"}, "B {prompt}", False, None),
+        ({"chat": True, "system": "hi"}, {"chat": False}, None, False, None),
+        ({"chat": True, "system": "hi"}, {"prompt_column": "q"}, None, True, "hi"),
+        ({"template": "A {prompt}"}, {"template": "B {prompt}"}, "B {prompt}", False, None),
+    ],
+)
+def test_template_and_chat_of_a_source_replace_each_other(of_data, of_source, template, chat, system):
+    data = DataSection(train=[{"path": "a.jsonl", **of_source}], **of_data)
+    own = section_of(data, data.train[0])
+    assert (own.template, own.chat, own.system) == (template, chat, system)
+
+
 def test_sources_that_end_alike_are_told_apart():
-    assert source_labels(("a/train.jsonl", "b/train.jsonl")) == ("a_train.jsonl", "b_train.jsonl")
-    assert source_labels(("a/x.jsonl", "a/x.jsonl", "o/gsm8k:main")) == ("x.jsonl", "x.jsonl", "gsm8k:main")
+    def labels(*sources):
+        return source_labels(DataSection(train=sources).train)
+
+    assert labels("a/train.jsonl", "b/train.jsonl") == ("a_train.jsonl", "b_train.jsonl")
+    assert labels("a/x.jsonl", "a/x.jsonl", "o/gsm8k:main") == ("x.jsonl", "x.jsonl", "gsm8k:main")
+    assert labels({"path": "a/x.jsonl", "name": "a/easy"}, "a/x.jsonl") == ("a_easy", "x.jsonl")
 
 
 def test_a_slice_may_leave_out_a_source(write_rows, load):
@@ -265,7 +312,7 @@ def test_a_slice_may_leave_out_a_source(write_rows, load):
         ("one.jsonl", 0, 1), ("two.jsonl", 1, 2)
     ]  # fmt: skip
     with pytest.raises(DataError, match=r"no row of two.jsonl is left"):
-        load(names, train_rows=":2", train_weights=(1, 1))
+        load([{"path": name, "weight": 1} for name in names], train_rows=":2")
 
 
 def test_a_curriculum_sorts_by_a_column(write_rows, load):

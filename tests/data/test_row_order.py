@@ -72,7 +72,7 @@ def test_a_step_holds_every_source_as_its_weight_says():
 def test_a_source_of_weight_0_is_left_out_and_one_without_rows_may_have_no_other():
     order, _ = mixture([0, 1], sizes=[5, 3])
     assert sorted(order.at(0, 3).tolist()) == [5, 6, 7] and len(order) == 3
-    with pytest.raises(DataError, match=r"data.train_weights: no row of source-0 is left. Give it weight 0"):
+    with pytest.raises(DataError, match=r"data.train: no row of source-0 is left. Give it weight 0"):
         mixture([1, 1], sizes=[0, 3])
 
 

@@ -124,20 +124,25 @@ def test_openrlhf_flat_and_dotted_flags_mean_the_same():
 @pytest.mark.parametrize(("probs", "weights"), [("--prompt_data_probs 0.4,0.5,0.1", [0.4, 0.5, 0.1]), ("", None)])
 def test_openrlhf_probabilities_are_weights(probs, weights):
     found = settings(f"python3 -m openrlhf.cli.train_ppo_ray --pretrain a/b --prompt_data c/d,e/f,g.jsonl {probs}")
-    assert found["data.train"] == ["c/d", "e/f", "g.jsonl"] and found.get("data.train_weights") == weights
+    paths = ["c/d", "e/f", "g.jsonl"]
+    entries = [{"path": path, "weight": weight} for path, weight in zip(paths, weights or (), strict=False)]
+    assert found["data.train"] == (entries or paths)
 
 
 def test_openrlhf_probabilities_of_one_data_set_say_nothing_and_of_another_number_are_refused():
     start = "python3 -m openrlhf.cli.train_ppo_ray --pretrain a/b --prompt_data"
-    assert "data.train_weights" not in settings(f"{start} c/d --prompt_data_probs 1.0")
+    assert settings(f"{start} c/d --prompt_data_probs 1.0")["data.train"] == "c/d"
     one = translate(read_foreign(f"{start} c/d,e/f --prompt_data_probs 1.0", "a.sh"))
     assert "1 weights for 2 data sets" in [line.verdict.note for line in one.gaps]
 
 
 def test_trl_joins_its_datasets():
-    text = "datasets: [{path: a/b, name: main}, {path: c/d}]\nshuffle_dataset: false\n"
-    found = settings(f"{text}num_generations: 8\nmodel_name_or_path: m/n\nreward_funcs: [r]\n", "grpo.yaml")
+    text = "datasets: [{path: a/b, name: main}, {path: c/d}]\nshuffle_dataset: false\nreward_funcs: [r]\n"
+    text += "num_generations: 8\nmodel_name_or_path: m/n\n"
+    found = settings(text, "grpo.yaml")
     assert found["data.train"] == ["a/b:main", "c/d"] and found["data.order"] == "source"
+    found = settings(text.replace("main", "main, split: test"), "grpo.yaml")
+    assert found["data.train"] == [{"path": "a/b:main", "split": "test"}, {"path": "c/d", "split": "train"}]
 
 
 def test_prime_rl_thresholds_are_bounds_of_the_pass_rate():

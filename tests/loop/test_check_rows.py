@@ -229,7 +229,8 @@ def test_the_same_prompt_twice_in_a_step_is_a_warning(check):
 def test_the_mixture_of_several_sources_is_shown(check, tmp_path):
     (tmp_path / "few.jsonl").write_text("".join(json.dumps(row | {"key": "few"}) + "\n" for row in ROWS[:2]))
     sources = "data.train=[sums.jsonl, few.jsonl, few.jsonl]"
-    report = check(ROWS, sources, "data.train_weights=[3, 1, 0]", "run.steps=8", BUILT_IN)
+    weights = [f"data.train.{number}.weight={weight}" for number, weight in enumerate((3, 1, 0))]
+    report = check(ROWS, sources, *weights, "run.steps=8", BUILT_IN)
     assert report.lines[report.lines.index("train: sums.jsonl, few.jsonl, few.jsonl: 12 of 12 rows") + 1 :][:3] == [
         "  sums.jsonl: 8 rows, 75.0% of the prompts, 3 epochs in 8 steps",
         "  few.jsonl: 2 rows, 25.0% of the prompts, 4 epochs in 8 steps",

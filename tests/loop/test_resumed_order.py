@@ -10,8 +10,7 @@ from hone.data.order import OUTSIDE, WITHIN, _unpacked
 
 SETTINGS = (
     "stages=[rl]",
-    "data.train=[sums.jsonl, few.jsonl]",
-    "data.train_weights=[3, 1]",
+    "data.train=[{path: sums.jsonl, weight: 3}, {path: few.jsonl, weight: 1}]",
     "data.order=pass_rate",
     "data.train_rows=':212'",
     "model.init.num_hidden_layers=1",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
@@ -17,6 +17,7 @@ from huggingface_hub.constants import ENDPOINT
 
 import hone
 from hone.config.load import Loaded
+from hone.config.source import SourceSection
 from hone.data.cache import file_digest
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
 from hone.data.report import on_stderr
@@ -41,12 +42,12 @@ def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
     config, folder = loaded.config, loaded.run_file.parent.resolve()
     hashes = {"hone": hone.__version__, "tokenizer": tokenizer.digest()}
     data = config.data
-    sources = {
+    parts = {
         "data.train": (data.train, data.train_split),
         "data.eval": (data.eval, data.eval_split),
         "sft.data": (config.sft.data, data.train_split),
     }
-    hashes |= {key: _rows(source, folder, split) for key, (source, split) in sources.items() if source is not None}
+    hashes |= {key: _sources(sources, folder, split) for key, (sources, split) in parts.items() if sources is not None}
     for key, place in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if place is not None:
             hashes |= {f"{key} {name}": found for name, found in _model(place, folder).items()}
@@ -80,10 +81,14 @@ def changed_inputs(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _rows(source: str | tuple[str, ...], folder: Path, split: str) -> str:
-    """Of a file its bytes, of a dataset its rows, of several sources those of each."""
-    if not isinstance(source, str):
-        return hashlib.sha256("".join(_rows(part, folder, split) for part in source).encode()).hexdigest()
+def _sources(sources: Sequence[SourceSection], folder: Path, split: str) -> str:
+    """Of one source its content, of several that of each."""
+    hashes = [_rows(source.path, folder, source.split or split) for source in sources]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def _rows(source: str, folder: Path, split: str) -> str:
+    """Of a file its bytes, of a dataset its rows."""
     path = folder / Path(source).expanduser()
     if path.is_file():
         return file_digest(path, on_stderr)

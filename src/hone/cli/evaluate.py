@@ -46,7 +46,8 @@ def show(metrics: Mapping[str, float], loaded: Loaded) -> None:
     how = (
         "greedy" if settings.temperature == 0 else f"{settings.samples} samples at temperature {settings.temperature:g}"
     )
-    typer.echo(f"{loaded.config.data.eval}: {how} per prompt")
+    sources = ", ".join(source.path for source in loaded.config.data.eval or ())
+    typer.echo(f"{sources}: {how} per prompt")
     for name, value in metrics.items():
         typer.echo(f"  {name.removeprefix('eval/'):<30} {value:.4g}")
 

@@ -40,7 +40,7 @@ def explain(
         raise typer.BadParameter(f"one key at a time (got {', '.join(keys)})")
     loaded = load_config(run_file, [word for word in words or () if "=" in word])
     path = keys[0] if keys else ""
-    if not path or schema.is_section(path) or schema.is_section_list(path):
+    if not path or schema.is_section(path) or (schema.is_section_list(path) and path not in schema.all_keys()):
         typer.echo(_values_json(loaded, path) if as_json else _values_yaml(loaded, path), nl=False)
         return
     explanation = explain_key(loaded, path)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.config.run import RewardComponent, RunConfig
+from hone.config.run import DataSection, RewardComponent, RunConfig
+from hone.config.source import OF_A_SOURCE, SourceSection
 
 
 def run_name(config: RunConfig, run_file: Path) -> str:
@@ -71,17 +72,41 @@ def samples_ahead_on_ray(config: RunConfig) -> bool:
     return config.cluster.backend == "ray" and config.rollout.max_staleness > 0 and "rl" in config.stages
 
 
+def section_of(data: DataSection, source: SourceSection) -> DataSection:
+    """`data` as it is for the rows of one source: a key that the source sets replaces the one in `data`.
+
+    `template` and `chat` are alternatives, so that a source that sets one of them has neither from `data`; what only a
+    chat template uses is left out with it.
+    """
+    own = {name: value for name in OF_A_SOURCE if (value := getattr(source, name)) is not None}
+    if "template" in own:
+        own = {"chat": False, **own}
+    elif own.get("chat"):
+        own["template"] = None
+    if data.chat and own.get("chat") is False:
+        own = {"system": None, "last_turn": "prompt", "image_columns": (), **own}
+    return data.model_copy(update=own)
+
+
 def has_answers(config: RunConfig) -> bool:
-    """Whether prompts come with gold answers."""
-    return config.data.answer_column is not None or config.data.last_turn == "answer"
+    """Whether the rows of every source bring gold answers."""
+    sections = [section_of(config.data, source) for source in (*config.data.train, *(config.data.eval or ()))]
+    return all(one.answer_column is not None or one.last_turn == "answer" for one in sections)
+
+
+def source_weights(data: DataSection) -> tuple[float, ...] | None:
+    """Weights of the sources in `data.train`; None: every row counts the same."""
+    weights = [source.weight for source in data.train]
+    return None if None in weights else tuple(weight for weight in weights if weight is not None)
 
 
 def source_shares(config: RunConfig) -> str | None:
     """Each source's share of the prompts, where the run file gives weights."""
-    weights = config.data.train_weights
-    if weights is None:
+    weights = source_weights(config.data)
+    if not weights or not sum(weights):
         return None
-    return ", ".join(f"{source} {w / sum(weights):.1%}" for source, w in zip(config.data.train, weights, strict=True))
+    sources = zip(config.data.train, weights, strict=True)
+    return ", ".join(f"{source.name or source.path} {weight / sum(weights):.1%}" for source, weight in sources)
 
 
 def longest_tokens(config: RunConfig) -> int:
@@ -220,9 +245,7 @@ DERIVED: tuple[Derived, ...] = (
         ("rollout.max_staleness", _P),
         groups_in_flight,
     ),
-    Derived(
-        "shares of the prompts", "", "train_weights / their sum", ("data.train_weights", "data.train"), source_shares
-    ),
+    Derived("shares of the prompts", "", "weight / the sum of all", ("data.train",), source_shares),
     Derived("longest sample", "tokens", "max_prompt_tokens + max_response_tokens", (_PROMPT, _R), longest_tokens),
     Derived(
         "KV cache",

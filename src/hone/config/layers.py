@@ -214,6 +214,7 @@ def _set(node: Node, parts: Sequence[str], value: Node, path: str) -> Node | Pro
     if not parts:
         return merge(node, value)
     name, *rest = parts
+    node = _in_long_form(node, ".".join(path.split(".")[: -len(parts)]))
     if isinstance(node.value, list):
         if not name.isdecimal() or int(name) >= len(node.value):
             entries = f"entries 0 to {len(node.value) - 1}" if node.value else "no entries"
@@ -230,3 +231,11 @@ def _set(node: Node, parts: Sequence[str], value: Node, path: str) -> Node | Pro
         return changed
     children[name] = changed
     return Node(children, node.where)
+
+
+def _in_long_form(node: Node, path: str) -> Node:
+    """Text that is short for a section, or for a list of one, as these: keys in it can be set then."""
+    inner = schema.all_sections().get(schema.generic(path if not schema.is_section_list(path) else f"{path}.0"))
+    if not isinstance(node.value, str) or inner is None or not inner.short_key:
+        return node
+    return Node([node] if schema.is_section_list(path) else {inner.short_key: node}, node.where)

@@ -131,7 +131,7 @@ def wrong_value(path: str, got: Any) -> str:
         return f"must be a section: keys and values, indented under it (got {show(got)})"
     if path in schema.section_maps():
         return f"must be sections by name, such as `judge:` with its keys indented under it (got {show(got)})"
-    if schema.is_section_list(path):
+    if schema.is_section_list(path) and path not in schema.all_keys():
         return f"must be a list of sections, each starting with `- ` (got {show(got)})"
     key = schema.find_key(path)
     if key is None:

@@ -35,7 +35,9 @@ def resolved_yaml(
 def value_at(config: RunConfig, path: str) -> Any:
     """The value of a dotted path as plain data, None in a section that is null. Raises KeyError if there is none."""
     value: Any = config.model_dump(mode="json")
-    for part in path.split("."):
+    parts = path.split(".")
+    for depth, part in enumerate(parts):
+        value = _in_long_form(value, ".".join(parts[:depth]))
         if value is None:
             return None
         if isinstance(value, list):
@@ -47,6 +49,17 @@ def value_at(config: RunConfig, path: str) -> Any:
         else:
             raise KeyError(path)
     return value
+
+
+def _in_long_form(value: Any, path: str) -> Any:
+    """A list or an entry of it that is dumped in short form (`Section.short_key`), with all of its keys."""
+    if schema.is_section_list(path):
+        return [value] if isinstance(value, str) else value
+    section = schema.all_sections().get(schema.generic(path))
+    if section is None or not section.short_key:
+        return value
+    given = {section.short_key: value} if isinstance(value, str) else value
+    return {**dict.fromkeys(section.model_fields), **given}
 
 
 def inline(value: Any) -> str:
@@ -64,13 +77,20 @@ def _lines(value: dict[str, Any], path: str, depth: int, where: Callable[[str], 
         if isinstance(child, dict) and child:
             yield label
             yield from _lines(child, child_path, depth + 1, where)
-        elif schema.is_section_list(child_path) and child:
+        elif schema.is_section_list(child_path) and isinstance(child, list) and child:
             yield label
             for number, entry in enumerate(child):
+                if not isinstance(entry, dict):
+                    yield from _value(f"{'  ' * (depth + 1)}- {inline(entry)}", f"{child_path}.{number}", where)
+                    continue
                 lines = list(_lines(entry, f"{child_path}.{number}", depth + 2, where))
                 dash = "  " * (depth + 1) + "- "
                 yield dash + lines[0][len(dash) :]
                 yield from lines[1:]
         else:
-            origin = _UNPRINTABLE.sub("?", str(where(child_path) or "default"))
-            yield f"{f'{label} {inline(child)}':<{_COMMENT_COLUMN}}  # {origin}"
+            yield from _value(f"{label} {inline(child)}", child_path, where)
+
+
+def _value(text: str, path: str, where: Callable[[str], Where | None]) -> Iterator[str]:
+    origin = _UNPRINTABLE.sub("?", str(where(path) or "default"))
+    yield f"{text:<{_COMMENT_COLUMN}}  # {origin}"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from hone.config.cluster import ClusterSection
 from hone.config.engine import EngineSection
 from hone.config.section import Section, key
+from hone.config.source import LastTurn, Sources, TrainSources
 from hone.devices import DeviceName
 
 
@@ -67,19 +68,16 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    train: str | tuple[str, ...] = key(..., is_path=True)
+    train: TrainSources = key(..., is_path=True)
     """Prompts to train on: a .jsonl, .json, .csv (each also .gz) or .parquet file, a pattern such as `train-*.jsonl`, a
-    folder that `save_to_disk` made, or a Hugging Face dataset name. A list: the rows of all, in the shares that
-    `train_weights` gives; named twice, a source counts twice."""
-    train_weights: tuple[float, ...] | None = key(None)
-    """Weights of the sources in `train`, in their order: their shares of the prompts. null: every row counts the same,
-    so that larger sources have larger shares."""
+    folder that `save_to_disk` made, or a Hugging Face dataset name. A list: the rows of all; an entry is such text, or
+    a mapping with a `path` and keys of its own, such as `weight`. Named twice, a source counts twice."""
     train_split: str = key("train")
-    """Split of a Hugging Face dataset; not used for files."""
+    """Split of Hugging Face datasets; not used for files."""
     train_rows: str | None = key(None)
-    """Rows to use, `start:stop` as in Python; null: all."""
-    eval: str | tuple[str, ...] | None = key(None, is_path=True)
-    """Prompts to evaluate on, as `train`; every row is used. null: no evaluation."""
+    """Rows to use, `start:stop` as in Python, of all sources together; null: all."""
+    eval: Sources = key(None, is_path=True)
+    """Prompts to evaluate on, as `train`; every row is used, so sources have no weights. null: no evaluation."""
     eval_split: str = key("test")
     """Split of a Hugging Face dataset for evaluation."""
     eval_rows: str | None = key(None)
@@ -106,7 +104,7 @@ class DataSection(Section):
     template_args: dict[str, Any] = key({})
     """Arguments of the chat template, such as `{enable_thinking: false}`; they become its defaults, also in the
     exported tokenizer, so that training, evaluation and serving render alike."""
-    last_turn: Literal["prompt", "answer"] = key("prompt")
+    last_turn: LastTurn = key("prompt")
     """For messages that end with the assistant's: `answer` removes that message from the prompt and uses it as the gold
     answer unless `answer_column` is set; `prompt` refuses such rows, because their prompts would contain the answer."""
     system: str | None = key(None)
@@ -419,8 +417,9 @@ class CriticSection(Section):
 
 
 class SftSection(Section):
-    data: str | None = key(None, is_path=True)
-    """Training data, as `data.train`; null: `data.train` itself. Uses `data`'s columns and template."""
+    data: Sources = key(None, is_path=True)
+    """Training data, as `data.train` without weights; null: `data.train` itself. Uses `data`'s columns and template
+    where a source has none of its own."""
     rows: str | None = key(None)
     """Rows to use, `start:stop`; null: all."""
     response_column: str | None = key(None)

@@ -57,7 +57,8 @@ class Key:
 
 @cache
 def all_keys() -> Mapping[str, Key]:
-    """Every key by path, in the order of `run.py`; sections and lists of sections are not keys themselves."""
+    """Every key by path, in the order of `run.py`; sections and lists of sections are not keys themselves, except lists
+    with a short form, such as `data.train`."""
     return {key.path: key for key in _walk(RunConfig, "")}
 
 
@@ -129,10 +130,10 @@ def _walk(section: type[Section], path: str, defaults: Section | None = None) ->
     for name, field in section.model_fields.items():
         here, default = _join(path, name), field.default if defaults is None else getattr(defaults, name)
         inner, is_many = _inner_section(field.annotation)
+        if inner is None or inner.short_key:
+            yield _key(here, field, default)
         if inner:
             yield from _walk(inner, f"{here}.*" if is_many else here, default if isinstance(default, inner) else None)
-        else:
-            yield _key(here, field, default)
 
 
 def _key(path: str, field: FieldInfo, default: Any) -> Key:
@@ -191,6 +192,8 @@ def _words(annotation: Any) -> str:
         return _KINDS[annotation]
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(_choices(annotation))}"
+    if (inner := _inner_section(annotation)[0]) is not None and inner.short_key:
+        return f"text, or a list of texts and mappings{' or null' * _is_union(annotation)}"
     if _is_union(annotation):
         return " or ".join(_words(part) for part in get_args(annotation))
     if get_origin(annotation) is tuple:

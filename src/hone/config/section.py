@@ -13,6 +13,8 @@ class Section(BaseModel):
 
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Names that people write here and that are no keys -> what to use instead."""
+    short_key: ClassVar[str] = ""
+    """In lists of these sections: the key that an entry sets that is only text; "": there are no such entries."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()

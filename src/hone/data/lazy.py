@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hone
+from hone.config.derived import section_of
 from hone.config.run import DataSection
 from hone.data import cache
 from hone.data.cache import Say
@@ -27,7 +28,7 @@ from hone.data.order import RowOrder, SourceRange, order_of
 from hone.data.render import Malformed, as_text, column
 from hone.data.report import LoadProgress, LoadReport, Tally, nothing_left
 from hone.data.rows import FORMAT, SourceRows, open_rows
-from hone.data.sources import BadRow, DataSource, SourceRow, source_name
+from hone.data.sources import BadRow, DataSource, SourceRow
 from hone.errors import DataError
 
 Item = TypeVar("Item")
@@ -55,8 +56,8 @@ class Facts(NamedTuple):
 class RowReading(ABC, Generic[Item]):
     """What rows become."""
 
-    id_column: str | None = None
-    """Column with ids that must be unique; None: none."""
+    def id_column(self, row: SourceRow) -> str | None:
+        """Column with ids that must be unique; None: none."""
 
     @property
     @abstractmethod
@@ -68,16 +69,65 @@ class RowReading(ABC, Generic[Item]):
         """An item for each row, or what is wrong with it."""
 
     @abstractmethod
-    def facts(self, item: Item) -> Facts:
-        """What the index keeps of an item of `read`."""
+    def facts(self, item: Item, row: SourceRow) -> Facts:
+        """What the index keeps of an item that `read` made of a row."""
 
     @abstractmethod
     def is_repeatable(self) -> bool:
         """Whether the rows read so far would become the same in another process and at another time."""
 
-    def finished(self, item: Item, place: int, repeat: int) -> Item:
-        """The item as it is in the sequence: at `place`, and the `repeat`-th (from 1) of those with the same id."""
+    def finished(self, item: Item, row: SourceRow, place: int, repeat: int) -> Item:
+        """The item of a row as it is in the sequence: at `place`, and the `repeat`-th (from 1) with the same id."""
         return item
+
+
+def reading_of(
+    source: DataSource, data: DataSection, make: Callable[[DataSection], RowReading[Item]]
+) -> RowReading[Item]:
+    """What the rows of all sources become.
+
+    Args:
+        make: of the rows of sources that share a section.
+    """
+    sections = [section_of(data, one) for one in source.sources]
+    distinct = [section for number, section in enumerate(sections) if section not in sections[:number]]
+    if len(distinct) == 1:
+        return make(distinct[0])
+    return _ReadingBySource([*map(make, distinct)], [distinct.index(section) for section in sections])
+
+
+class _ReadingBySource(RowReading[Item]):
+    """Rows of sources with columns or templates of their own."""
+
+    def __init__(self, readings: Sequence[RowReading[Item]], of_source: Sequence[int]) -> None:
+        """`of_source`: for each source the number of its reading."""
+        self._readings, self._of_source = readings, of_source
+
+    def _of(self, row: SourceRow) -> RowReading[Item]:
+        return self._readings[self._of_source[row.source_number]]
+
+    def id_column(self, row: SourceRow) -> str | None:
+        return self._of(row).id_column(row)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return {"readings": [dict(one.settings) for one in self._readings], "of_source": self._of_source}
+
+    def read(self, rows: Sequence[SourceRow]) -> list[Item | Malformed]:
+        found: dict[int, Item | Malformed] = {}
+        for reading in self._readings:
+            own = [number for number, row in enumerate(rows) if self._of(row) is reading]
+            found |= zip(own, reading.read([rows[number] for number in own]), strict=True)
+        return [found[number] for number in range(len(rows))]
+
+    def facts(self, item: Item, row: SourceRow) -> Facts:
+        return self._of(row).facts(item, row)
+
+    def finished(self, item: Item, row: SourceRow, place: int, repeat: int) -> Item:
+        return self._of(row).finished(item, row, place, repeat)
+
+    def is_repeatable(self) -> bool:
+        return all(reading.is_repeatable() for reading in self._readings)
 
 
 class LazyRows(Sequence[Item], Generic[Item]):
@@ -144,10 +194,10 @@ class LazyRows(Sequence[Item], Generic[Item]):
         for place, row, item in zip(places, rows, self._reading.read(rows), strict=True):
             if isinstance(item, Malformed):
                 raise changed(row, f"{item.field}: {item}")
-            facts = self._reading.facts(item)
+            facts = self._reading.facts(item, row)
             if facts.id != self._id[place] or facts.tokens != self.tokens[place]:
                 raise changed(row, "becomes something else now")
-            items.append(self._reading.finished(item, place, int(self._repeat[place])))
+            items.append(self._reading.finished(item, row, place, int(self._repeat[place])))
         return items
 
 
@@ -180,8 +230,8 @@ def load_lazily(
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
-    rows = open_rows(source.place, folder, split=source.split, rows=source.rows, say=say)
-    tally = Tally(data, source_name(source.place), max_tokens=max_tokens)
+    rows = open_rows(source, folder, say=say)
+    tally = Tally(data, str(source), max_tokens=max_tokens)
     key: str | None = None
     if rows.key is not None and reading.is_repeatable():
         libraries = [hone.__version__, *map(version, LIBRARIES)]
@@ -246,16 +296,17 @@ def _index(
             value = or_problem(number_in, row.values, order_column) if order_column is not None else 0.0
             if isinstance(value, Malformed) and not isinstance(item, Malformed):
                 item = value
-            if not isinstance(item, Malformed) and reading.id_column is not None:
-                row_id = as_text(column(row.values, reading.id_column), reading.id_column)
+            id_column = reading.id_column(row)
+            if not isinstance(item, Malformed) and id_column is not None:
+                row_id = as_text(column(row.values, id_column), id_column)
                 if (first := seen.setdefault(row_id, number)) != number:
                     problem = f"{row_id!r} is also the id of {rows.where(first)}; ids must be unique"
-                    item = Malformed(reading.id_column, problem)
+                    item = Malformed(id_column, problem)
             if isinstance(item, Malformed):
                 tally.reject(f"{row.where} {item.field}: {item}")
                 continue
             assert not isinstance(value, Malformed)
-            facts = reading.facts(item)
+            facts = reading.facts(item, row)
             if tally.fits(facts.tokens):
                 kept.append(number)
                 tokens.append(facts.tokens)

@@ -1,4 +1,4 @@
-"""Order of the data: which row stands at each position of an endless stream (`data.order`, `data.train_weights`).
+"""Order of the data: which row stands at each position of an endless stream (`data.order`, weights in `data.train`).
 
 With weights, each position belongs to one source, so that every prefix of the stream has the shares of the weights to
 within a few rows, and each source runs through its own rows before it starts again. Both are functions of the seed and
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.config.derived import source_weights
 from hone.config.run import DataSection
 from hone.errors import DataError
 from hone.types import read_only
@@ -75,7 +76,7 @@ class RowOrder:
             self._units = tuple(max(1, round(share * WEIGHT_UNITS)) for share in self.shares if share > 0)
             for source in parts:
                 if source.stop == source.start:
-                    raise DataError(f"data.train_weights: no row of {source.name} is left. Give it weight 0, or fix it")
+                    raise DataError(f"data.train: no row of {source.name} is left. Give it weight 0, or fix it")
         self._starts = [part.start for part in parts]
         self._streams: list[_RowStream] = []
         for number, part in enumerate(parts):
@@ -171,7 +172,7 @@ def order_of(
     Raises DataError as `RowOrder`.
     """
     order = "shuffled" if data.order == "pass_rate" and not in_rl else data.order
-    weights, bounds = data.train_weights, data.pass_rate_bounds
+    weights, bounds = source_weights(data), data.pass_rate_bounds
     return RowOrder(sources, seed=seed, order=order, weights=weights, values=values, bounds=bounds)
 
 

@@ -13,7 +13,7 @@ from hone.config.run import DataSection, PreferenceSection
 from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer
 from hone.data.conversation import ConversationReader, UnreadableConversation
-from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem
+from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem, reading_of
 from hone.data.prompts import hash_of, row_settings
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import on_stderr
@@ -51,7 +51,8 @@ def load_pairs(
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
     source = source_of(data, part, lacking="there are no held-out pairs to measure the reward model on")
-    reading, by = _PairReading(data, rm, tokenizer), data.order_column if part == "train" else None
+    reading = reading_of(source, data, lambda own: _PairReading(own, rm, tokenizer))
+    by = data.order_column if part == "train" else None
     return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by, sample=sample)
 
 
@@ -72,7 +73,7 @@ class _PairReading(RowReading[PreferencePair]):
     def read(self, rows: Sequence[SourceRow]) -> list[PreferencePair | Malformed]:
         return [or_problem(self.pair, row.values) for row in rows]
 
-    def facts(self, item: PreferencePair) -> Facts:
+    def facts(self, item: PreferencePair, row: SourceRow) -> Facts:
         content = hash_of(*(np.array(side, np.int32).tobytes() for side in (item.chosen, item.rejected)))
         return Facts(max(len(item.chosen), len(item.rejected)), content, content)
 

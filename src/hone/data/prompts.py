@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from hone.config.run import DataSection, SftSection
 from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
-from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem
+from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem, reading_of
 from hone.data.order import RowOrder
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.render import Malformed, Renderer, as_text, column
 from hone.data.report import on_stderr
-from hone.data.sources import DataSource, Part, SourceRow, source_of
+from hone.data.sources import Part, SourceRow, imitated_source, source_of
 from hone.errors import DataError
 from hone.types import Picture, Prompt, TokenIds, read_only
 
@@ -95,7 +95,7 @@ def load_prompts(
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
     source = source_of(data, part, lacking="there is nothing to evaluate on")
-    reading = _PromptReading(data, tokenizer, folder)
+    reading = reading_of(source, data, lambda own: _PromptReading(own, tokenizer, folder))
     by = data.order_column if part == "train" else None
     limit = data.max_prompt_tokens
     prompts = load_lazily(source, data, folder, reading, max_tokens=limit, say=say, order_column=by, sample=sample)
@@ -117,12 +117,8 @@ def load_sft_rows(
 
     Raises DataError as `load_prompts` does, and without a response column.
     """
-    if not (sft.response_column or data.answer_column or data.last_turn == "answer"):
-        raise DataError(
-            "sft.response_column: not set, and neither is data.answer_column; which column has the responses?"
-        )
-    source = DataSource(sft.data or data.train, data.train_split, sft.rows)
-    reading, limit = _SftReading(data, sft, tokenizer, folder), data.max_prompt_tokens
+    source, limit = imitated_source(data, sft), data.max_prompt_tokens
+    reading = reading_of(source, data, lambda own: _SftReading(own, sft, tokenizer, folder))
     by = data.order_column if sft.data is None else None
     return load_lazily(source, data, folder, reading, max_tokens=limit, say=say, order_column=by, sample=sample)
 
@@ -157,8 +153,10 @@ class _PromptReading(RowReading[Prompt]):
     def __init__(self, data: DataSection, tokenizer: Tokenizer, folder: Path) -> None:
         self.data, self.tokenizer = data, tokenizer
         self.renderer = Renderer(data, tokenizer, folder)
-        self.id_column = data.id_column
         self._had_pictures = False
+
+    def id_column(self, row: SourceRow) -> str | None:
+        return self.data.id_column
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -205,13 +203,13 @@ class _PromptReading(RowReading[Prompt]):
         content = _JSON.encode([asks, answer])
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
-    def facts(self, item: Prompt) -> Facts:
-        row_id = int(item.id, 16) if self.id_column is None else hash_of(item.id.encode())
+    def facts(self, item: Prompt, row: SourceRow) -> Facts:
+        row_id = int(item.id, 16) if self.data.id_column is None else hash_of(item.id.encode())
         pictures = [f"{picture.digest} {picture.start}".encode() for picture in item.pictures]
         return Facts(len(item.token_ids), row_id, hash_of(item.token_ids.tobytes(), *pictures))
 
-    def finished(self, item: Prompt, place: int, repeat: int) -> Prompt:
-        is_first = repeat == 1 or self.id_column is not None
+    def finished(self, item: Prompt, row: SourceRow, place: int, repeat: int) -> Prompt:
+        is_first = repeat == 1 or self.data.id_column is not None
         return replace(item, id=item.id if is_first else f"{item.id}#{repeat}", index=place)
 
     def is_repeatable(self) -> bool:
@@ -222,10 +220,17 @@ class _SftReading(RowReading[SftRow]):
     """Rows to prompts and responses."""
 
     def __init__(self, data: DataSection, sft: SftSection, tokenizer: Tokenizer, folder: Path) -> None:
+        """Raises DataError without a response column."""
+        if not (sft.response_column or data.answer_column or data.last_turn == "answer"):
+            raise DataError(
+                "sft.response_column: not set, and neither is data.answer_column; which column has the responses?"
+            )
         self.prompts, self.tokenizer = _PromptReading(data, tokenizer, folder), tokenizer
         self.response_column = sft.response_column
         self.answer_name = data.answer_column or data.prompt_column
-        self.id_column = data.id_column
+
+    def id_column(self, row: SourceRow) -> str | None:
+        return self.prompts.id_column(row)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -254,7 +259,7 @@ class _SftReading(RowReading[SftRow]):
         response = column(row.values, name) if self.response_column else prompt.answer
         return spelled(self.tokenizer, as_text(response, name), name)
 
-    def facts(self, item: SftRow) -> Facts:
+    def facts(self, item: SftRow, row: SourceRow) -> Facts:
         content = hash_of(item.prompt.tobytes(), item.response.tobytes())
         return Facts(len(item.prompt), content, content)
 
@@ -265,7 +270,7 @@ class _SftReading(RowReading[SftRow]):
 def row_settings(data: DataSection) -> dict[str, Any]:
     """Those keys of `data` that decide what a row becomes."""
     places = {"train", "train_split", "train_rows", "eval", "eval_split", "eval_rows"}
-    order = {"train_weights", "order", "order_column", "pass_rate_bounds"}
+    order = {"order", "order_column", "pass_rate_bounds"}
     return data.model_dump(mode="json", exclude=places | order | {"on_bad_row", "max_bad_rows"})
 
 

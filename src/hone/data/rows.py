@@ -28,6 +28,7 @@ from hone.data.sources import (
     BadRow,
     DataFile,
     Dataset,
+    DataSource,
     SourceRow,
     TextRow,
     parquet_batches,
@@ -90,7 +91,7 @@ class SourceRows:
             sizes[owner] += len(part)
         ends = [min(max(end - chosen.start, 0), len(chosen)) for end in itertools.accumulate(sizes, initial=0)]
         self.sources = [SourceRange(*one) for one in zip(labels, ends, ends[1:], strict=False)]
-        self._labels = [labels[owner] for owner in owners] if len(labels) > 1 else None
+        self._labels, self._owners = labels, owners
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -108,9 +109,10 @@ class SourceRows:
                 part, own = self._place(start)
                 end = min(stop, self._starts[part + 1])
                 rows = self._parts[part].read(own, own + end - start)
-                if self._labels is not None:
-                    label = self._labels[part]
-                    rows = [replace(row, source=label) if isinstance(row, SourceRow) else row for row in rows]
+                if len(self._labels) > 1:
+                    number = self._owners[part]
+                    owned = partial(replace, source=self._labels[number], source_number=number)
+                    rows = [owned(row) if isinstance(row, SourceRow) else row for row in rows]
                 found += rows
                 start = end
         return found
@@ -121,18 +123,18 @@ class SourceRows:
         return part, number - self._starts[part]
 
 
-def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: str | None, say: Say) -> SourceRows:
-    """The rows that `sources.read_rows` reads, which describes the arguments.
+def open_rows(source: DataSource, folder: Path, *, say: Say) -> SourceRows:
+    """The rows of one part of the data, one source after the other.
 
     Args:
+        folder: the run file's, for relative paths.
         say: is given a line for what takes longer than two seconds, and for a broken cache.
     Raises:
-        DataError: as `read_rows`.
+        DataError: as `sources.read_rows`.
     """
-    listed = (source,) if isinstance(source, str) else source
-    found = [(number, part) for number, one in enumerate(listed) for part in parts_of(one, folder, split)]
+    found = [(number, part) for number, parts in enumerate(source.parts(folder)) for part in parts]
     parts = [part for _, part in found]
-    part = parse_slice(rows) if rows is not None else slice(None)
+    part = parse_slice(source.rows) if source.rows is not None else slice(None)
     from_the_end = min(part.start or 0, part.stop or 0) < 0
     limit = None if from_the_end else part.stop
     is_large = _is_large(parts, say)
@@ -158,7 +160,7 @@ def open_rows(source: str | tuple[str, ...], folder: Path, *, split: str, rows: 
     names = [one.name for one in parts]
     whole = cache.key_of(keys, names, chosen.start, chosen.stop) if is_large and None not in keys else None
     owners = [number for number, _ in found[: len(opened)]]
-    return SourceRows(opened, source_labels(listed), owners, chosen, whole)
+    return SourceRows(opened, source_labels(source.sources), owners, chosen, whole)
 
 
 def rows_digest(source: str, folder: Path, *, split: str, say: Say) -> str:

@@ -19,11 +19,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from hone.config.run import DataSection, SftSection
 from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
-from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem
+from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem, reading_of
 from hone.data.prompts import SftRow, hash_of, row_settings
 from hone.data.render import Malformed, Renderer, column
 from hone.data.report import on_stderr
-from hone.data.sources import DataSource, SourceRow
+from hone.data.sources import SourceRow, imitated_source
 from hone.errors import DataError
 from hone.types import read_only
 
@@ -56,8 +56,8 @@ def load_chat_rows(
     assert name is not None, "the caller asks for chat rows only where the run file names their column"
     if tokenizer.hf.chat_template is None:
         raise DataError("sft.messages_column: the tokenizer has no chat template. Name one in model.chat_template.")
-    source = DataSource(sft.data or data.train, data.train_split, sft.rows)
-    reading, by = _ChatReading(data, name, tokenizer), data.order_column if sft.data is None else None
+    source, by = imitated_source(data, sft), data.order_column if sft.data is None else None
+    reading = reading_of(source, data, lambda own: _ChatReading(own, name, tokenizer))
     return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by, sample=sample)
 
 
@@ -82,7 +82,7 @@ class _ChatReading(RowReading[SftRow]):
         segments = segments_of(self.tokenizer, messages, self.name, clock=self.renderer.clock)
         return tokenised(self.tokenizer, segments, self.name)
 
-    def facts(self, item: SftRow) -> Facts:
+    def facts(self, item: SftRow, row: SourceRow) -> Facts:
         content = hash_of(item.prompt.tobytes(), item.response.tobytes())
         return Facts(len(item.prompt) + len(item.response), content, content)
 

@@ -13,13 +13,14 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from hone.config.rules.files import FILE_KINDS, files_of, is_saved_dataset
-from hone.config.run import DataSection
+from hone.config.run import DataSection, SftSection
+from hone.config.source import SourceSection
 from hone.errors import DataError
 
 Part = Literal["train", "eval"]
@@ -39,6 +40,8 @@ class SourceRow:
     values: Mapping[str, Any]
     source: str = ""
     """The source's name in metrics, where there are several."""
+    source_number: int = 0
+    """Its place among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +82,20 @@ class Dataset(NamedTuple):
 
 
 class DataSource(NamedTuple):
-    """Location of one part of the data; fields as `read_rows` takes them."""
+    """Location of one part of the data."""
 
-    place: str | tuple[str, ...]
+    sources: tuple[SourceSection, ...]
     split: str
+    """Of Hugging Face datasets that name none."""
     rows: str | None
+    """Of all sources together, as `read_rows` takes them."""
+
+    def __str__(self) -> str:
+        return ", ".join(source.path for source in self.sources)
+
+    def parts(self, folder: Path) -> list[list[DataFile | Dataset]]:
+        """Files and datasets of each source, as `parts_of` finds them."""
+        return [parts_of(source.path, folder, source.split or self.split) for source in self.sources]
 
 
 def source_of(data: DataSection, part: Part, *, lacking: str) -> DataSource:
@@ -95,24 +107,24 @@ def source_of(data: DataSection, part: Part, *, lacking: str) -> DataSource:
     return DataSource(data.eval, data.eval_split, data.eval_rows)
 
 
-def source_labels(source: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Names of sources in metrics: the last part of each, unless others end alike. Without slashes."""
-    if isinstance(source, str):
-        return (source_labels((source,))[0],)
-    last = {one: Path(one).name for one in source}
+def imitated_source(data: DataSection, sft: SftSection) -> DataSource:
+    """What stage sft reads."""
+    return DataSource(sft.data or data.train, data.train_split, sft.rows)
+
+
+def source_labels(sources: Sequence[SourceSection]) -> tuple[str, ...]:
+    """Names of sources in metrics: their own, else the last part of the path, unless others end alike. Without
+    slashes."""
+    last = {one.path: Path(one.path).name for one in sources}
     is_unique = len(set(last.values())) == len(last)
-    return tuple(last[one] if is_unique else one.replace("/", "_") for one in source)
-
-
-def source_name(source: str | tuple[str, ...]) -> str:
-    """A source in messages."""
-    return source if isinstance(source, str) else ", ".join(source)
+    labels = (one.name or (last[one.path] if is_unique else one.path) for one in sources)
+    return tuple(label.replace("/", "_") for label in labels)
 
 
 def read_rows(
-    source: str | tuple[str, ...], folder: Path, *, split: str = "train", rows: str | None = None
+    source: str, folder: Path, *, split: str = "train", rows: str | None = None
 ) -> Iterator[SourceRow | BadRow]:
-    """Rows of a source in their own order, lazily; of several, one source after the other.
+    """Rows of a source in their own order, lazily.
 
     Args:
         source: a file of FILE_KINDS or a pattern of such files, relative to `folder`; a folder that `save_to_disk`
@@ -125,10 +137,8 @@ def read_rows(
     return _cut((row for part in parts_of(source, folder, split) for row in _rows_of(part)), rows)
 
 
-def parts_of(source: str | tuple[str, ...], folder: Path, split: str) -> list[DataFile | Dataset]:
+def parts_of(source: str, folder: Path, split: str) -> list[DataFile | Dataset]:
     """The files and datasets of a source, as `read_rows` describes it. Raises DataError."""
-    if not isinstance(source, str):
-        return [part for one in source for part in parts_of(one, folder, split)]
     if (files := files_of(source, folder)) is not None:
         return [*_files(files, source, folder)]
     path = folder / Path(source).expanduser()

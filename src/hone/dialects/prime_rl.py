@@ -65,7 +65,7 @@ ROWS: dict[str, Row] = {
         automatic("rows out of bounds come back in one of four rounds"),
     ),
     "orchestrator.buffer.env_ratios": rewritten(
-        "shares of environments: weights of the files that you name in data.train", "data.train_weights"
+        "shares of environments: the weight of each file that you name in data.train", "data.train"
     ),
     "orchestrator.buffer.online_difficulty_filtering": to("algorithm.drop_uninformative", truth),
     "orchestrator.train.sampling.max_completion_tokens": to("rollout.max_response_tokens", whole),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hone.config.rules.rules import MAX_NAME
@@ -199,3 +199,8 @@ def loggers(listed: list[str], project: Callable[[], Any]) -> KeyVerdict:
     others = [name for name in listed if name not in (*TRACKERS, "console", "tensorboard", "file", "none", "all")]
     note = f"no logger for {', '.join(others)}: metrics.jsonl and TensorBoard files have it all" if others else LOGGING
     return put(settings, note) if settings else nothing(note)
+
+
+def with_weights(paths: Sequence[str], weights: Sequence[float]) -> list[dict[str, Any]]:
+    """`data.train` of several sources that have shares of the prompts."""
+    return [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]

@@ -28,7 +28,7 @@ METRICS: dict[str, Metric] = {
         "fraction", "The same of the prompts of one source, where data.train has several."
     ),
     "rollout/prompts_frac[source=<source>]": Metric(
-        "fraction", "Prompts of the step from this source, dropped groups included; data.train_weights decides it."
+        "fraction", "Prompts of the step from this source, dropped groups included; weights in data.train decide it."
     ),
     "rollout/response_tokens_mean": Metric(
         "tokens", "Mean tokens after the prompt, stop tokens and environment tokens included."

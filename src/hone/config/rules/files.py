@@ -21,14 +21,15 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
-from hone.config.derived import overridden
+from hone.config.derived import overridden, section_of
 from hone.config.engine import EngineSection
 from hone.config.messages import nearest
 from hone.config.paths import is_dir, is_file
 from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
 from hone.config.rules import Breach
 from hone.config.rules.engines import engines_of
-from hone.config.run import RunConfig
+from hone.config.run import DataSection, RunConfig
+from hone.config.source import SourceSection
 
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 
@@ -79,33 +80,48 @@ Columns = list[tuple[str, str]]
 """The key that names a column, and the column."""
 
 
+def sources_of(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
+    """Path and source of every entry of `data.train`, `data.eval` and `sft.data`."""
+    lists = {"data.train": config.data.train, "data.eval": config.data.eval, "sft.data": config.sft.data}
+    for path, sources in lists.items():
+        yield from ((f"{path}.{number}", source) for number, source in enumerate(sources or ()))
+
+
+def key_of(path: str, source: SourceSection) -> Callable[[str], str]:
+    """The path of a key by its name: the source's own where it sets it, else that of `data`."""
+    return lambda name: f"{path}.{name}" if getattr(source, name) is not None else f"data.{name}"
+
+
 def _sources(config: RunConfig) -> Iterator[tuple[str, str, Columns]]:
     """Key, source and needed columns of every data source that the stages read."""
+    several = {"data.train": len(config.data.train) > 1, "data.eval": len(config.data.eval or ()) > 1}
+    for path, source in sources_of(config):
+        part = path.rpartition(".")[0]
+        needed = _needed(config, part, _columns(section_of(config.data, source), key_of(path, source)))
+        if needed:
+            yield path if several.get(part) else part, source.path, needed
+
+
+def _needed(config: RunConfig, part: str, prompts: Columns) -> Columns:
+    """Columns that the stages read of the sources in `part`, given those of a prompt; none where none reads it."""
     data, sft = config.data, config.sft
+    pairs = prompts + _pair_columns(config) if "reward_model" in config.stages else []
     imitated = [("sft.response_column", sft.response_column)] if sft.response_column is not None else []
-    does_sft = "sft" in config.stages
-    sft_columns = _columns(config) + imitated
+    imitated = prompts + imitated
     if sft.messages_column is not None:
-        sft_columns = [("sft.messages_column", sft.messages_column)]
-    pair_columns = _columns(config) + _pair_columns(config) if "reward_model" in config.stages else []
-    train_columns = pair_columns or (_columns(config) if "rl" in config.stages else [])
-    if does_sft and sft.data is None:
-        train_columns = train_columns + [column for column in sft_columns if column not in train_columns]
-    if train_columns and data.order_column is not None:
-        train_columns = [*train_columns, ("data.order_column", data.order_column)]
-    if train_columns:
-        yield from (("data.train", source, train_columns) for source in listed(data.train))
-    if data.eval is not None:
+        imitated = [("sft.messages_column", sft.messages_column)]
+    does_sft = "sft" in config.stages
+    if part == "sft.data":
+        return imitated if does_sft else []
+    if part == "data.eval":
         grouped = [("eval.by", config.eval.by)] if config.eval.by is not None else []
-        columns = pair_columns or _columns(config) + grouped
-        yield from (("data.eval", source, columns) for source in listed(data.eval))
-    if does_sft and sft.data is not None:
-        yield "sft.data", sft.data, sft_columns
-
-
-def listed(source: str | tuple[str, ...]) -> tuple[str, ...]:
-    """One source or several, as several."""
-    return (source,) if isinstance(source, str) else source
+        return pairs or prompts + grouped
+    found = pairs or (prompts if "rl" in config.stages else [])
+    if does_sft and sft.data is None:
+        found = found + [column for column in imitated if column not in found]
+    if found and data.order_column is not None:
+        found = [*found, ("data.order_column", data.order_column)]
+    return found
 
 
 def _pair_columns(config: RunConfig) -> Columns:
@@ -114,15 +130,15 @@ def _pair_columns(config: RunConfig) -> Columns:
     return columns + ([("rm.margin_column", rm.margin_column)] if rm.margin_column is not None else [])
 
 
-def _columns(config: RunConfig) -> Columns:
-    data = config.data
+def _columns(data: DataSection, key: Callable[[str], str]) -> Columns:
+    """Columns of a prompt; `key` gives the path of a key by its name."""
     named = template_columns(data.template) if data.template is not None else {"prompt"}
-    columns = [("data.template", name) for name in sorted(named - {"prompt"})]
+    columns = [(key("template"), name) for name in sorted(named - {"prompt"})]
     if "prompt" in named:
-        columns.append(("data.prompt_column", data.prompt_column))
-    columns += [("data.image_columns", name) for name in data.image_columns]
-    optional = (("data.answer_column", data.answer_column), ("data.id_column", data.id_column))
-    return columns + [(key, column) for key, column in optional if column is not None]
+        columns.append((key("prompt_column"), data.prompt_column))
+    columns += [(key("image_columns"), name) for name in data.image_columns]
+    optional = ((key("answer_column"), data.answer_column), (key("id_column"), data.id_column))
+    return columns + [(name, column) for name, column in optional if column is not None]
 
 
 def template_columns(template: str) -> set[str]:

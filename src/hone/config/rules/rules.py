@@ -13,15 +13,29 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
-from hone.config.derived import has_answers, longest_tokens, run_dir, samples_per_update
+from hone.config.derived import (
+    has_answers,
+    longest_tokens,
+    run_dir,
+    samples_per_update,
+    section_of,
+    source_weights,
+)
 from hone.config.rewards import builtin_reward
 from hone.config.rules import Breach
 from hone.config.rules.algorithm import ALGORITHM_RULES
 from hone.config.rules.division import heads_divide
 from hone.config.rules.engines import ENGINE_RULES
-from hone.config.rules.files import FILE_RULES, architecture_of, context_limit, template_columns
+from hone.config.rules.files import (
+    FILE_RULES,
+    architecture_of,
+    context_limit,
+    key_of,
+    sources_of,
+    template_columns,
+)
 from hone.config.rules.placement import CLUSTER_RULES
-from hone.config.run import RewardComponent, RunConfig
+from hone.config.run import DataSection, RewardComponent, RunConfig
 from hone.doctor.rules import NAMES
 
 Rule = Callable[[RunConfig], Iterator[Breach]]
@@ -87,24 +101,34 @@ def some_layers_are_recomputed(config: RunConfig) -> Iterator[Breach]:
 
 
 def template_or_chat(config: RunConfig) -> Iterator[Breach]:
-    data = config.data
+    """Once for `data`, and for each source that replaces some of it."""
+    yield from _template_or_chat(config.data, "data", lambda name: f"data.{name}")
+    for path, source in sources_of(config):
+        own = section_of(config.data, source)
+        if own != config.data:
+            yield from _template_or_chat(own, path, key_of(path, source))
+
+
+def _template_or_chat(data: DataSection, section: str, key: Callable[[str], str]) -> Iterator[Breach]:
+    """`key`: the path of a key by its name, where it is set."""
+    chat = f"{section}.chat"
     if data.chat and data.template is not None:
-        yield Breach(
-            ("data.template", "data.chat"), "contradicts data.chat = true: set one of them off (null, or false)"
-        )
+        message = f"contradicts {chat} = true: set one of them off (null, or false)"
+        yield Breach((key("template"), key("chat")), message)
     if data.image_columns and not data.chat:
-        keys = ("data.image_columns", "data.chat")
-        yield Breach(keys, "needs data.chat = true: the chat template says where a picture stands")
+        keys = (key("image_columns"), key("chat"))
+        yield Breach(keys, f"needs {chat} = true: the chat template says where a picture stands")
     if data.image_columns and data.too_long != "drop":
-        keys = ("data.too_long", "data.image_columns")
+        keys = ("data.too_long", key("image_columns"))
         yield Breach(keys, f"must be drop where prompts have pictures, which cannot be cut (got {data.too_long})")
     if data.system is not None and not data.chat:
-        yield Breach(("data.system", "data.chat"), "is only used by a chat template: set data.chat to true, or drop it")
+        keys = (key("system"), key("chat"))
+        yield Breach(keys, f"is only used by a chat template: set {chat} to true, or drop it")
     if data.last_turn == "answer" and not data.chat:
-        keys = ("data.last_turn", "data.chat")
-        yield Breach(keys, "answer needs data.chat = true: only a list of messages has turns")
+        keys = (key("last_turn"), key("chat"))
+        yield Breach(keys, f"answer needs {chat} = true: only a list of messages has turns")
     if data.template is not None and not template_columns(data.template):
-        yield Breach(("data.template",), "names no column in braces, so every prompt would be the same. Add {prompt}")
+        yield Breach((key("template"),), "names no column in braces, so every prompt would be the same. Add {prompt}")
 
 
 def rows_are_ranges(config: RunConfig) -> Iterator[Breach]:
@@ -118,20 +142,22 @@ def rows_are_ranges(config: RunConfig) -> Iterator[Breach]:
             yield Breach((key,), f"must be start:stop as in Python, such as 0:1000, 1000: or :-100 (got {value!r})")
 
 
-def weights_fit_sources(config: RunConfig) -> Iterator[Breach]:
-    data, keys = config.data, ("data.train_weights", "data.train")
-    weights = data.train_weights
-    if weights is None:
-        return
-    if isinstance(data.train, str):
-        yield Breach(keys, f"is for several sources, and data.train names one ({data.train}). Leave it out")
-    elif len(weights) != len(data.train):
-        yield Breach(keys, f"must have a weight for each of the {len(data.train)} sources (got {len(weights)})")
-    elif min(weights) < 0:
-        source = data.train[weights.index(min(weights))]
-        yield Breach(keys, f"must be at least 0 (got {min(weights):g} for {source}); 0 leaves a source out")
-    elif sum(weights) == 0:
-        yield Breach(keys, "every weight is 0, so there is nothing to train on. Give a source a weight")
+def sources_fit_together(config: RunConfig) -> Iterator[Breach]:
+    lists = {"data.train": config.data.train, "data.eval": config.data.eval, "sft.data": config.sft.data}
+    for path, sources in lists.items():
+        if sources == ():
+            yield Breach((path,), "names no source. Add one")
+        weighted = (number for number, source in enumerate(sources or ()) if source.weight is not None)
+        if path != "data.train" and (number := next(weighted, None)) is not None:
+            message = f"every row of {path} is used once, so its sources have no weights. Leave it out"
+            yield Breach((f"{path}.{number}.weight",), message)
+    weights = {f"data.train.{number}.weight": one.weight for number, one in enumerate(config.data.train)}
+    lacking = [path for path, weight in weights.items() if weight is None]
+    if lacking and len(lacking) < len(weights):
+        given = next(path for path, weight in weights.items() if weight is not None)
+        yield Breach((lacking[0],), f"is required, as {given} is set: give every source a weight, or none")
+    elif weights and not lacking and not any(weights.values()):
+        yield Breach((*weights,), "every weight is 0, so there is nothing to train on. Give a source a weight")
 
 
 def order_is_possible(config: RunConfig) -> Iterator[Breach]:
@@ -143,12 +169,11 @@ def order_is_possible(config: RunConfig) -> Iterator[Breach]:
     if not sorts and data.order_column is not None:
         keys = ("data.order_column", "data.order")
         yield Breach(keys, f"is only used with data.order = ascending or descending (got {data.order})")
-    if sorts and data.train_weights is not None:
-        keys = ("data.order", "data.train_weights")
+    if sorts and source_weights(data) is not None:
         yield Breach(
-            keys,
-            f"= {data.order} sorts the rows of all sources together, so there is no room for weights: set "
-            "data.train_weights to null, or the order to shuffled",
+            ("data.order", "data.train.0.weight"),
+            f"= {data.order} sorts the rows of all sources together, so there is no room for weights: leave them out "
+            "of data.train, or set the order to shuffled",
         )
     low, high = data.pass_rate_bounds
     if not 0 <= low < high <= 1:
@@ -400,7 +425,7 @@ RULES: tuple[Rule, ...] = (
     some_layers_are_recomputed,
     template_or_chat,
     rows_are_ranges,
-    weights_fit_sources,
+    sources_fit_together,
     order_is_possible,
     run_name_may_name_a_folder,
     stages_run_once,

@@ -97,7 +97,7 @@ REWARD: dict[str, Row] = {
 DATA: dict[str, Row] = {
     "disable_fast_tokenizer": automatic("the model's tokenizer"),
     "prompt_dataset": by(rules.prompts, "data.train"),
-    "prompt_probs": by(rules.weights, "data.train_weights"),
+    "prompt_probs": by(rules.weights, "data.train"),
     "prompt_split": to("data.train_split", text),
     "input_key": to("data.prompt_column", text),
     "label_key": to("data.answer_column", text),

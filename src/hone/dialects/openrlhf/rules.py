@@ -153,6 +153,9 @@ def truncated(job: ForeignJob, value: Any) -> KeyVerdict:
 
 def prompts(job: ForeignJob, value: Any) -> KeyVerdict:
     paths = [part.rpartition("@")[2] for part in _parts(value)]
+    probs = job.get("data.prompt_probs")
+    if probs is not None and len(paths) == len(numbers(probs)) > 1:
+        return put({"data.train": shared.with_weights(paths, numbers(probs))})
     return put({"data.train": paths[0] if len(paths) == 1 else paths})
 
 
@@ -163,7 +166,7 @@ def weights(job: ForeignJob, value: Any) -> KeyVerdict:
     found = numbers(value)
     if len(found) != len(paths):
         return refused(f"{len(found)} weights for {len(paths)} data sets")
-    return put({"data.train_weights": found}, "shares of the prompts")
+    return put(prompts(job, job.get("data.prompt_dataset")).settings, "shares of the prompts")
 
 
 def _parts(value: Any) -> list[str]:

@@ -270,10 +270,13 @@ def mixture(job: ForeignJob, value: Any) -> KeyVerdict:
     if files := [name for one in value for name in ("data_dir", "data_files") if one.get(name)]:
         return refused(f"{files[0]}: name the files in data.train")
     splits = {str(one.get("split", "train")) for one in value}
-    if len(splits) > 1 or any("[" in split for split in splits):
-        return refused(f"one split for all, without a range (got {', '.join(sorted(splits))}); nearest: train")
+    if ranges := sorted(split for split in splits if "[" in split):
+        return refused(f"a share of a split ({ranges[0]}): data.train_rows cuts all together; nearest: the whole split")
     paths = [f"{one['path']}:{one['name']}" if one.get("name") else str(one["path"]) for one in value]
-    return put({"data.train": paths[0] if len(paths) == 1 else paths, "data.train_split": splits.pop()})
+    if len(splits) == 1:
+        return put({"data.train": paths[0] if len(paths) == 1 else paths, "data.train_split": splits.pop()})
+    entries = zip(paths, value, strict=True)
+    return put({"data.train": [{"path": path, "split": str(one.get("split", "train"))} for path, one in entries]})
 
 
 def rewards(job: ForeignJob, value: Any) -> KeyVerdict:
