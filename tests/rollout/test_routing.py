@@ -12,6 +12,7 @@ from model_zoo import TEXT
 from model_zoo import architecture as keys_of
 from tiny_engines import generate, random_prompts, request
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import AlgorithmSection, OptimizerSection
@@ -19,6 +20,8 @@ from hone.data.pack import collate
 from hone.errors import DataError
 from hone.model.load import init_model
 from hone.model.lora import merged_copy
+from hone.plan.kv_cache import CacheRoom
+from hone.rollout.local import make_stepper
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.types import UNRECORDED, Batch, Group
@@ -195,3 +198,26 @@ def test_routers_that_choose_by_other_means_are_refused():
     blocks_of(model)[0].forward = lambda hidden: hidden
     with pytest.raises(Exception, match="in 1 of 2 layers by other means than topk"):
         sampled(model)
+
+
+def test_experts_are_computed_by_grouped_products_in_engine_and_trainer():
+    """Transformers' one operation for all experts of a layer, not a loop over them."""
+
+    class Counting(TorchDispatchMode):
+        grouped = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.grouped += "_grouped_mm" in str(function)
+            return function(*args, **(kwargs or {}))
+
+    model = model_of("qwen3_moe")
+    batch, trainer = batch_of(sampled(model)), trainer_of(model)
+    with Counting() as counting:
+        trainer.logprobs(batch)
+    assert counting.grouped == 4, "two layers, two products each"
+    stepper = make_stepper(model, 4, 64, CacheRoom(96, 96, 4, 4, None, shares_prompts=False), records_routing=True)
+    with Counting() as counting, torch.no_grad():
+        (prompt_id,) = stepper.add_prompts([np.array([3, 1, 4], np.int32)])
+        stepper.add_rows([prompt_id], [np.zeros(0, np.int32)])
+        stepper.advance(np.array([5]))
+    assert counting.grouped == 8

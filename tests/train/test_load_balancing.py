@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from cases import caught_gradient, make_batch, make_groups, make_model, make_trainer
+from moe_cases import of_transformers
 from moe_models import moe_model
-from torch.nn.utils.rnn import pad_sequence
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import AlgorithmSection
@@ -36,34 +36,12 @@ def gradient(trainer: Any, batch: Batch, algorithm: Algorithm) -> tuple[dict[str
     return caught_gradient(trainer.policy, lambda: trainer.update(batch, algorithm))
 
 
-def of_transformers(trainer: Any, batch: Batch, samples: list[int]) -> tuple[float, torch.Tensor]:
-    """The loss of the class itself and its gradient, of padded rows of distinct samples, and their number of tokens."""
-    starts = (batch.length_S.cumsum(0) - batch.length_S).tolist()
-    rows = {}
-    for s in samples:
-        prompt = batch.prompts[int(batch.prompt_S[s])].tolist()
-        own = batch.token_ids_T[starts[s] : starts[s] + int(batch.length_S[s]) - 1].tolist()
-        rows[tuple(prompt), tuple(batch.token_ids_T[starts[s] : starts[s] + int(batch.length_S[s])].tolist())] = [
-            *prompt,
-            *own,
-        ]
-    ids = [torch.tensor(row) for row in rows.values()]
-    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
-    hf, held = trainer.policy.model.hf, trainer.policy.held
-    loss = hf(pad_sequence(ids, batch_first=True), attention_mask=mask, output_router_logits=True).aux_loss
-    held.grad.zero_()
-    loss.backward()
-    found = held.grad.clone()
-    held.grad.zero_()
-    return loss.item(), found
-
-
 @pytest.mark.parametrize(
     "architecture", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow("one is enough"))]
 )
 def test_one_microbatch_adds_the_loss_of_the_class_over_real_tokens(architecture):
     batch, trainer = batch_of(), trainer_of(architecture)
-    loss, expected = of_transformers(trainer, batch, list(range(6)))
+    loss, expected = of_transformers(trainer.policy, batch, list(range(6)))
     metrics, plain = gradient(trainer_of(architecture), batch, OFF)
     assert "train/load_balancing_loss" not in metrics
     metrics, found = gradient(trainer, batch, ON)
@@ -81,9 +59,8 @@ def test_microbatches_count_by_their_tokens(checkpointing):
     parts = trainer.policy.passes.microbatches(shape, torch.arange(6).numpy())
     assert len(parts) > 1
     tokens_S = shape.prompt_tokens_N[shape.prompt_S] + shape.length_S - 1
-    expected = sum(
-        tokens_S[part].sum() / tokens_S.sum() * of_transformers(trainer, batch, part.tolist())[1] for part in parts
-    )
+    gradients = [of_transformers(trainer.policy, batch, part.tolist())[1] for part in parts]
+    expected = sum(tokens_S[part].sum() / tokens_S.sum() * one for part, one in zip(parts, gradients, strict=True))
     plain = gradient(trainer_of("qwen3_moe", tokens_per_microbatch=22), batch, OFF)[1]
     found = gradient(trainer, batch, ON)[1]
     torch.testing.assert_close(found - plain, COEF * expected, rtol=1e-5, atol=1e-7)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -149,12 +148,15 @@ class _Choices(TorchFunctionMode):
         return found
 
 
-@dataclass
 class LoadBalance:
-    """What a forward pass with gradient says about the load of experts."""
+    """What a forward pass with gradient says about the load of experts.
 
-    loss: Tensor | None = None
-    """The architecture's auxiliary loss, without its coefficient: 1 per expert of a token where the load is even."""
+    No dataclass: of those FSDP2 hands on copies.
+    """
+
+    def __init__(self) -> None:
+        self.loss: Tensor | None = None
+        """The architecture's auxiliary loss, without its coefficient; where the load is even, experts per token."""
 
 
 def no_balance(name: str) -> str:
