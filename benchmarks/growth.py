@@ -3,7 +3,9 @@
     python benchmarks/growth.py --updates 100000
 
 Writes the events and metrics of so many updates of 32 groups through the run's own sinks, then opens them again as a
-resumed run does, and audits them. `one line each` is what the same events would take unmerged. Memory is the largest
+resumed run does, audits them, and makes the pages of `hone ui`: of the run against the same from every line (what
+`report.html` is made of), of the list and of a comparison. Processor seconds, since both sides read from memory.
+`one line each` is what the same events would take unmerged. Memory is the largest
 that Python held while it resumed.
 """
 
@@ -14,11 +16,14 @@ import json
 import tempfile
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 from hone.observe.events import MOST_WAITING, EventLog
+from hone.observe.report import report_data
 from hone.observe.sinks import MetricsFile
 from hone.run.audit import audit_file
+from hone.ui.runs import Runs
 
 GROUPS = 32
 METRICS = {f"train/synthetic_metric_{number}": 0.123456789 * number for number in range(60)}
@@ -68,13 +73,32 @@ def resumed(folder: Path) -> tuple[float, float]:
     return seconds, peak / 2**20
 
 
+def pages(folder: Path) -> dict[str, float]:
+    """Processor seconds that the data of each page of the run take."""
+    runs = Runs(folder)
+    parts: dict[str, Callable[[], object]] = {
+        "run": lambda: runs.run("."),
+        "run, every line": lambda: report_data(folder),
+        "list": runs.list,
+        "comparison": lambda: runs.comparison(["."]),
+    }
+    found: dict[str, float] = {}
+    for name, make in parts.items():
+        started = time.process_time()
+        make()
+        found[name] = time.process_time() - started
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--updates", type=int, default=2000)
     updates = parser.parse_args().updates
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
+        (folder / ".identity.json").write_text(json.dumps({"run_file": "run.yaml", "config": {}}))
         run = Run(folder)
+        run.tell("stage", stage="rl", steps=updates)
         run.tell("started", step=0, permits=GROUPS, max_staleness=0)
         run.tell("published", version=0)
         for step in range(1, updates + 1):
@@ -88,6 +112,7 @@ def main() -> None:
             f"events.jsonl {events / 2**20:,.1f} MiB, {events * thousandth:.2f} per 1,000 updates; "
             f"one line each {run.unmerged_bytes * thousandth:.2f}: {share:.2f} of it"
         )
+        print("pages, processor s: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in pages(folder).items()))
         seconds, mib = resumed(folder)
         print(f"resuming: {seconds:.3f} s, {mib:.2f} MiB")
         started = time.perf_counter()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.observe.events import EventLog, read_events
+from hone.observe.events import EventLog, events_of, read_events
 
 
 def kinds(path):
@@ -109,3 +109,27 @@ def test_a_disk_that_stalls_holds_nobody_up_and_what_it_loses_is_counted(tmp_pat
     (tmp_path / "read.jsonl").write_bytes(found)
     assert kinds(tmp_path / "read.jsonl") == ["stopped", *["saved"] * 5, "gap"]
     assert "7 events were dropped" in warned[2]
+
+
+def test_rare_events_are_found_without_the_others_and_none_is_read_twice(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, resume_bytes=None, warn=pytest.fail)
+    for step in range(1, 9):
+        log.write("group_started", prompts=[step, step + 1])
+        log.write("training", step=step)
+        if step in (3, 4, 7):
+            log.write("alarm", name=f'"kind":"stopped" {step}', stage="rl", step=step, since=step, cause="c")
+    log.write("stopped", outcome="finished")
+    log.close()
+    with path.open("a") as file:
+        file.write('{"at":1,"kind":"stopped"')  # torn
+    every = list(read_events(path))
+    rare = [event for event in every if event["kind"] in ("alarm", "stopped")]
+    assert list(events_of(path, ("alarm", "stopped"))) == rare and len(rare) == 4
+    with_steps = [event.get("step") for event in events_of(path, ("alarm", "stopped"), before="training")]
+    assert with_steps == [3, 3, 4, 4, 7, 7, 8, None]
+    kinds = sorted({event["kind"] for event in every})
+    for last_bytes in range(path.stat().st_size + 2):
+        ends = [*events_of(path, kinds, but_last_bytes=last_bytes), *read_events(path, last_bytes=last_bytes)]
+        assert ends == every, last_bytes
+    assert list(events_of(tmp_path / "none", ("alarm",))) == []

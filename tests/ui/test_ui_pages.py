@@ -3,13 +3,14 @@
 import asyncio
 import json
 import re
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 from written_runs import write_run
 
 from hone.serve.http import HttpSettings, Lifecycle
-from hone.services.state import TOKEN_FILE, write_token
+from hone.services.state import TOKEN_FILE, ServiceState, supervised_by_me, write_state, write_token
 from hone.ui.runs import MAX_LINES, Runs
 from hone.ui.server import _changes, ui_app
 
@@ -77,8 +78,19 @@ def test_a_run_has_its_report_and_what_happens_now(reader):
     assert data["summary"]["origin"]["git_commit"] == "1234abc"
     assert data["stages"][0]["steps"]["step"] == list(range(1, 13))
     assert data["now"]["step"] == 12 and not data["now"]["running"]
-    assert data["live"]["changes"].startswith("/changes?name=a&seen=") and "12" in data["log"]
+    assert data["live"]["changes"].startswith("/changes?name=a&seen=") and "12" in data["logs"]["training.log"]
     assert reader.get("/data/run?name=a").json()["recorded"] == {"rl": list(range(1, 13))}
+
+
+def test_a_run_has_its_services_and_their_logs(reader, runs):
+    service = ServiceState("judge", "http://127.0.0.1:9000", "ready", 1, 2, "f", "judge.log")
+    write_state(runs / "a", supervised_by_me(Path("run.yaml"), (service,), 1.0))
+    (runs / "a" / "logs" / "judge.log").write_text("\n".join(f"line {n}" for n in range(300)))
+    data = reader.get("/data/run?name=a").json()
+    expected = {"name": "judge", "state": "ready", "url": "http://127.0.0.1:9000", "restarts": 2}
+    assert data["services"] == [expected]
+    assert list(data["logs"]) == ["training.log", "judge.log"]
+    assert data["logs"]["judge.log"].splitlines() == [f"line {n}" for n in range(200, 300)]
 
 
 def test_samples_of_any_step_come_in_groups_those_with_signal_first(reader):
@@ -120,6 +132,9 @@ def test_a_long_run_is_read_in_part_with_every_evaluation(tmp_path):
     assert steps[0] < 100 and steps[-1] > 99_900
     assert stage["steps"]["values"]["rollout/reward_mean"] == pytest.approx([step / 1e5 for step in steps], rel=1e-3)
     assert stage["evals"]["step"] == list(range(10_000, 100_001, 10_000))
+    (run,) = Runs(tmp_path / "runs").comparison(["long"])["runs"]
+    assert run["steps"] == {"rl": 100_000} and run["ends"]["rollout/reward_mean"] == pytest.approx(0.99995, abs=1e-4)
+    assert run["stages"][0]["steps"]["values"]["x/samples"][-1] == pytest.approx(4 * steps[-1], rel=1e-3)
 
 
 def test_a_folder_without_runs_and_one_that_is_a_run(tmp_path, runs):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hone.doctor.history import History
+from hone.doctor.history import BASELINE, History, name_regex
 from hone.doctor.rules import RULES
 from hone.doctor.watch import is_read
 
@@ -25,18 +25,26 @@ def healthy_ranges(lines: Iterable[Mapping[str, Any]], *, has_every_line: bool =
         has_every_line: otherwise baselines are not known, and bounds relative to them are left out.
     """
     histories: dict[str, History] = {}
+    names: dict[str, dict[str, None]] = {}
     for line in lines:
-        history = histories.setdefault(line["stage"], History(line["stage"], {}))
-        history.add(line["step"], {name: value for name, value in line.items() if "/" in name and is_read(name)})
-    return {stage: _ranges(history, has_every_line) for stage, history in histories.items()}
+        stage = line["stage"]
+        names.setdefault(stage, {}).update(dict.fromkeys(line))
+        history = histories.setdefault(stage, History(stage, {}))
+        if has_every_line and line["step"] <= _BASELINE_STEPS:
+            history.add(line["step"], {name: value for name, value in line.items() if "/" in name and is_read(name)})
+    return {stage: _ranges(tuple(names[stage]), history) for stage, history in histories.items()}
 
 
-def _ranges(history: History, has_baseline: bool) -> dict[str, Range]:
+_BASELINE_STEPS = 2 * BASELINE[1]
+"""More than a baseline is of, for metrics that are logged late."""
+
+
+def _ranges(names: tuple[str, ...], history: History) -> dict[str, Range]:
     found: dict[str, tuple[float, float]] = {}
     for limit in (limit for rule in RULES for limit in rule.when.limits):
-        for name in history.names(limit.metric):
+        for name in filter(name_regex(limit.metric).fullmatch, names):
             scale = history.base(name) if limit.of_baseline else 1.0
-            if limit.of_baseline and not (has_baseline and scale > 0):
+            if not scale > 0:  # NaN where it is not known
                 continue
             low, high = found.get(name, (-math.inf, math.inf))
             found[name] = max(low, scale * limit.low), min(high, scale * limit.high)

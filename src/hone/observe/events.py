@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.observe.whole import line_start
+from hone.observe.whole import line_start, mapped
 from hone.types import Sample
 
 FILE = "events.jsonl"
@@ -238,17 +238,13 @@ def versions_of(samples: Iterable[Sample]) -> tuple[int, int] | None:
     return (min(versions), max(versions)) if versions else None
 
 
-def read_events(
-    path: Path, *, last_bytes: int | None = None, kinds: Sequence[str] | None = None
-) -> Iterator[dict[str, Any]]:
+def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """The events of a file, in order; nothing when there is none. A kill may have torn the last line, which is left
     out.
 
     Args:
         last_bytes: read the end of the file only, from a whole line on.
-        kinds: only events of these; the others are not even decoded.
     """
-    wanted = None if kinds is None else re.compile(b'"kind":"(?:%s)"' % b"|".join(kind.encode() for kind in kinds))
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -257,8 +253,36 @@ def read_events(
         if skipped:
             lines.readline()
         for line in lines:
-            if line.endswith(b"\n") and (wanted is None or wanted.search(line)):
-                try:
-                    yield _unpacked(json.loads(line))
-                except ValueError as error:
-                    yield {"at": 0.0, "kind": "gap", "what": "events", "why": f"a line is no JSON: {error}"}
+            if line.endswith(b"\n"):
+                yield _decoded(line)
+
+
+def events_of(
+    path: Path, kinds: Sequence[str], *, before: str | None = None, but_last_bytes: int = 0
+) -> Iterator[dict[str, Any]]:
+    """The events of some kinds, in order, found without decoding the others: of a long run in a fraction of a second.
+
+    Args:
+        before: a kind; in front of each event comes the last one of this kind before it, once.
+        but_last_bytes: leave out what `read_events(last_bytes=...)` reads.
+    """
+    wanted = re.compile(b'"kind":"(?:%s)"' % b"|".join(kind.encode() for kind in kinds))
+    with mapped(path) as text:
+        last, limit = -1, len(text) - but_last_bytes
+        for found in wanted.finditer(text):
+            start, end = text.rfind(b"\n", 0, found.start()) + 1, text.find(b"\n", found.end())
+            if end < 0 or not start <= limit > 0:
+                return
+            if before is not None:
+                place = text.rfind(b'"kind":"%s"' % before.encode(), 0, start)
+                if place > last:
+                    yield _decoded(text[text.rfind(b"\n", 0, place) + 1 : text.find(b"\n", place)])
+                    last = place
+            yield _decoded(text[start:end])
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    try:
+        return _unpacked(json.loads(line))
+    except ValueError as error:
+        return {"at": 0.0, "kind": "gap", "what": "events", "why": f"a line is no JSON: {error}"}

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from hone.doctor.ranges import healthy_ranges
 from hone.doctor.watch import by_importance, watch_lines
-from hone.observe.events import FILE, read_events
+from hone.observe.events import FILE, events_of
 from hone.observe.metrics import PHASES, find_metric
 from hone.observe.page import page
 from hone.observe.recorder import RecordedSample, is_whole, read_samples, recorded_steps, samples_file
-from hone.observe.sinks import lines_in, metric_lines
+from hone.observe.sinks import some_metric_lines
 from hone.observe.thumbnails import read_thumbnails
 from hone.observe.trackers import Labels
 from hone.observe.whole import set_aside, write_whole
@@ -133,8 +133,7 @@ def report_data(
     """
     samples = choose_samples(run_folder)
     metrics = run_folder / "metrics.jsonl"
-    every = 1 if max_lines is None else lines_in(metrics) // max_lines + 1
-    lines = list(metric_lines(metrics, every=every))
+    lines, has_every_line = some_metric_lines(metrics, max_lines)
     data = {
         "summary": asdict(RunSummary.read(run_folder)),
         "config": _text(run_folder / "run.yaml"),
@@ -146,13 +145,14 @@ def report_data(
         "pieces": _pieces(run_folder, samples, decode),
         "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},
     }
-    if every == 1:
+    if has_every_line:
         watch = watch_lines(_settings(run_folder / ".identity.json"), lines)
         data["alarms"] = [asdict(alarm) for alarm in by_importance(watch.alarms)]
     else:
-        data["alarms"] = alarms_of_events(read_events(run_folder / FILE, kinds=("alarm", "alarm_ended")))
-    data["healthy"] = healthy_ranges(lines, has_every_line=every == 1)
-    marks = [*marks_of_events(read_events(run_folder / FILE, kinds=MARKING)), *_marks_of_memory(data["memory"])]
+        data["alarms"] = alarms_of_events(run_folder)
+    data["healthy"] = healthy_ranges(lines, has_every_line=has_every_line)
+    events = events_of(run_folder / FILE, MARKING, before="training")
+    marks = [*marks_of_events(events), *_marks_of_memory(data["memory"])]
     data["marks"] = _spread(sorted(marks, key=lambda mark: mark["step"]), MAX_MARKS)
     data["metrics"] = {
         name: asdict(metric)
@@ -213,16 +213,17 @@ def _spread(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def alarms_of_events(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Alarms as a page shows them, without what only `hone doctor` finds out again."""
+def alarms_of_events(run_folder: Path) -> list[dict[str, Any]]:
+    """The alarms that a run reported, as a page shows them, without what only `hone doctor` finds out again; those that
+    have not ended in front."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for event in events:
+    for event in events_of(run_folder / FILE, ("alarm", "alarm_ended")):
         if event["kind"] == "alarm":
             more = {"metric": "", "level": "alarm", "pattern": "", "evidence": [], "what": event["cause"]}
-            where = {name: event[name] for name in ("name", "stage", "since")}
+            where = {name: event[name] for name in ("name", "stage", "since", "cause")}
             text = {"change": "see `hone doctor RUN_DIR`", "confirm": "", "source": "", "ended": None}
             found[event["stage"], event["name"]] = where | more | text
-        elif event["kind"] == "alarm_ended" and (begun := found.get((event["stage"], event["name"]))):
+        elif begun := found.get((event["stage"], event["name"])):
             begun["ended"] = event["step"]
     return sorted(found.values(), key=lambda alarm: alarm["ended"] is not None)
 
@@ -233,7 +234,7 @@ WORDS = {
     "gap": "records of {what} are missing: {why}",
 }
 """Events beside the curves, in words."""
-MARKING = ("stage", "training", "started", *WORDS)
+MARKING = ("stage", "started", *WORDS)
 
 
 def marks_of_events(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

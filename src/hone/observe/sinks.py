@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import mmap
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from hone.errors import HoneError, RunFolderError
 from hone.observe.samples_table import Row, as_markdown
-from hone.observe.whole import line_start
+from hone.observe.whole import line_start, mapped
 
 _START_BYTES = 64 << 10
 """Of metrics.jsonl, which its length in lines is estimated from."""
@@ -70,26 +71,39 @@ class MetricsFile:
         self._file.close()
 
 
-def metric_lines(path: Path, every: int = 1) -> Iterator[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; a kill may have torn the last one.
-
-    Args:
-        every: of so many lines one is read, and each that has an evaluation.
-    """
+def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of metrics.jsonl; a kill may have torn the last one."""
     if path.exists():
         with path.open("rb") as lines:
-            for number, line in enumerate(lines):
-                if (number % every == 0 or b'"eval/' in line) and line.endswith(b"\n"):
+            for line in lines:
+                if line.endswith(b"\n"):
                     yield json.loads(line)
 
 
-def lines_in(path: Path) -> int:
-    """About how many lines metrics.jsonl has, by the length of its first ones."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        start = file.read(_START_BYTES)
-    return round(path.stat().st_size * start.count(b"\n") / len(start)) if start else 0
+def some_metric_lines(path: Path, most: int | None) -> tuple[list[dict[str, Any]], bool]:
+    """Lines of metrics.jsonl, and whether they are all.
+
+    Args:
+        most: of a file with more lines than this, so many are read, evenly spaced, and each that has an evaluation.
+            None: all.
+    """
+    with mapped(path) as text:
+        start = text[:_START_BYTES]
+        if most is None or len(text) * start.count(b"\n") <= most * len(start):
+            return list(metric_lines(path)), True
+        evaluated = (text.rfind(b"\n", 0, place) + 1 for place in _places(text, b'"eval/'))
+        places = {text.rfind(b"\n", 0, len(text) * number // most) + 1 for number in range(most)} | set(evaluated)
+        ends = ((place, text.find(b"\n", place)) for place in sorted(places))
+        return [json.loads(text[place:end]) for place, end in ends if end > place], False
+
+
+def _places(text: mmap.mmap | bytes, word: bytes) -> Iterator[int]:
+    """Where a word is in lines, the first time in each."""
+    place = text.find(word)
+    while place >= 0:
+        yield place
+        end = text.find(b"\n", place)
+        place = text.find(word, end) if end >= 0 else -1
 
 
 def _line_before(path: Path, num_bytes: int) -> dict[str, Any]:

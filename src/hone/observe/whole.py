@@ -6,7 +6,10 @@ synced before it takes the name; a rename alone may reach the disk before the by
 
 from __future__ import annotations
 
+import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,6 +63,17 @@ def set_aside(run_folder: Path, path: Path, why: str) -> str:
     target.parent.mkdir(exist_ok=True)
     path.rename(target)
     return f"{path} {why}: moved to {target}"
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
+    """A file's bytes to search in, without reading them all; none where it is empty or not there."""
+    size = path.stat().st_size if path.exists() else 0
+    if not size:
+        yield b""
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as text:
+        yield text
 
 
 def line_start(file: BinaryIO, end: int) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 
 from hone.doctor.watch import AlarmWatch, by_importance
 from hone.observe.page import page
-from hone.observe.report import known_metric, stages_of
-from hone.observe.sinks import metric_lines
+from hone.observe.report import alarms_of_events, known_metric, stages_of
+from hone.observe.sinks import some_metric_lines
 from hone.observe.whole import write_whole
 from hone.run.folder import RunFolder, flat_settings
 
@@ -63,9 +63,12 @@ class RunComparison:
     """Keys whose values differ -> the value in each run; None where it is not set."""
 
 
-def compare_runs(paths: Sequence[Path]) -> RunComparison:
+def compare_runs(paths: Sequence[Path], *, max_lines: int | None = None) -> RunComparison:
     """Read the runs.
 
+    Args:
+        max_lines: of the metrics of each run that are read, evenly spaced, besides the last ones and every evaluation.
+            Alarms are then those that the run reported.
     Raises:
         RunFolderError: one of the folders holds no run.
     """
@@ -74,17 +77,17 @@ def compare_runs(paths: Sequence[Path]) -> RunComparison:
     keys = sorted({key for each in settings for key in each})
     values = {key: tuple(each.get(key) for each in settings) for key in keys if key not in NOT_COMPARED}
     differing = {key: found for key, found in values.items() if any(value != found[0] for value in found)}
-    return RunComparison(tuple(map(_read, folders)), differing)
+    return RunComparison(tuple(_read(folder, max_lines) for folder in folders), differing)
 
 
-def comparison_data(paths: Sequence[Path]) -> dict[str, Any]:
-    """What the page of a comparison shows, as JSON values.
+def comparison_data(paths: Sequence[Path], *, max_lines: int | None = None) -> dict[str, Any]:
+    """What the page of a comparison shows, as JSON values; arguments as of `compare_runs`.
 
     Raises:
         RunFolderError: one of the folders holds no run.
     """
-    found = compare_runs(paths)
-    curves = [curves_of(RunFolder.read(path)) for path in paths]
+    found = compare_runs(paths, max_lines=max_lines)
+    curves = [curves_of(RunFolder.read(path), max_lines) for path in paths]
     runs = [{**asdict(run), "stages": stages} for run, stages in zip(found.runs, curves, strict=True)]
     names = {
         name for stages in curves for stage in stages for name in (*stage["steps"]["values"], *stage["evals"]["values"])
@@ -102,28 +105,33 @@ def write_comparison(paths: Sequence[Path], to: Path) -> None:
     write_whole(to, page("Runs side by side", comparison_data(paths), "compare"))
 
 
-def curves_of(folder: RunFolder) -> list[dict[str, Any]]:
+def curves_of(folder: RunFolder, max_lines: int | None = None) -> list[dict[str, Any]]:
     """Columns of each stage as the report has them, each with what its curves may be drawn over: `time_s`, and
-    `samples` and `tokens` so far."""
+    `samples` and `tokens` so far. Of steps whose lines are not read, tokens are taken to be those of the next one."""
     settings = folder.identity()
     each = {
         "rl": _number(settings, "train", "prompts_per_step") * _number(settings, "rollout", "group_size"),
         "sft": _number(settings, "sft", "rows_per_step"),
     }
-    lines, tokens = list(metric_lines(folder.metrics)), Counter[str]()
+    lines, _ = some_metric_lines(folder.metrics, max_lines)
+    tokens, before = Counter[str](), Counter[str]()
     for line in lines:
         stage, samples = line["stage"], each.get(line["stage"], 0)
-        tokens[stage] += round((line.get("rollout/response_tokens_mean") or 0) * samples)
+        if length := line.get("rollout/response_tokens_mean"):
+            tokens[stage] += round(length * samples * (line["step"] - before[stage]))
+            before[stage] = line["step"]
         line[f"{AXES}samples"], line[f"{AXES}tokens"] = line["step"] * samples, tokens[stage]
         line[f"{AXES}time_s"] = line["time_s"]
     return stages_of(lines)
 
 
-def _read(folder: RunFolder) -> ComparedRun:
+def _read(folder: RunFolder, max_lines: int | None) -> ComparedRun:
     settings = folder.identity()
-    run, watch, recent = ComparedRun(str(folder.path)), AlarmWatch(settings), {}
-    for line in metric_lines(folder.metrics):
-        watch.add(line)
+    run, watch, recent = ComparedRun(str(folder.path)), AlarmWatch(settings), dict[str, list[float]]()
+    lines, has_every_line = some_metric_lines(folder.metrics, max_lines)
+    for line in lines if has_every_line else [*lines, *folder.last_metrics(LAST)]:
+        if has_every_line:
+            watch.add(line)
         run.steps[line["stage"]] = max(line["step"], run.steps.get(line["stage"], 0))
         run.time_s = line["time_s"]
         for name, value in line.items():
@@ -139,7 +147,8 @@ def _read(folder: RunFolder) -> ComparedRun:
     run.ends = {name: sum(values) / len(values) for name, values in recent.items()}
     run.samples = run.steps.get("rl", 0) * _number(settings, "train", "prompts_per_step")
     run.samples *= _number(settings, "rollout", "group_size")
-    run.alarms = tuple(dict.fromkeys(f"{alarm.name}: {alarm.cause}" for alarm in by_importance(watch.alarms)))
+    alarms = map(asdict, by_importance(watch.alarms)) if has_every_line else alarms_of_events(folder.path)
+    run.alarms = tuple(dict.fromkeys(f"{alarm['name']}: {alarm['cause']}" for alarm in alarms))
     return run
 
 

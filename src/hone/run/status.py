@@ -10,17 +10,23 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from hone.doctor.watch import Alarm, AlarmWatch, by_importance
-from hone.observe.events import read_events
+from hone.observe.events import events_of, read_events
 from hone.observe.sinks import metric_lines
 from hone.run.folder import RunFolder
 from hone.runtime.replicas import State
 
-_EVENT_BYTES = 16 << 20
-"""Of the end of events.jsonl; more than enough for what is current."""
+_EVENT_BYTES = 1 << 20
+"""Of the end of events.jsonl, thousands of events, are all read; of those before, only what lasts (`LASTING`)."""
+LASTING = (
+    "stage", "started", "replica_down", "replica_state", "trainer_up", "trainer_down", "alarm", "alarm_ended",
+    "stopped",
+)  # fmt: skip
+"""Events that say something of a run long after."""
 _NUM_LINES = 200
 """Of metrics.jsonl: what the pace is taken from."""
 _NUM_RECENT = 6
@@ -98,7 +104,8 @@ def read_status(folder: RunFolder, *, now_s: float | None = None) -> RunStatus:
         now_s: Unix seconds.
     """
     status = RunStatus(running=folder.is_in_use())
-    at_s = _follow(status, read_events(folder.events, last_bytes=_EVENT_BYTES))
+    before = events_of(folder.events, LASTING, but_last_bytes=_EVENT_BYTES)
+    at_s = _follow(status, chain(before, read_events(folder.events, last_bytes=_EVENT_BYTES)))
     if status.phase is not None and at_s is not None and status.running:
         status.phase_s = (time.time() if now_s is None else now_s) - at_s
     lines = folder.last_metrics(_NUM_LINES)

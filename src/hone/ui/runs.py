@@ -9,19 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import RunFolderError
-from hone.observe.events import read_events
 from hone.observe.recorder import is_whole, recorded_steps, samples_file
-from hone.observe.report import RunSummary, report_data, sample_rows, step_samples, thumbnails_of
+from hone.observe.report import (
+    RunSummary,
+    alarms_of_events,
+    report_data,
+    sample_rows,
+    step_samples,
+    thumbnails_of,
+)
 from hone.run.comparison import comparison_data
 from hone.run.folder import RunFolder
 from hone.run.status import described, read_status
+from hone.services.state import FILE as SERVICES_FILE
+from hone.services.state import read_state
 
 MAX_DEPTH = 3
 """Of run folders below the folder that is shown."""
 MAX_LINES = 4000
 """Of metrics.jsonl that a page is made of; of a longer file these are evenly spaced."""
 LOG_BYTES, LOG_LINES = 64 << 10, 100
-"""Of the end of logs/training.log."""
+"""Of the end of each log."""
+MAX_LOGS = 12
+"""training.log, and those of engines and services that changed last."""
 LISTED = ("eval/accuracy", "rollout/reward_mean", "sft/loss", "rm/eval_accuracy")
 """Metrics of a run in the list, as far as they are logged."""
 
@@ -68,7 +78,12 @@ class Runs:
         data = report_data(path, max_lines=MAX_LINES)
         if status.running:
             data["summary"] |= {"outcome": "running", "ended_unix_s": None}
-        return data | {"now": now, "log": _end_of(folder.logs / "training.log"), "recorded": recorded_steps(path)}
+        return data | {
+            "now": now,
+            "services": _services(path),
+            "logs": _logs(folder.logs),
+            "recorded": recorded_steps(path),
+        }
 
     def samples(self, name: str, stage: str, step: int) -> list[dict[str, Any]]:
         """Recorded samples of a step. Raises RunFolderError."""
@@ -80,7 +95,7 @@ class Runs:
 
     def comparison(self, names: Sequence[str]) -> dict[str, Any]:
         """The page of runs side by side. Raises RunFolderError."""
-        return comparison_data([self.path(name) for name in names])
+        return comparison_data([self.path(name) for name in names], max_lines=MAX_LINES)
 
     def state(self, names: Sequence[str]) -> str:
         """A hash that differs when something changed in these runs, or, without names, in the list of them."""
@@ -93,12 +108,7 @@ class Runs:
         status = read_status(folder)
         summary = RunSummary.read(path)
         last = status.last or {}
-        alarms: dict[str, None] = {}
-        for event in read_events(folder.events, last_bytes=1 << 20):
-            if event["kind"] == "alarm":
-                alarms[event["name"]] = None
-            elif event["kind"] == "alarm_ended":
-                alarms.pop(event["name"], None)
+        alarms = [alarm["name"] for alarm in alarms_of_events(path) if alarm["ended"] is None]
         return {
             "name": name,
             "title": summary.title,
@@ -112,7 +122,7 @@ class Runs:
             "eta_s": status.eta_s,
             "changed_unix_s": _changed_s(path),
             "metrics": {metric: last[metric] for metric in LISTED if last.get(metric) is not None},
-            "alarms": list(alarms),
+            "alarms": alarms,
         }
 
 
@@ -121,7 +131,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _sizes(path: Path) -> tuple[int, ...]:
-    return tuple(_size(path / name) for name in ("metrics.jsonl", "events.jsonl"))
+    return tuple(_size(path / name) for name in ("metrics.jsonl", "events.jsonl", SERVICES_FILE))
 
 
 def _size(path: Path) -> int:
@@ -139,6 +149,28 @@ def _changed_s(path: Path) -> float:
         except OSError:
             continue
     return 0.0
+
+
+def _services(path: Path) -> list[dict[str, Any]]:
+    """The services of a run, as their supervisor last wrote of them; `ended` where it is gone."""
+    found = read_state(path)
+    if found is None:
+        return []
+    is_there = found.process() is not None
+    return [
+        {"name": one.name, "state": one.state if is_there else "ended", "url": one.url, "restarts": one.restarts}
+        for one in found.services
+    ]
+
+
+def _logs(folder: Path) -> dict[str, str]:
+    """Name -> the end of a log; that of the run first, then those that changed last."""
+    try:
+        found = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime, reverse=True)
+    except OSError:  # one went meanwhile
+        found = []
+    found.sort(key=lambda log: log.name != "training.log")
+    return {log.name: _end_of(log) for log in found[:MAX_LOGS]}
 
 
 def _end_of(log: Path) -> str:

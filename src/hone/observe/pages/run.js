@@ -379,11 +379,12 @@ function inNumbers(values, texts) {
 
 function drawNow() {
   if (!data.now) return;
-  const { stage, step, steps, phase, eta_s: eta, replicas, recent } = data.now, rows = Object.entries(replicas);
+  const { stage, step, steps, phase, eta_s: eta, replicas, recent } = data.now, rows = Object.entries(replicas), services = data.services;
   byId("now").innerHTML = `<h2>Now</h2><div class="card"><div>${stage ? `${esc(stage)} step ${step}${steps ? ` of ${steps}` : ""}` : "no step yet"}${phase && data.now.running ? ` · ${esc(phase)}` : ""}${eta !== null && data.now.running ? ` · ${duration(eta)} to its end` : ""}</div>
     ${rows.length ? `<div class="note">${rows.map(([name, replica]) => `${esc(name)}: ${esc(replica.state)}${replica.version === null ? "" : `, version ${replica.version}`}${replica.why ? `, ${esc(replica.why)}` : ""}`).join("<br>")}</div>` : ""}
     <details><summary class="soft">last events</summary><pre>${esc(recent.join("\n"))}</pre></details>
-    <details><summary class="soft">end of the log</summary><pre>${esc(data.log)}</pre></details></div>`;
+    ${services.length ? `<div class="note">${services.map(s => `service ${esc(s.name)}: ${esc(s.state)}, ${esc(s.url)}${s.restarts ? `, ${s.restarts} restarts` : ""}`).join("<br>")}</div>` : ""}
+    ${Object.entries(data.logs).map(([name, end]) => `<details><summary class="soft">end of logs/${esc(name)}</summary><pre tabindex="0">${esc(end)}</pre></details>`).join("")}</div>`;
 }
 
 // ---- page
