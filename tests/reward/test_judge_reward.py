@@ -1,15 +1,20 @@
 """The judge reward over real HTTP, against a judge that follows a script: every way an answer can go."""
 
 import asyncio
+import base64
+import io
 import json
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from chat_endpoint import Reply, Script, endpoint, says
+from PIL import Image
 
+from hone.data.picture_processors import QwenProcessor
 from hone.reward.judge.guard import FLAGS, flags_of
 from hone.reward.judge.prompt import GRM, ByteBound, JudgeTemplate, fence_code, fill, neutraliser
 from hone.reward.judge.scorer import JudgeReward
@@ -619,3 +624,49 @@ def test_throughput_is_told_in_the_lines_that_practice_knows(make_group, capfd):
     said = capfd.readouterr().err
     assert re.search(r"^\[RewardModel\] Throughput: \d+\.\d\d samples/sec", said, re.MULTILINE)
     assert re.search(r"^\[RewardModel\] Inference time: \d+\.\d\d sec/batch", said, re.MULTILINE)
+
+
+def test_a_judge_that_sees_is_shown_the_pictures_of_the_prompt(make_group, tmp_path):
+    """In their order and shape, bounded, in front of the question; a judge that does not is shown text alone."""
+    processor = QwenProcessor(28, (0.5,) * 3, (0.5,) * 3, "bicubic", least_pixels=784, most_pixels=784)
+    pictures = []
+    for name, size in (("a", (30, 60)), ("b", (400, 100))):
+        Image.new("RGB", size, (200, 10, 10) if name == "a" else (10, 10, 200)).save(tmp_path / f"{name}.png")
+        pictures.append(processor.picture(tmp_path / f"{name}.png"))
+    group = make_group("good", "bad")
+    content = [{"type": "image"}, {"type": "text", "text": "which "}, {"type": "image"}, {"type": "text", "text": "?"}]
+    messages = ({"role": "user", "content": content},)
+    group = replace(group, prompt=replace(group.prompt, pictures=tuple(pictures), messages=messages))
+
+    def script(_: int, body: dict) -> Reply:
+        told = body["messages"][-1]["content"]
+        text = told if isinstance(told, str) else told[-1]["text"]
+        assert "[picture]which [picture]?" in text
+        return says("Scores: \\boxed{" + ("10" if "\ngood\n" in text else "1") + "}")
+
+    (scores,), asked = score(script, group, pictures=True, picture_px=100)
+    assert [found.value for found in scores] == [1.0, 0.0]
+    for body in asked:
+        *images, text = body["messages"][-1]["content"]
+        assert text["type"] == "text" and [image["type"] for image in images] == ["image_url"] * 2
+        sent = [Image.open(io.BytesIO(base64.b64decode(i["image_url"]["url"].partition(",")[2]))) for i in images]
+        assert [image.size for image in sent] == [(30, 60), (100, 25)]
+        assert [max(range(3), key=image.getpixel((5, 5)).__getitem__) for image in sent] == [0, 2]
+    (scores,), asked = score(script, group)
+    assert [found.value for found in scores] == [1.0, 0.0]
+    assert all(isinstance(body["messages"][-1]["content"], str) for body in asked)
+
+
+def test_pictures_count_of_the_judges_prompt(make_group, tmp_path):
+    processor = QwenProcessor(28, (0.5,) * 3, (0.5,) * 3, "bicubic", least_pixels=784, most_pixels=784)
+    Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
+    group = make_group("an answer")
+    group = replace(group, prompt=replace(group.prompt, pictures=(processor.picture(tmp_path / "a.png"),)))
+    around = len(JudgeTemplate(GRM, 1, 10, "grm_boxed", neutraliser()).messages("48/2=", [""], None)[0]["content"])
+    answers = lambda _, body: says("Scores: \\boxed{10}")  # noqa: E731 (as short as it can be)
+    lengths = {"prompt_length": around + 20, "overlong": "error", "pictures": True}
+    ((fits,),), _ = score(answers, group, **lengths, picture_tokens=5)
+    ((too_long,),), _ = score(answers, group, **lengths, picture_tokens=15)
+    assert fits.value == 1.0 and too_long.fault is Fault.DATA
+    with pytest.raises(Unusable, match="it is given text alone"):
+        judge(pictures=True, data_processor_config={"path": "mine.py", "preprocess_fn_name": "make"})

@@ -86,8 +86,10 @@ class JudgeTemplate:
     """The parser whose form `{form}` spells out."""
     neutralise: Neutralise
 
-    def messages(self, question: str, responses: Sequence[str], reference: str | None) -> Messages:
-        """One message of the user."""
+    def messages(
+        self, question: str, responses: Sequence[str], reference: str | None, pictures: Sequence[str] = ()
+    ) -> Messages:
+        """One message of the user; with pictures (URLs) its content has parts, the text last."""
         neutral = [self.neutralise(response) for response in responses]
         code = fence_code(question, neutral)
         values = {
@@ -104,7 +106,11 @@ class JudgeTemplate:
             "high": f"{self.high:g}",
             "form": _FORMS[self.method](len(responses)),
         }
-        return [{"role": "user", "content": fill(self.text, values)}]
+        text = fill(self.text, values)
+        if not pictures:
+            return [{"role": "user", "content": text}]
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:

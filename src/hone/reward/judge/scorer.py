@@ -35,6 +35,7 @@ from hone.reward.judge.prompt import (
     neutraliser,
 )
 from hone.reward.judge.settings import JudgeSettings, length_problems, template_text
+from hone.reward.judge.shown import ShownPictures
 from hone.reward.judge.user import UserFunctions
 from hone.reward.openai import ChatAnswer, ChatClient
 from hone.reward.pool import CallFailed
@@ -64,6 +65,8 @@ class JudgeRow:
     reference: str | None
     item: Mapping[str, Any]
     """What functions of the user's are given."""
+    pictures: tuple[str, ...] = ()
+    """Data URLs of the prompt's pictures, where the judge is shown them."""
 
 
 class JudgeReward:
@@ -92,6 +95,7 @@ class JudgeReward:
             cache_items=settings.cache_items,
             traffic=self._traffic,
         )
+        self._pictures = ShownPictures(settings.picture_px)
         self._has_own_prompt = functions is not None and functions.has("preprocess")
         low, high = settings.scale
         self._reading = Reading(settings.methods, low, high, settings.choices)
@@ -162,7 +166,7 @@ class JudgeReward:
         answer = group.prompt.answer
         if self.settings.reference and answer is None:
             return all_faulty(len(group.samples), "the row has no answer to show to the judge", Fault.DATA)
-        row = self._row(group.prompt)
+        row = await self._row(group.prompt)
         room = self._room(row)
         cases = [self._case(sample, room) for sample in group.samples]
         to_judge = [case.text for case in cases if case.verdict is None]
@@ -178,7 +182,7 @@ class JudgeReward:
 
     async def canary_scores(self, prompt: Prompt) -> dict[str, float]:
         """Scores in [0, 1] of responses to a prompt that deserve nothing, by name; without those that have none."""
-        row = self._row(prompt)
+        row = await self._row(prompt)
         return await self._judge_canaries(row, self._canaries.of(row.question))
 
     async def _judge_canaries(self, row: JudgeRow, canaries: Mapping[str, str]) -> dict[str, float]:
@@ -187,13 +191,14 @@ class JudgeReward:
 
     # ---- what the judge is shown
 
-    def _row(self, prompt: Prompt) -> JudgeRow:
+    async def _row(self, prompt: Prompt) -> JudgeRow:
         question = prompt.text if prompt.messages is None else _conversation(prompt.messages)
         reference = None
         if prompt.answer is not None:
             reference = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, default=str)
         item = {"question": question, "reference": prompt.answer, "columns": dict(prompt.columns)}
-        return JudgeRow(question, reference if self.settings.reference else None, item)
+        pictures = await self._pictures.urls(prompt.pictures) if self.settings.pictures else ()
+        return JudgeRow(question, reference if self.settings.reference else None, item, pictures)
 
     def _case(self, sample: Sample, room: int | None) -> Case:
         neutralise = self.template.neutralise
@@ -228,12 +233,16 @@ class JudgeReward:
         return max(0, budget - around) // places
 
     def _prompt_tokens(self, row: JudgeRow, texts: Sequence[str]) -> int:
-        return self.counter.count(self.template.messages(row.question, texts, row.reference)[0]["content"])
+        text = self.template.messages(row.question, texts, row.reference)[0]["content"]
+        return self.counter.count(text) + len(row.pictures) * self.settings.tokens_per_picture
 
     async def _messages(self, row: JudgeRow, texts: Sequence[str]) -> Messages:
         if self.functions and self._has_own_prompt:
             return await self.functions.prompt({**row.item, "response": texts[0]})
-        return self.template.messages(row.question, texts, row.reference)
+        return self._question(row, texts)
+
+    def _question(self, row: JudgeRow, texts: Sequence[str]) -> Messages:
+        return self.template.messages(row.question, texts, row.reference, row.pictures)
 
     # ---- votes
 
@@ -275,7 +284,7 @@ class JudgeReward:
             async def read(answer: ChatAnswer) -> list[float]:
                 return self._reading.scores(answer, len(shown))
 
-            return await self._asker.vote(self.template.messages(row.question, shown, row.reference), read, number)
+            return await self._asker.vote(self._question(row, shown), read, number)
 
         votes = await asyncio.gather(*map(judge, windows))
         scored = [
@@ -394,7 +403,13 @@ def _metrics(
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
     """The messages before a response, as one text; a single one of the user's stands for itself."""
     if len(messages) == 1 and messages[0].get("role") == "user":
-        return str(messages[0].get("content", ""))
-    return "\n\n".join(
-        f"{str(message.get('role', '')).capitalize()}: {message.get('content', '')}" for message in messages
-    )
+        return _text_of(messages[0])
+    return "\n\n".join(f"{str(message.get('role', '')).capitalize()}: {_text_of(message)}" for message in messages)
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """A message's text; a picture is `[picture]` in it."""
+    content = message.get("content", "")
+    if not isinstance(content, list):
+        return str(content)
+    return "".join("[picture]" if part.get("type") == "image" else str(part.get("text", "")) for part in content)

@@ -80,6 +80,12 @@ class JudgeSettings(Section):
     """With the parser `choice`: each verdict and its score on the scale."""
     reference: bool = key(False)
     """Show the row's answer to the judge as a right one."""
+    pictures: bool = key(False)
+    """Show the pictures of the prompt to the judge, in front of the question; the judge must read pictures."""
+    picture_px: int = key(1024, unit="pixels", ge=28)
+    """Longest side of a picture as the judge is sent it."""
+    picture_tokens: int | None = key(None, unit="tokens", ge=1)
+    """What a picture counts of `prompt_length`; null: a token for each 28 x 28 pixels, as Qwen-VL has it."""
     prompt_length: int | None = key(None, unit="tokens", ge=1)
     """Most tokens of a judge's prompt; null: what `max_model_len` leaves, or no limit."""
     response_length: int = key(JUDGE_ANSWER_TOKENS, unit="tokens", ge=1)
@@ -147,6 +153,8 @@ class JudgeSettings(Section):
             raise ValueError("mode: groupwise needs a score for each response; `choice` gives one")
         if self.reference and self.data_processor_config and self.data_processor_config.preprocess_fn_name:
             raise ValueError("reference: your preprocess function is given it in any case; leave this out")
+        if self.pictures and self.data_processor_config and self.data_processor_config.preprocess_fn_name:
+            raise ValueError("pictures: your preprocess function makes the judge's prompt, and it is given text alone")
         if self.data_processor_config and self.mode == "groupwise":
             raise ValueError("data_processor_config: its functions see one response; use mode: pointwise")
         wrong = [flag for flag, cost in self.penalties.items() if not 0 <= cost <= 1]
@@ -157,6 +165,11 @@ class JudgeSettings(Section):
     @property
     def methods(self) -> tuple[Method, ...]:
         return self.parsers or PROFILES[self.profile]
+
+    @property
+    def tokens_per_picture(self) -> int:
+        """Of the judge's prompt; an estimate, at most."""
+        return self.picture_tokens or -((-self.picture_px // 28) ** 2)
 
     @property
     def prompt_budget(self) -> int | None:
