@@ -176,14 +176,17 @@ def test_our_own_failure_is_not_remembered(served, witnessed):
 
 
 def test_what_is_late_is_an_error_of_its_item_and_the_rest_is_answered(served, witnessed):
-    asked = [{"solution_str": "sleep 1.4 late"}, {"solution_str": "fine too"}]
-    late, fine = served.score(*asked, reward="obey", timeout_ms=1000)
+    for timeout_s in (1, 6):  # on a busy machine both may be late at first
+        asked = [{"solution_str": f"sleep {timeout_s + 0.4} late"}, {"solution_str": "fine too"}]
+        late, fine = served.score(*asked, reward="obey", timeout_ms=1000 * timeout_s)
+        if fine["score"] is not None:
+            break
     assert (fine["score"], late["score"]) == (8.0, None)
     assert late["error"] == {
         "fault": "infra",
         "retryable": True,
         "component": "obey",
-        "detail": "not scored within 1 s",
+        "detail": f"not scored within {timeout_s} s",
     }
 
 
