@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from contextlib import suppress
 from functools import cache
@@ -24,6 +25,7 @@ if __name__ == "__main__":
 from model_zoo import OTHERS, TEXT, WITH_ADAPTER
 
 from hone import assemble
+from hone.cli.main import main
 from hone.config.load import load_config
 from hone.data.chat import character_tokenizer
 from hone.errors import HoneError
@@ -121,6 +123,25 @@ def test_check_and_a_run_replay_routing_or_refuse_to(tmp_path):
             assemble.train(load_config(run_file))
             metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
             assert max(line.get("train/mismatch_mean", 0.0) for line in metrics) < 1e-5
+
+
+@pytest.mark.slow("trains a model and a half")
+def test_a_run_that_replays_routing_resumes_bit_for_bit(tmp_path):
+    """A killed run draws the samples of its unfinished steps again, with the experts that they were sent to."""
+    save_model(tmp_path / "model", "qwen3_moe")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8)
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        RUN.format(folder=tmp_path, rank=0) + "algorithm: {replay_routing: true, old_logprobs: sampler}\n"
+    )
+    arguments = ["train", str(run_file), "run.steps=4", "train.optimizer.lr=0.01", "train.optimizer.weight_decay=0.1"]
+    assert main(arguments) == 0
+    weights = tmp_path / "run" / "hf" / "model.safetensors"
+    expected = weights.read_bytes()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    weights.unlink()
+    assert main([*arguments, "--resume"]) == 0
+    assert weights.read_bytes() == expected
 
 
 def table() -> str:

@@ -274,3 +274,16 @@ def test_practice_as_judge_cannot_load_as_its_guide_has_it():
     assert "At least 0.41 is needed, or a larger services.grm.engine.tensor_parallel_size" in problem
     judges = pools_of(found.inputs)[0].judge
     assert isinstance(judges, EnginePlan) and judges.settings.max_samples == 128
+
+
+def test_records_of_routing_are_on_the_host(planned):
+    words = (*ON_EIGHT, "model.path=Qwen/Qwen3-30B-A3B", "cluster.engines.use=hone", "train.prompts_per_step=2")
+    words += ("rollout.group_size=4", "rollout.max_response_tokens=1000", "data.max_prompt_tokens=500")
+
+    def records(*more):
+        host = next(ledger for ledger in planned(*words, *more).ledgers if ledger.device == "host")
+        return [{one.name: one.bytes for one in moment.terms}.get("routing records", 0) for moment in host.moments]
+
+    assert set(records()) == {0}
+    tokens, layers, active = 2 * 500 + 8 * 1000, 48, 8
+    assert set(records("algorithm.replay_routing=true")) == {2 * tokens * layers * active}

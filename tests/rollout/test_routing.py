@@ -10,7 +10,8 @@ import pytest
 import torch
 from model_zoo import TEXT
 from model_zoo import architecture as keys_of
-from tiny_engines import generate, random_prompts, request
+from test_env_episodes import played
+from tiny_engines import EOS, generate, letters, random_prompts, request
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +22,8 @@ from hone.errors import DataError
 from hone.model.load import init_model
 from hone.model.lora import merged_copy
 from hone.plan.kv_cache import CacheRoom
-from hone.rollout.local import make_stepper
+from hone.rollout.env import Observation
+from hone.rollout.local import LocalEngine, make_stepper
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.types import UNRECORDED, Batch, Group
@@ -221,3 +223,24 @@ def test_experts_are_computed_by_grouped_products_in_engine_and_trainer():
         stepper.add_rows([prompt_id], [np.zeros(0, np.int32)])
         stepper.advance(np.array([5]))
     assert counting.grouped == 8
+
+
+def test_samples_that_meet_an_environment_have_the_routing_of_every_input():
+    """Of a turn's last token and of what the environment said, from the prefill of the next turn."""
+    model = model_of("qwen3_moe")
+    engine = LocalEngine(model, decode=letters, eos_ids=(EOS,), max_concurrent=8, timeout_s=30.0, records_routing=True)
+    stops = {"max_tokens": 14, "stop_token_ids": (7, 8, 9, 10, 11)}
+    requests = [request(p, index=i, samples=2, **stops) for i, p in enumerate(random_prompts(3))]
+    answered = played(engine, lambda _, turn, __: Observation("XY") if turn < 2 else None, *requests, max_turns=3)
+    turns = [len(sample.turns) for group in answered for sample in group]
+    assert max(turns) > 1, "the environment must have answered"
+    for one, group in zip(requests, answered, strict=True):
+        for sample in group:
+            found = np.concatenate([group[0].prompt_routing, sample.routing])
+            ids = torch.tensor([[*one.prompt.token_ids.tolist(), *sample.token_ids.tolist()]])
+            with torch.no_grad():
+                seen = seen_by_experts(model, lambda ids=ids: model.body(input_ids=ids, use_cache=False))
+            expected = torch.stack([index for index, _ in seen], dim=1).numpy()
+            known = (found >= 0).all((1, 2))
+            assert known[: len(one.prompt.token_ids) + sample.turns[-1].end - 1].all()
+            assert np.array_equal(np.sort(found[known]), np.sort(expected[known]))

@@ -6,7 +6,7 @@ moments (backward of the loss, of a layer and of the root; the optimizer step; t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -304,8 +304,12 @@ def _idle(pool: PoolPlan) -> list[Term]:
     return [*_states_of(pool.policy), *_reference(pool), *_states_of(pool.critic)]
 
 
-def host_moments(pools: list[PoolPlan], *, per_node: int) -> list[Moment]:
-    """What the memory of the fullest machine holds; pools take devices in their order, machine by machine."""
+def host_moments(pools: list[PoolPlan], *, per_node: int, driver: Sequence[Term] = ()) -> list[Moment]:
+    """What the memory of the fullest machine holds; pools take devices in their order, machine by machine.
+
+    Args:
+        driver: what the run's own process holds, on any machine.
+    """
     ends = [*accumulate(pool.devices for pool in pools)]
     machines = range(-(-ends[-1] // per_node))
     found = []
@@ -314,15 +318,15 @@ def host_moments(pools: list[PoolPlan], *, per_node: int) -> list[Moment]:
             max(0, min(end, first + per_node) - max(end - pool.devices, first))
             for pool, end in zip(pools, ends, strict=True)
         ]
-        found.append([*_machine(list(zip(pools, here, strict=True)))])
+        found.append([*_machine(list(zip(pools, here, strict=True)), driver)])
     return max(found, key=lambda moments: max(one.bytes for one in moments))
 
 
-def _machine(pools: list[tuple[PoolPlan, int]]) -> Iterator[Moment]:
+def _machine(pools: list[tuple[PoolPlan, int]], driver: Sequence[Term]) -> Iterator[Moment]:
     """What a machine's memory holds, that has so many devices of each pool."""
     count = sum(devices for _, devices in pools)
     processes = term("processes", count * PROCESS_BYTES, f"{count} x 3 GiB (estimate)")
-    held: list[Term] = []
+    held: list[Term] = [*driver]
     asleep: list[Term] = []
     staged: list[Term] = []
     for pool, devices in pools:

@@ -29,6 +29,7 @@ from hone.plan.activations import (
 from hone.plan.architecture import Architecture, adapter_parameters
 from hone.plan.kv_cache import CacheRoom
 from hone.plan.ledger import Moment, Term, moment, term
+from hone.plan.routing import routing_records
 from hone.plan.workload import Workload
 
 PROCESS_BYTES = 440 << 20
@@ -85,7 +86,7 @@ def local_moments(settings: LocalSettings, workload: Workload) -> tuple[list[Mom
     staged = term("largest tensor", 4 * _trained(settings, workload), "one flat float32 buffer at a time")
     return device, [
         moment("start", "weights read", process, term("weights", 4 * total, f"4 B x {total:,} parameters")),
-        moment("rollout", "sampling", process),
+        moment("rollout", "sampling", process, routing_records(settings.architecture, workload)),
         moment("checkpoint", "saving", process, staged),
         moment("checkpoint", "exporting", process, exported(settings.architecture, copies=2)),
     ]
@@ -103,7 +104,10 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
     kept = (
         []
         if settings.is_gpu
-        else [term("kept by process", KEPT_BYTES, "kernels, rows, pages not given back, measured")]
+        else [
+            term("kept by process", KEPT_BYTES, "kernels, rows, pages not given back, measured"),
+            *routing_records(settings.architecture, workload),
+        ]
     )
     resident = [*states, *kept]
     if settings.has_computed:

@@ -26,6 +26,7 @@ from hone.plan.hardware import Hardware
 from hone.plan.inputs import Inputs, changed, implementation_of, microbatch, plain, resolve, room_of
 from hone.plan.ledger import Ledger, Moment
 from hone.plan.pools import pools_of
+from hone.plan.routing import routing_records
 from hone.plan.schedule import measured_rates, step_time
 from hone.plan.time import StepTime
 from hone.plan.verdict import Verdict, best_cure, judge
@@ -141,7 +142,9 @@ def plan_inputs(inputs: Inputs) -> Plan:
         for pool in pools
     ]
     if hardware.kind == "gpu":
-        host = host or cluster.host_moments(pools, per_node=hardware.per_node)
+        host = host or cluster.host_moments(
+            pools, per_node=hardware.per_node, driver=routing_records(inputs.architecture, inputs.workload)
+        )
         nodes = inputs.topology.nodes
         ledgers.append(Ledger("host", nodes, hardware.host_bytes, tuple(host)))
     verdict = judge(ledgers, violations(inputs, pools))

@@ -90,6 +90,8 @@ class Workload:
     """Of LoRA; 0 trains every weight."""
     adapter_targets: tuple[str, ...] | None
     evaluates: bool
+    replays_routing: bool = False
+    """Experts of all tokens are recorded."""
 
     @property
     def samples(self) -> int:
@@ -163,6 +165,7 @@ def workload_of(
         adapter_rank=config.lora.rank if adapter else 0,
         adapter_targets=config.lora.targets if adapter else None,
         evaluates=config.data.eval is not None,
+        replays_routing=algorithm.replay_routing,
     )
 
 
