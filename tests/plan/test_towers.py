@@ -47,6 +47,28 @@ def test_the_tower_of_a_published_model():
     assert arch.total_parameters == 7_615_616_512
 
 
+VARIANTS = {
+    "biases": {"attention_bias": True},
+    "rms norms": {"norm_type": "rms_norm", "use_qk_norm": True},
+    "a last norm, no positions": {"use_mean_pooling": False, "use_absolute_position_embeddings": False},
+}
+"""InternVL's towers of 0.3 and 6 billion parameters differ in these keys."""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_of_a_tower_of_tiles_is_counted(variant):
+    keys = OTHERS["internvl"]
+    keys = {**keys, "vision_config": {**keys["vision_config"], **VARIANTS[variant]}}
+    config = AutoConfig.for_model("internvl", **keys)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    tower = architecture_from({"model_type": "internvl", **keys}).tower
+    assert tower is not None
+    assert tower.parameters == sum(
+        weight.numel() for weight in TOWER_CLASSES["internvl"](model.base_model, config).weights()
+    )
+
+
 # ---- memory
 
 TOWERS = {
