@@ -153,7 +153,8 @@ BROKEN = [
         "3). Nearest: 2 or 4",
     ),
     (
-        ray(devices_per_node=8, trainer={"tensor_parallel": 2, "sequence_parallel": 4}),
+        ray(devices_per_node=8, trainer={"tensor_parallel": 2, "sequence_parallel": 4})
+        | {"model": {**HEAD["model"], "implementation": "transformers"}},
         "sequence_parallel: must divide the model's key-value heads / tensor_parallel = 2 (got 4). Nearest: 2",
     ),
     (
@@ -267,6 +268,7 @@ RIGHT = [
     apart() | {"rollout": {"max_staleness": 1}},
     apart(4, 4, devices_per_node=8, trainer={"shard": 2}, engines={"use": "vllm", "tensor_parallel_size": 2}),
     ray(devices_per_node=4, trainer={"tensor_parallel": 2, "sequence_parallel": 2}),
+    ray(devices_per_node=8, trainer={"tensor_parallel": 2, "sequence_parallel": 4}),
     GAE | apart(also=("critic", "reference")),
     {"cluster": {"backend": "local", "nodes": 2}, "rollout": {"max_staleness": 1}},
     JUDGED | ray(pools=pools(a=(2, "policy rollout"), j=(2, "judge"))),

@@ -231,7 +231,9 @@ def test_a_trainer_has_each_key_value_head_once(planned):
     found = planned(*ON_EIGHT, "cluster.trainer={tensor_parallel: 4, sequence_parallel: 2}")
     assert found.verdict.problems == (), "8 key-value heads"
     config = "cluster.trainer={tensor_parallel: 4, sequence_parallel: 4}"
-    (problem,) = planned(*ON_EIGHT[:1], "cluster.devices_per_node=16", ON_EIGHT[2], config).verdict.problems
+    on_sixteen = [*ON_EIGHT[:1], "cluster.devices_per_node=16", ON_EIGHT[2], config]
+    assert planned(*on_sixteen).verdict.problems == (), "chunks go round in a ring"
+    (problem,) = planned(*on_sixteen, "model.implementation=transformers").verdict.problems
     assert "must divide the model's key-value heads / tensor_parallel = 2 (got 4). Nearest: 2" in problem
 
 

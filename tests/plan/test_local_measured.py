@@ -9,6 +9,7 @@ import torch
 from measuring import allocated
 
 from hone.algo.algorithm import Algorithm
+from hone.config.rules.division import RING_FAMILIES
 from hone.config.run import AlgorithmSection, OptimizerSection
 from hone.data.chat import character_tokenizer
 from hone.model.decoder import FAMILY
@@ -97,7 +98,7 @@ def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision
 
 
 def test_constants_are_those_of_the_code():
-    assert activations.OWN_FAMILIES == FAMILY
+    assert activations.OWN_FAMILIES == RING_FAMILIES == FAMILY
     assert activations.BLOCK_SCORES == BLOCK_SCORES
     assert activations.QUERY_ROWS == QUERY_ROWS
     assert [kv_cache.rounded(size) for size in range(1, 2000)] == [round_size(size) for size in range(1, 2000)]

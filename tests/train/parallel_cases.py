@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -21,6 +22,7 @@ from hone.model.load import init_model
 from hone.model.logprobs import token_logprobs
 from hone.model.lora import add_adapter
 from hone.model.parallel import divide_layers, divide_tokens
+from hone.model.sequence import HEADS, RING
 
 SIZES = {
     "vocab_size": 62,
@@ -79,7 +81,7 @@ def found(case: Case, divided: Mapping[str, int] = MappingProxyType({})) -> Foun
         if tensor > 1:
             divide_layers(model, mesh["tensor"])
         if sequence > 1:
-            divide_tokens(model, mesh["sequence"], tensor_parallel=tensor)
+            divide_tokens(model, mesh["sequence"], partial(rings, sequence, tensor), tensor_parallel=tensor)
             summing = mesh["sequence"].get_group()
     weight_numbers = sum(local(p).numel() for p in model.parameters())
     layout = Layout.build(*case.samples)
@@ -99,6 +101,13 @@ def found(case: Case, divided: Mapping[str, int] = MappingProxyType({})) -> Foun
     (slope_U * logprobs_U + 0.3 * slope_U.flip(0) * entropy_U).sum().backward()
     gradients = whole_gradients(model, summing)
     return Found(logprobs_U.detach(), entropy_U.detach(), gradients, kept.total, weight_numbers)
+
+
+def rings(sequence: int, tensor: int, heads: int) -> DeviceMesh:
+    """See `Mesh.rings`; the ranks are one share of the samples."""
+    return init_device_mesh("cpu", (sequence // heads, heads, tensor), mesh_dim_names=(RING, HEADS, "tensor"))[
+        RING, HEADS
+    ]
 
 
 def sums_in_layers(case: Case, tensor: int) -> int:
@@ -182,7 +191,9 @@ def vocabulary(size: int, chunk_tokens: int, divided: bool) -> tuple[Tensor, ...
 
 def refusal(case: Case, divided: Literal["tensor", "sequence"] = "tensor") -> str:
     """What is said where the model cannot be divided so."""
-    divide = divide_layers if divided == "tensor" else divide_tokens
+    divide = (
+        divide_layers if divided == "tensor" else partial(divide_tokens, rings=partial(rings, dist.get_world_size(), 1))
+    )
     try:
         divide(make(case), init_device_mesh("cpu", (dist.get_world_size(),)))
     except Exception as error:

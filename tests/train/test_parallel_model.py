@@ -168,6 +168,28 @@ def test_classes_that_mix_tokens_in_other_ways_are_refused(pair, model_type, key
         assert said.startswith("DataError") and why in said
 
 
+@pytest.mark.parametrize(
+    ("case", "divided"),
+    [
+        pytest.param(Case(), {"sequence": 4}, id="two exchange heads, two chunks go round"),
+        pytest.param(Case(keys={"num_key_value_heads": 1}), {"sequence": 4}, id="four chunks go round"),
+        pytest.param(Case(samples=LONG), {"sequence": 4}, id="long"),
+        pytest.param(Case(keys={"num_key_value_heads": 1}, samples=LONG), {"sequence": 4}, id="long, four chunks"),
+        pytest.param(Case(checkpointing="full", lora=True, samples=LONG), {"sequence": 4}, id="made again, adapter"),
+        pytest.param(Case(checkpointing="selective"), {"sequence": 4}, id="some made again"),
+        pytest.param(Case(samples=LONG), {"tensor": 2, "sequence": 2}, id="beside divided layers"),
+        pytest.param(Case(samples=(((3,),), (0,), ((1,),))), {"sequence": 4}, id="one token"),
+    ],
+)
+def test_more_ranks_than_key_value_heads_send_chunks_round(four, case, divided):
+    assert_same(four(found, case, divided), found(case))
+
+
+def test_a_ring_is_hones_own_decoders(four):
+    for said in four(refusal, Case(implementation="transformers"), "sequence"):
+        assert said.startswith("DataError") and "sequence_parallel must divide" in said
+
+
 def test_layers_and_tokens_together(four):
     """Four ranks: each has a quarter of the heads."""
     case = Case(keys={"num_key_value_heads": 4})

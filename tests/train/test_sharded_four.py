@@ -24,6 +24,8 @@ HYBRID = {"shard": 2}
         pytest.param(Case(implementation="transformers", mesh=HYBRID, tokens_per_microbatch=40), id="transformers"),
         pytest.param(Case("kl_and_entropy", updates=2, mesh=HYBRID, offload=("parameters", "reference")), id="offload"),
         pytest.param(Case(num_groups=1, updates=2), id="one group"),
+        pytest.param(Case("kl_and_entropy", mesh={"sequence_parallel": 4}, updates=2), id="a ring"),
+        pytest.param(Case("ppo", mesh={"sequence_parallel": 4}, checkpointing="full"), id="a ring, critic"),
         pytest.param(Case(samples_with_advantage=2, updates=2, mesh=HYBRID), id="ranks with nothing to do"),
         pytest.param(Case(updates=2, checkpointing="full", mesh=HYBRID, offload=("optimizer",)), id="less memory"),
     ],

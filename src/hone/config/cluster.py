@@ -27,7 +27,7 @@ class ShardingSection(Section):
     tensor_parallel: int = key(1, unit="devices", ge=1)
     """Tensor parallel size: devices per layer."""
     sequence_parallel: int = key(1, unit="devices", ge=1)
-    """Sequence parallel size (Ulysses): devices per sequence."""
+    """Sequence parallel size: devices per sequence (Ulysses; beyond the key-value heads ring attention with it)."""
     offload: tuple[Literal["parameters", "optimizer", "reference"], ...] = key(())
     """What to keep in host memory while it is not used."""
     compile: bool = key(False)

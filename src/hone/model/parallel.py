@@ -14,6 +14,7 @@ Hone's own decoder, and Transformers' classes by the plan that they bring. Not h
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -60,25 +61,40 @@ def divide_layers(model: CausalModel, mesh: DeviceMesh) -> None:
         raise TypeError(f"no way to divide a {type(model).__name__}")
 
 
-def divide_tokens(model: CausalModel, mesh: DeviceMesh, *, tensor_parallel: int = 1) -> None:
+def divide_tokens(
+    model: CausalModel, mesh: DeviceMesh, rings: Callable[[int], DeviceMesh], *, tensor_parallel: int = 1
+) -> None:
     """Divide the tokens of a model's microbatches over the ranks of a mesh of one dimension; weights stay whole.
 
     Args:
+        rings: makes `SequenceGroup.rings` of the mesh, by how many of its ranks exchange heads.
         tensor_parallel: ranks that the layers are divided over besides: both divide the heads.
     Raises:
         DataError: heads that the ranks do not divide, or a class of Transformers' that mixes tokens in other ways.
     """
-    refuse_indivisible(model.hf_config, tensor_parallel=tensor_parallel, sequence_parallel=mesh.size())
+    has_ring = isinstance(model, Decoder)
+    refuse_indivisible(
+        model.hf_config, tensor_parallel=tensor_parallel, sequence_parallel=mesh.size(), has_ring=has_ring
+    )
     if isinstance(model, TransformersModel):
         divide_rows(model.hf, mesh.get_group())
-    model.sequences = SequenceGroup(mesh.get_group())
+    kv_heads = getattr(model.hf_config, "num_key_value_heads", None) or model.hf_config.num_attention_heads
+    heads = math.gcd(mesh.size(), kv_heads // tensor_parallel)
+    is_ring = has_ring and heads < mesh.size()
+    model.sequences = SequenceGroup(mesh.get_group(), rings(heads) if is_ring else None)
 
 
-def refuse_indivisible(config: PreTrainedConfig, *, tensor_parallel: int = 1, sequence_parallel: int = 1) -> None:
-    """Raises DataError where heads or widths cannot be divided over so many ranks."""
+def refuse_indivisible(
+    config: PreTrainedConfig, *, tensor_parallel: int = 1, sequence_parallel: int = 1, has_ring: bool = False
+) -> None:
+    """Raises DataError where heads or widths cannot be divided over so many ranks.
+
+    Args:
+        has_ring: whether sequences may be divided further than heads.
+    """
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     shape = {name: getattr(config, name, None) for name in names}  # by these names whatever its config.json calls them
-    for breach in trained_layers_divide(shape, tensor_parallel, sequence_parallel):
+    for breach in trained_layers_divide(shape, tensor_parallel, 1 if has_ring else sequence_parallel):
         raise DataError(f"{breach.keys[0]} {breach.message}")
 
 

@@ -5,6 +5,9 @@ between two attentions knows no neighbours. Around attention the ranks exchange:
 of the heads, attends to the whole layout with those, and sends the results back. Behind the last layer, hidden states
 are dealt out anew, so that every rank has an equal part of the response tokens to make logits for, wherever they stand.
 
+Where ranks are more than key-value heads, the heads are exchanged among some ranks that follow each other, as many as
+divide them, and the chunks of tokens that these have go round in a ring (ring.py).
+
 Activations per rank fall with the number of ranks; the layout's masks do not. Weights are whole on every rank, and
 each rank's gradients are of its tokens alone: they must be summed, as FSDP2 does over all ranks that it works on. Not
 here: who the ranks are (`train/mesh.py`).
@@ -26,9 +29,14 @@ from torch import Tensor
 from hone.model.attention import shared_prompt_attention
 from hone.model.collectives import exchanged, gathered, share
 from hone.model.layout import Ints, Layout, filled
+from hone.model.ring import ring_attention
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+RING, HEADS = "ring", "heads"
+"""Dimensions of `SequenceGroup.rings`."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,12 @@ class SequenceGroup:
 
     Args:
         group: None: no other rank does.
+        rings: (ring, heads) of the same ranks, where they are more than the heads: those of `heads` exchange tokens for
+            heads among them, and the chunks that they have then go round in `ring`. None: all exchange.
     """
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: ProcessGroup | None = None, rings: DeviceMesh | None = None) -> None:
+        self.group, self.rings = group, rings
 
     def part_of(self, layout: Layout) -> Part:
         """What this rank computes; all ranks have the same layout."""
@@ -88,10 +98,16 @@ class SequenceGroup:
         return Part(
             layout.token_ids_X[own],
             layout.position_X[own],
-            _exchanging(shared_prompt_attention(layout), self.group),
+            self._attention(layout, self.group),
             needed_W,
             dealt,
         )
+
+    def _attention(self, layout: Layout, group: ProcessGroup) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        if self.rings is None:
+            return _exchanging(shared_prompt_attention(layout), group)
+        attend, heads = ring_attention(layout, self.rings[RING].get_group()), self.rings[HEADS]
+        return attend if heads.size() == 1 else _exchanging(attend, heads.get_group())
 
     def rows_of(self, layout: Layout) -> PartOfRows:
         """What this rank computes where a model wants rows."""

@@ -275,7 +275,8 @@ def cluster_violations(inputs: Inputs) -> list[str]:
     cluster = inputs.config.cluster.model_copy(update={"devices_per_node": each})
     config = inputs.config.model_copy(update={"cluster": cluster})
     breaches = [breach for rule in (*CLUSTER_RULES, *ENGINE_RULES) for breach in rule(config)]
-    breaches += heads_divide(config, {"num_attention_heads": arch.heads, "num_key_value_heads": arch.kv_heads})
+    shape = {"model_type": arch.model_type, "num_attention_heads": arch.heads, "num_key_value_heads": arch.kv_heads}
+    breaches += heads_divide(config, shape)
     found = [f"{breach.keys[0]}: {breach.message}." for breach in breaches]
     if topology.num_devices > hardware.devices:
         are = "is" if hardware.devices == 1 else "are"

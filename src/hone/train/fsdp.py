@@ -70,7 +70,7 @@ def divide(model: CausalModel | ScalarModel, mesh: Mesh) -> None:
     if mesh.tensor is not None:
         divide_layers(body, mesh.tensor)
     if mesh.sequence is not None:
-        divide_tokens(body, mesh.sequence, tensor_parallel=mesh.tensor.size() if mesh.tensor else 1)
+        divide_tokens(body, mesh.sequence, mesh.rings, tensor_parallel=mesh.tensor.size() if mesh.tensor else 1)
 
 
 def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, on_host: bool) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from hone.devices import kind_of
+from hone.model.sequence import HEADS, RING
 from hone.train.agreement import DIVIDED, Collectives
 
 REPLICATE, SHARD, TENSOR, DATA, SEQUENCE = "replicate", "shard", "tensor", "data", "sequence"
@@ -37,6 +38,7 @@ class Mesh:
     samples: DeviceMesh
     """(data, sequence) of the ranks with this one's place in `tensor`: samples are divided over data, tokens over
     sequence."""
+    _rings: dict[int, DeviceMesh] = field(default_factory=dict)
     collectives: Collectives = field(default_factory=Collectives)
     """Those of this rank's passes."""
 
@@ -54,6 +56,16 @@ class Mesh:
     def sequence(self) -> DeviceMesh | None:
         """(sequence,): the ranks that divide each sequence of this rank's share; None where none does."""
         return self.samples[SEQUENCE] if self.samples[SEQUENCE].size() > 1 else None
+
+    def rings(self, heads: int) -> DeviceMesh:
+        """(ring, heads): the ranks of `sequence`, `heads` that follow each other in each place of the ring; see
+        `model.sequence`. Every rank of the process group calls it alike."""
+        if heads not in self._rings:
+            sequence = self.samples[SEQUENCE].size()
+            shape = self.data_parallel, sequence // heads, heads, self.tensor.size() if self.tensor else 1
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=(DATA, RING, HEADS, TENSOR))
+            self._rings[heads] = mesh[RING, HEADS]
+        return self._rings[heads]
 
 
 def make_mesh(

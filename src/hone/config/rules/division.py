@@ -28,6 +28,10 @@ MOST_POOLS_TO_ORDER = 6
 """More pools than this are not tried in other orders."""
 
 
+RING_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""What Hone's own decoder runs, which has ring attention; must equal `model.decoder.FAMILY`, a test compares them."""
+
+
 def training_divides(config: RunConfig) -> Iterator[Breach]:
     topology, settings = _known(config), config.cluster.trainer
     if topology is None:
@@ -63,8 +67,8 @@ def engines_divide(config: RunConfig) -> Iterator[Breach]:
 
 
 def heads_divide(config: RunConfig, shape: Mapping[str, Any]) -> Iterator[Breach]:
-    """Tensor parallelism divides attention by heads, and Ulysses exchanges sequences for heads. An engine may have a
-    key-value head on several devices; a trainer has each once."""
+    """Tensor parallelism divides attention by heads, and Ulysses exchanges sequences for heads; where ranks are more,
+    Hone's own decoder has a ring. An engine may have a key-value head on several devices; a trainer has each once."""
     cluster = config.cluster
     heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
     if cluster.backend != "ray" or not isinstance(heads, int):
@@ -81,7 +85,9 @@ def heads_divide(config: RunConfig, shape: Mapping[str, Any]) -> Iterator[Breach
             f"must divide the model's {kv_heads} key-value heads or be a multiple of them (got {engines}). Nearest: "
             f"{nearest}",
         )
-    yield from trained_layers_divide(shape, cluster.trainer.tensor_parallel, cluster.trainer.sequence_parallel)
+    has_ring = shape.get("model_type") in RING_FAMILIES and config.model.implementation != "transformers"
+    sequence = 1 if has_ring else cluster.trainer.sequence_parallel
+    yield from trained_layers_divide(shape, cluster.trainer.tensor_parallel, sequence)
 
 
 def trained_layers_divide(shape: Mapping[str, Any], tensor: int, sequence: int) -> Iterator[Breach]:

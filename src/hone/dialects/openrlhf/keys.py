@@ -37,7 +37,7 @@ DEEPSPEED: dict[str, Row] = {
     "adam_offload": shared.offload("optimizer"),
     "tensor_parallel_size": shared.width("cluster.trainer.tensor_parallel"),
     "ring_attn_size": shared.width("cluster.trainer.sequence_parallel"),
-    "ring_attn_head_stride": placement("sequences are divided by Ulysses"),
+    "ring_attn_head_stride": placement("Ulysses first, and a ring of chunks beyond the key-value heads"),
     "packing_samples": automatic("never padded"),
     "attn_implementation": automatic("attention is Hone's own"),
     "experts_implementation": automatic("Transformers' own"),
