@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import hone
 from hone.assemble.alarms import LiveAlarms
 from hone.cli.main import main
 from hone.doctor.rules import RULES
+from hone.doctor.walk import GOLD, WALK, walk
 from hone.doctor.watch import watch_lines
 from hone.errors import ConfigError, StoppedByAlarm
 from hone.observe.events import read_events
@@ -50,6 +52,36 @@ def test_the_first_abnormal_metric_with_cause_evidence_change_and_confirmation(t
     assert "truncation" not in shown, "it is silent under a stronger alarm"
 
 
+@pytest.mark.parametrize(("second", "cause"), [(1e-7, "one_engine_differs"), (0.1, "off_policy")])
+def test_a_stale_engine_is_told_from_samples_that_are_all_old(second, cause):
+    gaps = {"engine/engine-0_mismatch_gap": 0.4, "engine/engine-1_mismatch_gap": second}
+    line = {"stage": "rl", "rollout/staleness_mean": 1.0, "train/mismatch_gap": 0.25, **gaps}
+    (alarm,) = watch_lines(SETTINGS, [{**line, "step": step} for step in range(1, 10)]).alarms
+    assert (alarm.name, alarm.cause) == ("mismatch", cause)
+
+
+def test_without_an_alarm_it_walks_through_what_learning_needs(tmp_path, capsys):
+    healthy = {"rollout/pass_rate": 0.3, "rollout/zero_std_group_frac": 0.3, "train/mismatch_gap": 1e-7}
+    folder = run_folder(tmp_path / "run", {**healthy, "train/update_kl": 5e-6, "eval/accuracy": 0.3})
+    main(["doctor", str(folder), "--all"])
+    shown = capsys.readouterr().out
+    rows = {question: answer for answer, question in re.findall(r"^(yes|no|unknown) +(.+?\?) ", shown, re.M)}
+    assert rows == {
+        "Do gold answers score 1?": "unknown",
+        "Does the start ever succeed?": "yes",
+        "Does the policy ever succeed?": "yes",
+        "Does the reward vary within groups?": "yes",
+        "Do responses end?": "unknown",
+        "Do sampler and trainer agree?": "yes",
+        "Does an update change the policy?": "no",
+        "Does evaluation follow?": "yes",
+    }
+    assert "train/update_kl = 5e-06; between 1e-5 and 0.1. Do: below: raise train.optimizer.lr" in shown
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    assert all(f"| {step.question} |" in page for step in (*WALK, GOLD))
+    assert walk({}, [{"stage": "sft", "step": 1, "sft/loss": 1.0}]) == ()
+
+
 def test_all_alarms_and_json(tmp_path, capsys):
     folder = run_folder(tmp_path / "run", {"train/skipped_steps": 1, "rollout/truncated_frac": 1.0})
     assert main(["doctor", str(folder)]) == 1
@@ -68,7 +100,7 @@ def test_all_alarms_and_json(tmp_path, capsys):
 
 def test_a_healthy_run_has_no_alarm_and_exit_code_0(tmp_path, capsys):
     assert main(["doctor", str(run_folder(tmp_path / "run", {"rollout/truncated_frac": 0.0}))]) == 0
-    assert capsys.readouterr().out.endswith("no alarm\n")
+    assert "\nno alarm\n" in capsys.readouterr().out
 
 
 def test_advice_alone_is_no_failure(tmp_path):

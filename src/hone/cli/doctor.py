@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hone.cli.arguments import AsJson, examples
+from hone.doctor.walk import RECENT
 
 if TYPE_CHECKING:
     from hone.doctor.watch import Alarm
@@ -31,7 +32,10 @@ def doctor(
         typer.Argument(metavar="[RUN_DIR]", help="Folder of a run. Without: check the machine.", show_default=False),
     ] = None,
     show_all: Annotated[
-        bool, typer.Option("--all", help="Every alarm, with those that ended; not the first alone.")
+        bool,
+        typer.Option(
+            "--all", help="Every alarm, with those that ended, and the walk through a run that does not learn."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -73,14 +77,25 @@ def lines_of(found: Diagnosis, *, show_all: bool) -> list[str]:
     steps = ", ".join(f"{stage} step {step}" for stage, step in found.last_steps.items()) or "no step yet"
     lines = [f"{found.path}: {steps}; {found.state}"]
     if not found.alarms:
-        return [*lines, "no alarm" if found.last_steps else "no metrics: logs/training.log says how far it came"]
+        said = "no alarm" if found.last_steps else "no metrics: logs/training.log says how far it came"
+        return [*lines, said, *_walk_lines(found)]
     shown = found.alarms if show_all else found.alarms[:1]
     for number, alarm in enumerate(shown):
         lines += ["", *_alarm_lines(alarm, "first abnormal" if number == 0 else "then")]
     if left := found.alarms[len(shown) :]:
         names = ", ".join(f"{alarm.name} (step {alarm.since})" for alarm in left)
         lines += ["", f"{len(left)} more, --all shows them: {names}"]
-    return lines
+    return [*lines, *_walk_lines(found)] if show_all else lines
+
+
+def _walk_lines(found: Diagnosis) -> list[str]:
+    """Questions for a run that does not learn."""
+    if not found.walk:
+        return []
+    rows = [
+        f"{one.answer:<8} {one.question:<36} {one.found}{f'. Do: {one.do}' if one.do else ''}" for one in found.walk
+    ]
+    return ["", f"If it does not learn, in this order (means of the last {RECENT} steps):", *rows]
 
 
 def _alarm_lines(alarm: Alarm, title: str) -> list[str]:
@@ -107,4 +122,5 @@ def _as_dict(found: Diagnosis) -> dict[str, Any]:
         "state": found.state,
         "last_steps": found.last_steps,
         "alarms": [asdict(alarm) for alarm in found.alarms],
+        "walk": [asdict(one) for one in found.walk],
     }

@@ -150,6 +150,7 @@ def report_data(
         data["alarms"] = [asdict(alarm) for alarm in by_importance(watch.alarms)]
     else:
         data["alarms"] = alarms_of_events(run_folder)
+    data["has_every_line"] = has_every_line
     data["healthy"] = healthy_ranges(lines, has_every_line=has_every_line)
     events = events_of(run_folder / FILE, MARKING, before="training")
     marks = [*marks_of_events(events), *_marks_of_memory(data["memory"])]

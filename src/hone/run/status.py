@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hone.doctor.walk import Answered, walk
 from hone.doctor.watch import Alarm, AlarmWatch, by_importance
 from hone.observe.events import events_of, read_events
 from hone.observe.sinks import metric_lines
@@ -189,6 +190,8 @@ class Diagnosis:
     """Stage -> last step with metrics."""
     alarms: tuple[Alarm, ...]
     """The one to look at first in front (`doctor.watch.by_importance`)."""
+    walk: tuple[Answered, ...] = ()
+    """Questions to go through if it does not learn, in order."""
 
     @property
     def is_ill(self) -> bool:
@@ -203,10 +206,12 @@ def diagnose(path: Path) -> Diagnosis:
         RunFolderError: no run is there.
     """
     folder = RunFolder.read(path)
-    watch, last_steps = AlarmWatch(folder.identity()), {}
+    settings, last_steps = folder.identity(), {}
+    watch = AlarmWatch(settings)
     for line in metric_lines(folder.metrics):
         watch.add(line)
         last_steps[line["stage"]] = line["step"]
     status = read_status(folder)
     state = "running" if status.running else status.outcome or "not running; it was killed or not started"
-    return Diagnosis(path, state, last_steps, tuple(by_importance(watch.alarms)))
+    answers = walk(settings, metric_lines(folder.metrics))
+    return Diagnosis(path, state, last_steps, tuple(by_importance(watch.alarms)), answers)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, either, outside, when
 from hone.doctor.rules.common import (
     ENTROPY,
@@ -28,6 +31,13 @@ from hone.doctor.rules.common import (
     moves_far,
 )
 
+
+def _one_engine_differs(h: History) -> bool:
+    """The gap of one engine is five times that of every other one."""
+    *others, largest = sorted(h.mean(name, 5) for name in h.names("engine/<engine>_mismatch_gap")) or [math.nan]
+    return bool(others) and largest > max(0.03, 5 * others[-1])
+
+
 POLICY = (
     AlarmRule(
         name="mismatch",
@@ -40,6 +50,16 @@ POLICY = (
             Limit(GAP, high=0.03),
         ),
         causes=(
+            Cause(
+                name="one_engine_differs",
+                what="one engine of several has other weights or settings than the others: a publish that it did not "
+                "take, or another version of its software.",
+                change="cluster.canary_every: 1, which names it and excludes it; restart that engine",
+                confirm="Its engine/<engine>_mismatch_gap alone is large. If all engines have the gap, it is staleness "
+                "or a setting.",
+                applies=_one_engine_differs,
+                reads=("engine/<engine>_mismatch_gap",),
+            ),
             Cause(
                 name="off_policy",
                 what="samples are several updates old and the policy has moved since.",

@@ -82,7 +82,7 @@ const tells = series => series.some(s => s.xs.length === 1 || alarmsOf(null, s.n
 
 function drawStage(stage) {
   const section = element("section", "stage");
-  const count = stage.steps.count, averaged = count > stage.steps.step.length ? ` · a point is the mean of about ${Math.round(count / stage.steps.step.length)} steps` : "";
+  const count = stage.steps.count, averaged = !data.has_every_line ? ` · curves are made of ${number(count)} steps, evenly spaced` : count > stage.steps.step.length ? ` · a point is the mean of about ${Math.round(count / stage.steps.step.length)} steps` : "";
   section.innerHTML = `<h2>Stage ${esc(stage.name)}</h2><div class="note">${number(stage.last_step)} steps in ${duration(stage.seconds)}${averaged} · bold lines are smoothed · point at a chart, or go there with Tab and the arrow keys, to read it; drag to zoom in, double-click to zoom out</div>`;
   const grid = element("div", "charts"), shown = new Set(), charts = [];
   section.append(grid);

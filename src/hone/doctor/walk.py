@@ -1,0 +1,129 @@
+"""The walk through a run that does not learn: questions in order, answered from the metrics of its rl stage.
+
+Alarms say what is abnormal; the walk says how far the chain from a right answer to a better policy holds. The table of
+docs/doctor.md has the same questions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hone.doctor.history import History
+from hone.doctor.rule import shown
+from hone.doctor.rules.common import EVAL, GAP, KL_UPDATE, PASS, SILENT, TRUNCATED, WRONG
+
+RECENT = 20
+"""Steps that a figure is the mean of."""
+Answer = Literal["yes", "no", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One question."""
+
+    question: str
+    metric: str
+    """Not logged: the answer is unknown."""
+    holds: Callable[[History], bool]
+    limit: str
+    """What `holds` asks, in words."""
+    otherwise: str
+    """What to do if not."""
+    figure: Callable[[History, str], float] = lambda h, metric: h.mean(metric, RECENT)
+    """What is shown of the metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A question with its answer."""
+
+    question: str
+    answer: Answer
+    found: str
+    do: str
+    """Empty for yes."""
+
+
+WALK: tuple[Step, ...] = (
+    Step(
+        "Does the start ever succeed?",
+        PASS,
+        lambda h: h.first(PASS) > 0,
+        "above 0 in the first step",
+        "easier prompts first, a supervised stage, or larger groups",
+        figure=History.first,
+    ),
+    Step(
+        "Does the policy ever succeed?",
+        PASS,
+        lambda h: h.mean(PASS, RECENT) > 0 and not h.mean(WRONG, RECENT) >= 1,
+        "above 0",
+        "easier prompts, a supervised stage, larger groups; check the reward with hone check",
+    ),
+    Step(
+        "Does the reward vary within groups?",
+        SILENT,
+        lambda h: h.mean(SILENT, RECENT) < 0.6,
+        "below 0.6",
+        "temperature 1, larger groups, a finer reward, algorithm.drop_uninformative",
+    ),
+    Step(
+        "Do responses end?",
+        TRUNCATED,
+        lambda h: h.mean(TRUNCATED, RECENT) < 0.25,
+        "below 0.25",
+        "a larger rollout.max_response_tokens; the end token in the supervised stage",
+    ),
+    Step(
+        "Do sampler and trainer agree?",
+        GAP,
+        lambda h: h.mean(GAP, RECENT) < 0.03,
+        "below 0.03",
+        "the alarm `mismatch` has the causes",
+    ),
+    Step(
+        "Does an update change the policy?",
+        KL_UPDATE,
+        lambda h: 1e-5 <= h.mean(KL_UPDATE, RECENT) <= 0.1,
+        "between 1e-5 and 0.1",
+        "below: raise train.optimizer.lr or lower the KL coefficient; above: lower train.optimizer.lr",
+    ),
+    Step(
+        "Does evaluation follow?",
+        EVAL,
+        lambda h: h.count(EVAL) < 2 or h.now(EVAL) >= h.first(EVAL),
+        "not below its first value",
+        "leaked answers, memorised prompts, an exploited reward",
+        figure=History.now,
+    ),
+)
+GOLD = Answered(
+    "Do gold answers score 1?", "unknown", "not in the metrics", "hone check RUN.yaml scores them; if not, the reward, "
+    "its parser or the answers are wrong",
+)  # fmt: skip
+
+
+def walk(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> tuple[Answered, ...]:
+    """Answers from the lines of metrics.jsonl; none for a run without an rl stage.
+
+    Args:
+        settings: the resolved run file, nested.
+    """
+    read, history = {name for step in WALK for name in (step.metric, WRONG)}, History("rl", settings)
+    for line in lines:
+        if line["stage"] == "rl":
+            history.add(line["step"], {name: line[name] for name in read if name in line})
+    if not any(history.count(step.metric) for step in WALK):
+        return ()
+    return (GOLD, *(_answered(step, history) for step in WALK))
+
+
+def _answered(step: Step, history: History) -> Answered:
+    value = step.figure(history, step.metric)
+    if math.isnan(value):
+        return Answered(step.question, "unknown", f"{step.metric} is not logged", "")
+    holds, found = step.holds(history), f"{step.metric} = {shown(value)}; {step.limit}"
+    return Answered(step.question, "yes" if holds else "no", found, "" if holds else step.otherwise)
