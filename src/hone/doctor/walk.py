@@ -17,11 +17,11 @@ from hone.doctor.rules.common import EVAL, GAP, KL_UPDATE, PASS, SILENT, TRUNCAT
 
 RECENT = 20
 """Steps that a figure is the mean of."""
-Answer = Literal["yes", "no", "unknown"]
+Verdict = Literal["yes", "no", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class WalkStep:
     """One question."""
 
     question: str
@@ -37,18 +37,18 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class WalkAnswer:
     """A question with its answer."""
 
     question: str
-    answer: Answer
+    answer: Verdict
     found: str
     do: str
     """Empty for yes."""
 
 
-WALK: tuple[Step, ...] = (
-    Step(
+WALK: tuple[WalkStep, ...] = (
+    WalkStep(
         "Does the start ever succeed?",
         PASS,
         lambda h: h.first(PASS) > 0,
@@ -56,42 +56,42 @@ WALK: tuple[Step, ...] = (
         "easier prompts first, a supervised stage, or larger groups",
         figure=History.first,
     ),
-    Step(
+    WalkStep(
         "Does the policy ever succeed?",
         PASS,
         lambda h: h.mean(PASS, RECENT) > 0 and not h.mean(WRONG, RECENT) >= 1,
         "above 0",
         "easier prompts, a supervised stage, larger groups; check the reward with hone check",
     ),
-    Step(
+    WalkStep(
         "Does the reward vary within groups?",
         SILENT,
         lambda h: h.mean(SILENT, RECENT) < 0.6,
         "below 0.6",
         "temperature 1, larger groups, a finer reward, algorithm.drop_uninformative",
     ),
-    Step(
+    WalkStep(
         "Do responses end?",
         TRUNCATED,
         lambda h: h.mean(TRUNCATED, RECENT) < 0.25,
         "below 0.25",
         "a larger rollout.max_response_tokens; the end token in the supervised stage",
     ),
-    Step(
+    WalkStep(
         "Do sampler and trainer agree?",
         GAP,
         lambda h: h.mean(GAP, RECENT) < 0.03,
         "below 0.03",
         "the alarm `mismatch` has the causes",
     ),
-    Step(
+    WalkStep(
         "Does an update change the policy?",
         KL_UPDATE,
         lambda h: 1e-5 <= h.mean(KL_UPDATE, RECENT) <= 0.1,
         "between 1e-5 and 0.1",
         "below: raise train.optimizer.lr or lower the KL coefficient; above: lower train.optimizer.lr",
     ),
-    Step(
+    WalkStep(
         "Does evaluation follow?",
         EVAL,
         lambda h: h.count(EVAL) < 2 or h.now(EVAL) >= h.first(EVAL),
@@ -100,13 +100,13 @@ WALK: tuple[Step, ...] = (
         figure=History.now,
     ),
 )
-GOLD = Answered(
+GOLD = WalkAnswer(
     "Do gold answers score 1?", "unknown", "not in the metrics", "hone check RUN.yaml scores them; if not, the reward, "
     "its parser or the answers are wrong",
 )  # fmt: skip
 
 
-def walk(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> tuple[Answered, ...]:
+def walk(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> tuple[WalkAnswer, ...]:
     """Answers from the lines of metrics.jsonl; none for a run without an rl stage.
 
     Args:
@@ -121,9 +121,9 @@ def walk(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> tup
     return (GOLD, *(_answered(step, history) for step in WALK))
 
 
-def _answered(step: Step, history: History) -> Answered:
+def _answered(step: WalkStep, history: History) -> WalkAnswer:
     value = step.figure(history, step.metric)
     if math.isnan(value):
-        return Answered(step.question, "unknown", f"{step.metric} is not logged", "")
+        return WalkAnswer(step.question, "unknown", f"{step.metric} is not logged", "")
     holds, found = step.holds(history), f"{step.metric} = {shown(value)}; {step.limit}"
-    return Answered(step.question, "yes" if holds else "no", found, "" if holds else step.otherwise)
+    return WalkAnswer(step.question, "yes" if holds else "no", found, "" if holds else step.otherwise)

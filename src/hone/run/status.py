@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hone.doctor.walk import Answered, walk
+from hone.doctor.walk import WalkAnswer, walk
 from hone.doctor.watch import Alarm, AlarmWatch, by_importance
 from hone.observe.events import events_of, read_events
 from hone.observe.sinks import metric_lines
@@ -190,7 +190,7 @@ class Diagnosis:
     """Stage -> last step with metrics."""
     alarms: tuple[Alarm, ...]
     """The one to look at first in front (`doctor.watch.by_importance`)."""
-    walk: tuple[Answered, ...] = ()
+    walk: tuple[WalkAnswer, ...] = ()
     """Questions to go through if it does not learn, in order."""
 
     @property

@@ -61,7 +61,7 @@ function linesOf(series) {
       const below = lines.length ? lines[lines.length - 1].ys : s.ys.map(() => 0);
       add(s.ys.map((v, i) => (v || 0) + below[i]), { width: 0, fill: () => cssColor(colorOf(s, k)) + "d9", points: { show: false } });
     } else if (s.kind === "dots") {
-      add(s.ys, { width: 1.2, dash: [3, 3], spanGaps: true, points: { show: true, size: 7, fill: stroke } });
+      add(s.ys, { width: 1.2, dash: s.dash || [3, 3], spanGaps: true, points: { show: true, size: 7, fill: stroke } });
     } else if (isNoisy(s.ys)) {
       add(s.ys, { width: 1, alpha: 0.28 });
       add(smooth(s.ys), { width: 1.8, dash: s.dash });

@@ -24,6 +24,8 @@ function duration(seconds) {
   return m ? `${m} min ${s} s` : `${seconds < 10 ? seconds.toFixed(1) : s} s`;
 }
 
+const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
+
 function element(tag, className, html) {
   const node = document.createElement(tag);
   if (className) node.className = className;

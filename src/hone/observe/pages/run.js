@@ -8,7 +8,7 @@ function drawAlarms() {
   byId("alarms").innerHTML = `<h2>First abnormal: ${esc(first.metric)}, ${esc(first.stage)} ${esc(alarmSteps(first))}</h2><div class="card"><dl>` +
     row("alarm", `${first.name} (${first.level}): ${first.pattern}`) + row("evidence", first.evidence.join("; ")) + row("likely cause", first.what) +
     row("change", first.change) + row("to confirm", first.confirm) + row("limit from", first.source) + `</dl></div>` +
-    (rest.length ? `<details><summary class="soft">${rest.length} more alarms</summary><ul>${rest.map(a => `<li>${esc(a.stage)}: ${alarmLine(a)}</li>`).join("")}</ul></details>` : "");
+    (rest.length ? `<details><summary class="soft">${counted(rest.length, "more alarm")}</summary><ul>${rest.map(a => `<li>${esc(a.stage)}: ${alarmLine(a)}</li>`).join("")}</ul></details>` : "");
 }
 
 // ---- the panels of a stage; names that a stage did not log leave no panel
@@ -102,7 +102,7 @@ function drawStage(stage) {
   charts.push(["Where each step's time went", timeSplit(stage) || [], { unit: "seconds per step", wide: true }]);
   const others = [...Object.keys(stage.steps.values), ...Object.keys(stage.evals.values)].filter(n => !shown.has(n)).sort();
   if (others.length) {
-    const more = element("details", "", `<summary class="soft">${others.length} more metrics of this stage</summary>`), inner = element("div", "charts");
+    const more = element("details", "", `<summary class="soft">${counted(others.length, "more metric")} of this stage</summary>`), inner = element("div", "charts");
     more.append(inner);
     more.addEventListener("toggle", () => {
       if (inner.childElementCount) return;
@@ -114,7 +114,7 @@ function drawStage(stage) {
     section.append(more);
   }
   const marks = data.marks.filter(m => m.stage === stage.name);
-  if (marks.length) section.append(element("details", "", `<summary class="soft">${marks.length} events, marked at the top of the curves</summary><ul>${marks.map(m => `<li>step ${m.step}: ${esc(m.what)}</li>`).join("")}</ul>`));
+  if (marks.length) section.append(element("details", "", `<summary class="soft">${counted(marks.length, "event")}, marked at the top of the curves</summary><ul>${marks.map(m => `<li>step ${m.step}: ${esc(m.what)}</li>`).join("")}</ul>`));
   byId("stages").append(section);
   for (const chart of charts) addStageChart(stage, grid, chart);
 }
@@ -210,7 +210,7 @@ function drawSamples() {
     <label>tokens by <select id="shade">${options(Object.keys(SHADES))}</select></label>
     <input type="search" id="search" placeholder="Words, reward&lt;0.5, tokens&gt;100, version=3, fault" title="Words of prompt, answer or response; reward, advantage, tokens, step, version or a component with &lt; &gt; = &lt;= &gt;=; fault" aria-label="Search"><span class="note" id="found"></span></div>
     <div class="pictures" id="pictures"></div>
-    <table><thead><tr><th class="num">step</th><th style="width:34%">prompt</th><th class="optional" style="width:13%">answer</th><th>response</th><th class="num optional">tokens</th><th class="num">reward</th><th class="num">advantage</th></tr></thead><tbody id="rows"></tbody></table>`;
+    <table><thead><tr><th class="num optional">step</th><th style="width:34%">prompt</th><th class="optional" style="width:13%">answer</th><th>response</th><th class="num optional">tokens</th><th class="num">reward</th><th class="num">advantage</th></tr></thead><tbody id="rows"></tbody></table>`;
   fillPlaces(placeOf(data.samples[data.samples.length - 1]));
   for (const id of ["sort", "search"]) byId(id).addEventListener("input", fillRows);
   byId("shade").addEventListener("input", () => document.querySelectorAll("#rows tr").forEach(row => row.shadeAnew && row.shadeAnew()));
@@ -293,7 +293,7 @@ const signed = v => v === null ? "–" : `<span class="${v > 0 ? "pos" : v < 0 ?
 function sampleRow(s, isFirst) {
   const row = element("tr", isFirst ? "sample first" : "sample");
   row.tabIndex = 0;
-  row.innerHTML = `<td class="num soft">${s.step}</td><td class="clip mono">${esc(s.prompt.slice(0, 300))}</td><td class="clip mono optional">${esc((s.answer ?? "").slice(0, 80))}</td>
+  row.innerHTML = `<td class="num soft optional">${s.step}</td><td class="clip mono">${esc(s.prompt.slice(0, 300))}</td><td class="clip mono optional">${esc((s.answer ?? "").slice(0, 80))}</td>
     <td class="clip mono">${esc(s.response.slice(0, 300))}</td><td class="num optional">${s.num_tokens}</td><td class="num">${s.reward === null ? '<span class="neg">fault</span>' : number(s.reward)}</td><td class="num">${signed(s.advantage)}</td>`;
   const toggle = () => {
     if (row.classList.toggle("open")) row.after(detailRow(s)); else row.nextElementSibling.remove();
