@@ -17,7 +17,6 @@ from hone.doctor.rules.common import EVAL, GAP, KL_UPDATE, PASS, SILENT, TRUNCAT
 
 RECENT = 20
 """Steps that a figure is the mean of."""
-Verdict = Literal["yes", "no", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class WalkAnswer:
     """A question with its answer."""
 
     question: str
-    answer: Verdict
+    answer: Literal["yes", "no", "unknown"]
     found: str
     do: str
     """Empty for yes."""
