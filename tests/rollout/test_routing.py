@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hone.algo.algorithm import Algorithm
 from hone.config.run import AlgorithmSection, OptimizerSection
 from hone.data.pack import collate
-from hone.errors import DataError
+from hone.errors import DataError, HoneError
 from hone.model.load import init_model
 from hone.model.lora import merged_copy
 from hone.plan.kv_cache import CacheRoom
@@ -244,3 +244,12 @@ def test_samples_that_meet_an_environment_have_the_routing_of_every_input():
             known = (found >= 0).all((1, 2))
             assert known[: len(one.prompt.token_ids) + sample.turns[-1].end - 1].all()
             assert np.array_equal(np.sort(found[known]), np.sort(expected[known]))
+
+
+@pytest.mark.slow("builds more architectures")
+def test_a_class_that_the_hook_does_not_wholly_cover_is_refused():
+    sizes = {**TEXT["mixtral"], "kv_channels": 8}
+    for kind, said in (("jetmoe", "outside of blocks of experts"), ("phimoe", "by other means than topk")):
+        model = init_model({**sizes, "model_type": kind}, vocab_size=None, seed=0, dtype=torch.float32, device="cpu")
+        with pytest.raises(HoneError, match=said):
+            sampled(model)

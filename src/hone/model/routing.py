@@ -41,6 +41,8 @@ class Routing:
         self._counts = [_number_of_experts(block) for block in blocks]
         if not blocks or None in self._counts:
             raise DataError(no_experts(name))
+        if elsewhere := _routers_elsewhere(body, blocks):
+            raise DataError(_other_means(name, f"in {elsewhere} modules outside of blocks of experts"))
         self._replayed_NLK: Tensor | None = None
         self._recorded: dict[int, Tensor] | None = None
         self._open: dict[int, _Choices] = {}
@@ -92,9 +94,7 @@ class Routing:
         missing = self.num_layers - len(self._recorded)
         if missing:
             raise DataError(
-                f"algorithm.replay_routing = true: {self._name} chooses experts in {missing} of {self.num_layers} "
-                "layers by other means than topk, so they can be neither recorded nor replayed. Set "
-                "algorithm.replay_routing=false."
+                _other_means(self._name, f"in {missing} of {self.num_layers} layers by other means than topk")
             )
         found = torch.stack([self._recorded[layer] for layer in range(self.num_layers)], dim=1)
         self._recorded.clear()
@@ -165,6 +165,23 @@ def no_balance(name: str) -> str:
         f"algorithm.load_balancing_coef > 0: Transformers' class of {name} has no load-balancing loss "
         "(load_balancing_loss_func over router logits). Set algorithm.load_balancing_coef=0."
     )
+
+
+def _other_means(name: str, how: str) -> str:
+    """That the hook misses choices of an architecture."""
+    return (
+        f"algorithm.replay_routing = true: {name} chooses experts {how}, so they can be neither recorded nor replayed. "
+        "Set algorithm.replay_routing=false."
+    )
+
+
+def _routers_elsewhere(body: Any, blocks: Sequence[nn.Module]) -> int:
+    """Modules that Transformers itself calls routers and that are in none of the blocks: JetMoE's of attention."""
+    recorders = (getattr(body, "_can_record_outputs", None) or {}).get("router_logits", ())
+    found = recorders if isinstance(recorders, list | tuple) else (recorders,)
+    kinds = tuple(kind for one in found if (kind := getattr(one, "target_class", None)) not in (None, nn.Linear))
+    seen = {module for block in blocks for module in block.modules()}
+    return sum(isinstance(module, kinds) and module not in seen for module in body.modules())
 
 
 def no_experts(name: str) -> str:
