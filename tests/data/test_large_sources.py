@@ -182,6 +182,31 @@ def test_a_sample_has_rows_of_each_source_and_is_not_kept(tmp_path, digits, cach
     assert (len(again.rows()), again.report) == (43, whole.report), "what is known of all rows is used"
 
 
+def test_the_digest_of_an_unchanged_file_is_kept_and_a_changed_file_is_hashed_again(tmp_path, cached, monkeypatch):
+    monkeypatch.setattr(cache, "NOTED_BYTES", 0)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"one")
+
+    def digest_in_another_process():
+        monkeypatch.setattr(cache, "_DIGESTS", {})
+        return cache.file_digest(path, print)
+
+    digest_in_another_process()
+    assert not list(cached.glob("*.digest")), "changed a moment ago: it may change again at the same time"
+    monkeypatch.setattr(cache, "SETTLED_S", -1)
+    assert digest_in_another_process() == hashlib.sha256(b"one").hexdigest()
+    with monkeypatch.context() as noted:
+        noted.setattr(cache, "_digest", None)
+        assert digest_in_another_process() == hashlib.sha256(b"one").hexdigest()
+    modified = path.stat().st_mtime_ns
+    path.write_bytes(b"two")
+    os.utime(path, ns=(modified, modified))
+    assert digest_in_another_process() == hashlib.sha256(b"two").hexdigest(), "of the same size and time"
+    for note in cached.glob("*.digest"):
+        note.write_text("broken")
+    assert digest_in_another_process() == hashlib.sha256(b"two").hexdigest()
+
+
 def test_an_index_is_of_the_columns_of_each_source(tmp_path, digits, cached, monkeypatch):
     names = write(tmp_path, "many.jsonl", ROWS[:40]), write(tmp_path, "few.jsonl", ROWS[:3])
 

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import tempfile
 import time
 import zlib
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hone.data.report import LoadProgress
 from hone.errors import DataError
-from hone.observe.whole import sync
+from hone.observe.whole import sync, write_whole
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,6 +35,10 @@ Write = Callable[[Any], Mapping[str, Any]]
 """Writes an Arrow file to a sink that `pyarrow.ipc.new_file` takes; returns notes to keep beside it, as JSON."""
 
 UNUSED_DAYS = 30
+NOTED_BYTES = 1 << 20
+"""The digests of files from this size on are kept in the cache folder."""
+SETTLED_S = 2.0
+"""Seconds since its last change after which a file's times tell its next change: clocks of file systems are coarse."""
 _CHUNK_BYTES = 1 << 22
 
 
@@ -57,18 +62,41 @@ def key_of(*parts: Any) -> str:
 
 
 def file_digest(path: Path, say: Say) -> str:
-    """SHA-256 of a file's bytes. Read once per process, unless its size, time or inode changes. Raises OSError."""
+    """SHA-256 of a file's bytes. Read once, unless its size, times or inode change; of a large file, once for all
+    processes. Raises OSError."""
     found = path.stat()
-    key = (path, found.st_size, found.st_mtime_ns, found.st_ino)
+    key = key_of(str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_dev, found.st_ino)
     if key not in _DIGESTS:
-        hashed = hashlib.sha256()
-        for chunk in _chunks(path, "hashing", say):
-            hashed.update(chunk)
-        _DIGESTS[key] = hashed.hexdigest()
+        is_noted = found.st_size >= NOTED_BYTES and time.time() - max(found.st_mtime, found.st_ctime) > SETTLED_S
+        note = cache_folder() / f"{key}.digest"
+        digest = _noted(note) if is_noted else None
+        if digest is None:
+            digest = _digest(path, say)
+            if is_noted:
+                with suppress(OSError):  # a cache that cannot be written to, which `save` says
+                    note.parent.mkdir(parents=True, exist_ok=True)
+                    write_whole(note, digest)
+        _DIGESTS[key] = digest
     return _DIGESTS[key]
 
 
-_DIGESTS: dict[tuple[Path, int, int, int], str] = {}
+_DIGESTS: dict[str, str] = {}
+
+
+def _digest(path: Path, say: Say) -> str:
+    hashed = hashlib.sha256()
+    for chunk in _chunks(path, "hashing", say):
+        hashed.update(chunk)
+    return hashed.hexdigest()
+
+
+def _noted(note: Path) -> str | None:
+    try:
+        digest = note.read_text("ascii")
+        os.utime(note)
+    except (OSError, ValueError):
+        return None
+    return digest if re.fullmatch("[0-9a-f]{64}", digest) else None
 
 
 def find(key: str, say: Say) -> CacheEntry | None:
