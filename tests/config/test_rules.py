@@ -40,6 +40,7 @@ BROKEN = [
         },
         "model.override.model_type: cannot be replaced",
     ),
+    ({"train__activation_checkpointing": "0"}, "must be at least 1 layer, or none, selective or full (got 0)"),
     ({"rollout__kv_cache_tokens": "5"}, "must hold the longest sample"),
     ({"run__name": "a/b"}, "run.name: must be letters, digits, blanks and _ . + = -, at most 128"),
     ({"run__name": "..", "run__dir": "'{name}'"}, "run.name: must be letters"),
