@@ -289,3 +289,12 @@ def test_records_of_routing_are_on_the_host(planned):
     assert set(records()) == {0}
     tokens, layers, active = 2 * 500 + 8 * 1000, 48, 8
     assert set(records("algorithm.replay_routing=true")) == {2 * tokens * layers * active}
+
+
+def test_where_memory_bounds_the_cache_the_cure_is_a_smaller_one():
+    """Fewer sequences would leave it as large: half of the device."""
+    words = ["run.precision=bfloat16", "cluster.backend=local", "train.activation_checkpointing=full"]
+    words += ["model.path=Qwen/Qwen3-0.6B", "rollout.max_response_tokens=8192", "train.logprob_chunk_tokens=256"]
+    loaded = load_config(EXAMPLES / "gsm8k" / "run.yaml", words)
+    found = plan(loaded.config, find_hardware("1xH100-80G"), folder=loaded.run_file.parent)
+    assert "rollout.kv_cache_tokens=" in found.verdict.sentence

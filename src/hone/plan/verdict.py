@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hone.config.engine import POLICY_GPU_FRAC
 from hone.config.render import inline
-from hone.plan.inputs import Inputs, changed
+from hone.plan.inputs import Inputs, changed, room_of
 from hone.plan.ledger import Ledger, Moment, gib, percent
 
 Level = Literal["fits", "tight", "does not fit"]
@@ -101,6 +101,8 @@ def _candidates(inputs: Inputs) -> Iterator[tuple[str, Any]]:
     if inputs.is_local or not cluster.engines.kind.takes_share:
         if rollout.max_concurrent_samples > 1:
             yield "rollout.max_concurrent_samples", rollout.max_concurrent_samples // 2
+        if (held := room_of(inputs).tokens(rollout.max_concurrent_samples)) // 2 >= longest:
+            yield "rollout.kv_cache_tokens", held // 2
         if rollout.prefill_tokens > longest:
             yield "rollout.prefill_tokens", max(longest, rollout.prefill_tokens // 4)
     elif (share := cluster.engines.gpu_memory_utilization or POLICY_GPU_FRAC) > 0.3:
