@@ -106,9 +106,8 @@ def sample(model: Qwen3, prompt_NP: Tensor, max_tokens: int, generator: torch.Ge
         return attention(q, k, v, causal(width)).transpose(1, 2).flatten(0, 1)
 
     def decode(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        of_layer = cache[layer]
-        of_layer[0, live_B, :, end - 1], of_layer[1, live_B, :, end - 1] = k, v
-        keys, values = of_layer[:, :, :, :end] if len(live_B) == ROWS else of_layer[:, live_B, :, :end]
+        cache[layer, 0, :, :, end - 1], cache[layer, 1, :, :, end - 1] = k, v
+        keys, values = cache[layer, :, :, :, :end]
         return attention(q[:, :, None], keys, values)[:, :, 0]
 
     hidden = model(prompt_NP.flatten(), torch.arange(width).repeat(num_prompts), prefill)
@@ -119,9 +118,11 @@ def sample(model: Qwen3, prompt_NP: Tensor, max_tokens: int, generator: torch.Ge
         drawn = torch.multinomial(model.logprobs(hidden).exp(), 1, generator=generator)[:, 0]
         tokens[live_B, step] = drawn
         length[live_B[drawn == EOS]] = step + 1
-        live_B, drawn = live_B[drawn != EOS], drawn[drawn != EOS]
-        if step + 1 == max_tokens or not len(live_B):
+        goes_on = drawn != EOS
+        if step + 1 == max_tokens or not goes_on.any():
             break
+        if not goes_on.all():
+            live_B, drawn, cache = live_B[goes_on], drawn[goes_on], cache[:, :, goes_on]
         end = width + step + 1
         hidden = model(drawn, torch.full_like(drawn, end - 1), decode)
     return tokens[:, : step + 1], length

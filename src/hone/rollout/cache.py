@@ -127,7 +127,8 @@ class Region:
         if columns == 0:
             return
         to, origin = (upload(slots, self.data.device) for slots in (target, source))
-        self.data[:, :, to, :, :columns] = self.data[:, :, origin, :, :columns]
+        part = self.data[:, :, :, :, :columns]
+        part.index_copy_(2, to, part.index_select(2, origin))  # on CPUs several times faster than part[:, :, to] = ...
 
     @property
     def _other(self) -> Region:
