@@ -105,40 +105,42 @@ def test_the_page_has_this_table():
     assert written == table(), "docs/models.md is stale: run `python tests/loop/test_model_outcomes.py`"
 
 
+def write_replaying_run(folder: Path, model_type: str) -> Path:
+    """A run that replays routing, with rewards that give every step a gradient."""
+    save_model(folder / "model", model_type)
+    (folder / "rows.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8)
+    (folder / "rewards.py").write_text("def score(group):\n    return [s.token_ids[0] % 2 for s in group.samples]\n")
+    written = RUN.format(folder=folder, rank=0).replace("{use: exact}", "{use: 'rewards.py:score'}")
+    (folder / "run.yaml").write_text(written + "algorithm: {replay_routing: true}\n")
+    return folder / "run.yaml"
+
+
 @pytest.mark.slow("checks and trains two models")
 def test_check_and_a_run_replay_routing_or_refuse_to(tmp_path):
-    for kind, ending in (("qwen3_moe", "routing is replayed"), ("qwen3", "no layers with experts")):
-        folder = tmp_path / kind
-        save_model(folder / "model", kind)
-        (folder / "rows.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8)
-        run_file = folder / "run.yaml"
-        run_file.write_text(RUN.format(folder=folder, rank=0) + "algorithm: {replay_routing: true}\n")
-        report = assemble.check_run(load_config(run_file))
-        said = report.problems or [line for line in report.lines if line.startswith("model: ")]
-        assert ending in said[0]
-        if report.problems:
-            with pytest.raises(HoneError, match=ending):
-                assemble.train(load_config(run_file))
-        else:
-            assemble.train(load_config(run_file))
-            metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-            assert max(line.get("train/mismatch_mean", 0.0) for line in metrics) < 1e-5
+    run_file = write_replaying_run(tmp_path / "with", "qwen3_moe")
+    report = assemble.check_run(load_config(run_file))
+    assert any("routing is replayed" in line for line in report.lines)
+    assemble.train(load_config(run_file, ["rollout.group_size=8"]))
+    steps = [json.loads(line) for line in (tmp_path / "with" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["train/grad_norm"] > 0 and 0 < step["train/mismatch_gap"] < 1e-5
+    run_file = write_replaying_run(tmp_path / "without", "qwen3")
+    assert "no layers with experts" in assemble.check_run(load_config(run_file)).problems[0]
+    with pytest.raises(HoneError, match="no layers with experts"):
+        assemble.train(load_config(run_file))
 
 
 @pytest.mark.slow("trains a model and a half")
 def test_a_run_that_replays_routing_resumes_bit_for_bit(tmp_path):
     """A killed run draws the samples of its unfinished steps again, with the experts that they were sent to."""
-    save_model(tmp_path / "model", "qwen3_moe")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8)
-    run_file = tmp_path / "run.yaml"
-    run_file.write_text(
-        RUN.format(folder=tmp_path, rank=0) + "algorithm: {replay_routing: true, old_logprobs: sampler}\n"
-    )
-    arguments = ["train", str(run_file), "run.steps=4", "train.optimizer.lr=0.01", "train.optimizer.weight_decay=0.1"]
+    run_file, run = write_replaying_run(tmp_path, "qwen3_moe"), tmp_path / "run"
+    arguments = ["train", str(run_file), "run.steps=4", "rollout.group_size=8"]
     assert main(arguments) == 0
-    weights = tmp_path / "run" / "hf" / "model.safetensors"
+    weights, metrics = run / "hf" / "model.safetensors", run / "metrics.jsonl"
     expected = weights.read_bytes()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    assert all(json.loads(line)["train/grad_norm"] > 0 for line in metrics.read_text().splitlines())
+    shutil.rmtree(run / "checkpoints" / "step-000004")
     weights.unlink()
     assert main([*arguments, "--resume"]) == 0
     assert weights.read_bytes() == expected
