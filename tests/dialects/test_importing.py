@@ -136,6 +136,16 @@ def test_openrlhf_probabilities_of_one_data_set_say_nothing_and_of_another_numbe
     assert "1 weights for 2 data sets" in [line.verdict.note for line in one.gaps]
 
 
+def test_a_value_that_is_unknown_is_no_hole_where_it_changes_no_result():
+    start = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_dynamic_bsz=True"
+    keys = "trainer.experiment_name=a_$(date +%m) actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((2 * unset))"
+    one = translate(read_foreign(f"{start} {keys} algorithm.adv_estimator=$(x)", "run.sh"))
+    found = {line.key: (line.verdict.kind, dict(line.verdict.settings)) for line in one.keys}
+    assert found["trainer.experiment_name"] == ("automatic", {})
+    assert found["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"][0] == "placement"
+    assert found["algorithm.adv_estimator"][0] == "hole"
+
+
 def test_trl_joins_its_datasets():
     text = "datasets: [{path: a/b, name: main}, {path: c/d}]\nshuffle_dataset: false\nreward_funcs: [r]\n"
     text += "num_generations: 8\nmodel_name_or_path: m/n\n"

@@ -9,7 +9,7 @@ from typing import Any
 from hone.config.rules.rules import MAX_NAME
 from hone.dialects.rows import Condition, by, to, when
 from hone.dialects.values import names, number, positive, truth, whole
-from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, nothing, placed, put, refused
+from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, UnknownValue, nothing, placed, put, refused
 
 PIPELINE = "pipeline parallelism: Hone shards weights over devices (FSDP2) instead; `hone plan` says whether it fits"
 EXPERTS = "expert parallelism: Hone shards experts like other weights; `hone plan` says whether it fits"
@@ -158,7 +158,15 @@ def run_name() -> Row:
         kept = "".join(char if char.isalnum() or char in "-_.+= " else "-" for char in str(value))[:MAX_NAME]
         return kept.lstrip("-.+= ") or None
 
-    return to("run.name", convert)
+    row = to("run.name", convert)
+
+    def read(job: ForeignJob, value: Any) -> KeyVerdict:
+        try:
+            return row.read(job, value)
+        except UnknownValue:
+            return nothing("a name that the script makes, such as one with a date: the run file's own name")
+
+    return Row(row.kind, row.to, read)
 
 
 def slice_of_rows(key: str) -> Row:

@@ -12,6 +12,7 @@ from hone.config import schema
 from hone.config.messages import nearest
 from hone.dialects.defaults import defaults_of, newest_version
 from hone.dialects.foreign import ForeignRun, ForeignService, holes_in, looks_secret, shown
+from hone.dialects.shared import MEMORY
 from hone.dialects.tables import dialects
 from hone.dialects.verdict import (
     GAPS,
@@ -27,6 +28,11 @@ from hone.dialects.verdict import (
     unknown,
 )
 
+MEMORY_KEYS = frozenset(
+    ["train.tokens_per_microbatch"]
+    + [f"cluster.engines.{name}" for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len")]
+)
+"""Keys of ours that change no result: what a foreign file sets them to need not be known."""
 HOLE = "???"
 """Value of a required key that is not known."""
 
@@ -194,6 +200,8 @@ def read_row(job: ForeignJob, row: Row, value: Any) -> KeyVerdict:
     try:
         verdict = row.read(job, value)
     except UnknownValue as error:
+        if row.kind == "placement" or (row.to and MEMORY_KEYS.issuperset(row.to)):
+            return KeyVerdict("placement", {}, f"{MEMORY}; its value is unknown without running the script: {error}")
         return KeyVerdict("hole", {}, f"unknown without running the script: {error}")
     except (ValueError, TypeError, OverflowError, ZeroDivisionError, AttributeError, KeyError) as error:
         return refused(f"{error} (got {shown(value)!r})")
