@@ -57,7 +57,7 @@ def check_all(imported, tool, folder, every):
         (folder / "run.yaml").write_text(text)
         overrides = [*given, "data.eval=stub.jsonl"] if "\n  eval:" in text else given
         config = load_config(folder / "run.yaml", overrides).config
-        assert config.data.train == "stub.jsonl"
+        assert [source.path for source in config.data.train] == ["stub.jsonl"]
 
 
 @pytest.mark.parametrize("tool", SHARES)
