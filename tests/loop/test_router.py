@@ -374,7 +374,7 @@ def test_the_whole_loop_over_replicas_that_keep_dying_breaks_no_rule(max_stalene
             run.engine, run.weights_are_shared, over = fleet.router, False, asyncio.Event()
             killing = asyncio.ensure_future(kill_at_random(fleet, random.Random(seed), over)) if faults else None
             recorded = []
-            run.observer.record = lambda stage, step, groups, advantages: recorded.append((step, groups))
+            run.observer.record = lambda stage, step, groups, *_: recorded.append((step, groups))
             await policy.train_policy(run)
             over.set()
             if killing is not None:
