@@ -95,7 +95,7 @@ class RemoteLearner:
         """Kill all ranks; calls in progress are lost."""
         close(self._groups)
 
-    def _tell_changes(self) -> None:
+    def _adopt_changes(self) -> None:
         """Pass on what the ladders of the groups changed; every call of an update ends with it."""
         asked = [group.ask("take_changes") for group in self._groups]
         for of_ranks in gather(asked, "update", self._timeout_s):
@@ -116,7 +116,7 @@ class RemotePairTrainer(RemoteLearner):
     def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """See `PairLearner.update`."""
         metrics = self._call(self._groups[0], "update", shared(pairs))
-        self._tell_changes()
+        self._adopt_changes()
         return metrics
 
     def measure(self, pairs: Sequence[PreferencePair]) -> Measured:
@@ -184,7 +184,7 @@ class RemoteTrainer(RemoteLearner):
         metrics: dict[str, float] = {}
         for of_ranks in gather(asked, "update", self._timeout_s):
             metrics |= of_ranks[0]
-        self._tell_changes()
+        self._adopt_changes()
         self._update_count += 1
         if self._refresh_every and self._update_count % self._refresh_every == 0:
             self._refresh_reference()
