@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 
 from hone.errors import DataError
+from hone.memory.guard import UNGUARDED
 from hone.model.fingerprint import weights_fingerprint
 from hone.types import Sample, VersionSpan
 
@@ -36,6 +38,7 @@ class ToyTrainer:
 
     def __init__(self, seat):
         self.seat, self.hf_config, self.updates = seat, {"ranks": seat.world_size}, 0
+        self.passes = SimpleNamespace(guard=UNGUARDED)
 
     def update(self, batch, algorithm):
         what = batch.get(self.seat.rank)

@@ -24,7 +24,7 @@ from hone.config.render import inline
 from hone.config.run import RunConfig
 from hone.config.section import Section
 from hone.data.chat import load_tokenizer
-from hone.errors import ConfigError
+from hone.errors import ConfigError, DataError
 from hone.memory.gauges import GIB, HostGauge, Meter
 from hone.memory.guard import UNGUARDED
 from hone.memory.ladder import PREFILL, ROWS, Ladder
@@ -207,9 +207,10 @@ def walked(run_file, first, section, make=models.rl_roles):
         for value in others(getattr(here, name), type(here).model_fields[name].annotation):
             try:
                 other = load_config(run_file, [f"{key}={inline(value)}"])
-            except ConfigError:
+                changes_memory = is_apart(other, loaded, before, make)
+            except (ConfigError, DataError):  # rules refuse the value, or the model's class does
                 continue
-            if is_apart(other, loaded, before, make):
+            if changes_memory:
                 moves.add(key)
                 missed |= {f"{key}={value}"} if planned(other) == expected else set()
             if section in LARGE and isinstance(value, (int, float)):
