@@ -13,6 +13,7 @@ STAMP  := $(VENV)/.installed
 RUN    := $(VENV)/bin/python -m
 VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+VLLM_PICTURES := $(VLLM)/pictures
 VLLM_PIP   := $(VLLM)/bin/python -m pip -q --disable-pip-version-check
 
 # Tests start hundreds of Python processes, each of which would compile the package again.
@@ -71,8 +72,14 @@ test-pythons:  ## what needs no torch, under each Python 3.11 to 3.13 that is he
 	    $$p -m venv $$folder && $$folder/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt $(LIGHT) \
 	        && PYTHONPATH=src $$folder/bin/python -W error tests/cli/light.py || exit 1; break; done; done
 
-test-vllm: $(VLLM_STAMP)  ## the tests with vLLM, in an environment of its own, about 4 minutes
+$(VLLM_PICTURES)/.installed: $(VLLM_STAMP) requirements-vllm-pictures.txt
+	$(VLLM_PIP) install --upgrade --require-hashes --no-deps --target $(VLLM_PICTURES) -r requirements-vllm-pictures.txt
+	@touch $@
+
+test-vllm: $(VLLM_STAMP) $(VLLM_PICTURES)/.installed  ## the tests with vLLM, in an environment of its own, about 6 minutes
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_*.py)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VLLM_PICTURES):tests/rollout/cpu_torchvision \
+	    $(VLLM)/bin/python -m pytest -q -m vllm -n 0 tests/rollout/test_vllm_pictures.py
 
 lint: $(STAMP)  ## ruff and pyright
 	$(RUN) ruff check .

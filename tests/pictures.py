@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,31 @@ MARK = 40
 SEEING = tuple(TOWERS)
 
 
-def seeing_model(model_type: str, *, seed: int = 0) -> TransformersModel:
+HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+"""Which vLLM's attention on a CPU needs."""
+FOR_VLLM: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"vision_config": {"embed_dim": 64, "num_heads": 2, "hidden_size": 64}},
+    "qwen2_5_vl": {
+        "vision_config": {"hidden_size": 64, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1]}
+    },
+    "qwen3_vl": {"vision_config": {"hidden_size": 64, "num_heads": 2, "out_hidden_size": 64}},
+}
+"""Sizes of families, instead of those in `OTHERS`."""
+
+
+def for_vllm(model_type: str) -> dict[str, Any]:
+    """Keys of a tiny model that vLLM's CPU build can run."""
+    angles = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}}
+    text = {**OTHERS[model_type]["text_config"], **HEADS_OF_32, **angles, "max_position_embeddings": 128}
+    tower = {**OTHERS[model_type]["vision_config"], **FOR_VLLM[model_type]["vision_config"]}
+    return {**OTHERS[model_type], "text_config": text, "vision_config": tower}
+
+
+def seeing_model(model_type: str, *, seed: int = 0, sizes: Mapping[str, Any] | None = None) -> TransformersModel:
     """A tiny one with weights so large that pictures matter."""
-    keys = {"model_type": model_type, **OTHERS[model_type], "image_token_id": MARK, "vision_start_token_id": 41}
-    keys["tie_word_embeddings"] = False  # a tied embedding as large as other matrices would predict itself
+    keys = {"model_type": model_type, **(sizes or OTHERS[model_type])}
+    keys |= {"image_token_id": MARK, "vision_start_token_id": 41}
+    keys.setdefault("tie_word_embeddings", False)  # a tied embedding as large as other matrices would predict itself
     model = init_model(keys, vocab_size=None, seed=seed, dtype=torch.float32, device="cpu")
     assert isinstance(model, TransformersModel)
     generator = torch.Generator().manual_seed(seed)
@@ -53,11 +74,11 @@ def picture(model: TransformersModel, seed: int, rows: int, columns: int, start:
     return Picture(f"{seed} {rows} {columns}", start, rows, columns, (0.5, 0.4, 0.3), (0.2, 0.3, 0.25), read)
 
 
-def prompt_with(pictures: Sequence[Picture], *, index: int = 0) -> Prompt:
+def prompt_with(pictures: Sequence[Picture], *, index: int = 0, mark: int = MARK) -> Prompt:
     """Words, each picture between two marks, and words."""
     ids, placed = [3, 1, 4 + index], list[Picture]()
     for number, own in enumerate(pictures):
-        ids += [41, *[MARK] * own.num_tokens, 42, 5 + number]
+        ids += [41, *[mark] * own.num_tokens, mark + 2, 5 + number]
         at = len(ids) - own.num_tokens - 2
         placed.append(Picture(own.digest, at, own.rows, own.columns, own.mean, own.std, own.read))
     return Prompt(str(index), index, "", np.array([*ids, 9, 2]), pictures=tuple(placed))
@@ -88,7 +109,9 @@ TILE_MARKS = ["<img>", "<IMG_CONTEXT>", "</img>"]
 TILE_TEMPLATE = TEMPLATE.replace("".join(MARKS), TILE_MARKS[1])
 
 
-def save_seeing_model(folder: Path, model_type: str = "qwen2_5_vl") -> None:
+def save_seeing_model(
+    folder: Path, model_type: str = "qwen2_5_vl", *, seed: int = 0, sizes: Mapping[str, Any] | None = None
+) -> None:
     """A tiny model of the family as its repository has it, with a tokenizer of characters and picture marks."""
     is_tiled = model_type == "internvl"
     marks = TILE_MARKS if is_tiled else MARKS
@@ -98,7 +121,7 @@ def save_seeing_model(folder: Path, model_type: str = "qwen2_5_vl") -> None:
     tokenizer.save_pretrained(folder)
     ids = dict(zip(("vision_start_token_id", "image_token_id", "vision_end_token_id"), (41, 42, 43), strict=True))
     assert tokenizer.convert_tokens_to_ids(marks) == list(ids.values())
-    model = seeing_model(model_type)
+    model = seeing_model(model_type, seed=seed, sizes=sizes)
     config = type(model.hf_config).from_dict({**model.hf_config.to_dict(), **ids})
     save_hf(folder / "weights", config, model.named_weights())
     for file in (folder / "weights").iterdir():

@@ -60,9 +60,11 @@ def test_the_best_that_is_there_and_that_the_rules_allow(found, installed, secti
     assert chosen(found, installed, **sections) == expected
 
 
-def test_a_model_with_a_vision_tower_is_sampled_by_hones_engine():
+def test_a_model_with_a_vision_tower_is_sampled_by_hones_engine_unless_vllm_agrees():
     assert chosen(H100, shape={"vision_config": {}}) == ("bfloat16", "ray", "hone")
     assert chosen(ONE, shape={"vision_config": {}}) == ("bfloat16", "local", "hone")
+    seen = {"vision_config": {}, "model_type": "qwen2_5_vl"}
+    assert chosen(H100, shape=seen) == ("bfloat16", "ray", "vllm"), "vLLM was seen to agree with the trainer"
 
 
 def test_sampling_ahead_has_devices_of_its_own():

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from model_zoo import OTHERS
 from pictures import save_picture, save_seeing_model
 from safetensors.numpy import load_file
 from surviving import assert_kills_change_nothing
@@ -14,6 +15,8 @@ from hone import assemble
 from hone.cli.main import main
 from hone.config.load import load_config
 from hone.errors import HoneError
+from hone.model.load import init_config
+from hone.run.trial import refused_by_run
 
 RUN = """
 stages: [sft, rl]
@@ -55,8 +58,12 @@ def test_check_shows_pictures_and_refuses_what_cannot_have_them(tmp_path):
     shown = "'<|vision_start|><|image_pad|>x4<|vision_end|>how many 1?=' -> 18 tokens, 4 of them of 1 pictures"
     assert any(shown in line for line in report.lines)
     assert any("Transformers' logprobs, of a prompt with a picture too" in line for line in report.lines)
-    cluster = load_config(tmp_path / "run.yaml", ["cluster.backend=ray", "cluster.engines.use=vllm"])
-    assert any("which only Hone's own engine samples from" in why for why in assemble.check_run(cluster).problems)
+    cluster = load_config(tmp_path / "run.yaml", ["cluster.backend=ray", "cluster.engines.use=vllm"]).config
+    sees, other = (
+        init_config({"model_type": kind, **OTHERS[kind]}, vocab_size=None) for kind in ("qwen2_5_vl", "qwen3_vl")
+    )
+    assert not refused_by_run(cluster, sees)
+    assert "trainer's logprobs for qwen2_5_vl, qwen2_vl alone" in refused_by_run(cluster, other)
     (tmp_path / "3.png").write_bytes(b"no picture")
     broken = assemble.check_run(load_config(tmp_path / "run.yaml"))
     assert any("rows.jsonl:3 images: picture 2: is no picture" in problem for problem in broken.problems)

@@ -194,6 +194,10 @@ def test_ranks_hold_a_share_of_the_tower_and_engines_all_of_it():
 
 
 def test_an_engine_that_cannot_see_is_refused():
-    loaded = load_config(EXAMPLE, ["cluster.backend=ray", "cluster.engines.use=vllm"])
-    found = plan(loaded.config, find_hardware("2xT4-16G"), folder=EXAMPLE.parent)
-    assert any("cluster.engines.use=hone" in problem for problem in found.verdict.problems)
+    def problems(*words):
+        loaded = load_config(EXAMPLE, ["cluster.backend=ray", "cluster.engines.use=vllm", *words])
+        return plan(loaded.config, find_hardware("2xT4-16G"), folder=EXAMPLE.parent).verdict.problems
+
+    other = problems("model.init.model_type=qwen3_vl")
+    assert any("qwen3_vl has a vision tower" in problem and "use=hone" in problem for problem in other)
+    assert not any("has a vision tower" in problem for problem in problems())

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pictures import picture, prompt_with, seeing_model
 
 from hone.config.engine import EngineSection
 from hone.config.run import LoraSection
@@ -17,6 +18,7 @@ from hone.rollout.engine import Sampling
 from hone.rollout.vllm import check_sampling
 from hone.rollout.vllm_adapter import VllmAdapter
 from hone.rollout.vllm_args import VllmPlace, engine_arguments
+from hone.rollout.vllm_pictures import VllmPictures, vllm_prompt
 
 
 @pytest.fixture
@@ -143,3 +145,65 @@ def test_what_vllm_would_sample_otherwise_is_refused():
         check_sampling(Sampling(4, 1.0, 0, 0.5, 0.5, (), ()))
     with pytest.raises(EngineError, match=r"vLLM would sample with 0\.01"):
         check_sampling(Sampling(4, 0.005, 0, 1.0, 0.0, (), ()))
+
+
+@pytest.fixture
+def inputs(monkeypatch):
+    """Stand-ins for vLLM's classes of inputs, which keep what they were given."""
+    fields = SimpleNamespace(
+        flat_from_sizes=lambda kind, sizes: (kind, sizes.tolist()), batched=lambda kind, **_: (kind, None)
+    )
+    items = SimpleNamespace(from_hf_inputs=lambda content, named: (dict(content), named))
+    multimodal = SimpleNamespace(
+        MultiModalFieldConfig=fields,
+        MultiModalKwargsItems=items,
+        PlaceholderRange=lambda start, length: (start, length),
+    )
+    engine = SimpleNamespace(
+        tokens_input=lambda ids, **keys: {"ids": ids, **keys},
+        mm_input=lambda ids, items, hashes, places, **keys: {
+            "ids": ids,
+            "items": items,
+            "hashes": hashes["image"],
+            "places": places["image"],
+            **keys,
+        },
+    )
+    monkeypatch.setitem(sys.modules, "vllm.multimodal.inputs", multimodal)
+    monkeypatch.setitem(sys.modules, "vllm.inputs.engine", engine)
+
+
+@pytest.mark.usefixtures("inputs")
+def test_vllm_gets_pictures_as_the_trainer_sees_them_under_hashes_of_content_and_load(tmp_path):
+    model = seeing_model("qwen2_5_vl")
+    (tmp_path / "config.json").write_text(json.dumps(model.hf_config.to_dict()))
+    pictures = VllmPictures(tmp_path, torch.float32)
+    one, other = (picture(model, seed, 2, 3) for seed in (0, 1))
+    prompt, twin = prompt_with([one, other, one]), prompt_with([other, other, one])
+    given = vllm_prompt(prompt, pictures.read(prompt), 0)
+    content, named = given["items"]
+    expected = model.vision.tower.inputs(prompt.pictures)
+    assert torch.equal(content["pixel_values"], expected["pixel_values"])
+    assert torch.equal(content["image_grid_thw"], expected["image_grid_thw"])
+    assert named["pixel_values"] == ("image", [24, 24, 24])
+    assert given["ids"] == prompt.token_ids.tolist()
+    assert given["places"] == [(p.start, p.num_tokens) for p in prompt.pictures]
+    first, second, third = given["hashes"]
+    assert first == third != second
+    assert vllm_prompt(twin, None, 0) == {"ids": given["ids"], "cache_salt": given["cache_salt"]}
+    assert vllm_prompt(twin, pictures.read(twin), 0)["hashes"] == [second, second, first]
+    later = vllm_prompt(prompt, pictures.read(prompt), 1)
+    assert not {*later["hashes"]} & {*given["hashes"]} and later["cache_salt"] != given["cache_salt"]
+    text = prompt_with([])
+    assert pictures.read(text) is None
+    half = VllmPictures(tmp_path, torch.bfloat16).read(prompt)[0]["pixel_values"]
+    assert torch.equal(half, expected["pixel_values"].bfloat16())
+
+
+def test_a_model_with_a_vision_tower_has_a_processor_and_no_larger_pictures_than_prompts(place):
+    assert "mm_processor_kwargs" not in arguments(place)
+    keys = {**json.loads((place.folder / "config.json").read_text()), "model_type": "qwen2_5_vl"}
+    (place.folder / "config.json").write_text(json.dumps(keys))
+    found = arguments(replace(place, picture_pixels=(784, 7840)))
+    assert found["mm_processor_kwargs"] == {"size": {"shortest_edge": 784, "longest_edge": 7840}}
+    assert not found["skip_tokenizer_init"] and not found["mm_device_do_normalize"] and not found["skip_mm_profiling"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hone.assemble.processes import ActorContext
 from hone.config.derived import longest_tokens
+from hone.data.picture_processors import PictureProcessor, QwenProcessor, family_of
 from hone.rollout.vllm import VllmEngine
 from hone.rollout.vllm_args import VllmPlace
 
@@ -21,6 +22,7 @@ async def start_vllm(context: ActorContext) -> VllmEngine:
         prefill_tokens=rollout.prefill_tokens,
         takes_turns=context.takes_turns,
         trust_remote_code=config.model.trust_remote_code,
+        picture_pixels=_picture_pixels(context),
         adapter=config.lora if config.lora.publish == "adapter" else None,
     )
     return await VllmEngine.start(
@@ -31,3 +33,14 @@ async def start_vllm(context: ActorContext) -> VllmEngine:
         timeout_s=rollout.timeout_s,
         start_timeout_s=config.cluster.start_timeout_s,
     )
+
+
+def _picture_pixels(context: ActorContext) -> tuple[int, int] | None:
+    """Of the smallest and the largest picture of the run's prompts; without pictures the smallest twice, so that vLLM
+    reserves no memory for larger ones."""
+    data, files = context.loaded.config.data, context.tokenizer.processor
+    if family_of(files) is not QwenProcessor:
+        return None
+    processor = PictureProcessor.of(files, most_pixels=data.max_image_pixels if data.image_columns else 1)
+    assert isinstance(processor, QwenProcessor)
+    return processor.least_pixels, max(processor.least_pixels, processor.most_pixels)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.config.cluster import PoolSection, Role
+from hone.config.engine import VLLM_SEES
 from hone.config.rules.engines import ENGINE_RULES
 from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import RunConfig
@@ -115,7 +116,7 @@ def _candidates(
 ) -> Iterator[tuple[str, str]]:
     """(backend, engine), best first."""
     cluster, gpus, is_cuda = config.cluster, found.per_node, found.device_type == "cuda"
-    has_vllm = "vllm" in installed and is_cuda and "vision_config" not in shape
+    has_vllm = "vllm" in installed and is_cuda and not _unseen(shape)
     uses = [cluster.engines.use] if cluster.engines.use != "auto" else ["vllm"] * has_vllm + ["hone"]
     if cluster.backend == "ray":
         yield from (("ray", use) for use in uses)
@@ -150,14 +151,19 @@ def _choices(
     if config.cluster.engines.use == "auto" and samples:
         if cluster.engines.use == "vllm":
             why = "vLLM is installed"
-        elif "vision_config" in shape:
-            why = "models with a vision tower are sampled by it alone"
+        elif _unseen(shape):
+            why = "models with such a vision tower are sampled by it alone"
         elif "vllm" not in installed:
             why = f"vLLM is not installed, which samples several times as fast and pages its cache ({EXTRA})"
         else:
             why = refused or "the run is one process"
         choices.append(AutoChoice("cluster.engines.use", cluster.engines.use, why))
     return choices
+
+
+def _unseen(shape: Mapping[str, Any]) -> bool:
+    """Whether the model has a vision tower that vLLM is not used for."""
+    return "vision_config" in shape and shape.get("model_type") not in VLLM_SEES
 
 
 def _broken(written: RunConfig, config: RunConfig, gpus: int) -> str:

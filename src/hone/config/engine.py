@@ -178,6 +178,21 @@ class EngineKind:
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM makes room for."""
+VLLM_SEES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Model types with a vision tower that vLLM samples from, with pictures or without: those whose logprobs were seen to
+be the trainer's (tests/rollout/test_vllm_pictures.py)."""
+
+
+def unseen_by_vllm(model_type: str) -> str:
+    """That vLLM is not used for this model type, which has a vision tower; "" if it is."""
+    if model_type in VLLM_SEES:
+        return ""
+    return (
+        f"cluster.engines.use = vllm: {model_type} has a vision tower, and of such models vLLM was seen to compute the "
+        f"trainer's logprobs for {', '.join(sorted(VLLM_SEES))} alone. Set cluster.engines.use=hone."
+    )
+
+
 ENTRY_POINTS = "hone.rollout.engine"
 """Group of the entry points by which packages register engines: name -> `module:EngineKind instance`."""
 ENGINES = {

@@ -64,9 +64,15 @@ class EnginePlan:
         return round(self.settings.memory_frac * self.capacity_bytes)
 
     @property
+    def _count(self) -> int:
+        """Parameters, those of a vision tower among them."""
+        arch = self.settings.architecture
+        return arch.total_parameters + (arch.tower.parameters if arch.tower else 0)
+
+    @property
     def weights_bytes(self) -> int:
         settings = self.settings
-        held = settings.weight_bytes * settings.architecture.total_parameters // settings.tensor_parallel
+        held = settings.weight_bytes * self._count // settings.tensor_parallel
         return max(held - settings.offload_bytes, 0)
 
     @property
@@ -112,9 +118,9 @@ class EnginePlan:
 
     def terms(self) -> list[Term]:
         """What it holds while awake; a cache that is not there is not counted, see `problem`."""
-        settings, arch, prefix = self.settings, self.settings.architecture, self.settings.prefix
+        settings, prefix = self.settings, self.settings.prefix
         tp, section = settings.tensor_parallel, settings.section
-        count = arch.total_parameters
+        count = self._count
         rest = f"{settings.memory_frac:g} x {gib(self.capacity_bytes)} less the rest: {self.cache_tokens:,} tokens"
         return [
             term(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.automatic import on_devices
+from hone.config.engine import unseen_by_vllm
 from hone.config.render import inline
 from hone.config.rules.division import heads_divide
 from hone.config.rules.engines import ENGINE_RULES
@@ -19,7 +20,7 @@ from hone.config.run import RunConfig
 from hone.config.topology import service_devices
 from hone.errors import DataError
 from hone.plan import cluster, local
-from hone.plan.architecture import GIB
+from hone.plan.architecture import GIB, Architecture
 from hone.plan.cluster import PoolPlan
 from hone.plan.engine import EnginePlan
 from hone.plan.hardware import Hardware
@@ -217,7 +218,7 @@ def _cluster_snippet(inputs: Inputs) -> str:
 
 def cluster_settings(inputs: Inputs) -> dict[str, Any]:
     """Run-file keys that put a run of one process on all devices; empty if the rules do not allow it."""
-    for use in ("hone",) if inputs.architecture.tower else ("vllm", "hone"):
+    for use in ("hone",) if _unseen(inputs.architecture) else ("vllm", "hone"):
         settings = _cluster_settings(inputs, use)
         if not cluster_violations(changed(inputs, settings)):
             return settings
@@ -261,11 +262,18 @@ def _sequence_fits_the_model(inputs: Inputs) -> Iterator[str]:
 
 def _engine_sees(inputs: Inputs) -> Iterator[str]:
     engines = inputs.config.cluster.engines.name
-    if inputs.architecture.tower and not inputs.is_local and engines != "hone":
+    if engines == "vllm" and not inputs.is_local and (unseen := _unseen(inputs.architecture)):
+        yield unseen
+    elif engines not in ("hone", "vllm") and not inputs.is_local and inputs.architecture.tower:
         yield (
-            f"cluster.engines.use = {engines}: models with a vision tower are sampled by Hone's own engine alone. Set "
-            "cluster.engines.use=hone."
+            f"cluster.engines.use = {engines}: models with a vision tower are sampled by Hone's own engine and vLLM. "
+            "Set cluster.engines.use=hone."
         )
+
+
+def _unseen(architecture: Architecture) -> str:
+    """Why vLLM is not used for a model, if that is for its vision tower."""
+    return unseen_by_vllm(architecture.model_type) if architecture.tower else ""
 
 
 def cluster_violations(inputs: Inputs) -> list[str]:

@@ -35,6 +35,7 @@ from hone.rollout.stop_strings import Decode, stop_window, text_up_to_stop
 from hone.rollout.vllm_adapter import VllmAdapter
 from hone.rollout.vllm_args import CPU_ENVIRONMENT, ENVIRONMENT, VllmPlace, check_version, engine_arguments
 from hone.rollout.vllm_cache import VllmCache
+from hone.rollout.vllm_pictures import VllmPictures, vllm_prompt
 from hone.rollout.worker import EngineWorker
 from hone.types import Sample, version_spans
 
@@ -63,6 +64,8 @@ class _VllmGroup:
     limit_tokens: int
     stop_ids: list[int]
     promise: Future[tuple[Sample, ...]]
+    pictures: Any
+    """See `VllmPictures.read`."""
     on_sample: OnSample | None
     on_token: OnToken | None
     samples: list[Sample] = field(default_factory=list)
@@ -104,6 +107,7 @@ class VllmEngine:
         self._llm, self._executor, self._cache = llm, executor, VllmCache(llm)
         self._place, self._settings = place, settings
         self._adapter = None if place.adapter is None else VllmAdapter(llm, place.adapter, place.folder)
+        self._pictures = VllmPictures(place.folder, llm.model_config.dtype)
         self._frees_memory = on_gpu and place.takes_turns
         self._decode, self._eos_ids = decode, eos_ids
         self._max_positions: int = llm.model_config.max_model_len
@@ -172,7 +176,8 @@ class VllmEngine:
         """See `TokenwiseEngine.generate`.
 
         Raises:
-            DataError: the prompt leaves no position for a response, or has tokens that the model does not know.
+            DataError: the prompt leaves no position for a response, has tokens that the model does not know, or
+                pictures that cannot be read any more.
             EngineError: also where vLLM would sample from another distribution than is asked for.
         """
         prompt = request.prompt
@@ -190,12 +195,15 @@ class VllmEngine:
                 f"prompt {prompt.id} has token {prompt.token_ids.max()}, and the model knows {self._vocab_size}. Do "
                 "tokenizer and model belong together?"
             )
+        # In another thread, as decoding takes long, and once for all samples of the prompt.
+        pictures = await asyncio.to_thread(self._pictures.read, prompt) if prompt.pictures else None
         loop = asyncio.get_running_loop()
         group = _VllmGroup(
             request,
             limit_tokens=min(request.sampling.max_tokens, room),
             stop_ids=[*self._eos_ids, *request.sampling.stop_token_ids],
             promise=self._worker.promise(),
+            pictures=pictures,
             on_sample=_in_loop(loop, on_sample),
             on_token=_in_loop(loop, on_token),
         )
@@ -292,12 +300,10 @@ class VllmEngine:
     # ---- on the worker
 
     def _begin(self, group: _VllmGroup) -> None:
-        from vllm.inputs.engine import tokens_input
-
         request = group.request
         for index in range(request.first_sample, request.first_sample + request.num_samples):
             name = str(next(self._numbers))
-            prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=f"load {self._loads}")
+            prompt = vllm_prompt(request.prompt, group.pictures, self._loads)
             adapter = None if self._adapter is None else self._adapter.request
             self._llm.add_request(name, prompt, _vllm_sampling(group, index), lora_request=adapter)
             self._rows[name] = _VllmRow(group, index)

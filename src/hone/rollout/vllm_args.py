@@ -12,7 +12,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hone.config.engine import POLICY_GPU_FRAC, VLLM_RANKS, EngineSection
+from hone.config.engine import POLICY_GPU_FRAC, VLLM_RANKS, VLLM_SEES, EngineSection
 from hone.config.run import LoraSection
 from hone.errors import EngineError
 from hone.plan.architecture import architecture_from
@@ -74,6 +74,8 @@ class VllmPlace:
     trust_remote_code: bool = False
     adapter: LoraSection | None = None
     """Of a policy whose adapter is published alone."""
+    picture_pixels: tuple[int, int] | None = None
+    """Of the smallest and the largest picture, as the model sees it; None: as its processor's files say."""
 
 
 def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool) -> dict[str, Any]:
@@ -114,14 +116,34 @@ def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool)
     if place.adapter is not None:
         rank = next(rank for rank in VLLM_RANKS if rank >= place.adapter.rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+    file = place.folder / "config.json"
+    keys = json.loads(file.read_text()) if file.is_file() else {}  # vLLM says it if there is none
+    if keys.get("model_type") in VLLM_SEES:
+        arguments |= _for_pictures(place, on_gpu=on_gpu)
     if not on_gpu:
         arguments.setdefault("block_size", CPU_BLOCK_TOKENS)
-        if "qk_rope_head_dim" in json.loads((place.folder / "config.json").read_text()):
+        if "qk_rope_head_dim" in keys:
             arguments["compilation_config"] = PLAIN_ROTARY
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = settings.distributed_executor_backend
     if not on_gpu and settings.kv_cache_memory_bytes is None:
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(settings, place, sequences=sequences, max_len=max_len)
+    return arguments
+
+
+def _for_pictures(place: VllmPlace, *, on_gpu: bool) -> dict[str, Any]:
+    """For a model with a vision tower. Its pictures come from `vllm_pictures`; vLLM's own processor only says how large
+    they may be, for which vLLM reserves memory."""
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": False,  # vLLM 0.32 makes no processor without a tokenizer
+        "limit_mm_per_prompt": {"video": 0},
+        "mm_processor_cache_gb": 0,  # of what its processor made
+        "mm_device_do_normalize": False,  # patches come normalised
+        "skip_mm_profiling": not on_gpu,
+    }
+    if place.picture_pixels is not None:
+        least, most = place.picture_pixels
+        arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": least, "longest_edge": most}}
     return arguments
 
 

@@ -35,6 +35,7 @@ from transformers.utils import logging
 import hone
 from hone.algo.algorithm import Algorithm
 from hone.config.derived import trains_adapter
+from hone.config.engine import unseen_by_vllm
 from hone.config.run import AlgorithmSection, ModelSection, RunConfig
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
 from hone.data.pack import collate
@@ -147,10 +148,19 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
     if config.data.image_columns and kind not in TOWERS:
         return no_pictures(kind)
     cluster = config.cluster
-    if "rl" in config.stages and cluster.engines.name != "hone":
+    engine = cluster.engines.name
+    if "rl" in config.stages and engine == "vllm":
+        if unseen := unseen_by_vllm(kind):
+            return f"model: {unseen}"
+        if config.lora.rank and config.lora.publish == "adapter":
+            return (
+                f"model: {kind} has a vision tower, and with one an adapter alone was not tried in vLLM (got "
+                "lora.publish = adapter). Set lora.publish=merged."
+            )
+    elif "rl" in config.stages and engine != "hone":
         return (
-            f"model: {kind} has a vision tower, which only Hone's own engine samples from so far (got "
-            f"cluster.engines.use = {cluster.engines.name}). Set cluster.engines.use=hone, or take a text model."
+            f"model: {kind} has a vision tower, which Hone's own engine and vLLM sample from (got "
+            f"cluster.engines.use = {engine}). Set cluster.engines.use=hone, or take a text model."
         )
     for name in ("tensor_parallel", "sequence_parallel"):
         if cluster.backend == "ray" and (value := getattr(cluster.trainer, name)) > 1:

@@ -69,7 +69,9 @@ class Transfer(WeightTransferEngine[JoinInfo, BucketInfo]):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        tied = self.model_config.hf_text_config.tie_word_embeddings
+        # A model with a vision tower may say it of the whole alone.
+        configs = (self.model_config.hf_config, self.model_config.hf_text_config)
+        tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
         self._shapes = published_shapes(Path(self.model_config.model), is_tied=tied)
         self._opener = PartOpener(self.device)
         self._failure: str | None = None
