@@ -1,6 +1,7 @@
 """vLLM as the loop sees it: ends, versions, new weights, cancelling, sleeping. Real vLLM; one engine for all."""
 
 import asyncio
+import threading
 
 import pytest
 import tiny_engines
@@ -154,15 +155,19 @@ def test_tokens_in_flight_carry_the_version_that_sampled_them_and_no_request_rea
 
     async def use():
         lengths = [4, 24, 24, 24, 24, 24]
+        asked = threading.Event()
+        vllm.engine._worker.post([lambda: asked.wait(30)])  # all six begin in the same step
         flying = [
             asyncio.create_task(
                 vllm.engine.generate(request(prompt, index=i, temperature=0.0, max_tokens=n, stop=stop if i else ()))
             )
             for i, n in enumerate(lengths)
         ]
+        await asyncio.sleep(0)
+        asked.set()
         await gate.reached()  # each has `swap` tokens
         loading = asyncio.create_task(vllm._send(list(second.named_weights()), 1))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
         gate.open()
         await loading
         afterwards = await vllm.engine.generate(request(prompt, index=9, temperature=0.0, max_tokens=24))
