@@ -256,11 +256,15 @@ class Ladder:
                 failure = OutOfMemory(error.phase, error.moment, error.seen_bytes, error.detail)
             # Out here the failed work's frames are gone, and with them its tensors.
             self.climb_down(failure)
-            if undo is not None:
-                undo()
-            self.meter.gauge.give_back()
-            self.meter.gauge.reset()
-            self.redone += 1
+            self._prepare_retry(undo)
+
+    def _prepare_retry(self, undo: Callable[[], object] | None) -> None:
+        """Undo what the failed attempt did, and give its memory back."""
+        if undo is not None:
+            undo()
+        self.meter.gauge.give_back()
+        self.meter.gauge.reset()
+        self.redone += 1
 
     def agree(self) -> None:
         """See `Guard.agree`; this process is alone."""

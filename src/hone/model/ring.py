@@ -27,7 +27,7 @@ from torch import Tensor
 from hone.model.collectives import exchanged
 from hone.model.layout import QUERY_ROWS, Ints, Layout
 from hone.model.recompute import kept
-from hone.model.varlen_attention import FLASH, RaggedCall, RaggedKernels
+from hone.model.varlen_attention import FLASH, RaggedCall, RaggedKernels, on_device_of, ragged_call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,21 +92,22 @@ class RingPlan:
         low, high = self._bounds(self.rank)
         ends = np.unique(self._ends.clip(low, high)) - low
         everything = slice(0, self._each)
-        calls = [RingCall(self._ragged(ends, ends, is_causal=True), everything, everything)]
+        calls = [RingCall(ragged_call(self._layout, ends, ends, is_causal=True), everything, everything)]
         prompts = self._start_N.clip(low, high) - low, self._prompt_end_N.clip(low, high) - low
         responses = prompts[1], self._end_N.clip(low, high) - low
         have_both = (prompts[1] > prompts[0]) & (responses[1] > responses[0])
         if have_both.any():
             queries, keys = ([part[have_both] for part in ends] for ends in (responses, prompts))
-            ragged = self._ragged(_ends(queries), _ends(keys), is_causal=False)
-            calls.append(RingCall(ragged, self._put(_ranges(queries)), self._put(_ranges(keys))))
+            ragged = ragged_call(self._layout, _ends(queries), _ends(keys), is_causal=False)
+            places = (on_device_of(self._layout, _ranges(part)) for part in (queries, keys))
+            calls.append(RingCall(ragged, *places))
         return calls
 
     def before(self, distance: int) -> list[RingCall]:
         """This rank's chunk with the one so many before it."""
         return [
             RingCall(
-                self._ragged(np.array([0, q_end - q]), np.array([0, k_end - k]), is_causal=False),
+                ragged_call(self._layout, np.array([0, q_end - q]), np.array([0, k_end - k]), is_causal=False),
                 slice(q, q_end),
                 slice(k, k_end),
             )
@@ -131,14 +132,6 @@ class RingPlan:
 
     def _bounds(self, chunk: int) -> tuple[int, int]:
         return chunk * self._each, (chunk + 1) * self._each
-
-    def _ragged(self, query_ends: Ints, key_ends: Ints, *, is_causal: bool) -> RaggedCall:
-        longest_query, longest_key = (int(np.diff(ends).max()) for ends in (query_ends, key_ends))
-        queries, keys = (self._put(ends.astype(np.int32)) for ends in (query_ends, key_ends))
-        return RaggedCall(queries, keys, longest_query, longest_key, is_causal)
-
-    def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._layout.token_ids_X.device, non_blocking=True)
 
 
 class _RingAttention(torch.autograd.Function):

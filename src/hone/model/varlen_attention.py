@@ -37,6 +37,18 @@ class RaggedCall:
     is_causal: bool
 
 
+def ragged_call(layout: Layout, query_ends: Ints, key_ends: Ints, *, is_causal: bool) -> RaggedCall:
+    """A call over a layout's tokens; ends are (n + 1,), from 0."""
+    longest_query, longest_key = (int(np.diff(ends).max()) for ends in (query_ends, key_ends))
+    queries, keys = (on_device_of(layout, ends.astype(np.int32)) for ends in (query_ends, key_ends))
+    return RaggedCall(queries, keys, longest_query, longest_key, is_causal)
+
+
+def on_device_of(layout: Layout, array: np.ndarray) -> Tensor:
+    """An array on the device of the layout's tokens."""
+    return torch.from_numpy(array).to(layout.token_ids_X.device, non_blocking=True)
+
+
 Forward = Callable[[Tensor, Tensor, Tensor, RaggedCall], tuple[Tensor, Tensor]]
 """From (Xq, H, D) queries and (Xk, Hkv, D) keys and values to the output and its (H, Xq) float32 normaliser."""
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, RaggedCall], tuple[Tensor, Tensor, Tensor]]
@@ -78,7 +90,7 @@ class RaggedPlan:
         prompt_start_R, _, own_start_R, length_R = layout.spans_R.T
         size = len(layout.token_ids_X)
         ends = np.unique(np.concatenate((prompt_start_R, own_start_R[length_R > 1], [layout.num_tokens, size])))
-        return self._ragged(ends, ends, is_causal=True)
+        return ragged_call(layout, ends, ends, is_causal=True)
 
     @cached_property
     def shared(self) -> tuple[RaggedCall, Tensor, Tensor] | None:
@@ -90,16 +102,10 @@ class RaggedPlan:
         start_N, length_N, inputs_N = (x[inputs_N > 0] for x in (start_N, prompt_length_R[first], inputs_N))
         if not len(start_N):
             return None
-        ragged = self._ragged(_ends(inputs_N), _ends(length_N), is_causal=False)
-        return ragged, self._put(_ranges(start_N + length_N, inputs_N)), self._put(_ranges(start_N, length_N))
-
-    def _ragged(self, query_ends: Ints, key_ends: Ints, *, is_causal: bool) -> RaggedCall:
-        longest_query, longest_key = (int(np.diff(ends).max()) for ends in (query_ends, key_ends))
-        queries, keys = (self._put(ends.astype(np.int32)) for ends in (query_ends, key_ends))
-        return RaggedCall(queries, keys, longest_query, longest_key, is_causal)
-
-    def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._layout.token_ids_X.device, non_blocking=True)
+        ragged = ragged_call(self._layout, _ends(inputs_N), _ends(length_N), is_causal=False)
+        places = (_ranges(start_N + length_N, inputs_N), _ranges(start_N, length_N))
+        responses, prompts = (on_device_of(self._layout, one) for one in places)
+        return ragged, responses, prompts
 
 
 class _VarlenAttention(torch.autograd.Function):

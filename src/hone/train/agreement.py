@@ -141,11 +141,7 @@ class SharedLadder(Ladder):
                 failure = OutOfMemory(error.phase, error.moment, error.seen_bytes, error.detail)
             # Out here the failed work's frames are gone, and with them its tensors.
             self._follow(decision or self._stand_in(work, failure))
-            if undo is not None:
-                undo()
-            self.meter.gauge.give_back()
-            self.meter.gauge.reset()
-            self.redone += 1
+            self._prepare_retry(undo)
 
     def agree(self) -> None:
         """See `Guard.agree`. Raises Agreed where a rank has failed."""
@@ -156,10 +152,10 @@ class SharedLadder(Ladder):
             self._collectives.apart = APPLIED
             return
         first = int(failed) - 1
-        told = [self._decide(self._failure) if self._failure is not None and dist.get_rank() == first else None]
-        dist.broadcast_object_list(told, src=first, group=self._group)
-        assert told[0] is not None
-        raise Agreed(told[0])
+        decision = [self._decide(self._failure) if self._failure is not None and dist.get_rank() == first else None]
+        dist.broadcast_object_list(decision, src=first, group=self._group)
+        assert decision[0] is not None
+        raise Agreed(decision[0])
 
     def _stand_in(self, work: Callable[[], object], failure: OutOfMemory | None) -> Decision:
         """Lead the others to their agreement, where all hear of the failure."""

@@ -78,7 +78,7 @@ function binned(values, most) {
 }
 
 // What never changes says nothing for this run; it is among the other metrics.
-const tells = series => series.some(s => s.xs.length === 1 || alarmsOf(null, s.name).length || new Set(finite(s.ys)).size > 1);
+const hasContent = series => series.some(s => s.xs.length === 1 || alarmsOf(null, s.name).length || new Set(finite(s.ys)).size > 1);
 
 function drawStage(stage) {
   const section = element("section", "stage");
@@ -89,13 +89,13 @@ function drawStage(stage) {
   for (const [title, unit, names] of PANELS) {
     const parts = title === "Accuracy" ? [...names, ...Object.keys(stage.evals.values).filter(n => n.startsWith("eval/accuracy["))] : names;
     const found = parts.map(n => seriesOf(stage, n)).filter(Boolean);
-    if (!tells(found)) continue;
+    if (!hasContent(found)) continue;
     parts.forEach(n => shown.add(n));
     charts.push([title, found, { unit, meaning: parts.map(n => data.metrics[n] && `${n}: ${data.metrics[n].meaning}`).filter(Boolean).join("\n") }]);
   }
   for (const [title, unit, pattern, kind] of FAMILIES) {
     const found = familyOf(stage, pattern, kind);
-    if (!tells(found)) continue;
+    if (!hasContent(found)) continue;
     found.forEach(s => shown.add(s.name));
     charts.push([title, found, { unit, meaning: (data.metrics[found[0].name] || {}).meaning }]);
   }
@@ -356,10 +356,10 @@ function textsOf(s) {
 function tokenView(s) {
   if (!s.token_ids) return `<pre>${esc(s.response)}</pre>`;
   const shade = SHADES[byId("shade").value] || SHADES.surprisal, values = shade.values(s), texts = textsOf(s);
-  const told = (name, value) => value === null || value === undefined ? "" : ` · ${name} ${number(value)}`;
+  const figure = (name, value) => value === null || value === undefined ? "" : ` · ${name} ${number(value)}`;
   const tokens = texts.map((text, i) => {
     const p = s.logprobs[i], advantage = SHADES.advantage.values(s), value = values && values[i];
-    const title = `token ${i + 1}, id ${s.token_ids[i]} · logprob ${p === null ? "not finite" : `${p} · probability ${number(Math.exp(p))}`}${told("advantage", advantage && advantage[i])}${told("mismatch", s.mismatch && s.mismatch[i])}`;
+    const title = `token ${i + 1}, id ${s.token_ids[i]} · logprob ${p === null ? "not finite" : `${p} · probability ${number(Math.exp(p))}`}${figure("advantage", advantage && advantage[i])}${figure("mismatch", s.mismatch && s.mismatch[i])}`;
     return `<span style="${value === null || value === undefined ? "" : shadeStyle(value, shade)}" title="${esc(title)}">${esc(text) || "◦"}</span>`;
   });
   return `${values ? shadeLegend(shade) : `<div class="note">${shade.missing}</div>`}<div class="tokens mono">${tokens.join("")}</div>${values ? inNumbers(values, texts) : ""}`;
