@@ -14,13 +14,18 @@ RUN    := $(VENV)/bin/python -m
 VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 VLLM_PICTURES := $(VLLM)/pictures
+PEERS      := .venv-peers
+PEERS_PIP  := $(PEERS)/bin/python -m pip -q --disable-pip-version-check
+# What the marks of tests select.
+QUICK := not slow and not gpu and not vllm and not peers
+SLOW  := (slow or property) and not gpu and not vllm and not peers
 VLLM_PIP   := $(VLLM)/bin/python -m pip -q --disable-pip-version-check
 
 # Tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-pythons test-orders test-vllm lint format bench gpu bundle docs clean
+.PHONY: help setup quickstart test test-slow test-pythons test-orders test-vllm test-peers lint format bench gpu bundle docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,11 +54,11 @@ quickstart: $(STAMP)  ## train, evaluate and report: GRPO on GSM8K's arithmetic,
 	$(VENV)/bin/hone train examples/quickstart/run.yaml --fresh
 
 test: $(STAMP)  ## the tests a newcomer runs, under 5 minutes
-	$(RUN) pytest -q -m "not slow and not gpu and not vllm" -n $(WORKERS) --dist loadfile
+	$(RUN) pytest -q -m "$(QUICK)" -n $(WORKERS) --dist loadfile
 
 # Workers without work take tests of others: a file with runs on Ray would keep one busy for 20 minutes.
 test-slow: $(STAMP)  ## the tests that take longer than 20 s each, and a longer random search by the property tests
-	$(RUN) pytest -q -m "(slow or property) and not gpu and not vllm" --hypothesis-profile search --timeout 900 \
+	$(RUN) pytest -q -m "$(SLOW)" --hypothesis-profile search --timeout 900 \
 	    -n $(WORKERS) --dist worksteal
 
 # Each order on another number of workers; the one with four finds a Ray token in the home directory, the others none.
@@ -62,7 +67,7 @@ test-orders: $(STAMP)  ## the tests of `make test` in three random orders, about
 	    seed=$$(($(SEED) + workers)); echo "random order $$seed, $$workers workers (make test-orders SEED=$(SEED))"; \
 	    rm -rf "$$home/.ray"; \
 	    if [ $$workers = 4 ]; then mkdir "$$home/.ray" && printf '%064d' $$seed > "$$home/.ray/auth_token"; fi; \
-	    HOME=$$home $(RUN) pytest -q -m "not slow and not gpu and not vllm" -n $$workers --dist loadfile \
+	    HOME=$$home $(RUN) pytest -q -m "$(QUICK)" -n $$workers --dist loadfile \
 	        --random-order-bucket=module --random-order-seed=$$seed || exit 1; \
 	done
 
@@ -80,6 +85,18 @@ test-vllm: $(VLLM_STAMP) $(VLLM_PICTURES)/.installed  ## the tests with vLLM, in
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_*.py)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VLLM_PICTURES):tests/rollout/cpu_torchvision \
 	    $(VLLM)/bin/python -m pytest -q -m vllm -n 0 tests/rollout/test_vllm_pictures.py
+
+# The environment of the other tests, and what is installed into this one comes first.
+$(PEERS)/.installed: $(STAMP) constraints-peers.txt
+	$(PYTHON) -m venv --clear $(PEERS)
+	purelib='import sysconfig; print(sysconfig.get_path("purelib"))' && \
+	    $(VENV)/bin/python -c "$$purelib" > "$$($(PEERS)/bin/python -c "$$purelib")/tests.pth"
+	$(PEERS_PIP) install -c constraints-peers.txt -e '.[swanlab,trackio,mlflow]' aiohttp
+	$(PEERS_PIP) install -c constraints-peers.txt --no-deps openrlhf
+	@touch $@
+
+test-peers: $(PEERS)/.installed  ## the tests with other projects' packages (trackers, OpenRLHF's client), about a minute
+	$(PEERS)/bin/python -m pytest -q -m peers -n 0 $(shell grep -rl pytest.mark.peers tests)
 
 lint: $(STAMP)  ## ruff and pyright
 	$(RUN) ruff check .

@@ -1,11 +1,10 @@
-"""Experiment trackers against their real packages, offline; each where it is installed."""
+"""Experiment trackers against their real packages, offline."""
 
 import json
 import os
 import sqlite3
 import subprocess
 import sys
-from importlib import util
 from types import SimpleNamespace
 
 import pytest
@@ -59,8 +58,6 @@ def test_wandb_without_a_key_says_what_to_do(tmp_path, monkeypatch):
 
 def used(name, folder, first=1):
     """A run of a process of its own, offline, that logs two steps."""
-    if util.find_spec(name) is None:
-        pytest.skip(f"needs the extra `{name}`")
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "SWANLAB_", "MLFLOW_"))
     }
@@ -81,7 +78,7 @@ def test_wandb_keeps_the_run_in_the_folder_under_its_id(tmp_path):
     assert ["2+2=", "it is 2", 1.0, -0.5, "4", "stop"] in tables and len(tables) == 2
 
 
-@pytest.mark.slow("the real package takes seconds to import")
+@pytest.mark.peers
 def test_swanlab_keeps_the_run_in_the_folder(tmp_path):
     used("swanlab", tmp_path)
     (record,) = (tmp_path / "swanlab").glob("run-*/*.swanlab")
@@ -92,7 +89,7 @@ def test_swanlab_keeps_the_run_in_the_folder(tmp_path):
     assert "hone train run.yaml" in (record.parent / "files" / "config.yaml").read_text()
 
 
-@pytest.mark.slow("the real package takes seconds to import")
+@pytest.mark.peers
 def test_trackio_continues_the_run_in_its_database(tmp_path):
     used("trackio", tmp_path)
     used("trackio", tmp_path, first=3)
@@ -109,7 +106,7 @@ def test_trackio_continues_the_run_in_its_database(tmp_path):
     assert json.loads(configs[0][0])["config"] == {"run": {"steps": 3}}
 
 
-@pytest.mark.slow("the real package takes seconds to import")
+@pytest.mark.peers
 def test_mlflow_continues_the_run_in_its_database(tmp_path):
     used("mlflow", tmp_path)
     used("mlflow", tmp_path, first=3)

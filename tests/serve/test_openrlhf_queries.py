@@ -90,11 +90,9 @@ def words(special: str, *, bos: str, eos: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.slow("starts a service of its own; runs where OpenRLHF is installed")
+@pytest.mark.peers
 def test_openrlhf_s_own_client_gets_1_for_the_right_answer_and_0_for_another(tmp_path, monkeypatch):
     found = importlib.util.find_spec("openrlhf")
-    if found is None or importlib.util.find_spec("aiohttp") is None:
-        pytest.skip("openrlhf is not installed")
     # Its package imports DeepSpeed; the client alone needs no more than a logger.
     monkeypatch.setitem(sys.modules, "openrlhf.utils.logging_utils", SimpleNamespace(init_logger=logging.getLogger))
     monkeypatch.setitem(sys.modules, "openrlhf.utils", SimpleNamespace())
