@@ -33,7 +33,7 @@ from hone.types import Fault, Group, Prompt, Sample, Score, version_spans
 
 MAX_SAMPLES_OF_USER_REWARDS = 1024
 """A user's reward may be slow or cost money; the pure built-in ones see every row, and give gold answers one score."""
-SAMPLE_ROWS = 10_000
+SAMPLE_ROWS = 20_000
 """Rows of a source that a check reads, and that it tries rewards on; of larger ones at even distances."""
 MIN_ROWS = 16
 MAX_TIMEOUTS = 3
