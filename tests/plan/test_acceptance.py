@@ -85,7 +85,8 @@ def test_a_part_has_its_time(monkeypatch, tmp_path):
 
 @pytest.mark.slow("compiles kernels for many shapes, and starts a run that is killed and resumed")
 def test_tiny_shapes_meet_what_a_cpu_can():
-    from hone.tools.acceptance.parts import PARTS, PartSetting
+    from hone.tools.acceptance.parts import PARTS
+    from hone.tools.acceptance.setting import PartSetting
 
     setting, found = PartSetting(torch.device("cpu"), tiny=True), {}
     for part in ("devices", "numbers", "attention", "trainer-0.6b", "export", "run"):

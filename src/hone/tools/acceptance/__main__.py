@@ -19,18 +19,8 @@ from pathlib import Path
 
 from hone.devices import devices_here
 from hone.tools.acceptance.figures import Figure, page, read_lines
+from hone.tools.acceptance.parts import PARTS
 
-PARTS = (
-    "devices",
-    "numbers",
-    "attention",
-    "trainer-0.6b",
-    "trainer-1.7b",
-    "trainer-4b",
-    "export",
-    "run",
-    "cluster",
-)
 LIMIT_S = 480.0
 
 

@@ -1,0 +1,119 @@
+"""Parts on arithmetic: the devices, numbers against float64, layouts and operators of attention."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from hone.devices import devices_here, module_of, synchronize, torch_kind
+from hone.memory.gauges import GIB, MIB
+from hone.model.layout import Layout
+from hone.model.load import init_model
+from hone.tools.acceptance.figures import Figure
+from hone.tools.acceptance.setting import (
+    PROMPT,
+    SMALL,
+    TINY,
+    PartSetting,
+    make_algorithm,
+    make_trainer,
+    random_batch,
+    timed,
+    update,
+)
+from hone.types import Batch
+
+
+def devices(setting: PartSetting) -> Iterator[Figure]:
+    """What torch and the driver say of the machine."""
+    kind, here = torch_kind(), devices_here("auto")
+    note = f"torch {torch.__version__}, {kind.vendor if kind else 'no accelerator'}"
+    yield Figure("devices", "known_device", float(kind is not None), note=note)
+    if kind is not None:
+        module = module_of(setting.device)
+        yield Figure("devices", "listed_minus_seen", here.per_node - torch.accelerator.device_count())
+        properties = module.get_device_properties(module.current_device())
+        yield Figure("devices", "device_memory", properties.total_memory / GIB, note=properties.name)
+    yield Figure("devices", "has_bfloat16", float(here.bfloat16))
+    yield Figure("devices", "has_vllm", float(importlib.util.find_spec("vllm") is not None))
+
+
+def numbers(setting: PartSetting) -> Iterator[Figure]:
+    """Logprobs and the gradient's norm against float64 on the CPU, same weights, ragged samples of three prompts."""
+    shape = TINY if setting.tiny else SMALL
+    longest = 24 if setting.tiny else 300
+    lengths = [max(1, longest * (n + 1) // 12) for n in range(12)]
+    batch = random_batch(lengths, 3, vocab=shape["vocab_size"], prompt_tokens=16)
+
+    def computed(dtype: torch.dtype, precision: str, device: torch.device) -> tuple[Tensor, float]:
+        model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=device)
+        trainer = make_trainer(model, precision, 4096)
+        logprobs_T = trainer.logprobs(batch).double().cpu()
+        return logprobs_T, update(trainer, batch, make_algorithm())["train/grad_norm"]
+
+    exact_T, exact_norm = computed(torch.float64, "float64", torch.device("cpu"))
+    for precision in ("float32", "bfloat16"):
+        logprobs_T, norm = computed(torch.float32, precision, setting.device)
+        yield Figure("numbers", f"logprob_error_{precision}", float((logprobs_T - exact_T).abs().mean()))
+        yield Figure("numbers", f"grad_norm_error_{precision}", abs(norm - exact_norm) / exact_norm)
+
+
+def attention(setting: PartSetting) -> Iterator[Figure]:
+    """Host time and bytes of a microbatch's layout, and operators of one layer, forward and backward."""
+    for length in setting.lengths:
+        samples = max(1, setting.budget // length)
+        batch = random_batch([length] * samples, max(1, samples // 8), vocab=512, prompt_tokens=PROMPT)
+        seconds, layout = timed(lambda batch=batch: laid_out(batch, setting.device))
+        case = f"{samples} x {length} tokens"
+        yield Figure("attention", "layout_ms", 1000 * seconds, case)
+        yield Figure("attention", "layout_mib", tensor_bytes(layout) / MIB, case)
+    length = setting.lengths[1]
+    samples = max(1, setting.budget // length)
+    batch = random_batch([length] * samples, max(1, samples // 8), vocab=512, prompt_tokens=PROMPT)
+    few, more = (operators(setting, layers, batch) for layers in (2, 4))
+    note = "kernels" if setting.is_gpu else "operators of the CPU"
+    yield Figure("attention", "operators_per_layer", (more - few) / 2, f"{samples} x {length} tokens", note)
+
+
+def laid_out(batch: Batch, device: torch.device) -> Layout:
+    """The layout of a batch as one microbatch."""
+    columns = (batch.prompt_S.numpy(), batch.length_S.numpy(), batch.token_ids_T.numpy())
+    return Layout.from_flat(batch.prompts, *columns, device)
+
+
+def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
+    """Bytes of all tensors and arrays in an object, each once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
+    if isinstance(value, Tensor | np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(tensor_bytes(one, seen) for one in value.values())
+    if isinstance(value, list | tuple):
+        return sum(tensor_bytes(one, seen) for one in value)
+    slots = getattr(type(value), "__slots__", ())
+    held = {name: getattr(value, name, None) for name in slots} if slots else getattr(value, "__dict__", {})
+    return sum(tensor_bytes(one, seen) for one in held.values())
+
+
+def operators(setting: PartSetting, layers: int, batch: Batch) -> int:
+    """Kernels, or a CPU's operators, of one update by a model of so many layers."""
+    shape = {**(TINY if setting.tiny else SMALL), "num_hidden_layers": layers}
+    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+    trainer = make_trainer(model, "bfloat16" if setting.is_gpu else "float32", 10**9)
+    algorithm = make_algorithm()
+    update(trainer, batch, algorithm)
+    activities = [ProfilerActivity.CUDA] if setting.is_gpu else [ProfilerActivity.CPU]
+    with profile(activities=activities) as watched:
+        update(trainer, batch, algorithm)
+        synchronize()
+    is_counted = (lambda name: True) if setting.is_gpu else (lambda name: name.startswith("aten::"))
+    return sum(event.count for event in watched.key_averages() if is_counted(event.key))

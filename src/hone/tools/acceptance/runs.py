@@ -1,0 +1,114 @@
+"""Parts that are whole runs, killed and resumed: in one process, and on Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hone.memory.record import comparison
+from hone.tools.acceptance.figures import Figure
+from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, shape_of
+
+STEPS = 4
+
+
+def run(setting: PartSetting) -> Iterator[Figure]:
+    """`hone train` in one process: the gate, memory against the plan, a kill and a resumption, the export."""
+    yield from whole_run("run", setting, {"backend": "local"})
+
+
+def cluster(setting: PartSetting) -> Iterator[Figure]:
+    """The same on Ray with trainer and engines on one device, for Hone's engine and for vLLM where it is installed."""
+    if importlib.util.find_spec("ray") is None:
+        yield Figure("cluster", "has_vllm", 0.0, note="Ray is not installed: nothing was run")
+        return
+    uses = ["hone", "vllm"] if importlib.util.find_spec("vllm") and setting.is_gpu else ["hone"]
+    for use in uses:
+        pools = {} if setting.is_gpu else {"pools": {"all": {"devices": 1, "roles": ["policy", "rollout"]}}}
+        yield from whole_run("cluster", setting, {"backend": "ray", "engines": {"use": use}, **pools}, case=use)
+
+
+def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case: str = "") -> Iterator[Figure]:
+    """A run that is killed and resumed, in a folder of its own."""
+    shape = TINY if setting.tiny else shape_of("0.6b")
+    with TemporaryDirectory(prefix="hone-gpu-") as name:
+        folder = Path(name)
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
+        (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (folder / "run.yaml").write_text(json.dumps(run_file(setting, shape, section)))
+        code, log = train(folder, kill_after=STEPS // 2)
+        lines = metrics_of(folder)
+        yield Figure(part, "steps", max((line["step"] for line in lines), default=0) if code == 0 else 0, case, log)
+        if code:
+            return
+        yield Figure(part, "resumed_steps", lines[-1]["step"], case)
+        yield Figure(part, "exported", float((folder / "out/hf/config.json").is_file()), case)
+        gaps = [line["gate/logprob_gap"] for line in lines if "gate/logprob_gap" in line]
+        yield Figure(part, "gate_gap", gaps[0] if gaps else float("inf"), case)
+        publish = [line["time/publish_s"] for line in lines if "time/publish_s" in line]
+        steps = [line["time/step_s"] for line in lines if "time/step_s" in line]
+        means = [line["rollout/response_tokens_mean"] for line in lines if "rollout/response_tokens_mean" in line]
+        if publish:
+            yield Figure(part, "publish_s", sorted(publish)[len(publish) // 2], case)
+        if steps:
+            yield Figure(part, "step_s", sorted(steps)[len(steps) // 2], case)
+        if steps and means:
+            tokens = 8 * (4 if setting.tiny else 32) * sum(means) / len(means)
+            yield Figure(part, "step_tokens_per_s", tokens / sorted(steps)[len(steps) // 2], case)
+        if setting.is_gpu and section["backend"] == "local":
+            _, rows_found = comparison(folder / "out")
+            ratios = {row.phase: row.measured_bytes / row.expected.bytes for row in rows_found if row.expected}
+            worst = max(ratios, key=lambda phase: ratios[phase])
+            yield Figure(part, "memory_over_plan", ratios[worst], case, worst)
+
+
+def run_file(setting: PartSetting, shape: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """A run of a random model on sums."""
+    return {
+        "extends": "algorithm/dr_grpo",
+        "run": {"dir": "out", "steps": STEPS, **({} if setting.is_gpu else {"device": "cpu"})},
+        "model": {"init": dict(shape), "characters": "0123456789+= "},
+        "data": {"train": "rows.jsonl", "answer_column": "answer", "max_prompt_tokens": 16},
+        "reward": {"components": [{"use": "exact"}]},
+        "rollout": {"group_size": 8, "max_response_tokens": 8 if setting.tiny else 512},
+        "train": {"prompts_per_step": 4 if setting.tiny else 32, "optimizer": {"lr": 1e-6}},
+        "checkpoint": {"every": 1},
+        "observe": {"console": "quiet", "tensorboard": False, "trace": False},
+        "cluster": dict(section),
+    }
+
+
+def train(folder: Path, *, kill_after: int) -> tuple[int, str]:
+    """`hone train`, killed after so many updates and then resumed. Returns exit code and last line of the log."""
+    command = [sys.executable, "-m", "hone.cli.main", "train", "run.yaml"]
+    with (folder / "log").open("w") as log:
+        first = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while first.poll() is None and time.monotonic() < deadline:
+            if len([line for line in metrics_of(folder) if "time/step_s" in line]) >= kill_after:
+                break
+            time.sleep(0.05)
+        if first.poll() is None:
+            os.killpg(first.pid, signal.SIGKILL)
+        code = first.wait()
+        if code == -signal.SIGKILL:
+            left = max(deadline - time.monotonic(), 1)
+            code = subprocess.run([*command, "--resume"], cwd=folder, stdout=log, stderr=log, timeout=left).returncode
+    said = (folder / "log").read_text("utf-8", "replace").strip().splitlines()
+    return code, said[-1][:200] if code and said else ""
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Whole lines of a run's metrics."""
+    file = folder / "out" / "metrics.jsonl"
+    text = file.read_text("utf-8") if file.is_file() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,118 @@
+"""What the parts of the acceptance run share: their sizes, models, batches and trainers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from hone.algo.algorithm import Algorithm
+from hone.config.run import AlgorithmSection, OptimizerSection
+from hone.devices import is_accelerator, synchronize
+from hone.model.base import CausalModel
+from hone.plan.presets import named_config
+from hone.train.learner import Passes
+from hone.train.policy import PolicyTrainer
+from hone.types import Batch
+
+T = TypeVar("T")
+LENGTHS = (300, 2048, 4096, 16384, 32768)
+BUDGET, PROMPT = 16384, 128
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 65536,
+    "tie_word_embeddings": True,
+}
+SMALL = {
+    **TINY,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "vocab_size": 4096,
+}
+"""Heads of 64, which vLLM has kernels for everywhere."""
+RUN_TIMEOUT_S = 420.0
+
+
+@dataclass(frozen=True, slots=True)
+class PartSetting:
+    """Where a part runs, and in which sizes."""
+
+    device: torch.device
+    tiny: bool
+
+    @property
+    def is_gpu(self) -> bool:
+        return is_accelerator(self.device)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return (48, 96) if self.tiny else LENGTHS
+
+    @property
+    def budget(self) -> int:
+        return 256 if self.tiny else BUDGET
+
+
+def shape_of(size: str) -> Mapping[str, Any]:
+    """A shipped architecture of Qwen3, as the keys of a config.json."""
+    return named_config(f"Qwen/Qwen3-{size.upper()}", Path(), key="model.path")
+
+
+def random_batch(lengths: Sequence[int], prompts: int, *, vocab: int, prompt_tokens: int) -> Batch:
+    """A batch of samples of these lengths, divided over so many prompts in turn, with advantages; by a fixed seed."""
+    random = np.random.default_rng(0)
+    length_S = torch.tensor(lengths)
+    total = int(length_S.sum())
+    return Batch(
+        prompts=tuple(random.integers(1, vocab, prompt_tokens, dtype=np.int32) for _ in range(prompts)),
+        prompt_S=torch.arange(len(lengths)) * prompts // len(lengths),
+        length_S=length_S,
+        token_ids_T=torch.from_numpy(random.integers(1, vocab, total)),
+        loss_mask_T=torch.ones(total),
+        sampler_logprobs_T=torch.full((total,), -1.0),
+        reward_S=torch.ones(len(lengths)),
+        columns={"advantages_T": torch.from_numpy(random.standard_normal(total)).float()},
+    )
+
+
+def make_trainer(model: CausalModel, precision: Any, budget: int) -> PolicyTrainer:
+    """A policy's trainer of one process."""
+    passes = Passes(precision=precision, tokens_per_microbatch=budget, logprob_chunk_tokens=1024, temperature=1.0)
+    return PolicyTrainer(model, passes, optimizer=OptimizerSection(lr=1e-6), total_optimizer_steps=1000)
+
+
+def make_algorithm() -> Algorithm:
+    """Plain policy gradient with clipping: every token has a gradient."""
+    return Algorithm(AlgorithmSection(aggregate="token_mean", old_logprobs="sampler"), correction="none")
+
+
+def update(trainer: PolicyTrainer, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
+    """One optimizer step on the whole batch."""
+    return trainer.update(batch, algorithm, [np.arange(len(batch.length_S))])
+
+
+def timed(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
+    """Median seconds of several calls after a first one that is not counted, and the last result."""
+    found = work()
+    seconds = []
+    for _ in range(repeats):
+        synchronize()
+        started = time.perf_counter()
+        found = work()
+        synchronize()
+        seconds.append(time.perf_counter() - started)
+    return sorted(seconds)[repeats // 2], found
