@@ -84,6 +84,26 @@ def test_a_judge_takes_time_and_memory(configured):
     assert weights.bytes == 2 * 15_706_484_224
 
 
+@pytest.mark.parametrize("engine", ["null", "{use: hone}", "{use: hone, max_num_seqs: 64}"])
+def test_a_judge_in_hone_s_own_engine_is_planned_as_it_runs(configured, engine):
+    """Its cache grows with what is in flight; no share of the device is taken for it."""
+    judge = f"services.grm={{policy: qwen2.5-7b, engine: {engine}}}"
+    score = "reward.components=[{use: judge, args: {service: grm, prompt_length: 4096, response_length: 1024}}]"
+    pools = "cluster.pools={train: {devices: 7, roles: [policy, rollout]}, score: {devices: 1, roles: [judge]}}"
+    found = plan(configured(*RAY, judge, score, pools), EIGHT)
+    (ledger,) = (one for one in found.ledgers if "score" in one.device)
+    terms = {one.name: one.bytes for one in ledger.peak.terms}
+    parameters, per_token = 7_615_616_512, 2 * 28 * 4 * 128 * 2
+    assert terms["judge: weights"] == 2 * parameters
+    assert terms["judge: KV cache"] == 64 * (4096 + 1024) * per_token
+    assert (
+        sum(terms.values())
+        < 0.6 * EIGHT.memory_bytes
+        < plan(configured(*RAY, judge.replace(engine, "{}"), score, pools), EIGHT).scoring_bytes
+    )
+    assert found.time.phases["reward"] > 0
+
+
 def test_this_machine_is_measured():
     found = this_machine()
     assert found.devices >= 1 and found.memory_bytes > 2**30

@@ -29,12 +29,12 @@ cluster:
 REWARDS = {
     "exact": "reward: {components: [{use: exact}]}",
     "judge beside the run": """
-services: {grm: {policy: qwen2.5-7b, devices: [0]}}
+services: {grm: {policy: qwen2.5-7b, devices: [0], engine: {}}}
 reward: {components: [{use: judge, args: {service: grm}}]}
 """,
     "judge in a pool": POOLS.format("judge")
     + """
-services: {grm: {policy: qwen2.5-7b}}
+services: {grm: {policy: qwen2.5-7b, engine: {}}}
 reward: {components: [{use: judge, args: {service: grm, prompt_length: 2048, response_length: 512, votes: 2}}]}
 """,
     "reward model in a pool": POOLS.format("reward_model")

@@ -25,7 +25,7 @@ from hone.plan.activations import (
     saved_per_token,
 )
 from hone.plan.architecture import GIB, Architecture, Tower, adapter_parameters
-from hone.plan.embedded import Embedded, Reader
+from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import EnginePlan
 from hone.plan.ledger import Moment, Term, moment, term
 from hone.plan.workload import Workload
@@ -234,7 +234,7 @@ class PoolPlan:
     """The frozen copy of the policy; None where there is none, or an adapter switched off is one."""
     reference_on_host: bool = False
     engine: EnginePlan | Embedded | None = None
-    judge: EnginePlan | Reader | None = None
+    judge: EnginePlan | EmbeddedJudge | Reader | None = None
     engine_sleeps: int = 2
     judge_sleeps: bool = True
     is_gpu: bool = True

@@ -1,4 +1,4 @@
-"""Memory of Hone's own engine and of reward models as replicas: `local.py`'s closed forms, and their weights.
+"""Memory of Hone's own engine, of judges in it, and of reward models: `local.py`'s closed forms, and their weights.
 
 An engine's cache grows to what is in flight and stays; while others work, it keeps weights and cache.
 """
@@ -6,6 +6,7 @@ An engine's cache grows to what is in flight and stays; while others work, it ke
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from hone.plan.architecture import Architecture
 from hone.plan.ledger import Term, term
@@ -43,9 +44,31 @@ class _Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader(_Whole):
-    """Reward models, the largest in `settings`; while they sleep their weights are on the host."""
+class _Scorer(_Whole):
+    """In a process of its own; while it sleeps its weights are on the host."""
 
+    name: ClassVar[str]
+
+    def terms(self) -> list[Term]:
+        """What it holds while it scores."""
+        raise NotImplementedError
+
+    def asleep_terms(self, level: int) -> list[Term]:
+        """What it holds on its device while it scores nothing; level 0 does not sleep."""
+        if level == 0:
+            return self.terms()
+        return self._context() if self.settings.is_gpu else [self.weights(self.name)]
+
+    def _context(self) -> list[Term]:
+        context = term(f"{self.name}: CUDA context", CONTEXT_BYTES, "a process of its own (estimate)")
+        return [context] if self.settings.is_gpu else []
+
+
+@dataclass(frozen=True, slots=True)
+class Reader(_Scorer):
+    """Reward models, the largest in `settings`."""
+
+    name: ClassVar[str] = "reward model"
     models: tuple[ScoringModel, ...]
 
     @property
@@ -53,18 +76,20 @@ class Reader(_Whole):
         return sum(one.architecture.total_parameters for one in self.models)
 
     def terms(self) -> list[Term]:
-        """What it holds while it reads."""
-        return [self.weights("reward model"), *reading_terms(self.settings.work, self.models), *self._context()]
+        return [self.weights(self.name), *reading_terms(self.settings.work, self.models), *self._context()]
 
-    def asleep_terms(self, level: int) -> list[Term]:
-        """What it holds on its device while it reads nothing; level 0 does not sleep."""
-        if level == 0:
-            return self.terms()
-        return self._context() if self.settings.is_gpu else [self.weights("reward model")]
 
-    def _context(self) -> list[Term]:
-        context = term("reward model: CUDA context", CONTEXT_BYTES, "a process of its own (estimate)")
-        return [context] if self.settings.is_gpu else []
+@dataclass(frozen=True, slots=True)
+class EmbeddedJudge(_Scorer):
+    """A judge that Hone's own engine samples, as `hone serve policy` does."""
+
+    name: ClassVar[str] = "judge"
+    workload: Workload
+    """Its lengths are those of a judge's prompts and answers, its groups the votes on one sample."""
+
+    def terms(self) -> list[Term]:
+        working = (replace(one, name=f"{self.name}: {one.name}") for one in engine_terms(self.settings, self.workload))
+        return [self.weights(self.name), *working, *self._context()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,6 @@ class EngineSettings:
     """Tokens of the longest sequence that it must be able to hold."""
     section: str
     """Of the file that its settings are in."""
-    frac_key: str = "gpu_memory_utilization"
-    split_key: str = "tensor_parallel_size"
-    tokens_key: str = "max_num_batched_tokens"
-    """Names of three of them there."""
     lengths: tuple[int, int] = (0, 0)
     """Tokens of the longest prompt and the longest response, for times."""
     answers: int = 1
@@ -127,14 +123,14 @@ class EnginePlan:
                 f"{prefix}weights",
                 self.weights_bytes,
                 f"{settings.weight_bytes} B x {count:,} parameters / {tp}",
-                f"{section}.{settings.split_key}",
+                f"{section}.tensor_parallel_size",
             ),
-            term(f"{prefix}KV cache", max(self.cache_bytes, 0), rest, f"{section}.{settings.frac_key}"),
+            term(f"{prefix}KV cache", max(self.cache_bytes, 0), rest, f"{section}.gpu_memory_utilization"),
             term(
                 f"{prefix}workspace",
                 self.workspace_bytes,
                 f"{settings.max_batched_tokens:,} tokens of one layer, logits of {settings.max_samples:,} (estimate)",
-                f"{section}.{settings.tokens_key}",
+                f"{section}.max_num_batched_tokens",
             ),
             *self.asleep_terms(level=2),
         ]
@@ -162,15 +158,15 @@ class EnginePlan:
             left = gib(self.cache_bytes)
             why = f"the {left} left for the cache hold no sequence of {settings.longest:,} tokens ({gib(one)})"
         return (
-            f"{settings.section}.{settings.frac_key} = {settings.memory_frac:g} of {gib(self.capacity_bytes)} is "
+            f"{settings.section}.gpu_memory_utilization = {settings.memory_frac:g} of {gib(self.capacity_bytes)} is "
             f"{gib(self.requested_bytes)}: {why}. {self._way_out()}"
         )
 
     def _way_out(self) -> str:
         settings, least = self.settings, math.ceil(100 * self.smallest_frac) / 100
         if least <= 0.95:
-            return f"At least {least:.2f} is needed, or a larger {settings.section}.{settings.split_key}."
+            return f"At least {least:.2f} is needed, or a larger {settings.section}.tensor_parallel_size."
         return (
-            f"No share of one device is enough: raise {settings.section}.{settings.split_key} above "
+            f"No share of one device is enough: raise {settings.section}.tensor_parallel_size above "
             f"{settings.tensor_parallel}."
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hone.config.engine import REWARD_MODEL_BATCH_TOKENS, EngineSection
+from hone.config.engine import REWARD_MODEL_BATCH_TOKENS
 from hone.config.run import RunConfig
 from hone.config.section import Section
 from hone.config.topology import Topology, judge_services, judges_pool, topology_of
@@ -92,9 +92,12 @@ def resolve(config: RunConfig, hardware: Hardware, workload: Workload, folder: P
 def implementation_of(inputs: Inputs) -> Implementation:
     """Which code runs the policy."""
     wanted = inputs.config.model.implementation
-    if wanted != "auto":
-        return wanted
-    return "hone" if inputs.architecture.model_type in activations.OWN_FAMILIES else "transformers"
+    return automatic_implementation(inputs.architecture) if wanted == "auto" else wanted
+
+
+def automatic_implementation(architecture: Architecture) -> Implementation:
+    """Which code runs a model where no key says it."""
+    return "hone" if architecture.model_type in activations.OWN_FAMILIES else "transformers"
 
 
 def bytes_each(inputs: Inputs) -> int:
@@ -155,7 +158,6 @@ def setting(inputs: Inputs, key: str) -> Any:
     """The value of a key."""
     here: Any = inputs.config
     for part in key.split("."):
-        here = EngineSection() if here is None else here  # the one section that may be null
         here = here[part] if isinstance(here, Mapping) else getattr(here, part)
     return here
 
@@ -180,7 +182,6 @@ def changed(inputs: Inputs, settings: Settings) -> Inputs:
 def with_value(section: Any, path: Sequence[str], value: Any) -> Any:
     """A section of the configuration with another value at a path below it."""
     first, *rest = path
-    section = EngineSection() if section is None else section
     is_open = isinstance(section, Mapping)
     inner = with_value(section[first] if is_open else getattr(section, first), rest, value) if rest else value
     return {**section, first: inner} if is_open else section.model_copy(update={first: inner})

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hone.config.cluster import PoolSection
-from hone.config.engine import ROLE_TOKENS, EngineSection
+from hone.config.engine import ROLE_TOKENS
 from hone.config.rules.files import served_by
 from hone.config.topology import service_devices
 from hone.plan.inputs import Inputs, changed, setting
 from hone.plan.planner import cluster_violations
-from hone.plan.pools import judge_requests
+from hone.plan.pools import judge_engine, judge_requests
 
 Block = Mapping[str, Sequence[Any]]
 """Values to try by key; all combinations are tried."""
@@ -82,16 +82,19 @@ def scoring(inputs: Inputs) -> list[Block]:
 
 
 def _engine(inputs: Inputs, service: str) -> Iterator[Block]:
-    section = f"services.{service}.engine"
-    engine = inputs.config.services[service].engine or EngineSection()
+    engine, section = inputs.config.services[service].engine, f"services.{service}.engine"
+    if engine is None:
+        return
+    sequences = {f"{section}.max_num_seqs": _with(engine.max_num_seqs, (16, 32, 64, 128, 256))}
     if engine.use == "hone":
+        yield sequences
         return
     key, share = f"{section}.tensor_parallel_size", f"{section}.gpu_memory_utilization"
     shares = _with(engine.gpu_memory_utilization, SCORER_FRACS)
     yield {
         key: _legal(inputs, key, DEGREES if has_vllm(inputs, service) else ()),
         share: shares,
-        f"{section}.max_num_seqs": _with(engine.max_num_seqs, (16, 32, 64, 128, 256)),
+        **sequences,
     }
     yield {
         share: shares,
@@ -103,7 +106,7 @@ def _engine(inputs: Inputs, service: str) -> Iterator[Block]:
 
 def has_vllm(inputs: Inputs, service: str) -> bool:
     """Whether a judge's engine is vLLM on this machine, where the file is checked, whatever hardware is planned for."""
-    return served_by(inputs.config.services[service].engine or EngineSection(), inputs.folder) == "vllm"
+    return served_by(judge_engine(inputs, service), inputs.folder) == "vllm"
 
 
 def _context(inputs: Inputs, service: str) -> list[int]:

@@ -16,11 +16,13 @@ from hone.config.engine import (
     SERVICE_STEP_TOKENS,
     EngineSection,
 )
+from hone.config.run import RolloutSection
 from hone.config.topology import TRAINED, TrainerGroup, is_sharded, judge_services
 from hone.plan.cluster import PoolPlan, Trained, adapter_of
-from hone.plan.embedded import Embedded, Reader
+from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import EnginePlan, EngineSettings
-from hone.plan.inputs import Inputs, bytes_each, microbatch, room_of
+from hone.plan.inputs import Inputs, automatic_implementation, bytes_each, microbatch, room_of
+from hone.plan.kv_cache import CacheRoom, most_within
 from hone.plan.local import LocalSettings
 from hone.plan.workload import share_of
 
@@ -54,7 +56,7 @@ def _pool(inputs: Inputs, pool: topology.Pool) -> PoolPlan:
     reference = inputs.topology.reference if inputs.workload.has_reference and not is_adapter_off else None
     critic = inputs.topology.critic if inputs.critic else None
     learns = any(role in TRAINED for role in roles)
-    scorer: EnginePlan | Reader | None = None
+    scorer: EnginePlan | EmbeddedJudge | Reader | None = None
     if "judge" in roles:
         (service,) = judge_services(config)
         scorer = _judge(inputs, service)
@@ -79,7 +81,13 @@ def _pool(inputs: Inputs, pool: topology.Pool) -> PoolPlan:
 def _judge_services(inputs: Inputs) -> list[PoolPlan]:
     services = inputs.config.services
     return [
-        PoolPlan(f"service {name}", len(services[name].devices), judge=_judge(inputs, name), judge_sleeps=False)
+        PoolPlan(
+            f"service {name}",
+            len(services[name].devices),
+            judge=_judge(inputs, name),
+            judge_sleeps=False,
+            is_gpu=inputs.hardware.kind == "gpu",
+        )
         for name in inputs.judges
         if services[name].devices
     ]
@@ -185,9 +193,16 @@ def _requests(inputs: Inputs, args: Mapping[str, Any]) -> JudgeRequests:
     return JudgeRequests(prompt or inputs.workload.lengths.longest, answer, args.get("votes", 1), has_limit)
 
 
-def _judge(inputs: Inputs, service: str) -> EnginePlan:
-    engine, asked = inputs.config.services[service].engine or EngineSection(), judge_requests(inputs, service)
+def judge_engine(inputs: Inputs, service: str) -> EngineSection:
+    """How a judge is held; without a section it is Hone's own engine with its defaults, as `hone train` starts it."""
+    return inputs.config.services[service].engine or EngineSection(use="hone")
+
+
+def _judge(inputs: Inputs, service: str) -> EnginePlan | EmbeddedJudge:
+    engine, asked = judge_engine(inputs, service), judge_requests(inputs, service)
     lengths = max(one.prompt for one in asked), max(one.answer for one in asked)
+    if engine.use == "hone":
+        return _embedded_judge(inputs, service, lengths, sum(one.votes for one in asked))
     return EnginePlan(
         EngineSettings(
             architecture=inputs.judges[service],
@@ -204,3 +219,25 @@ def _judge(inputs: Inputs, service: str) -> EnginePlan:
         ),
         inputs.hardware.memory_bytes,
     )
+
+
+def _embedded_judge(inputs: Inputs, service: str, lengths: tuple[int, int], votes: int) -> EmbeddedJudge:
+    """In Hone's own engine: its cache grows with what is in flight, within half of its device's memory."""
+    architecture, hardware, (prompt, answer) = inputs.judges[service], inputs.hardware, lengths
+    rows = judge_engine(inputs, service).max_num_seqs or SERVICE_SEQUENCES
+    each = 2 if hardware.bfloat16 else 4
+    most = most_within(hardware.memory_bytes, architecture.kv_bytes_per_token(bytes_each=each))
+    code = automatic_implementation(architecture)
+    work = replace(microbatch(inputs), architecture=architecture, implementation=code, bytes_each=each)
+    settings = replace(
+        _local_settings(inputs),
+        architecture=architecture,
+        work=work,
+        room=CacheRoom(prompt, answer, rows, rows, most, shares_prompts=code == "hone"),
+        max_concurrent=rows,
+        prefill_tokens=RolloutSection.model_fields["prefill_tokens"].default,
+        picture_pixels=0,
+    )
+    asks = replace(inputs.workload.lengths, max_prompt=prompt, max_response=answer)
+    workload = replace(inputs.workload, group=votes, lengths=asks, evaluates=True)
+    return EmbeddedJudge(settings, workload)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from hone.plan import time
 from hone.plan.cluster import PoolPlan, Trained, adapter_of
 from hone.plan.efficiency import MeasuredRates, with_measured
-from hone.plan.embedded import Embedded, Reader
+from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import EnginePlan
 from hone.plan.inputs import Inputs, bytes_each, room_of
 from hone.plan.time import CPU, GPU, GPU_EAGER, Efficiency, LearnerTime, Sampler, StepTime
@@ -50,7 +50,7 @@ def step_time(inputs: Inputs, pools: Sequence[PoolPlan]) -> StepTime:
     )
 
 
-def _rates(inputs: Inputs, engine: EnginePlan | Embedded | Reader | None) -> Efficiency:
+def _rates(inputs: Inputs, engine: EnginePlan | Embedded | EmbeddedJudge | Reader | None) -> Efficiency:
     """The priors for this hardware and an engine; None is the one of a run of one process."""
     if inputs.hardware.kind == "cpu":
         return CPU
@@ -79,7 +79,7 @@ def _sampler(inputs: Inputs, pools: Sequence[PoolPlan]) -> Sampler:
     return _of_engine(pool.engine, pool.devices)
 
 
-def _of_engine(engine: EnginePlan | Embedded | Reader, devices: int) -> Sampler:
+def _of_engine(engine: EnginePlan | Embedded | EmbeddedJudge | Reader, devices: int) -> Sampler:
     if not isinstance(engine, EnginePlan):
         settings, step = engine.settings, engine.settings.prefill_tokens
         if isinstance(engine, Reader):
@@ -102,11 +102,14 @@ def _scoring_s(inputs: Inputs, pools: Sequence[PoolPlan], samples: int) -> float
     return max((_scorer_s(inputs, pool.judge, pool.devices, samples) for pool in pools if pool.judge), default=None)
 
 
-def _scorer_s(inputs: Inputs, scorer: EnginePlan | Reader, devices: int, samples: int) -> float:
+def _scorer_s(inputs: Inputs, scorer: EnginePlan | EmbeddedJudge | Reader, devices: int, samples: int) -> float:
     """A judge reads each response and writes its answers; a reward model only reads."""
     read, written, answers = inputs.workload.lengths.longest, 0, 1
     if isinstance(scorer, EnginePlan):
         (read, written), answers = scorer.settings.lengths, scorer.settings.answers
+    elif isinstance(scorer, EmbeddedJudge):
+        asks, answers = scorer.workload.lengths, scorer.workload.group
+        read, written = asks.max_prompt, asks.max_response
     lengths = Lengths(
         max_prompt=read,
         max_response=max(written, 1),

@@ -21,6 +21,7 @@ from hone.plan.inputs import Inputs, Settings, changed, plain, setting
 from hone.plan.knobs import Block, has_vllm, scoring, whole_run
 from hone.plan.ledger import gib, percent
 from hone.plan.planner import Plan, cluster_settings, plan_inputs
+from hone.plan.pools import judge_engine
 from hone.plan.time import StepTime
 from hone.plan.verdict import TIGHT_FRAC
 
@@ -272,8 +273,10 @@ def beyond(plan: Plan) -> list[str]:
     """What other numbers of the algorithm would bring, and judges on several devices where vLLM is not installed: for
     people to decide."""
     inputs, lines = plan.inputs, []
-    needy = [service for service in plan.inputs.judges if not has_vllm(plan.inputs, service)]
-    lines += [f"services.{service}: several devices need vLLM, which is not installed here" for service in needy]
+    for service in (service for service in inputs.judges if not has_vllm(inputs, service)):
+        is_own = judge_engine(inputs, service).use == "hone"
+        why = "and its engine is Hone's own" if is_own else "which is not installed here"
+        lines.append(f"services.{service}: several devices need vLLM, {why}")
     workload = inputs.workload
     more = replace(
         inputs,
