@@ -35,8 +35,11 @@ def vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
 
-def test_the_real_run_file_fits_its_machine(vllm, capsys):
-    assert main(["plan", str(EXAMPLE / "run.yaml"), "--hardware", "8xH100-80G", "--json"]) == 0
+def test_the_real_run_file_fits_its_machine_and_is_planned_where_its_programs_are_not(capsys):
+    words = [str(EXAMPLE / "run.yaml"), "services.judge.command=[not-here, '{port}']"]
+    assert main(["check", *words]) == 2
+    assert "no program 'not-here' to run here. Install it" in capsys.readouterr().err
+    assert main(["plan", *words, "--hardware", "8xH100-80G", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["verdict"]["level"] == "fits" and not planned["verdict"]["problems"]
     assert "vision tower: 676,550,144 parameters" in " ".join(planned["notes"])

@@ -119,7 +119,7 @@ def plan_command(
         reason = f"must be beside {run_file}, whose relative paths start there"
         raise typer.BadParameter(reason, param_hint="--write")
     settings = words or []
-    loaded = load_config(run_file, settings)
+    loaded = load_config(run_file, settings, needs_programs=False)
     machine = find_hardware(hardware, host_memory_gib=host_memory_gib)
     loaded, choices = _settled(loaded, machine, is_here=hardware == THIS)
     today = plan(

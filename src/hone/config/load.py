@@ -95,16 +95,17 @@ class Loaded:
         return f"{where}  {problem}" if where else problem
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, needs_programs: bool = True) -> Loaded:
     """Resolve a run file.
 
     Args:
         path: the run file.
         overrides: `section.key=value`, values in YAML; list entries by number (`reward.components.0.weight=2`).
+        needs_programs: programs that the run would start must be here.
     Raises:
         ConfigError: with every problem of every layer.
     """
-    return _load(path, overrides, needed=None)
+    return _load(path, overrides, needed=None, needs_programs=needs_programs)
 
 
 def load_mapping(sections: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str, run_file: Path) -> Loaded:
@@ -132,13 +133,19 @@ def load_services(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     return _load(path, overrides, needed="services")
 
 
-def _load(path: str | Path, overrides: Sequence[str], *, needed: str | None) -> Loaded:
+def _load(path: str | Path, overrides: Sequence[str], *, needed: str | None, needs_programs: bool = True) -> Loaded:
     stack = Stack(Path(path).parent)
-    return _resolved(stack, stack.read(Path(path), str(path), asked_by=None), Path(path), overrides, needed)
+    tree = stack.read(Path(path), str(path), asked_by=None)
+    return _resolved(stack, tree, Path(path), overrides, needed, needs_programs)
 
 
 def _resolved(
-    stack: Stack, tree: Node | None, run_file: Path, overrides: Sequence[str], needed: str | None = None
+    stack: Stack,
+    tree: Node | None,
+    run_file: Path,
+    overrides: Sequence[str],
+    needed: str | None = None,
+    needs_programs: bool = True,
 ) -> Loaded:
     """`needed`: the one section that must be whole and keep the rules; None: all of them."""
     if tree is None:
@@ -166,7 +173,8 @@ def _resolved(
     config = _validated(tree, errors)
     if config is not None and is_whole:
         bad_paths = [error.path for error in errors] + [secret.key for secret in secrets]
-        found = (breach for breach in breaches(config, run_file) if not _touches(breach, bad_paths))
+        broken = breaches(config, run_file, needs_programs=needs_programs)
+        found = (breach for breach in broken if not _touches(breach, bad_paths))
         problems += [_breach_problem(tree, breach) for breach in found if _concerns(needed, breach.keys[0])]
     if problems or config is None:
         raise _error(problems)

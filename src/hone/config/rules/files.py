@@ -380,17 +380,24 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
             yield Breach((key,), f"{text!r} is neither a directory nor a hub name such as Qwen/Qwen3-0.6B")
 
 
-def services_can_be_started(config: RunConfig, folder: Path) -> Iterator[Breach]:
-    """The file of a service's rewards, and the program of its command, are there."""
+def served_rewards_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
     for name, service in config.services.items():
         if service.reward is not None and not is_file(path := folder / Path(service.reward).expanduser()):
             close = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if is_dir(path.parent) else [])
             hint = f". Did you mean {close}?" if close else ""
             yield Breach((f"services.{name}.reward",), f"{service.reward!r} does not exist, looked for at {path}{hint}")
+
+
+# ---- programs, which a plan does without
+
+
+def commands_can_be_run(config: RunConfig, folder: Path) -> Iterator[Breach]:
+    for name, service in config.services.items():
         if service.command is not None and find_program(service.command[0], folder) is None:
             yield Breach(
                 (f"services.{name}.command",),
-                f"there is no program {service.command[0]!r} to run here. Write a path, or a program on the PATH",
+                f"there is no program {service.command[0]!r} to run here. Install it, put it on the PATH, or write its "
+                "path; `hone plan` does without it",
             )
 
 
@@ -451,6 +458,7 @@ FILE_RULES: tuple[FileRule, ...] = (
     rewards_can_be_had,
     environment_can_be_had,
     local_directories_are_models,
-    services_can_be_started,
-    engines_can_be_started,
+    served_rewards_exist,
 )
+PROGRAM_RULES: tuple[FileRule, ...] = (commands_can_be_run, engines_can_be_started)
+"""Of what this machine has installed: for runs, not for plans."""

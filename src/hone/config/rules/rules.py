@@ -28,6 +28,7 @@ from hone.config.rules.division import heads_divide
 from hone.config.rules.engines import ENGINE_RULES
 from hone.config.rules.files import (
     FILE_RULES,
+    PROGRAM_RULES,
     architecture_of,
     context_limit,
     key_of,
@@ -45,11 +46,16 @@ MAX_NAME = 128
 _ROWS = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
 
 
-def breaches(config: RunConfig, run_file: Path) -> list[Breach]:
-    """Every rule that the configuration breaks."""
+def breaches(config: RunConfig, run_file: Path, *, needs_programs: bool = True) -> list[Breach]:
+    """Every rule that the configuration breaks.
+
+    Args:
+        needs_programs: also those of programs that a run starts; a plan starts none.
+    """
     folder = run_file.parent  # where relative paths of the run file start
     found = [breach for rule in RULES for breach in rule(config)]
-    found += [breach for file_rule in FILE_RULES for breach in file_rule(config, folder)]
+    file_rules = (*FILE_RULES, *PROGRAM_RULES) if needs_programs else FILE_RULES
+    found += [breach for file_rule in file_rules for breach in file_rule(config, folder)]
     found += [*length_fits_context(config, folder), *heads_divide(config, architecture_of(config, folder))]
     return [*found, *run_folder_is_its_own(config, run_file)]
 
