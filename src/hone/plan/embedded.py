@@ -44,7 +44,7 @@ class _Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scorer(_Whole):
+class _ScoringReplica(_Whole):
     """In a process of its own; while it sleeps its weights are on the host."""
 
     name: ClassVar[str]
@@ -65,7 +65,7 @@ class _Scorer(_Whole):
 
 
 @dataclass(frozen=True, slots=True)
-class Reader(_Scorer):
+class Reader(_ScoringReplica):
     """Reward models, the largest in `settings`."""
 
     name: ClassVar[str] = "reward model"
@@ -80,7 +80,7 @@ class Reader(_Scorer):
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddedJudge(_Scorer):
+class EmbeddedJudge(_ScoringReplica):
     """A judge that Hone's own engine samples, as `hone serve policy` does."""
 
     name: ClassVar[str] = "judge"
