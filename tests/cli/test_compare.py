@@ -58,6 +58,8 @@ def folder(tmp_path):
         changes=(CHANGE,),
     )
     record.write(tmp_path)
+    settings = {"train": {"prompts_per_step": 8}, "rollout": {"group_size": 4}}
+    (tmp_path / ".identity.json").write_text(json.dumps({"run_file": "run.yaml", "config": settings}))
     lines = [
         {"stage": "rl", "step": step, "memory/update_peak_mib": peak, "memory/rollout_peak_mib": 512.0}
         for step, peak in enumerate([4000.0, 4000.0, 2560.0, 2816.0], 1)
@@ -87,6 +89,19 @@ def test_the_same_for_programs(folder, capsys):
         ("update", 2816, 2 << 30),
     ]
     assert found["changes"][0]["new"] == 512
+
+
+def test_what_more_samples_per_step_would_buy(folder, capsys):
+    """A step has 32 samples and the noise scale is 96: gradients of 32 and of 64 have 1 + 96 / B times the signal."""
+    lines = [
+        {"stage": "rl", "step": step, "train/gradient_signal": 2.0, "train/gradient_noise": 192.0} for step in range(60)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["plan", "--compare", str(folder)]) == 0
+    assert "noise scale: 96 samples (last 50 steps); a step has 32\n" in (out := capsys.readouterr().out)
+    assert "twice the samples is worth 1.60 of today's (train.optimizer.lr x 1.26), with half of them 0.57" in out
+    assert main(["plan", "--compare", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gradient_noise"]["worth_of_twice"] == pytest.approx(4 / 2.5)
 
 
 def test_what_is_no_run_is_said(tmp_path, capsys):

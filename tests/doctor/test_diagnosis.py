@@ -16,7 +16,7 @@ from hone.cli.main import main
 from hone.doctor.rules import RULES
 from hone.doctor.walk import GOLD, WALK, walk
 from hone.doctor.watch import watch_lines
-from hone.errors import ConfigError, StoppedByAlarm
+from hone.errors import ConfigError, RewardError, StoppedByAlarm
 from hone.observe.events import read_events
 from hone.observe.report import write_report
 from hone.run.status import diagnose
@@ -58,6 +58,57 @@ def test_a_stale_engine_is_told_from_samples_that_are_all_old(second, cause):
     line = {"stage": "rl", "rollout/staleness_mean": 1.0, "train/mismatch_gap": 0.25, **gaps}
     (alarm,) = watch_lines(SETTINGS, [{**line, "step": step} for step in range(1, 10)]).alarms
     assert (alarm.name, alarm.cause) == ("mismatch", cause)
+
+
+@pytest.mark.parametrize(
+    ("why", "cause"),
+    [
+        (
+            "RewardError: 9 samples could not be scored: math: infra fault: http://a:1: ConnectError",
+            "reward_service_fails",
+        ),
+        ("RewardError: 9 samples could not be scored: math: infra fault: ValueError", "reward_code_fails"),
+        ("CheckpointError: step-000012: cannot be written: No space left on device.", "disk_full"),
+        ("EngineError: engine-1: holds version 9 and samples from another policy", "one_engine_differs"),
+        ("KeyError: 'x'", "error"),
+    ],
+)
+def test_the_error_that_ended_a_run_comes_first(tmp_path, capsys, why, cause):
+    folder = run_folder(tmp_path / "run", {"train/update_kl": 2.5})
+    events = [
+        {"at": 1.0, "kind": "stage", "stage": "rl", "steps": 40},
+        {"at": 2.0, "kind": "stopped", "outcome": "failed", "why": why},
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert [(a.name, a.cause, a.since) for a in diagnose(folder).alarms][:2] == [
+        ("run_failed", cause, 21),
+        ("update_too_large", "learning_rate_too_high", 1),
+    ]
+    assert main(["doctor", str(folder)]) == 1
+    assert "first abnormal  error in rl step 21  [liveness: run_failed]" in capsys.readouterr().out
+
+
+def test_a_failed_run_says_why_in_its_events(tmp_path):
+    def broken(group):
+        raise RuntimeError("no such table")
+
+    run_file = write_run(tmp_path)
+    with pytest.raises(RewardError):
+        hone.train(str(run_file), rewards=[broken])
+    (first, *_) = diagnose(tmp_path / "run").alarms
+    assert (first.name, first.cause) == ("run_failed", "reward_code_fails") and "no such table" in first.evidence[0]
+
+
+@pytest.mark.parametrize(("free", "checkpoint"), [(lambda step: 0.9, 0.5), (lambda step: 50 - 1.2 * step, 0.01)])
+def test_a_disk_that_is_about_to_be_full(free, checkpoint):
+    lines = [
+        {"stage": "rl", "step": step, "memory/disk_free_gib": free(step), "memory/disk_checkpoint_gib": checkpoint}
+        for step in range(1, 40)
+    ]
+    assert [alarm.name for alarm in watch_lines(SETTINGS, lines).alarms] == ["disk_nearly_full"]
+    assert not watch_lines(
+        SETTINGS, [line | {"memory/disk_free_gib": 40 + free(line["step"]) / 5} for line in lines]
+    ).alarms
 
 
 def test_without_an_alarm_it_walks_through_what_learning_needs(tmp_path, capsys):

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from hone.doctor.ranges import healthy_ranges
 from hone.errors import RunFolderError
-from hone.observe.sinks import MetricsFile, TensorBoard
+from hone.observe.sinks import MetricsFile, TensorBoard, metric_lines, some_metric_lines
 
 
 def lines(path):
@@ -71,6 +72,23 @@ def test_none_begins_anew(tmp_path):
     (tmp_path / "m.jsonl").write_text("something old\n")
     MetricsFile(tmp_path / "m.jsonl", None).close()
     assert (tmp_path / "m.jsonl").read_text() == ""
+
+
+def test_a_long_file_is_read_in_part_and_has_the_same_healthy_ranges(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, None)
+    for stage, metric in (("sft", "sft/loss"), ("rl", "train/entropy")):
+        for step in range(1, 1501):
+            file.write(stage, step, {metric: 1 + 1 / step, "train/loss": step})
+    file.close()
+    lines, is_whole = some_metric_lines(path, 50)
+    assert not is_whole and len(lines) < 150
+    assert [(line["stage"], line["step"]) for line in lines] == sorted(
+        {(line["stage"], line["step"]) for line in lines}, key=lambda place: (place[0] == "rl", place[1])
+    )
+    ranges = healthy_ranges(metric_lines(path))
+    assert healthy_ranges(lines) == ranges
+    assert ranges["sft"]["sft/loss"][1] == pytest.approx(1.3 * (1 + sum(1 / n for n in range(5, 21)) / 16), rel=1e-3)
 
 
 READ_BACK = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +160,7 @@ def train(
                     stop=stop,
                 )
                 memory = RunMemory(loaded, folder, observer, own)
+                observer.watch(checkpoints.disk_metrics)
                 alarms = LiveAlarms(
                     settings,
                     observer,
@@ -205,7 +207,8 @@ def train(
                 raise failure from error
             raise
         finally:
-            observer.close(outcome)
+            error = sys.exception() if outcome == "failed" else None
+            observer.close(outcome, f"{type(error).__name__}: {error}" if error else "")
         return folder.path
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hone.cli.arguments import AsJson, examples
+from hone.doctor.failure import RUN_FAILED
 from hone.doctor.walk import RECENT
 
 if TYPE_CHECKING:
@@ -100,8 +101,9 @@ def _walk_lines(found: Diagnosis) -> list[str]:
 
 def _alarm_lines(alarm: Alarm, title: str) -> list[str]:
     end = f" to {alarm.ended}" if alarm.ended is not None else ""
+    since = "in" if alarm.name == RUN_FAILED else "since"
     rows = [
-        (title, f"{alarm.metric} since {alarm.stage} step {alarm.since}{end}  [{alarm.level}: {alarm.name}]"),
+        (title, f"{alarm.metric} {since} {alarm.stage} step {alarm.since}{end}  [{alarm.level}: {alarm.name}]"),
         ("pattern", alarm.pattern),
         *(("evidence" if i == 0 else "", text) for i, text in enumerate(alarm.evidence)),
         ("likely cause", f"{alarm.cause}: {alarm.what}"),

@@ -20,9 +20,11 @@ from hone.config.render import inline
 from hone.config.rules.files import architecture_of
 from hone.config.topology import topology_lines
 from hone.devices import FoundDevices
+from hone.doctor.noise import NoiseAdvice, noise_advice
 from hone.errors import MemoryExhausted
 from hone.memory.calibration import with_experience
 from hone.memory.record import Compared, Record, comparison, table
+from hone.observe.sinks import metric_lines
 from hone.observe.whole import write_whole
 from hone.plan.hardware import THIS, Hardware, find_hardware, in_cluster
 from hone.plan.knobs import whole_run
@@ -30,6 +32,7 @@ from hone.plan.ledger import Ledger, gib, percent
 from hone.plan.planner import Plan, plan
 from hone.plan.search import GOALS, Preset, Proposal, beyond, propose
 from hone.plan.verdict import level_of
+from hone.run.folder import RunFolder
 from hone.services.gpus import assumed_devices, settled_on
 
 if TYPE_CHECKING:
@@ -102,7 +105,8 @@ def plan_command(
         ),
     ] = False,
     compare: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="A run's memory as planned and as measured, instead.")
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="A run as planned and as measured instead: memory, and samples per step."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -315,16 +319,20 @@ def show_comparison(folder: Path, *, as_json: bool) -> None:
         RunFolderError: no run there, or one of a version that measured nothing.
     """
     record, found = comparison(folder)
+    run = RunFolder.read(folder)
+    noise = noise_advice(run.identity(), metric_lines(run.metrics))
     if as_json:
-        typer.echo(json.dumps(_comparison_json(record, found), indent=2))
+        typer.echo(json.dumps(_comparison_json(record, found, noise), indent=2))
         return
     for line in table(found, record) or ["no step is finished yet"]:
         typer.echo(line)
     for change in record.changes:
         typer.echo(f"  {change.sentence}")
+    for line in noise.lines if noise else ():
+        typer.echo(line)
 
 
-def _comparison_json(record: Record, found: Sequence[Compared]) -> dict[str, Any]:
+def _comparison_json(record: Record, found: Sequence[Compared], noise: NoiseAdvice | None) -> dict[str, Any]:
     return {
         "format": 1,
         "measured_by": record.what,
@@ -340,4 +348,5 @@ def _comparison_json(record: Record, found: Sequence[Compared]) -> dict[str, Any
             for row in found
         ],
         "changes": [asdict(change) for change in record.changes],
+        "gradient_noise": noise.as_dict() if noise else None,
     }

@@ -13,16 +13,17 @@ from hone.doctor.history import BASELINE, History, name_regex
 from hone.doctor.rules import RULES
 from hone.doctor.watch import is_read
 
+BASELINE_LINES = 2 * BASELINE[1]
+"""Of a stage, from its first one: more than a baseline is of, for metrics that are logged late."""
 Range = tuple[float | None, float | None]
 """Lowest and highest healthy value; None: no bound."""
 
 
-def healthy_ranges(lines: Iterable[Mapping[str, Any]], *, has_every_line: bool = True) -> dict[str, dict[str, Range]]:
+def healthy_ranges(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Range]]:
     """Stage -> metric -> its range, where several rules bound a metric the narrowest.
 
     Args:
-        lines: of metrics.jsonl.
-        has_every_line: otherwise baselines are not known, and bounds relative to them are left out.
+        lines: of metrics.jsonl, the first `BASELINE_LINES` of each stage among them.
     """
     histories: dict[str, History] = {}
     names: dict[str, dict[str, None]] = {}
@@ -30,13 +31,9 @@ def healthy_ranges(lines: Iterable[Mapping[str, Any]], *, has_every_line: bool =
         stage = line["stage"]
         names.setdefault(stage, {}).update(dict.fromkeys(line))
         history = histories.setdefault(stage, History(stage, {}))
-        if has_every_line and line["step"] <= _BASELINE_STEPS:
+        if line["step"] <= BASELINE_LINES:
             history.add(line["step"], {name: value for name, value in line.items() if "/" in name and is_read(name)})
     return {stage: _ranges(tuple(names[stage]), history) for stage, history in histories.items()}
-
-
-_BASELINE_STEPS = 2 * BASELINE[1]
-"""More than a baseline is of, for metrics that are logged late."""
 
 
 def _ranges(names: tuple[str, ...], history: History) -> dict[str, Range]:

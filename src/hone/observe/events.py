@@ -56,7 +56,7 @@ KINDS: dict[str, str] = {
     "trainer_down": "A rank of the trainer died or hung (why).",
     "alarm": "An alarm began (name, stage, step, since, cause); `hone doctor` has the evidence.",
     "alarm_ended": "An alarm ended (name, stage, step).",
-    "stopped": "The process ended: the run finished, was stopped, or failed (outcome).",
+    "stopped": "The process ended: the run finished, was stopped, or failed (outcome, why: the error).",
     "gap": "Records are missing; of events, those between the previous line and this one (what, why).",
 }
 """Kind -> meaning, and the fields besides `kind` and `at` (Unix seconds). `versions` is [min, max]."""

@@ -270,6 +270,8 @@ METRICS: dict[str, Metric] = {
         "settings", "Settings lowered after running out of memory, in this run and those it resumes."
     ),
     "memory/redone": Metric("times", "Retries after running out of memory, since the process started."),
+    "memory/disk_free_gib": Metric("GiB", "Free space on the disk of the run's folder."),
+    "memory/disk_checkpoint_gib": Metric("GiB", "Size of the last checkpoint's tensors."),
     "memory/samples_mib": Metric("MiB", "Size of samples/ on disk; stops at observe.samples_max_mib."),
 }
 

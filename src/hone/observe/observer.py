@@ -270,14 +270,19 @@ class Observer:
             self._tensorboard.close()
             self._tensorboard = TensorBoard(self._folder / "tensorboard", resume=True)
 
-    def close(self, outcome: str) -> None:
-        """Finish every record and write report.html. `outcome` is one line: how the run ended."""
+    def close(self, outcome: str, why: str = "") -> None:
+        """Finish every record and write report.html.
+
+        Args:
+            outcome: one line, how the run ended.
+            why: the error that ended it.
+        """
         events = self._spans.take_events()
         message = outcome
         try:
             self._background.submit(lambda: self._close_slow(events))
             self._background.close()
-            self.event("stopped", outcome=outcome)
+            self.event("stopped", outcome=outcome, **({"why": why} if why else {}))
             self._events.close()
             self._metrics.close()
             self._summary.end(self._folder, outcome)

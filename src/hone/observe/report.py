@@ -151,7 +151,7 @@ def report_data(
     else:
         data["alarms"] = alarms_of_events(run_folder)
     data["has_every_line"] = has_every_line
-    data["healthy"] = healthy_ranges(lines, has_every_line=has_every_line)
+    data["healthy"] = healthy_ranges(lines)
     events = events_of(run_folder / FILE, MARKING, before="training")
     marks = [*marks_of_events(events), *_marks_of_memory(data["memory"])]
     data["marks"] = _spread(sorted(marks, key=lambda mark: mark["step"]), MAX_MARKS)

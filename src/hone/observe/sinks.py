@@ -13,11 +13,12 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from hone.doctor.ranges import BASELINE_LINES
 from hone.errors import HoneError, RunFolderError
 from hone.observe.samples_table import Row, as_markdown
 from hone.observe.whole import line_start, mapped
@@ -84,8 +85,8 @@ def some_metric_lines(path: Path, most: int | None) -> tuple[list[dict[str, Any]
     """Lines of metrics.jsonl, and whether they are all.
 
     Args:
-        most: of a file with more lines than this, so many are read, evenly spaced, and each that has an evaluation.
-            None: all.
+        most: of a file with more lines than this, so many are read, evenly spaced, besides the first ones of each
+            stage, which baselines are made of, and each that has an evaluation. None: all.
     """
     with mapped(path) as text:
         start = text[:_START_BYTES]
@@ -93,8 +94,27 @@ def some_metric_lines(path: Path, most: int | None) -> tuple[list[dict[str, Any]
             return list(metric_lines(path)), True
         evaluated = (text.rfind(b"\n", 0, place) + 1 for place in _places(text, b'"eval/'))
         places = {text.rfind(b"\n", 0, len(text) * number // most) + 1 for number in range(most)} | set(evaluated)
-        ends = ((place, text.find(b"\n", place)) for place in sorted(places))
-        return [json.loads(text[place:end]) for place, end in ends if end > place], False
+        lines = dict(_lines_at(text, places))
+        for stage in {line["stage"] for line in lines.values()}:
+            lines |= _lines_at(text, _first_places(text, stage))
+        return [lines[place] for place in sorted(lines)], False
+
+
+def _lines_at(text: mmap.mmap | bytes, places: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines that begin at these places, but for one without an end."""
+    for place in places:
+        if (end := text.find(b"\n", place)) > place:
+            yield place, json.loads(text[place:end])
+
+
+def _first_places(text: mmap.mmap | bytes, stage: str) -> Iterator[int]:
+    """Where the first lines of a stage begin."""
+    place = text.rfind(b"\n", 0, text.find(json.dumps({"stage": stage})[1:-1].encode())) + 1
+    for _ in range(BASELINE_LINES):
+        yield place
+        place = text.find(b"\n", place) + 1
+        if not place:
+            return
 
 
 def _places(text: mmap.mmap | bytes, word: bytes) -> Iterator[int]:

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hone.doctor.failure import failure_alarm
 from hone.doctor.walk import WalkAnswer, walk
 from hone.doctor.watch import Alarm, AlarmWatch, by_importance
 from hone.observe.events import events_of, read_events
@@ -84,6 +85,8 @@ class RunStatus:
     """To the end of the stage."""
     outcome: str | None = None
     """How it ended, if it ended in order."""
+    why: str = ""
+    """The error that ended it, `Class: message`."""
     ranks: int | None = None
     """Processes of the trainer, where it has any of its own."""
     replicas: dict[str, ReplicaStatus] = field(default_factory=dict)
@@ -133,6 +136,7 @@ def _follow(status: RunStatus, events: Iterable[Mapping[str, Any]]) -> float | N
         match kind:
             case "stage":
                 status.stage, status.steps, status.outcome = event["stage"], event["steps"], None
+                status.why = ""
             case "started":
                 status.step = event["step"]
                 sampling.clear()
@@ -154,7 +158,7 @@ def _follow(status: RunStatus, events: Iterable[Mapping[str, Any]]) -> float | N
                 status.replicas = {name: one for name, one in status.replicas.items() if one.version is None}
                 sampling.clear()
             case "stopped":
-                status.outcome, status.phase = event["outcome"], None
+                status.outcome, status.why, status.phase = event["outcome"], event.get("why", ""), None
                 status.replicas.clear()
                 sampling.clear()
     status.in_flight = len(sampling)
@@ -213,5 +217,9 @@ def diagnose(path: Path) -> Diagnosis:
         last_steps[line["stage"]] = line["step"]
     status = read_status(folder)
     state = "running" if status.running else status.outcome or "not running; it was killed or not started"
+    alarms = by_importance(watch.alarms)
+    if status.why and not status.running:
+        stage = status.stage or "start"
+        alarms.insert(0, failure_alarm(status.why, stage=stage, step=last_steps.get(stage, 0) + 1))
     answers = walk(settings, metric_lines(folder.metrics))
-    return Diagnosis(path, state, last_steps, tuple(by_importance(watch.alarms)), answers)
+    return Diagnosis(path, state, last_steps, tuple(alarms), answers)

@@ -82,6 +82,8 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self._run = dict(run or {})
+        self._num_bytes: int | None = None
+        """Of the checkpoint written last."""
 
     def save(self, progress: Progress, snapshot: Snapshot) -> Path:
         """Write a checkpoint, then remove the ones older than the newest `keep`, except the one at
@@ -116,9 +118,15 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
+        self._num_bytes = snapshot.num_bytes
         best = None if progress.best_step is None else _name(replace(progress, step=progress.best_step))
         self._remove_older_than(final, spare=best)
         return final
+
+    def disk_metrics(self) -> dict[str, float]:
+        """Room on the disk, and what a checkpoint takes of it."""
+        found = {"memory/disk_free_gib": self._free_bytes() / 2**30}
+        return found if self._num_bytes is None else {**found, "memory/disk_checkpoint_gib": self._num_bytes / 2**30}
 
     def newest(self) -> SavedCheckpoint | None:
         """The newest checkpoint that is whole, or None when there is none at all.
@@ -235,10 +243,12 @@ class Checkpoints:
             for path in self.folder.glob(f"{prefix}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _refused(self, path: Path, error: OSError, num_bytes: int) -> str:
-        needed_mib = num_bytes / 2**20
+    def _free_bytes(self) -> int:
         existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
-        free_mib = shutil.disk_usage(existing).free / 2**20
+        return shutil.disk_usage(existing).free
+
+    def _refused(self, path: Path, error: OSError, num_bytes: int) -> str:
+        needed_mib, free_mib = num_bytes / 2**20, self._free_bytes() / 2**20
         kept = [path.name for path in self.paths()]
         return (
             f"{path}: cannot be written: {error.strerror or error}. It needs {needed_mib:,.1f} MiB; "

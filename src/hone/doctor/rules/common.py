@@ -26,6 +26,8 @@ LENGTH, TRUNCATED, CORRELATION = (
     "rollout/length_reward_corr",
 )
 ENTROPY, NORM = "train/entropy", "train/grad_norm"
+NOISE_METRICS, NOISE_STEPS = ("train/gradient_signal", "train/gradient_noise"), 50
+"""What the noise scale is made of, and the steps that both are averaged over."""
 
 
 def moves_far(h: History) -> bool:
@@ -68,6 +70,21 @@ TOO_FAST = Cause(
 def is_rising_by_std(h: History) -> bool:
     """The reward of the last ten steps is above its baseline by a fifth of the samples' standard deviation."""
     return h.mean(REWARD, 10) > h.base(REWARD) + 0.2 * h.base("rollout/reward_std")
+
+
+def noise_scale(h: History) -> float:
+    """Samples per step at which noise and signal of the gradient are equal (arXiv:1812.06162, appendix A.1)."""
+    signal, noise = (h.mean(name, NOISE_STEPS) for name in NOISE_METRICS)
+    return noise / signal if signal > 0 and noise > 0 else math.nan
+
+
+def samples_per_step(h: History) -> float:
+    """Samples of an optimizer step."""
+    update, own = (
+        h.number("train.prompts_per_step") * h.number("rollout.group_size"),
+        "train.samples_per_optimizer_step",
+    )
+    return h.number(own) if h.number(own) < update else update
 
 
 def is_flat(h: History, steps: int) -> bool:

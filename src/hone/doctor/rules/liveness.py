@@ -143,6 +143,32 @@ LIVENESS = (
         source=OURS,
     ),
     AlarmRule(
+        name="disk_nearly_full",
+        level="liveness",
+        pattern="the disk of the run's folder is nearly full",
+        metrics=("memory/disk_free_gib", "memory/disk_checkpoint_gib", "memory/samples_mib"),
+        when=when(
+            "below two checkpoints, or below what has been used since steps 5 to 20",
+            lambda h: (
+                h.now("memory/disk_free_gib") < 2 * h.now("memory/disk_checkpoint_gib")
+                or h.now("memory/disk_free_gib") < h.base("memory/disk_free_gib") - h.now("memory/disk_free_gib")
+            ),
+        ),
+        of=(2, 5),
+        causes=(
+            Cause(
+                name="disk_full",
+                what="free space is about to run out, and the next checkpoint cannot be written then.",
+                change="free space on that disk; or run.dir on a larger one, checkpoint.keep lower, "
+                "observe.samples_max_mib lower",
+                confirm="df -h RUN_DIR and du -sh RUN_DIR/*: if the run's own folder is small, something else fills "
+                "the disk.",
+                reads=("checkpoint.keep", "checkpoint.every"),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
         name="memory_grows",
         level="liveness",
         pattern="resident memory of the main process grows step by step",

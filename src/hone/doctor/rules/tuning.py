@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
-from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, above, below, when
-from hone.doctor.rules.common import OURS
+from hone.doctor.rules.common import OURS, noise_scale, samples_per_step
 
 JUDGE_HITS, JUDGE_CACHE = "reward/<component>_prefix_hit_frac_mean", "reward/<component>_cache_used_frac_mean"
-
-
-def _noise_scale(h: History) -> float:
-    """Samples per step at which noise and signal of the gradient are equal (arXiv:1812.06162, appendix A.1)."""
-    signal, noise = h.mean("train/gradient_signal", 50), h.mean("train/gradient_noise", 50)
-    return noise / signal if signal > 0 and noise > 0 else math.nan
-
-
-def _samples(h: History) -> float:
-    return h.number("train.prompts_per_step") * h.number("rollout.group_size")
-
 
 TUNING = (
     AlarmRule(
@@ -27,7 +13,9 @@ TUNING = (
         level="tuning",
         pattern="the gradient is mostly noise at this number of samples per step",
         metrics=("train/gradient_noise", "train/gradient_signal"),
-        when=when("noise scale above 10 times the samples per step", lambda h: _noise_scale(h) > 10 * _samples(h)),
+        when=when(
+            "noise scale above 10 times the samples per step", lambda h: noise_scale(h) > 10 * samples_per_step(h)
+        ),
         of=(20, 20),
         after=50,
         causes=(
@@ -47,7 +35,9 @@ TUNING = (
         level="tuning",
         pattern="many more samples per step are drawn than the gradient needs",
         metrics=("train/gradient_signal", "train/gradient_noise"),
-        when=when("noise scale below a tenth of the samples per step", lambda h: _noise_scale(h) < 0.1 * _samples(h)),
+        when=when(
+            "noise scale below a tenth of the samples per step", lambda h: noise_scale(h) < 0.1 * samples_per_step(h)
+        ),
         of=(20, 20),
         after=50,
         causes=(
