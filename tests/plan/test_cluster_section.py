@@ -15,6 +15,7 @@ from hone.plan.ledger import GIB
 from hone.plan.planner import Plan, plan
 from hone.plan.pools import pools_of
 from hone.plan.search import propose
+from hone.plan.time import GPU
 from hone.rollout.vllm_args import VllmPlace, engine_arguments
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -144,7 +145,11 @@ def test_hones_own_engine_has_weights_and_a_cache_of_what_is_in_flight(planned):
     tokens = 8 * lengths.max_prompt + 64 * columns_for(lengths.max_response - 1)
     assert terms["engine: KV cache"] == tokens * 147_456
     asleep = {term.name for term in engine.asleep_terms(2)}
-    assert asleep == {"engine: weights", "engine: KV cache"}
+    assert asleep == {"engine: weights", "engine: KV cache", "engine: CUDA graphs"}
+    assert terms["engine: CUDA graphs"] == 3 * 2 * 64 * 32 * lengths.longest + GIB
+    eager = planned("cluster.backend=ray", "cluster.engines.enforce_eager=true", apart(4, 4))
+    assert "engine: CUDA graphs" not in {term.name for term in pools_of(eager.inputs)[1].engine.terms()}
+    assert found.time.efficiency == GPU != eager.time.efficiency
 
 
 def test_a_reference_and_a_reward_model_of_their_own(planned):

@@ -90,6 +90,7 @@ def embedded_engine(
         prefill_tokens=config.rollout.prefill_tokens,
         guard=ladder or UNGUARDED,
         records_routing=config.algorithm.replay_routing and "rl" in config.stages,
+        enforce_eager=bool(config.cluster.engines.enforce_eager),
     )
     if ladder is not None:
         ladder.bind(*engine_knobs(engine, config))

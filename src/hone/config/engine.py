@@ -91,7 +91,8 @@ class EngineSection(Section):
     block_size: int | None = key(None, unit="tokens", ge=1)
     """Tokens in a block of the cache, the unit that samples share; null: vLLM's choice on a GPU, 32 on a CPU."""
     enforce_eager: bool | None = key(None)
-    """Neither compile nor capture CUDA graphs: slower, less memory; null: on a CPU, where it starts sooner."""
+    """Neither compile nor capture CUDA graphs: slower, less memory; null: on a CPU, where it starts sooner. Of Hone's
+    own engine: no CUDA graphs; `rollout.compile` compiles."""
     max_cudagraph_capture_size: int | None = key(None, unit="sequences", ge=1)
     """Largest batch that a CUDA graph is captured for; null: vLLM's choice."""
     disable_log_stats: bool | None = key(None)
@@ -196,7 +197,7 @@ def unseen_by_vllm(model_type: str) -> str:
 ENTRY_POINTS = "hone.rollout.engine"
 """Group of the entry points by which packages register engines: name -> `module:EngineKind instance`."""
 ENGINES = {
-    "hone": EngineKind("hone.assemble.processes:start_own"),
+    "hone": EngineKind("hone.assemble.processes:start_own", keys=frozenset({"enforce_eager"})),
     "vllm": EngineKind(
         "hone.assemble.vllm:start_vllm",
         keys=frozenset(EngineSection.model_fields) - {"use", "args"},

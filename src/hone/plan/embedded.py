@@ -1,6 +1,6 @@
 """Memory of Hone's own engine, of judges in it, and of reward models: `local.py`'s closed forms, and their weights.
 
-An engine's cache grows to what is in flight and stays; while others work, it keeps weights and cache.
+An engine's cache grows to what is in flight and stays; while others work, it keeps weights, cache and CUDA graphs.
 """
 
 from __future__ import annotations
@@ -106,6 +106,6 @@ class Embedded(_Whole):
         return [weights, *working]
 
     def asleep_terms(self, level: int) -> list[Term]:
-        """What it holds while it samples nothing: weights and cache, whatever the level."""
-        held = ("engine: weights", "engine: KV cache")
+        """What it holds while it samples nothing: weights, cache and graphs, whatever the level."""
+        held = ("engine: weights", "engine: KV cache", "engine: CUDA graphs")
         return [one for one in self.terms() if level == 0 or one.name.startswith(held)]

@@ -100,6 +100,12 @@ def automatic_implementation(architecture: Architecture) -> Implementation:
     return "hone" if architecture.model_type in activations.OWN_FAMILIES else "transformers"
 
 
+def has_graphs(inputs: Inputs) -> bool:
+    """Whether Hone's own engine decodes by CUDA graphs."""
+    is_cuda = inputs.hardware.names[0] == "cuda"
+    return is_cuda and implementation_of(inputs) == "hone" and not inputs.config.cluster.engines.enforce_eager
+
+
 def bytes_each(inputs: Inputs) -> int:
     """Bytes of a number that trainers compute with."""
     return 2 if inputs.config.run.compute_dtype == "bfloat16" else 4

@@ -27,6 +27,7 @@ from hone.plan.activations import (
     recomputes_last,
 )
 from hone.plan.architecture import Architecture, adapter_parameters
+from hone.plan.engine import GRAPH_BYTES
 from hone.plan.kv_cache import CacheRoom
 from hone.plan.ledger import Moment, Term, moment, term
 from hone.plan.routing import routing_records
@@ -70,6 +71,8 @@ class LocalSettings:
     max_positions: int
     has_computed: bool
     """A stage came before in the same process."""
+    graphs: bool = False
+    """Decoding steps are CUDA graphs."""
     tower_learns: bool = False
     """Whether a vision tower is trained."""
     picture_pixels: int = 0
@@ -260,13 +263,18 @@ def _prompts(settings: LocalSettings, workload: Workload) -> int:
 
 
 def _cache(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
-    """The engine's keys and values; in a run their memory stays between rollouts."""
+    """The engine's keys and values, and what its decoding steps work in where they are CUDA graphs; in a run both stay
+    between rollouts."""
     per_token, room = settings.architecture.kv_bytes_per_token(bytes_each=settings.work.bytes_each), settings.room
     rows, tokens = settings.max_concurrent, room.tokens(settings.max_concurrent)
     prompts, responses = room.prompts_stored(rows) * room.prompt_tokens, room.responses(rows)
     parts = f"prompts {prompts:,}, responses {responses:,} at their longest"
     held = f"{tokens:,} tokens x {per_token:,} B ({parts})"
     yield term("KV cache", tokens * per_token, held, "rollout.kv_cache_tokens")
+    if settings.graphs:
+        scores, formula = _scores(settings, workload)
+        formula = f"{formula}, and 1 GiB of what the driver keeps (estimate)"
+        yield term("CUDA graphs", scores + GRAPH_BYTES, formula, "cluster.engines.enforce_eager")
 
 
 def _growth(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
@@ -283,9 +291,14 @@ def _sampling(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
     each = (10 if p == 2 else 8) + (28 if workload.cuts_distribution else 0)
     knob = "rollout.max_concurrent_samples"
     yield term("logits", each * rows * arch.vocab, f"{each} B x {rows:,} rows x {arch.vocab:,} vocabulary", knob)
+    yield term("attention scores", *_scores(settings, workload), knob)
+
+
+def _scores(settings: LocalSettings, workload: Workload) -> tuple[int, str]:
+    """Bytes of the scores in one layer of a decoding step, and how they were counted."""
+    heads, each, rows = settings.architecture.heads, 3 * settings.work.bytes_each, _rows(settings, workload)
     width = workload.lengths.longest
-    scores = 3 * p * rows * arch.heads * width
-    yield term("attention scores", scores, f"{3 * p} B x {rows:,} rows x {arch.heads} heads x {width:,} tokens", knob)
+    return each * rows * heads * width, f"{each} B x {rows:,} rows x {heads} heads x {width:,} tokens"
 
 
 def _prefill(settings: LocalSettings, workload: Workload) -> Iterator[Term]:

@@ -24,7 +24,7 @@ from hone.plan.architecture import GIB, Architecture
 from hone.plan.cluster import PoolPlan
 from hone.plan.engine import EnginePlan
 from hone.plan.hardware import Hardware
-from hone.plan.inputs import Inputs, changed, implementation_of, microbatch, plain, resolve, room_of
+from hone.plan.inputs import Inputs, changed, has_graphs, implementation_of, microbatch, plain, resolve, room_of
 from hone.plan.ledger import Ledger, Moment
 from hone.plan.pools import pools_of
 from hone.plan.routing import routing_records
@@ -164,6 +164,7 @@ def _local_ledgers(inputs: Inputs) -> tuple[list[Ledger], list[Moment]]:
         max_concurrent=config.rollout.max_concurrent_samples,
         prefill_tokens=config.rollout.prefill_tokens,
         is_gpu=hardware.kind == "gpu",
+        graphs=has_graphs(inputs),
         max_positions=inputs.architecture.max_positions,
         has_computed=config.stages.index("rl") > 0,
         tower_learns=inputs.tower_learns,

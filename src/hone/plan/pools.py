@@ -21,7 +21,7 @@ from hone.config.topology import TRAINED, TrainerGroup, is_sharded, judge_servic
 from hone.plan.cluster import PoolPlan, Trained, adapter_of
 from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import EnginePlan, EngineSettings
-from hone.plan.inputs import Inputs, automatic_implementation, bytes_each, microbatch, room_of
+from hone.plan.inputs import Inputs, automatic_implementation, bytes_each, has_graphs, microbatch, room_of
 from hone.plan.kv_cache import CacheRoom, most_within
 from hone.plan.local import LocalSettings
 from hone.plan.workload import share_of
@@ -163,6 +163,7 @@ def _local_settings(inputs: Inputs, replicas: int = 1) -> LocalSettings:
         max_concurrent=inputs.config.rollout.max_concurrent_samples,
         prefill_tokens=inputs.config.rollout.prefill_tokens,
         is_gpu=inputs.hardware.kind == "gpu",
+        graphs=has_graphs(inputs),
         max_positions=inputs.architecture.max_positions,
         has_computed=True,
         tower_learns=inputs.tower_learns,
@@ -236,6 +237,7 @@ def _embedded_judge(inputs: Inputs, service: str, lengths: tuple[int, int], vote
         room=CacheRoom(prompt, answer, rows, rows, most, shares_prompts=code == "hone"),
         max_concurrent=rows,
         prefill_tokens=RolloutSection.model_fields["prefill_tokens"].default,
+        graphs=code == "hone" and hardware.names[0] == "cuda",
         picture_pixels=0,
     )
     asks = replace(inputs.workload.lengths, max_prompt=prompt, max_response=answer)

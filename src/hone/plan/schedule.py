@@ -12,7 +12,7 @@ from hone.plan.cluster import PoolPlan, Trained, adapter_of
 from hone.plan.efficiency import MeasuredRates, with_measured
 from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import EnginePlan
-from hone.plan.inputs import Inputs, bytes_each, room_of
+from hone.plan.inputs import Inputs, bytes_each, has_graphs, room_of
 from hone.plan.time import CPU, GPU, GPU_EAGER, Efficiency, LearnerTime, Sampler, StepTime
 from hone.plan.workload import Lengths
 
@@ -54,8 +54,8 @@ def _rates(inputs: Inputs, engine: EnginePlan | Embedded | EmbeddedJudge | Reade
     """The priors for this hardware and an engine; None is the one of a run of one process."""
     if inputs.hardware.kind == "cpu":
         return CPU
-    prior = GPU if isinstance(engine, EnginePlan) and engine.settings.graphs else GPU_EAGER
-    return measured_rates(inputs, prior)[0]
+    graphs = has_graphs(inputs) if engine is None else not isinstance(engine, Reader) and engine.settings.graphs
+    return measured_rates(inputs, GPU if graphs else GPU_EAGER)[0]
 
 
 def measured_rates(inputs: Inputs, prior: Efficiency = GPU) -> tuple[Efficiency, MeasuredRates | None]:

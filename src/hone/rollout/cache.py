@@ -76,6 +76,11 @@ class Region:
     def tokens(self) -> int:
         return self.slots * self.columns
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Address and columns: where each slot's tokens lie, whatever the number of slots."""
+        return self.data.data_ptr(), self.columns
+
     def lay_out(self, slots: int, columns: int, *, live: int) -> None:
         """Have so many slots and columns; keeps what fits of the `live` first slots. Copies a layer at a time."""
         if (slots, columns) == (self.slots, self.columns):

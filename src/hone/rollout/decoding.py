@@ -11,12 +11,16 @@ The cache has room for a number of tokens (`plan.kv_cache`). A response takes as
 because a matrix product wants its keys dense: pages would have to be copied together first, at every token. Rows come
 while there is room for all of them, also once the columns grow next; the newest leave where there is none, and come
 back with their tokens, whose keys and values are then computed anew in one pass.
+
+On a GPU steps are replayed as CUDA graphs (graphs.py). Numbers of prompts, of members and of a prompt's columns are
+then rounded up too, where there is room, so that few graphs serve many steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,6 +35,7 @@ from hone.model.layout import filled, round_size
 from hone.plan.kv_cache import CacheRoom, columns_for
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.engine import CacheUse
+from hone.rollout.graphs import StepGraphs
 from hone.rollout.stepper import closing_moves
 from hone.rollout.upload import upload
 from hone.types import Picture, TokenIds
@@ -43,10 +48,22 @@ class DecoderStepper:
 
     Args:
         prefill_tokens: padded prompt tokens computed at one time, one prompt at least; memory, never the result.
+        graphs: by which steps are replayed; None: each is launched kernel by kernel.
     """
 
-    def __init__(self, model: Decoder, max_rows: int, *, room: CacheRoom, prefill_tokens: int = PREFILL_TOKENS) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        max_rows: int,
+        *,
+        room: CacheRoom,
+        prefill_tokens: int = PREFILL_TOKENS,
+        graphs: StepGraphs | None = None,
+    ) -> None:
         self._model = model
+        self._graphs = graphs
+        self._weights = [*model.parameters(), *model.buffers()]
+        self._addresses: list[int] = []
         self._max_rows, self._room = max_rows, room
         self._prefill_tokens = prefill_tokens
         self._group_heads = model.num_heads // model.num_kv_heads
@@ -54,6 +71,8 @@ class DecoderStepper:
         self.clear()
 
     def clear(self) -> None:
+        if self._graphs is not None:
+            self._graphs.drop()  # they read the memory that is freed
         self._store.free(self._room.tokens(self._max_rows))
         self._slot_of_prompt: dict[int, int] = {}
         self._next_prompt_id = 0
@@ -107,8 +126,12 @@ class DecoderStepper:
         return int(self._length_C[self._branch_B].max(initial=0))
 
     def _reserve_prompts(self, slots: int, width: int, *, live: int) -> None:
-        """Have so many slots or more, of just that width."""
+        """Have so many slots or more, of just that width; for graphs rounded up, where there is room."""
         prompts, responses = self._store.prompts, self._store.responses
+        if self._graphs is not None:
+            rounded = round_size(slots), round_size(width)
+            if rounded[0] * rounded[1] + responses.tokens <= self._store.room_tokens:
+                slots, width = rounded
         if slots <= prompts.slots and width == prompts.columns:
             return
         if slots * width + responses.tokens > self._store.room_tokens:
@@ -155,6 +178,7 @@ class DecoderStepper:
     def add_prompts(self, prompts: Sequence[TokenIds], pictures: Sequence[tuple[Picture, ...]] = ()) -> list[int]:
         if pictures:
             raise DataError(no_pictures(self._model.hf_config.model_type))
+        self._keep_graphs_of_these_weights()
         self._forget_unused_prompts()
         ids = list(range(self._next_prompt_id, self._next_prompt_id + len(prompts)))
         self._next_prompt_id += len(prompts)
@@ -351,17 +375,36 @@ class DecoderStepper:
             self._forget_unused_prompts()
             count = len(self._prompt_ids)
             self._reserve_prompts(count, int(self._prompt_length_N.max()), live=count)
-            self._grouping = Grouping.of(
-                self._slot_C, self._prompt_length_N, self._model.num_kv_heads, self._prompt_hidden_NH
-            )
+            self._grouping = self._group()
+        grouping, prompts, responses = self._grouping, self._store.prompts, self._store.responses
         position_C = self._prompt_length_N[self._slot_C] + self._length_C
-        rows = np.stack([filled(token_C), filled(position_C), filled(self._length_C)])
-        token_ids, positions, lengths = upload(rows, device).unbind()
-        longest = int(self._length_C.max())
-        column = longest if int(self._length_C.min()) == longest else None
-        hidden_CH = self._model(token_ids, positions, self._decode_attention(self._grouping, lengths, column))
+        rows_3C = upload(np.stack([filled(token_C), filled(position_C), filled(self._length_C)]), device)
+        inputs = rows_3C, grouping.branch_of_seat, grouping.seat_of_branch, grouping.prompt_length_C
+        sizes = grouping.prompts, grouping.members
+        if self._graphs is None:
+            longest = int(self._length_C.max())
+            column = longest if int(self._length_C.min()) == longest else None
+            hidden_CH = self._step(sizes, *inputs, column=column)
+        else:
+            place = sizes, prompts.place, responses.place
+            hidden_CH = self._graphs.run(place, partial(self._step, sizes), inputs)
         self._length_C += 1
         return self._model.logits(hidden_CH).index_select(0, upload(self._branch_B, device))
+
+    def _group(self) -> Grouping:
+        counts = len(self._prompt_ids), int(np.bincount(self._slot_C).max())
+        if self._graphs is not None:
+            counts = min(round_size(counts[0]), self._store.prompts.slots), round_size(counts[1])
+        length_C = self._prompt_length_N[self._slot_C]
+        return Grouping.of(self._slot_C, length_C, *counts, self._model.num_kv_heads, self._prompt_hidden_NH.device)
+
+    def _keep_graphs_of_these_weights(self) -> None:
+        """Drop graphs that read weights where they no longer are; publishing and training write them in place."""
+        if self._graphs is not None:
+            addresses = [weight.data_ptr() for weight in self._weights]
+            if addresses != self._addresses:
+                self._graphs.drop()
+                self._addresses = addresses
 
     def _fork(self, token_B: np.ndarray) -> np.ndarray:
         """Give every distinct (branch, token) a branch; returns the token of each, (C,).
@@ -398,14 +441,30 @@ class DecoderStepper:
             self._reserve_responses(round_size(count), columns, live=count)
         return token_C[np.argsort(place_C)]
 
-    def _decode_attention(self, grouping: Grouping, length_C: Tensor, column: int | None) -> Attend:
-        """Attention of one token of each branch, after `length_C` others; `column`: where that is one number."""
+    def _step(
+        self,
+        sizes: tuple[int, int],
+        rows_3C: Tensor,
+        branch_of_seat: Tensor,
+        seat_of_branch: Tensor,
+        prompt_length_C: Tensor,
+        *,
+        column: int | None = None,
+    ) -> Tensor:
+        """(C, H) hidden states after one token more of each branch; a CUDA graph may be made of it.
+
+        Args:
+            sizes: (prompts, members) of the grouping that the other arguments are from.
+            rows_3C: of each branch its token, the token's position, and how many response tokens came before it.
+            column: that number, where it is one for all: a faster way to store keys, for this step alone.
+        """
+        token_ids, positions, length_C = rows_3C.unbind()
         prompts, responses = self._store.prompts, self._store.responses
-        num_branches, num_prompts = len(length_C), len(self._prompt_length_N)
+        num_branches, (num_prompts, members) = len(length_C), sizes
         place = responses.flat_index_of_first(length_C) if column is None else column
-        bias_CW = self._bias(grouping, length_C)
+        bias_CW = self._bias(prompt_length_C, length_C)
         kv_heads, group_heads, head_dim = self._model.num_kv_heads, self._group_heads, self._model.head_dim
-        prompt_width, members = grouping.prompt_width, grouping.members
+        prompt_width = prompts.columns
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             responses.write(layer, place, k, v)
@@ -413,26 +472,26 @@ class DecoderStepper:
             prompt_keys, prompt_values = prompts.read(layer, 0, num_prompts)
             queries = (q * head_dim**-0.5).view(num_branches * kv_heads, group_heads, head_dim)
             own_scores = torch.bmm(queries, keys.mT)
-            side_by_side = queries.index_select(0, grouping.branch_of_seat)
+            side_by_side = queries.index_select(0, branch_of_seat)
             side_by_side = side_by_side.view(num_prompts * kv_heads, members * group_heads, head_dim)
             prompt_scores = torch.bmm(side_by_side, prompt_keys.mT).view(-1, group_heads, prompt_width)
-            scores = torch.cat([prompt_scores.index_select(0, grouping.seat_of_branch), own_scores], -1)
+            scores = torch.cat([prompt_scores.index_select(0, seat_of_branch), own_scores], -1)
             scores.view(num_branches, kv_heads * group_heads, -1).add_(bias_CW[:, None])
             weights = torch.softmax(scores, -1)
-            prompt_weights = weights[:, :, :prompt_width].index_select(0, grouping.branch_of_seat)
+            prompt_weights = weights[:, :, :prompt_width].index_select(0, branch_of_seat)
             prompt_weights = prompt_weights.view(num_prompts * kv_heads, members * group_heads, prompt_width)
             prompt_out = torch.bmm(prompt_weights, prompt_values).view(-1, group_heads, head_dim)
             out = torch.bmm(weights[:, :, prompt_width:], values)
-            return out.add_(prompt_out.index_select(0, grouping.seat_of_branch)).view_as(q)
+            return out.add_(prompt_out.index_select(0, seat_of_branch)).view_as(q)
 
-        return attend
+        return self._model(token_ids, positions, attend)
 
-    def _bias(self, grouping: Grouping, length_C: Tensor) -> Tensor:
+    def _bias(self, prompt_length_C: Tensor, length_C: Tensor) -> Tensor:
         """(C, P + L), -inf where a branch has no such token."""
-        column_L = torch.arange(self._store.responses.columns, device=length_C.device)
-        bias_CL = grouping.prompt_bias_CP.new_zeros(len(length_C), len(column_L))
-        bias_CL.masked_fill_(column_L > length_C[:, None], -torch.inf)
-        return torch.cat([grouping.prompt_bias_CP, bias_CL], 1)
+        prompts, responses = self._store.prompts, self._store.responses
+        column_P, column_L = (torch.arange(one.columns, device=length_C.device) for one in (prompts, responses))
+        beyond_CW = torch.cat([column_P >= prompt_length_C[:, None], column_L > length_C[:, None]], 1)
+        return self._model.output_weight.new_zeros(beyond_CW.shape).masked_fill_(beyond_CW, -torch.inf)
 
 
 @dataclass
@@ -468,39 +527,42 @@ class Grouping:
     repeats branch 0: its result is computed and never read.
     """
 
+    prompts: int
+    """N; may be more than there are."""
     members: int
-    prompt_width: int
-    """P: tokens of the longest prompt."""
     branch_of_seat: Tensor
     """(N * Hkv * members,) int64 into (C * Hkv)."""
     seat_of_branch: Tensor
     """(C * Hkv,) int64 into (N * Hkv * members); filler looks into the first seat."""
-    prompt_bias_CP: Tensor
-    """-inf beyond a branch's prompt."""
+    prompt_length_C: Tensor
+    """Tokens of each branch's prompt."""
 
     @classmethod
-    def of(cls, slot_C: np.ndarray, prompt_length_N: np.ndarray, kv_heads: int, like: Tensor) -> Grouping:
-        """`like`: a tensor of the type and on the device of the model's."""
-        num_prompts, num_branches = len(prompt_length_N), len(slot_C)
+    def of(
+        cls,
+        slot_C: np.ndarray,
+        prompt_length_C: np.ndarray,
+        prompts: int,
+        members: int,
+        kv_heads: int,
+        device: torch.device,
+    ) -> Grouping:
+        """`slot_C`: the prompt of each branch; at most `members` have the same."""
+        num_branches = len(slot_C)
         order = np.argsort(slot_C, kind="stable")
-        branches_of_prompt_N = np.bincount(slot_C, minlength=num_prompts)
+        branches_of_prompt_N = np.bincount(slot_C, minlength=prompts)
         first_N = branches_of_prompt_N.cumsum() - branches_of_prompt_N
         member_C = np.empty(num_branches, np.int64)
         member_C[order] = np.arange(num_branches) - first_N[slot_C[order]]
-        members = int(branches_of_prompt_N.max())
         head = np.arange(kv_heads)
         seat_of_branch = (slot_C[:, None] * kv_heads + head) * members + member_C[:, None]
-        branch_of_seat = np.tile(head[:, None], (num_prompts, 1, members))
+        branch_of_seat = np.tile(head[:, None], (prompts, 1, members))
         branch_of_seat.reshape(-1)[seat_of_branch] = np.arange(num_branches)[:, None] * kv_heads + head
-        width = int(prompt_length_N.max())
-        prompt_length_C = upload(filled(prompt_length_N[slot_C]), like.device)
-        num_filler = len(prompt_length_C) - num_branches
-        bias_CP = like.new_zeros(len(prompt_length_C), width)
-        bias_CP.masked_fill_(torch.arange(width, device=like.device) >= prompt_length_C[:, None], -torch.inf)
+        num_filler = round_size(num_branches) - num_branches
         return cls(
+            prompts,
             members,
-            width,
-            upload(branch_of_seat.reshape(-1), like.device),
-            upload(np.pad(seat_of_branch, ((0, num_filler), (0, 0))).reshape(-1), like.device),
-            bias_CP,
+            upload(branch_of_seat.reshape(-1), device),
+            upload(np.pad(seat_of_branch, ((0, num_filler), (0, 0))).reshape(-1), device),
+            upload(filled(prompt_length_C), device),
         )

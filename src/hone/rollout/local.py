@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from hone.errors import DataError, EngineError
@@ -25,6 +27,7 @@ from hone.plan.architecture import architecture_from
 from hone.plan.kv_cache import CacheRoom, most_within
 from hone.rollout.decoding import PREFILL_TOKENS, DecoderStepper
 from hone.rollout.engine import CacheUse, OnSample, OnToken, Request
+from hone.rollout.graphs import CudaCapture, StepGraphs
 from hone.rollout.rows import RowJob
 from hone.rollout.scheduler import Decode, Scheduler
 from hone.rollout.stepper import Stepper
@@ -46,6 +49,7 @@ class LocalEngine:
         executor: one thread to compute on, shared with the trainer in a synchronous run; None: a thread of its own.
         guard: watches over memory. What runs out begins again, with the same randomness.
         records_routing: samples have the experts that their tokens were sent to; of a model with Transformers' class.
+        enforce_eager: no CUDA graphs.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class LocalEngine:
         prefill_tokens: int = PREFILL_TOKENS,
         guard: Guard = UNGUARDED,
         records_routing: bool = False,
+        enforce_eager: bool = False,
     ) -> None:
         self.version = version
         self._model = model
@@ -71,7 +76,10 @@ class LocalEngine:
         self._is_whole = True  # the worker's: whether the weights are all of one version
         self._is_busy = False  # the worker's; the phase "rollout" is open while it is
         self._room = room or whole_room(model, max_concurrent)
-        stepper = make_stepper(model, max_concurrent, prefill_tokens, self._room, records_routing=records_routing)
+        graphs = None if enforce_eager else graphs_on(model.output_weight.device)
+        stepper = make_stepper(
+            model, max_concurrent, prefill_tokens, self._room, records_routing=records_routing, graphs=graphs
+        )
         self._scheduler = Scheduler(stepper, decode, max_concurrent)
         self._promises: dict[RowJob, Future[tuple[Sample, ...]]] = {}  # the worker's; a job is in it while it runs
         self._worker = EngineWorker(
@@ -241,14 +249,29 @@ def bytes_per_token(model: CausalModel) -> int | None:
     return architecture.kv_bytes_per_token(bytes_each=model.output_weight.element_size())
 
 
+def graphs_on(device: torch.device) -> StepGraphs | None:
+    """Graphs of decoding steps, on a device that has them."""
+    return StepGraphs(partial(CudaCapture, device)) if device.type == "cuda" else None
+
+
 def make_stepper(
-    model: CausalModel, max_rows: int, prefill_tokens: int, room: CacheRoom, *, records_routing: bool = False
+    model: CausalModel,
+    max_rows: int,
+    prefill_tokens: int,
+    room: CacheRoom,
+    *,
+    records_routing: bool = False,
+    graphs: StepGraphs | None = None,
 ) -> Stepper:
-    """The fastest way to decode with this model. Raises DataError if its routing is to be recorded and cannot be."""
+    """The fastest way to decode with this model. Raises DataError if its routing is to be recorded and cannot be.
+
+    Args:
+        graphs: for Hone's own decoder; the caches of Transformers' classes move with every token.
+    """
     if isinstance(model, Decoder):
         if records_routing:
             raise DataError(no_experts(model.hf_config.model_type))
-        return DecoderStepper(model, max_rows, room=room, prefill_tokens=prefill_tokens)
+        return DecoderStepper(model, max_rows, room=room, prefill_tokens=prefill_tokens, graphs=graphs)
     if isinstance(model, TransformersModel):
         from hone.rollout.transformers_decoding import TransformersStepper  # brings modelling code and SciPy: 0.7 s
 
