@@ -89,7 +89,7 @@ def test_tiny_shapes_meet_what_a_cpu_can():
     from hone.tools.acceptance.setting import PartSetting
 
     setting, found = PartSetting(torch.device("cpu"), tiny=True), {}
-    for part in ("devices", "numbers", "attention", "trainer-0.6b", "export", "run"):
+    for part in ("devices", "numbers", "attention", "trainer-0.6b", "decoding", "export", "run"):
         for figure in PARTS[part](setting):
             line = figure.as_dict(is_gpu=False)
             assert line["holds"] is not False, line

@@ -81,6 +81,11 @@ class StepGraphs:
         self._capture: Capture | None = None
         self._graphs: OrderedDict[Hashable, StepGraph | None] = OrderedDict()  # None: computed once, not recorded yet
 
+    @property
+    def count(self) -> int:
+        """Graphs that are kept now."""
+        return sum(graph is not None for graph in self._graphs.values())
+
     def run(self, place: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The step's result; valid until the next step.
 

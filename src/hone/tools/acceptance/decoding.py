@@ -1,0 +1,99 @@
+"""The part with Hone's own engine: decoding with and without CUDA graphs, in speed, tokens and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.devices import devices_here, module_of
+from hone.memory.gauges import GIB
+from hone.model.base import CausalModel
+from hone.model.load import init_model
+from hone.plan.kv_cache import CacheRoom
+from hone.rollout.decoding import PREFILL_TOKENS
+from hone.rollout.engine import Request, Sampling
+from hone.rollout.graphs import Step, StepGraphs
+from hone.rollout.local import graphs_on, make_stepper
+from hone.rollout.rows import RowJob
+from hone.rollout.scheduler import Scheduler
+from hone.tools.acceptance.figures import Figure
+from hone.tools.acceptance.setting import PROMPT, TINY, PartSetting, shape_of, timed
+from hone.types import Prompt
+
+GROUP, ROWS, TOKENS = 8, (8, 64, 512), 256
+FEWEST = ROWS[0]
+"""Where launching kernels, not computing, is what takes time."""
+
+
+def decoding(setting: PartSetting) -> Iterator[Figure]:
+    """Groups of 8 samples, drawn with kernels launched one by one and by graphs; and whether a replay computes what the
+    same step does that is launched."""
+    shape = TINY if setting.tiny else shape_of("0.6b")
+    dtype = torch.bfloat16 if setting.is_gpu and devices_here("auto").bfloat16 else torch.float32
+    model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=setting.device)
+    for rows in ROWS[:1] if setting.tiny else ROWS:
+        tokens = 8 if setting.tiny else TOKENS
+        case = f"{rows} rows of {tokens} tokens"
+        launched_s, _ = timed(rollout(model, rows, tokens, None), repeats=1)
+        yield Figure("decoding", "decode_tokens_per_s", rows * tokens / launched_s, f"{case}, launched")
+        graphs = graphs_on(setting.device) or StepGraphs(lambda: launched_again)
+        replayed_s, drawn = timed(rollout(model, rows, tokens, graphs), repeats=1)
+        yield Figure("decoding", "decode_tokens_per_s", rows * tokens / replayed_s, f"{case}, graphs")
+        yield Figure("decoding", "graphs_recorded", graphs.count, case)
+        if rows == FEWEST:
+            yield Figure("decoding", "graph_speedup", launched_s / replayed_s, case)
+        held = reserved_bytes(setting)
+        graphs.drop()
+        if setting.is_gpu:
+            yield Figure("decoding", "graph_gib", (held - reserved_bytes(setting)) / GIB, case)
+        again = rollout(model, rows, tokens, StepGraphs(lambda: launched_again))()
+        same = [np.array_equal(a, b) for a, b in zip(drawn, again, strict=True)]
+        yield Figure("decoding", "same_samples", sum(same) / len(same), case)
+
+
+def launched_again(step: Step, inputs: Sequence[Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """A `Capture` that records nothing: the step of the same shapes, launched each time."""
+    out = step(*inputs)
+
+    def replay() -> None:
+        out.copy_(step(*inputs))
+
+    return replay, out
+
+
+def rollout(model: CausalModel, rows: int, tokens: int, graphs: StepGraphs | None) -> Callable[[], list[np.ndarray]]:
+    """A function that draws the same samples at each call, with one cache for all calls; their tokens, in order."""
+    prompts = rows // GROUP
+    room = CacheRoom(PROMPT, tokens, 2 * prompts, rows)
+    scheduler = Scheduler(make_stepper(model, rows, PREFILL_TOKENS, room, graphs=graphs), lambda ids: "", rows)
+    random = np.random.default_rng(0)
+    sampling = Sampling(tokens, 1.0, top_k=0, top_p=1.0, min_p=0.0, stop=(), stop_token_ids=())
+    requests = [
+        Request(Prompt(f"p{n}", n, "", token_ids), GROUP, sampling, seed=0, stream="train")
+        for n, token_ids in enumerate(random.integers(1, model.vocab_size, (prompts, PROMPT), dtype=np.int32))
+    ]
+    return partial(drawn_by, scheduler, requests, tokens)
+
+
+@torch.no_grad()
+def drawn_by(scheduler: Scheduler, requests: Sequence[Request], tokens: int) -> list[np.ndarray]:
+    """Tokens of all samples, in the order of the requests."""
+    jobs = [RowJob(request, tokens, ()) for request in requests]
+    for job in jobs:
+        scheduler.add(job)
+    while not scheduler.idle:
+        scheduler.step(0)
+    return [sample.token_ids for job in jobs for sample in job.samples]
+
+
+def reserved_bytes(setting: PartSetting) -> int:
+    """Device memory that tensors and graphs keep."""
+    if not setting.is_gpu:
+        return 0
+    module = module_of(setting.device)
+    module.empty_cache()
+    return module.memory_reserved()
