@@ -12,7 +12,7 @@ ONE, NPU, CPU = (
     FoundDevices("npu", "NPU", 16, True),
     FoundDevices("cpu", "CPU", 2),
 )
-ALL, RAY = frozenset(["ray", "vllm"]), frozenset(["ray"])
+ALL, RAY = frozenset(["ray", "vllm", "triton", "cc"]), frozenset(["ray", "triton"])
 
 
 def run(**sections) -> RunConfig:
@@ -67,6 +67,14 @@ def test_a_model_with_a_vision_tower_is_sampled_by_hones_engine_unless_vllm_agre
     assert chosen(H100, shape=seen) == ("bfloat16", "ray", "vllm"), "vLLM was seen to agree with the trainer"
 
 
+def test_kernels_are_fused_where_triton_is_and_the_run_file_does_not_say():
+    def fuses(found, installed=ALL, **keys):
+        return settled(run(run=keys), found, installed=installed).config.run.fused_kernels
+
+    assert [fuses(found) for found in (CPU, NPU, V100, H100)] == [False, False, True, True]
+    assert not fuses(H100, RAY) and fuses(CPU, fused_kernels=True) and not fuses(H100, fused_kernels=False)
+
+
 def test_sampling_ahead_has_devices_of_its_own():
     pools = settled(run(**AHEAD), H100, installed=ALL).config.cluster.pools
     assert {name: (pool.devices, "rollout" in pool.roles) for name, pool in pools.items()} == {
@@ -82,13 +90,15 @@ def test_the_reason_is_said():
     assert told(CPU) == ["run.precision: float32; the CPU is best at it"]
     assert told(H100) == [
         "run.precision: bfloat16; the devices compute in it",
+        "run.fused_kernels: true; norms, rotations, SwiGLU and passes over logits are compiled in the first step",
         "cluster.backend: ray; all 8 GPUs of each machine, trainer and engines take turns",
         "cluster.engines.use: vllm; vLLM is installed",
     ]
     without = told(ONE, RAY)
-    assert without[1] == "cluster.backend: local; one process on one of 1 GPU"
-    assert "vLLM is not installed, which samples several times as fast" in without[2] and "hone-rl[gpu]" in without[2]
-    assert "because rollout.max_staleness = 1 samples on devices of its own" in told(ONE, **AHEAD)[1]
+    assert "run.fused_kernels: false; no C compiler to compile norms" in without[1]
+    assert without[2] == "cluster.backend: local; one process on one of 1 GPU"
+    assert "vLLM is not installed, which samples several times as fast" in without[3] and "hone-rl[gpu]" in without[3]
+    assert "because rollout.max_staleness = 1 samples on devices of its own" in told(ONE, **AHEAD)[2]
     assert any(line.startswith("float32 on GPUs: TF32") for line in told(H100, run={"precision": "float32"}))
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from cases import (
@@ -13,10 +14,12 @@ from cases import (
     make_model,
     make_trainer,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import AlgorithmSection, OptimizerSection
 from hone.data.pack import collate
+from hone.train.trainer import lay_out, samples_of_tokens
 from hone.types import Batch
 
 
@@ -195,6 +198,49 @@ def test_a_policy_that_has_not_moved_equals_its_reference_exactly(precision):
 def test_reference_logprobs_without_a_reference_are_refused():
     with pytest.raises(ValueError, match="without a reference"):
         make_trainer().logprobs(collate(make_groups()), reference=True)
+
+
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_consecutive"}
+"""Operators whose result or its size the host waits for."""
+
+
+class Waiting(TorchDispatchMode):
+    """Counts operators that make the host wait for a GPU, and copies between devices that do."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        moves = func is torch.ops.aten._to_copy.default and result.device != args[0].device
+        masks = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        waits = moves and not (kwargs or {}).get("non_blocking")
+        self.count += waits or masks or func._schema.name.removeprefix("aten::") in WAITS
+        return result
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "gspo", "kl_and_entropy"])
+def test_no_microbatch_makes_the_host_wait_for_the_device(name):
+    """The first of several measures its gradient's norm, for the noise scale; the others nothing. What a microbatch
+    takes to the device, here `meta`, goes there without waiting."""
+    algorithm = algorithm_of(name)
+    batch = make_batch(make_groups(), algorithm)
+    loss_tokens_S = batch.length_S.numpy()
+    counts, microbatches = [], []
+    for budget in (60, 12):
+        trainer = make_trainer(tokens_per_microbatch=budget).policy
+        prepared = trainer._prepare(batch, algorithm)
+        every = np.arange(len(batch.length_S))
+        with Waiting() as waiting:
+            done = trainer.accumulate(prepared, every, algorithm, loss_tokens_S)
+        counts.append(waiting.count)
+        microbatches.append(len(done.measured))
+    assert microbatches[1] >= microbatches[0] + 3 and counts == [1, 1]
+    elsewhere = replace(prepared, columns_CT=prepared.columns_CT.to("meta"))
+    with Waiting() as waiting:
+        layout, _ = lay_out(elsewhere, every)
+        rows = layout.rows()
+        samples_of_tokens(elsewhere, every)
+    assert waiting.count == 0 and rows.index_RL.is_meta and layout.needed_W.is_meta
 
 
 def test_in_a_single_optimizer_step_old_is_now():

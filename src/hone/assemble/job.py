@@ -24,6 +24,7 @@ from hone.data.chat import Tokenizer
 from hone.devices import FoundDevices, device_of
 from hone.errors import ConfigError, HoneError, Stopped
 from hone.memory.guard import Guard
+from hone.model.kernels import use_fused_kernels
 from hone.observe.observer import Observer
 from hone.run.folder import RunFolder
 from hone.runtime.processes import stop_signals_handled
@@ -98,6 +99,8 @@ def set_up_arithmetic(run: RunSection, processes: int = 1) -> torch.device:
     os.environ.setdefault("LRU_CACHE_CAPACITY", "8")
     torch.set_num_threads(run.threads or max(1, len(os.sched_getaffinity(0)) // processes))
     device = device_of(run.device, "run.device")
+    fuses = device.type == "cuda" if run.fused_kernels is None else run.fused_kernels
+    use_fused_kernels(device.type if fuses else None)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, which only products of float32 notice
     if device.type == "cpu":

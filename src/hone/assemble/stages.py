@@ -100,7 +100,9 @@ def train(
     topology = placed(config, found)
     is_local = topology.backend == "local"
     split = claim_devices(config)
-    own = set_up_arithmetic(config.run if is_local else config.run.model_copy(update={"device": "cpu"}))
+    own = set_up_arithmetic(
+        config.run if is_local else config.run.model_copy(update={"device": "cpu", "fused_kernels": False})
+    )
     device = own if is_local else torch.device(found.device_type)
     tokenizer = load_tokenizer(config.model, loaded.run_file.parent, config.data.template_args)
     refuse_untrainable(loaded, tokenizer)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hone.cli.arguments import AsJson, examples
-from hone.config.automatic import AutoChoice, settled
+from hone.config.automatic import COMPILERS, AutoChoice, settled
 from hone.config.load import Loaded, load_config
 from hone.config.render import inline
 from hone.config.rules.files import architecture_of
@@ -163,7 +163,7 @@ def _settled(loaded: Loaded, machine: Hardware, *, is_here: bool) -> tuple[Loade
         return settled_on(loaded, assumed_devices(loaded.config))
     found = FoundDevices(*machine.names, machine.per_node, machine.bfloat16)
     shape = architecture_of(loaded.config, loaded.run_file.parent)
-    done = settled(loaded.config, found, installed=frozenset(["ray", "vllm"]), shape=shape)
+    done = settled(loaded.config, found, installed=frozenset(["ray", "vllm", *COMPILERS]), shape=shape)
     return replace(loaded, config=done.config), done.choices
 
 

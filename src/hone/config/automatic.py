@@ -1,5 +1,5 @@
-"""What `auto` in a run file stands for on given devices: precision, backend and engine. Pure; the same for a plan, a
-check and a run.
+"""What `auto` in a run file stands for on given devices: precision, kernels, backend and engine. Pure; the same for a
+plan, a check and a run.
 
 A key that says something itself is left as it is. What does not work there (a rule of the run file refuses it) is not
 chosen, and the reason is kept for people.
@@ -19,6 +19,8 @@ from hone.config.run import RunConfig
 from hone.config.topology import ROLES, needed_roles, service_devices
 from hone.devices import FoundDevices
 
+COMPILERS = {"triton": "Triton", "cc": "C compiler"}
+"""What fused kernels on GPUs are compiled with, in `installed`."""
 EXTRA = "pip install 'hone-rl[gpu]'"
 
 
@@ -52,7 +54,7 @@ def settled(
     """The configuration as it runs on machines with these devices.
 
     Args:
-        installed: of `ray` and `vllm`, those that are there.
+        installed: of `ray`, `vllm`, `triton` and `cc` (a C compiler), those that are there.
         shape: the model's config.json, where it is known.
     """
     choices: list[AutoChoice] = []
@@ -68,10 +70,25 @@ def settled(
         choices.append(
             AutoChoice("float32 on GPUs", "TF32", "products round their factors to 10 bits; bfloat16 keeps 7")
         )
+    if config.run.fused_kernels is None:
+        is_on, why = _fuses(found, installed)
+        if why:
+            choices.append(AutoChoice("run.fused_kernels", str(is_on).lower(), why))
+        config = config.model_copy(update={"run": config.run.model_copy(update={"fused_kernels": is_on})})
     if config.cluster.backend != "auto" and config.cluster.engines.use != "auto":
         return Settled(config, tuple(choices))
     placed, more = _placed(config, found, installed, shape or {})
     return Settled(placed, (*choices, *more))
+
+
+def _fuses(found: FoundDevices, installed: frozenset[str]) -> tuple[bool, str]:
+    """Whether kernels are fused, and why; "" where there is nothing to say."""
+    if found.device_type != "cuda":
+        return False, ""
+    missing = [name for tool, name in COMPILERS.items() if tool not in installed]
+    if missing:
+        return False, f"no {' and no '.join(missing)} to compile norms and passes over logits with; slower"
+    return True, "norms, rotations, SwiGLU and passes over logits are compiled in the first step"
 
 
 def on_devices(config: RunConfig, use: str, devices: int) -> RunConfig:

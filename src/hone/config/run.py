@@ -38,6 +38,9 @@ class RunSection(Section):
     precision: Literal["auto", "float32", "bfloat16"] = key("auto")
     """Compute dtype of forward and backward; auto: bfloat16 on devices that have it, float32 on CPUs. float32 on GPUs
     multiplies in TF32. Master weights, optimizer and reductions are always float32."""
+    fused_kernels: bool | None = key(None)
+    """Compile norms, rotary positions, SwiGLU and passes over logits into fused kernels (needs Triton and a C compiler,
+    on CPUs a C++ compiler); they round otherwise. null: on GPUs of NVIDIA and AMD where both are there."""
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:

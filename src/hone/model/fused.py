@@ -2,8 +2,8 @@
 
 Autograd would make the same gradients, from more operations on memory and with more kept for them: at a hidden size of
 128 those operations, not the matrix products, are most of a training step. Each function is checked against autograd in
-float64. All work on any device and in any floating dtype; sums over a row accumulate in float32 or better. Where
-`torch.compile` traces a training step they are plain formulas, which it fuses itself.
+float64. All work on any device and in any floating dtype; sums over a row accumulate in float32 or better. Where fused
+kernels are on (`kernels.py`), one compiled kernel or two do each forward and each backward pass.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.model.kernels import fused_kernel, uses_fused_kernels
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
     if _is_traced():
         return (x * _inverse_rms_of(x, eps)).to(x.dtype) * weight
-    if not torch.is_grad_enabled():  # nothing is kept, so there is nothing that autograd need know
+    if _is_plain(x):
         return _scaled(x, _inverse_rms(x, eps)) * weight
     return _FusedRMSNorm.apply(x, weight, eps)
 
@@ -29,7 +31,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     if _is_traced():
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
-    return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() else _gated(gate_up)
+    return _gated(gate_up) if _is_plain(gate_up) else _SwiGLU.apply(gate_up)
 
 
 def split_and_rotate(
@@ -51,7 +53,7 @@ def split_and_rotate(
     """
     if _is_traced():
         return _split_and_rotated(qkv, rotation, heads, kv_heads, norms, eps)
-    if not torch.is_grad_enabled():
+    if _is_plain(qkv):
         qk = qkv[:, : heads + kv_heads]
         if norms is not None:
             qk = _scaled(qk, _inverse_rms(qk, eps)).mul_(_weight_of_heads(*norms, heads, kv_heads))
@@ -64,6 +66,12 @@ def split_and_rotate(
 def rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """(X, D / 2) cosines and sines to the two (X, 1, D) factors that every layer multiplies with."""
     return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether neither autograd nor a fused kernel need know: nothing is kept. A fused kernel does the same with
+    gradients and without, so that a policy's logprobs before an update are those in it to the bit."""
+    return not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not uses_fused_kernels(x.device))
 
 
 def _is_traced() -> bool:
@@ -95,17 +103,16 @@ def _split_and_rotated(
 class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse = _inverse_rms(x, eps)
-        normed = _scaled(x, inverse)
+        normed, inverse, weighted = _normed(x, weight=weight, eps=eps)
         ctx.save_for_backward(normed, inverse, weight)
-        return normed * weight
+        return weighted
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         normed, inverse, weight = ctx.saved_tensors
-        grad = grads[0]
-        grad_weight = (grad * normed).sum(0) if ctx.needs_input_grad[1] else None  # frozen under an adapter
-        return _norm_backward(grad * weight, normed, inverse), grad_weight, None
+        is_trained = ctx.needs_input_grad[1]  # or frozen under an adapter
+        grad_x, grad_weight = _norm_gradients(grads[0], normed, inverse, weight=weight, is_trained=is_trained)
+        return grad_x, grad_weight, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -116,13 +123,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        grad_gate_up = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        torch.mul(grads[0], F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
-        return grad_gate_up
+        return _gated_gradient(*ctx.saved_tensors, grads[0])
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -142,36 +143,106 @@ class _SplitAndRotate(torch.autograd.Function):
         qk = qkv[:, : heads + kv_heads]
         if q_weight is None or k_weight is None:
             ctx.save_for_backward(cos, sin)
+            rotated = _rotated(qk, cos, sin)
         else:
-            inverse = _inverse_rms(qk, eps)
             weight_HD = _weight_of_heads(q_weight, k_weight, heads, kv_heads)
+            rotated, inverse = _normed_and_rotated(qk, cos, sin, weight_HD=weight_HD, eps=eps)
             ctx.save_for_backward(cos, sin, qkv, inverse, weight_HD)  # qkv lives on in v anyway
-            qk = _scaled(qk, inverse).mul_(weight_HD)
-        rotated = _rotate(qk, cos, sin, 1.0)
         return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         cos, sin, *normed_qk = ctx.saved_tensors
         heads, kv_heads = ctx.heads, ctx.kv_heads
-        grad_qkv = grads[2].new_empty(len(cos), heads + 2 * kv_heads, cos.shape[-1])
-        grad_qkv[:, heads + kv_heads :] = grads[2]
-        grad_qk = _rotate(torch.cat(grads[:2], dim=1), cos, sin, -1.0)
-        grad_q_weight = grad_k_weight = None
-        if normed_qk:
-            qkv, inverse, weight_HD = normed_qk
-            normed = _scaled(qkv[:, : heads + kv_heads], inverse)
-            if ctx.needs_input_grad[5]:
-                grad_weight_HD = (grad_qk * normed).sum(0)
-                grad_q_weight, grad_k_weight = grad_weight_HD[:heads].sum(0), grad_weight_HD[heads:].sum(0)
-            grad_qk = _norm_backward(grad_qk.mul_(weight_HD), normed, inverse)
-        grad_qkv[:, : heads + kv_heads] = grad_qk
+        if not normed_qk:
+            return _rotated_gradient(*grads, cos, sin), *(None,) * 7
+        qkv, inverse, weight_HD = normed_qk
+        qk, is_trained = qkv[:, : heads + kv_heads], ctx.needs_input_grad[5]
+        grad_qkv, grad_q_weight, grad_k_weight = _normed_and_rotated_gradients(
+            *grads, cos, sin, qk, inverse, weight_HD=weight_HD, heads=heads, is_trained=is_trained
+        )
         return grad_qkv, None, None, None, None, grad_q_weight, grad_k_weight, None
 
 
+# ---- what may be one kernel
+
+
+@fused_kernel
+def _normed(x: Tensor, *, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The normed rows, what they were multiplied with, and the rows times the weight."""
+    inverse = _inverse_rms(x, eps)
+    normed = _scaled(x, inverse)
+    return normed, inverse, normed * weight
+
+
+@fused_kernel
+def _norm_gradients(
+    grad: Tensor, normed: Tensor, inverse: Tensor, *, weight: Tensor, is_trained: bool
+) -> tuple[Tensor, Tensor | None]:
+    grad_weight = (grad * normed).sum(0) if is_trained else None
+    return _norm_backward(grad * weight, normed, inverse), grad_weight
+
+
+@fused_kernel
 def _gated(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+@fused_kernel
+def _gated_gradient(gate_up: Tensor, grad: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if torch.compiler.is_compiling():
+        return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1)
+    grad_gate_up = torch.empty_like(gate_up)
+    grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+    torch.mul(grad, F.silu(gate), out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    return grad_gate_up
+
+
+@fused_kernel
+def _rotated(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _rotate(qk, cos, sin, 1.0)
+
+
+@fused_kernel
+def _rotated_gradient(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat((_rotate(torch.cat((grad_q, grad_k), dim=1), cos, sin, -1.0), grad_v), dim=1)
+
+
+@fused_kernel
+def _normed_and_rotated(
+    qk: Tensor, cos: Tensor, sin: Tensor, *, weight_HD: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The rotated heads, and what they were multiplied with by the norm."""
+    inverse = _inverse_rms(qk, eps)
+    return _rotate(_scaled(qk, inverse).mul_(weight_HD), cos, sin, 1.0), inverse
+
+
+@fused_kernel
+def _normed_and_rotated_gradients(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    qk: Tensor,
+    inverse: Tensor,
+    *,
+    weight_HD: Tensor,
+    heads: int,
+    is_trained: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of q, k and v side by side, and of the weights of the norms of q and k."""
+    grad_qk = _rotate(torch.cat((grad_q, grad_k), dim=1), cos, sin, -1.0)
+    normed = _scaled(qk, inverse)
+    grad_q_weight = grad_k_weight = None
+    if is_trained:
+        grad_weight_HD = (grad_qk * normed).sum(0)
+        grad_q_weight, grad_k_weight = grad_weight_HD[:heads].sum(0), grad_weight_HD[heads:].sum(0)
+    grad_qk = _norm_backward(grad_qk.mul_(weight_HD), normed, inverse)
+    return torch.cat((grad_qk, grad_v), dim=1), grad_q_weight, grad_k_weight
 
 
 def _weight_of_heads(q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int) -> Tensor:
@@ -192,6 +263,8 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x * factor in x's dtype, multiplied in the factor's."""
+    if torch.compiler.is_compiling():
+        return (x * factor).to(x.dtype)
     return torch.mul(x, factor, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
 

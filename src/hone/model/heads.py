@@ -154,7 +154,7 @@ def last_token_scores(
     )
     values_U = model(layout)
     values_T = values_U if layout.expand_T is None else values_U[layout.expand_T]
-    return values_T[torch.from_numpy(last_T).to(values_T.device)]
+    return values_T[torch.from_numpy(last_T).to(values_T.device, non_blocking=True)]
 
 
 def reward_config(config: PreTrainedConfig, *, pad_id: int | None, form: str) -> PreTrainedConfig:

@@ -136,7 +136,8 @@ class Layout:
         row_starts = np.arange(len(length)) * len(column)
         predict_U = _ranges(row_starts + num_prompt[:, 0] - 1, num_response[:, 0])
         device = self.token_ids_X.device
-        return PaddedRows(*(torch.from_numpy(a).to(device) for a in (index_RL, column < length, predict_U)))
+        arrays = index_RL, column < length, predict_U
+        return PaddedRows(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
 
     def predict_on_host(self) -> Ints:
         """`predict_U`, for index arithmetic that must not wait for a GPU."""

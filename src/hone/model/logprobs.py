@@ -9,6 +9,9 @@ Architectures that scale their logits or cap them softly do so elementwise (`Log
 Where the vocabulary is divided over ranks (`parallel.py`), each makes the logits of its own rows, and what a softmax
 needs of all of them is reduced: per chunk the largest logit and three sums of each token, and on the way back, once,
 the gradient of the hidden states.
+
+Where fused kernels are on (`kernels.py`), a chunk of products is passed over three times: for the largest, for
+the sums, and on the way back once to be read and its gradient written.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from hone.model.kernels import fused_kernel, uses_fused_kernels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -167,24 +172,22 @@ class _TokenLogprobs(torch.autograd.Function):
         logprob_U, entropy_U, log_sum_U = (hidden.new_empty(len(target), dtype=dtype) for _ in range(3))
         keeps = len(target) <= chunk_tokens and any(ctx.needs_input_grad)
         kept: tuple[Tensor, ...] = ()
+        fuses, factor = uses_fused_kernels(hidden.device), scale / LN_2
+        softmax_sums = _fused_sums if fuses else _sums
         for rows in _chunks(len(target), chunk_tokens):
-            logits_CV = _logits(hidden[rows], weight, logit_map, scale)
-            top_C1 = words.largest(logits_CV.amax(-1, keepdim=True))
-            powers_CV = logits_CV.sub_(top_C1).exp2()
-            sum_C, dot_C, logit_C = words.total(
-                powers_CV.sum(-1), torch.linalg.vecdot(powers_CV, logits_CV), words.pick(logits_CV, target[rows])
-            )
+            products_CV = product_float32(hidden[rows], weight)
+            top_C1, sum_C, dot_C, logit_C = softmax_sums(products_CV, target[rows], words, logit_map, factor)
             log_sum_C = sum_C.log2()
             torch.sub(logit_C, log_sum_C, out=logprob_U[rows])
             torch.sub(log_sum_C, dot_C.div_(sum_C), out=entropy_U[rows])
             torch.add(log_sum_C, top_C1[:, 0], out=log_sum_U[rows])
             if keeps:  # the backward pass would make this one chunk again: keeping it costs no more memory
-                kept = (logits_CV.sub_(log_sum_C[:, None]),)
-            del logits_CV, powers_CV  # before the next chunk, not after it
+                kept = (products_CV if fuses else products_CV.sub_(log_sum_C[:, None]),)
+            del products_CV  # before the next chunk, not after it
         logprob_U.mul_(LN_2)
         entropy_U.mul_(LN_2)
         ctx.save_for_backward(hidden, weight, target, log_sum_U, entropy_U, *kept)
-        ctx.words, ctx.logit_map, ctx.scale = words, logit_map, scale
+        ctx.words, ctx.logit_map, ctx.scale, ctx.fuses = words, logit_map, scale, fuses
         ctx.chunk_tokens, ctx.entropy_grad = chunk_tokens, entropy_grad
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_U)
@@ -197,25 +200,29 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = weight.new_zeros(weight.shape, dtype=log_sum_U.dtype) if wants_weight else None
         for rows in _chunks(len(target), ctx.chunk_tokens):
-            if kept:
-                logprobs_CV = kept[0]
+            products_CV = kept[0] if kept else product_float32(hidden[rows], weight)
+            of_entropy = (grads[1][rows], entropy_U[rows]) if ctx.entropy_grad else ()
+            of_chunk = (products_CV, log_sum_U[rows], target[rows], grads[0][rows], *of_entropy)
+            del products_CV
+            if ctx.fuses:
+                grad_logits = _fused_grad_logits(
+                    *of_chunk,
+                    first=ctx.words.first,
+                    logit_scale=ctx.logit_map.scale,
+                    cap=ctx.logit_map.cap,
+                    factor=ctx.scale / LN_2,
+                    dtype=weight.dtype,
+                )
             else:
-                logprobs_CV = _logits(hidden[rows], weight, ctx.logit_map, ctx.scale).sub_(log_sum_U[rows, None])
-            of_entropy = (grads[1][rows], entropy_U[rows]) if ctx.entropy_grad else None
-            grad_logits = _grad_logits(logprobs_CV, grads[0][rows], of_entropy, ctx.scale)
-            ctx.words.add(grad_logits, target[rows], grads[0][rows] * ctx.scale)
-            if ctx.logit_map.cap is not None:
-                logits_CV = (logprobs_CV + log_sum_U[rows, None]).mul_(LN_2 / ctx.scale)
-                grad_logits.mul_(ctx.logit_map.slope(logits_CV))
-                del logits_CV
-            elif ctx.logit_map.scale != 1.0:
-                grad_logits.mul_(ctx.logit_map.scale)
-            grad_logits = grad_logits.to(weight.dtype)
+                grad_logits = _grad_logits(
+                    *of_chunk, words=ctx.words, logit_map=ctx.logit_map, scale=ctx.scale, is_kept=bool(kept)
+                )
+                grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[rows])
-            del logprobs_CV, grad_logits
+            del of_chunk, grad_logits
         if grad_hidden is not None:
             (grad_hidden,) = ctx.words.total(grad_hidden)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6
@@ -225,9 +232,82 @@ def _chunks(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, logit_map: LogitMap, scale: float) -> Tensor:
-    """(C, V) logits at the temperature, in units of ln 2."""
-    return logit_map(product_float32(hidden_CH, weight_VH)).mul_(scale / LN_2)
+def _sums(
+    products_CV: Tensor, target_C: Tensor, words: _Words, logit_map: LogitMap, factor: float
+) -> tuple[Tensor, ...]:
+    """The largest logit (C, 1), and of the powers of 2 of the logits less that: (C,) sum, (C,) sum of power times
+    logit, and (C,) the target's logit. The products become these logits, in place."""
+    logits_CV = logit_map(products_CV).mul_(factor)
+    top_C1 = words.largest(logits_CV.amax(-1, keepdim=True))
+    powers_CV = logits_CV.sub_(top_C1).exp2()
+    sums = powers_CV.sum(-1), torch.linalg.vecdot(powers_CV, logits_CV), words.pick(logits_CV, target_C)
+    return top_C1, *words.total(*sums)
+
+
+def _fused_sums(
+    products_CV: Tensor, target_C: Tensor, words: _Words, logit_map: LogitMap, factor: float
+) -> tuple[Tensor, ...]:
+    """As `_sums`; the products stay as they are. A logit grows with its product, so the largest is the largest's."""
+    top_C1 = words.largest(logit_map(products_CV.amax(-1, keepdim=True)).mul_(factor))
+    of_map = {"logit_scale": logit_map.scale, "cap": logit_map.cap, "factor": factor}
+    return top_C1, *words.total(*_kernel_of_sums(products_CV, top_C1, target_C, first=words.first, **of_map))
+
+
+@fused_kernel
+def _kernel_of_sums(
+    products_CV: Tensor,
+    top_C1: Tensor,
+    target_C: Tensor,
+    *,
+    first: int,
+    logit_scale: float,
+    cap: float | None,
+    factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits_CV = _mapped(products_CV, logit_scale, cap) * factor - top_C1
+    powers_CV = logits_CV.exp2()
+    target_logit_C = torch.where(_is_target(logits_CV, target_C, first), logits_CV, 0.0).sum(-1)
+    return powers_CV.sum(-1), (powers_CV * logits_CV).sum(-1), target_logit_C
+
+
+@fused_kernel
+def _fused_grad_logits(
+    products_CV: Tensor,
+    log_sum_C: Tensor,
+    target_C: Tensor,
+    grad_C: Tensor,
+    grad_entropy_C: Tensor | None = None,
+    entropy_C: Tensor | None = None,
+    *,
+    first: int,
+    logit_scale: float,
+    cap: float | None,
+    factor: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """d loss / d products, in `dtype`; see `_grad_logits`."""
+    mapped_CV = _mapped(products_CV, logit_scale, cap)
+    logprobs_CV = mapped_CV * factor - log_sum_C[:, None]
+    from_logprob_CV = torch.where(_is_target(logprobs_CV, target_C, first), grad_C[:, None], 0.0)
+    slope_C1 = grad_C[:, None]
+    if grad_entropy_C is not None and entropy_C is not None:
+        slope_C1 = slope_C1 + grad_entropy_C[:, None] * (logprobs_CV * LN_2 + entropy_C[:, None])
+    grad_CV = (from_logprob_CV - logprobs_CV.exp2() * slope_C1) * (factor * LN_2 * logit_scale)
+    if cap is not None:
+        grad_CV = grad_CV * (1.0 - (mapped_CV / cap).square())
+    return grad_CV.to(dtype)
+
+
+def _mapped(products: Tensor, scale: float, cap: float | None) -> Tensor:
+    """`LogitMap`, not in place."""
+    products = products * scale
+    return products if cap is None else cap * torch.tanh(products / cap)
+
+
+def _is_target(value_CV: Tensor, target_C: Tensor, first: int) -> Tensor:
+    """(C, V) whether a column is the row's target; all False where that is another rank's."""
+    column_V = torch.arange(value_CV.shape[1], device=value_CV.device, dtype=torch.int32)
+    return column_V == (target_C - first)[:, None].to(torch.int32)
 
 
 def product_float32(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
@@ -245,18 +325,39 @@ def product_float32(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
     return logits
 
 
-def _grad_logits(logprobs_CV: Tensor, grad_C: Tensor, of_entropy: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
-    """d loss / d logits, without the target's g: -g p from the logprob, and -g' p (log p + H) from the entropy H.
+def _grad_logits(
+    chunk_CV: Tensor,
+    log_sum_C: Tensor,
+    target_C: Tensor,
+    grad_C: Tensor,
+    grad_entropy_C: Tensor | None = None,
+    entropy_C: Tensor | None = None,
+    *,
+    words: _Words,
+    logit_map: LogitMap,
+    scale: float,
+    is_kept: bool,
+) -> Tensor:
+    """d loss / d products: g (1 - p) at the target and -g p elsewhere from the logprob, and -g' p (log p + H) from the
+    entropy H, times the slope of the logits.
 
-    Leaves `logprobs_CV` (in units of ln 2) as it is: it may have been kept, and backward may run again.
+    Args:
+        chunk_CV: products, which are used up; or where `is_kept` their logprobs in units of ln 2, which stay as they
+            are, for backward may run again.
     """
+    logprobs_CV = chunk_CV if is_kept else logit_map(chunk_CV).mul_(scale / LN_2).sub_(log_sum_C[:, None])
     grad_CV = logprobs_CV.exp2()
-    if of_entropy is None:
+    if grad_entropy_C is None or entropy_C is None:
         grad_CV.mul_((grad_C * -scale)[:, None])
     else:
-        of_entropy_C, entropy_C = of_entropy
-        slope_CV = torch.mul(logprobs_CV, (of_entropy_C * LN_2)[:, None])
-        grad_CV.mul_(slope_CV.add_((grad_C + of_entropy_C * entropy_C)[:, None])).mul_(-scale)
+        slope_CV = torch.mul(logprobs_CV, (grad_entropy_C * LN_2)[:, None])
+        grad_CV.mul_(slope_CV.add_((grad_C + grad_entropy_C * entropy_C)[:, None])).mul_(-scale)
+        del slope_CV
+    words.add(grad_CV, target_C, grad_C * scale)
+    if logit_map.cap is not None:
+        grad_CV.mul_(logit_map.slope((logprobs_CV + log_sum_C[:, None]).mul_(LN_2 / scale)))
+    elif logit_map.scale != 1.0:
+        grad_CV.mul_(logit_map.scale)
     return grad_CV
 
 

@@ -167,7 +167,7 @@ def _dealing(
     place = np.argsort(np.argsort(read, kind="stable"))  # where in what comes, owner after owner, each one is
     send = np.bincount(reader_U[sent], minlength=ranks).tolist()
     receive = np.bincount(read, minlength=ranks).tolist()
-    on_device = [torch.from_numpy(array).to(device) for array in (filled(needed_W), row, place)]
+    on_device = [torch.from_numpy(array).to(device, non_blocking=True) for array in (filled(needed_W), row, place)]
 
     def dealt(hidden_W: Tensor) -> Tensor:
         rows = hidden_W.index_select(0, on_device[1])

@@ -145,7 +145,7 @@ def lay_out(batch: PreparedBatch, samples: Indices) -> tuple[Layout, Tensor]:
     """
     index, device = batch.shape.tokens_of(samples), batch.columns_CT.device
     if not len(samples):
-        return Layout.idle(device), torch.from_numpy(index).to(device)
+        return Layout.idle(device), torch.from_numpy(index).to(device, non_blocking=True)
     layout = Layout.from_flat(
         batch.prompts,
         batch.shape.prompt_S[samples],
@@ -166,7 +166,7 @@ def expanded(value_U: Tensor, layout: Layout) -> Tensor:
 def samples_of_tokens(batch: PreparedBatch, samples: Indices) -> Tensor:
     """(t,) which of `samples` each of their tokens belongs to, counted from 0."""
     sample_T = np.repeat(np.arange(len(samples)), batch.shape.length_S[samples])
-    return torch.from_numpy(sample_T).to(batch.columns_CT.device)
+    return torch.from_numpy(sample_T).to(batch.columns_CT.device, non_blocking=True)
 
 
 def forward_samples(
