@@ -84,7 +84,7 @@ $(VLLM_PICTURES)/.installed: $(VLLM_STAMP) requirements-vllm-pictures.txt
 test-vllm: $(VLLM_STAMP) $(VLLM_PICTURES)/.installed  ## the tests with vLLM, in an environment of its own, about 6 minutes
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_*.py)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VLLM_PICTURES):tests/rollout/cpu_torchvision \
-	    $(VLLM)/bin/python -m pytest -q -m vllm -n 0 tests/rollout/test_vllm_pictures.py
+	    $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_pictures*.py)
 
 # The environment of the other tests, and what is installed into this one comes first.
 $(PEERS)/.installed: $(STAMP) constraints-peers.txt

@@ -39,8 +39,11 @@ FOR_VLLM: dict[str, dict[str, Any]] = {
 
 def for_vllm(model_type: str) -> dict[str, Any]:
     """Keys of a tiny model that vLLM's CPU build can run."""
-    angles = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}}
-    text = {**OTHERS[model_type]["text_config"], **HEADS_OF_32, **angles, "max_position_embeddings": 128}
+    angles = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+    if model_type == "qwen3_vl":
+        angles |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    sizes = {**HEADS_OF_32, "rope_parameters": angles, "max_position_embeddings": 128}
+    text = {**OTHERS[model_type]["text_config"], **sizes}
     tower = {**OTHERS[model_type]["vision_config"], **FOR_VLLM[model_type]["vision_config"]}
     return {**OTHERS[model_type], "text_config": text, "vision_config": tower}
 

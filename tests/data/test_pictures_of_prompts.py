@@ -9,10 +9,14 @@ from pictures import LETTERS, MARKS, TEMPLATE, TILE_MARKS, TILE_TEMPLATE, save_p
 from PIL import Image
 
 from hone.config.run import DataSection, SftSection
+from hone.data import pictures
 from hone.data.chat import Tokenizer, character_tokenizer
 from hone.data.picture_processors import CLIP_MEAN, PictureProcessor
+from hone.data.pictures import decoded
 from hone.data.prompts import load_prompts, load_sft_rows
+from hone.data.sft_chat import load_chat_rows
 from hone.errors import DataError
+from hone.runtime.kept import Kept
 
 PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessorFast", "min_pixels": 784, "max_pixels": 784 * 64}
 
@@ -127,11 +131,94 @@ def test_a_file_that_changes_during_a_run_ends_it(tmp_path):
         prompt.pictures[0].read()
 
 
+def test_a_picture_is_decoded_once(tmp_path, monkeypatch):
+    """By a process that has room for its pixels; without room, once for its size and once each time it is used."""
+    decodings = []
+    monkeypatch.setattr(pictures, "decoded", lambda content: decodings.append(content) or decoded(content))
+    monkeypatch.setattr(pictures, "_pixels", kept := Kept(112 * 56 * 3, lambda pixels: pixels.nbytes))
+    save_picture(tmp_path / "c.png", 101, width=100, height=65)
+    save_picture(tmp_path / "d.png", 102, width=100, height=65)
+    for _ in range(2):
+        first, again, second = load(tmp_path, [{"prompt": "a", "image": f"{name}.png"} for name in "ccd"])
+        assert (first.pictures[0].read() == again.pictures[0].read()).all()
+    assert len(decodings) == 2
+    before = first.pictures[0].read()
+    assert (second.pictures[0].read() != before).any() and len(decodings) == 3  # there is room for one of them
+    assert (first.pictures[0].read() == before).all() and len(decodings) == 4 and kept.num_bytes == before.nbytes
+    assert not before.flags.writeable
+    other = first.pictures[0].read(resample="nearest")
+    assert other.shape == before.shape and (other != before).any()
+
+
 def test_supervised_rows_have_the_prompts_pictures(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "image": "a.png", "answer": "6"}))
     data = DataSection(train="rows.jsonl", chat=True, image_columns=("image",), answer_column="answer")
     (row,) = load_sft_rows(data, SftSection(), tokenizer_of(), tmp_path)
     assert row.pictures[0].num_tokens == 6 and len(row.prompt) == 6 + 2 + 2
+
+
+TALKS = """{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}{%- generation -%}{{ m.content }}<eos>{%- endgeneration -%}
+{%- elif m.content is string -%}{{ m.content }}=
+{%- else -%}
+{%- for part in m.content -%}
+{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}=
+{%- endif -%}
+{%- endfor -%}"""
+
+
+def load_talks(tmp_path, *rows, **data):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = tokenizer_of()
+    tokenizer.hf.chat_template = TALKS
+    section = DataSection(train="rows.jsonl", chat=True, **{"image_columns": ("image",), **data})
+    return load_chat_rows(section, SftSection(messages_column="talk"), tokenizer, tmp_path, max_tokens=40), tokenizer
+
+
+def test_conversations_have_pictures_in_front_of_the_first_answer(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "6"}]
+    more = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "7"}]
+    image = {"type": "image", "image": "b.png"}
+    parts = [{"role": "user", "content": [image, {"type": "text", "text": "a"}]}, talk[1]]
+    rows, tokenizer = load_talks(
+        tmp_path,
+        {"talk": [*talk, *more], "image": ["a.png", "b.png"]},
+        {"talk": [{"role": "user", "content": "a<image>"}, talk[1]], "image": "a.png"},
+        {"talk": parts},
+        {"talk": talk},
+        {"talk": talk, "image": "b.png"},
+    )
+    marks = tokenizer.hf.convert_tokens_to_ids(MARKS)
+    assert [[(p.start, p.num_tokens) for p in row.pictures] for row in rows] == [
+        [(1, 6), (9, 1)], [(2, 6)], [(1, 1)], [], [(1, 1)],
+    ]  # fmt: skip
+    first = rows[0]
+    assert list(first.prompt[:11]) == [marks[0], *[marks[1]] * 6, marks[2], marks[0], marks[1], marks[2]]
+    spelled = [
+        tokenizer.spell([token]) for token, wanted in zip(first.response, first.loss_mask, strict=True) if wanted
+    ]
+    assert spelled == ["6", "<eos>", "7", "<eos>"]
+    assert (rows[2].prompt == rows[4].prompt).all()
+    assert len(load_talks(tmp_path, {"talk": parts}, {"talk": talk, "image": "a.png"}, image_columns=())[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("talk", "image", "message"),
+    [
+        (["a", "6", "b<image>", "7"], "a.png", "rows.jsonl:1 talk: message 3 has a picture, and an answer stands"),
+        (["a", "6<image>"], "a.png", "rows.jsonl:1 talk: message 2 has a picture, and an answer stands"),
+        (["a<image><image>", "6"], "a.png", "rows.jsonl:1 talk: has more places for pictures"),
+        (["a", "6"], "no.png", "rows.jsonl:1 image: picture 1: .* cannot be read"),
+        (["a<|image_pad|>", "6"], "a.png", "rows.jsonl:1 talk: 1 pictures, but the rendered prompt has .* 2 times"),
+        (["a", "6"], ["a.png"] * 7, "No row is left"),
+    ],
+)
+def test_pictures_that_a_conversation_cannot_have_are_named(tmp_path, talk, image, message):
+    roles = ["user", "assistant"] * 2
+    messages = [{"role": role, "content": text} for role, text in zip(roles, talk, strict=False)]
+    with pytest.raises(DataError, match=message):
+        load_talks(tmp_path, {"talk": messages, "image": image})
 
 
 TILES = {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 28, "width": 28}, "max_patches": 6}

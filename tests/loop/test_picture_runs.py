@@ -1,11 +1,10 @@
 """Runs whose prompts have pictures: check, both stages, resuming, and what they leave."""
 
-import json
-
 import numpy as np
 import pytest
 from model_zoo import OTHERS
-from pictures import save_picture, save_seeing_model
+from picture_run import write_run
+from pictures import for_vllm
 from safetensors.numpy import load_file
 from surviving import assert_kills_change_nothing
 from tiny import metrics_of, weights_of
@@ -18,39 +17,6 @@ from hone.errors import HoneError
 from hone.model.load import init_config
 from hone.run.trial import refused_by_run
 
-RUN = """
-stages: [sft, rl]
-run: {{dir: {folder}/run, steps: 3, threads: 1, device: cpu}}
-model: {{path: {folder}/model}}
-data: {{train: rows.jsonl, eval: rows.jsonl, answer_column: answer, chat: true, image_columns: [images],
-  max_prompt_tokens: 64}}
-sft: {{epochs: 1, rows_per_step: 4}}
-reward: {{components: [{{use: "rewards.py:length"}}]}}
-rollout: {{group_size: 2, max_response_tokens: 4}}
-train: {{prompts_per_step: 4, tokens_per_microbatch: 256, optimizer: {{lr: 1e-3}}}}
-checkpoint: {{every: 1}}
-observe: {{console: quiet, tensorboard: false, trace: false}}
-"""
-REWARD = """
-def length(group):
-    assert len(group.prompt.pictures) == group.prompt.columns["count"]
-    return [float(s.text == group.prompt.answer) + 0.1 * len(s.token_ids) for s in group.samples]
-"""
-
-
-def write_run(folder, *, settings="", model_type="qwen2_5_vl"):
-    folder.mkdir(exist_ok=True)
-    save_seeing_model(folder / "model", model_type)
-    rows = []
-    for i in range(8):
-        save_picture(folder / f"{i}.png", i, 30 + 20 * i, 60)
-        images = [f"{i}.png", f"{(i + 1) % 8}.png"][: i % 3]
-        rows.append({"prompt": f"how many {i}?", "answer": str(i % 3), "images": images, "count": len(images)})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "rewards.py").write_text(REWARD)
-    (folder / "run.yaml").write_text(RUN.format(folder=folder) + settings)
-    return folder / "run.yaml"
-
 
 def test_check_shows_pictures_and_refuses_what_cannot_have_them(tmp_path):
     report = assemble.check_run(load_config(write_run(tmp_path)))
@@ -59,11 +25,14 @@ def test_check_shows_pictures_and_refuses_what_cannot_have_them(tmp_path):
     assert any(shown in line for line in report.lines)
     assert any("Transformers' logprobs, of a prompt with a picture too" in line for line in report.lines)
     cluster = load_config(tmp_path / "run.yaml", ["cluster.backend=ray", "cluster.engines.use=vllm"]).config
-    sees, other = (
-        init_config({"model_type": kind, **OTHERS[kind]}, vocab_size=None) for kind in ("qwen2_5_vl", "qwen3_vl")
+    sees, no_angles, other = (
+        init_config({"model_type": kind, **OTHERS[kind]}, vocab_size=None)
+        for kind in ("qwen2_5_vl", "qwen3_vl", "internvl")
     )
     assert not refused_by_run(cluster, sees)
-    assert "trainer's logprobs for qwen2_5_vl, qwen2_vl alone" in refused_by_run(cluster, other)
+    assert "trainer's logprobs for qwen2_5_vl, qwen2_vl, qwen3_vl alone" in refused_by_run(cluster, other)
+    assert "has no mrope_interleaved = true" in refused_by_run(cluster, no_angles)
+    assert not refused_by_run(cluster, init_config({"model_type": "qwen3_vl", **for_vllm("qwen3_vl")}, vocab_size=None))
     (tmp_path / "3.png").write_bytes(b"no picture")
     broken = assemble.check_run(load_config(tmp_path / "run.yaml"))
     assert any("rows.jsonl:3 images: picture 2: is no picture" in problem for problem in broken.problems)

@@ -2,6 +2,8 @@
 bounds are those of the code that computes."""
 
 import importlib
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,14 @@ from pictures import SEEING
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from hone.config.load import load_config
+from hone.data import pictures
 from hone.errors import DataError
 from hone.model import vision
 from hone.model.recompute import contexts
 from hone.model.towers import TOWERS as TOWER_CLASSES
 from hone.plan import local, towers
 from hone.plan.architecture import architecture_from
+from hone.plan.engine import EnginePlan, EngineSettings
 from hone.plan.hardware import find_hardware
 from hone.plan.planner import plan
 
@@ -37,12 +41,16 @@ def test_counts_are_those_of_the_class(kind, tied):
     assert arch.total_parameters == sum(weight.numel() for weight in model.parameters()) - tower
 
 
+QWEN_7B = {
+    "model_type": "qwen2_5_vl", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000,
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+}  # fmt: skip
+"""Of config.json, whose language model's keys are its own."""
+
+
 def test_the_tower_of_a_published_model():
-    """Qwen2.5-VL-7B's config.json, whose language model's keys are its own."""
-    vision_config = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
-    text = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-    text |= {"num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000}
-    arch = architecture_from({"model_type": "qwen2_5_vl", **text, "vision_config": vision_config})
+    arch = architecture_from(QWEN_7B)
     assert arch.tower is not None and arch.tower.parameters == 676_550_144
     assert arch.total_parameters == 7_615_616_512
 
@@ -163,6 +171,7 @@ def test_a_width_that_is_missing_is_named():
 
 def test_bounds_are_those_of_the_model():
     assert (vision.PATCHES_PER_PASS, vision.KEPT_BYTES) == (local.PATCHES_PER_PASS, local.KEPT_FEATURES_BYTES)
+    assert pictures.KEPT_PIXELS_BYTES == local.KEPT_PIXELS_BYTES
 
 
 def planned(*overrides, hardware="T4-16G"):
@@ -193,11 +202,25 @@ def test_ranks_hold_a_share_of_the_tower_and_engines_all_of_it():
     assert frozen["engine: weights"] == alone["master weights"] + 4 * count
 
 
+def test_vllm_reserves_room_for_its_tower():
+    """Qwen2.5-VL-7B: the features of 8,192 picture tokens, 2 x 3584 bytes each, are there beside the language model's
+    step, which takes more than the tower's pass over 4 patches each. A picture with more tokens goes alone."""
+    arch = architecture_from(QWEN_7B)
+    engine = EngineSettings(arch, 1, 0.6, 8192, 256, 32768, "cluster.engines", picture_pixels=1003520)
+    blind = replace(engine, architecture=replace(arch, tower=None))
+    plans = [EnginePlan(one, 80 << 30) for one in (blind, engine, replace(engine, picture_pixels=28 * 28 * 16384))]
+    text, sees, large = (one.workspace_bytes for one in plans)
+    assert [one.seen_tokens for one in plans] == [0, 8192, 16384]
+    features, each = 2 * 3584, towers.forward_per_patch(arch.tower, 2) + 6 * 1176
+    assert sees == text + 8192 * features
+    assert large == 16384 * (features + 4 * each) > 16384 * features + text
+
+
 def test_an_engine_that_cannot_see_is_refused():
     def problems(*words):
         loaded = load_config(EXAMPLE, ["cluster.backend=ray", "cluster.engines.use=vllm", *words])
         return plan(loaded.config, find_hardware("2xT4-16G"), folder=EXAMPLE.parent).verdict.problems
 
-    other = problems("model.init.model_type=qwen3_vl")
-    assert any("qwen3_vl has a vision tower" in problem and "use=hone" in problem for problem in other)
+    other = problems(f"model.init={json.dumps({'model_type': 'internvl', **OTHERS['internvl']})}")
+    assert any("internvl has a vision tower" in problem and "use=hone" in problem for problem in other)
     assert not any("has a vision tower" in problem for problem in problems())

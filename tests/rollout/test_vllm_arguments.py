@@ -11,8 +11,9 @@ import pytest
 import torch
 from pictures import picture, prompt_with, seeing_model
 
+from hone.assemble.vllm import picture_pixels
 from hone.config.engine import EngineSection
-from hone.config.run import LoraSection
+from hone.config.run import DataSection, LoraSection
 from hone.errors import EngineError
 from hone.rollout.engine import Sampling
 from hone.rollout.vllm import check_sampling
@@ -207,3 +208,20 @@ def test_a_model_with_a_vision_tower_has_a_processor_and_no_larger_pictures_than
     found = arguments(replace(place, picture_pixels=(784, 7840)))
     assert found["mm_processor_kwargs"] == {"size": {"shortest_edge": 784, "longest_edge": 7840}}
     assert not found["skip_tokenizer_init"] and not found["mm_device_do_normalize"] and not found["skip_mm_profiling"]
+
+
+@pytest.mark.parametrize(
+    ("most", "columns", "found"),
+    [
+        (784 * 16, ("image",), (3136, 784 * 16)),
+        (784 * 999, ("image",), (3136, 784 * 64)),  # the model's own bound is lower
+        (784, ("image",), (3136, 3136)),
+        (784 * 16, (), (3136, 3136)),
+    ],
+)
+def test_vllm_expects_pictures_as_large_as_the_run_has_them(most, columns, found):
+    processor = {"image_processor_type": "Qwen2VLImageProcessorFast", "min_pixels": 3136, "max_pixels": 784 * 64}
+    data = DataSection(train="rows.jsonl", chat=True, image_columns=columns, max_image_pixels=most)
+    assert picture_pixels(data, {"preprocessor_config.json": json.dumps(processor)}) == found
+    tiles = {"preprocessor_config.json": json.dumps({"image_processor_type": "GotOcr2ImageProcessor"})}
+    assert picture_pixels(data, tiles) is None and picture_pixels(data, {}) is None

@@ -1,26 +1,41 @@
 """Inside the reward service: memory, pace, micro-batches, fingerprint; and what crosses the wire."""
 
 import asyncio
+import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from pictures import save_picture
+from PIL import Image
 
 from hone.config.load import load_rewards
+from hone.data.picture_processors import QwenProcessor
+from hone.data.pictures import BrokenPicture
+from hone.reward.client import ServiceReward, ServiceSettings
 from hone.reward.fingerprint import fingerprint
 from hone.reward.rewards import Component
+from hone.reward.shown import ShownPictures, picture_of
 from hone.reward.wire import (
     Disagreement,
     Item,
     ItemResult,
+    RewardReply,
     RewardRequest,
+    RewardSummary,
+    ServerInfo,
     component_result,
     decode_json,
     encode_json,
     groups_of,
     items_of,
     plain,
+    request_parts,
 )
+from hone.serve.problem import HttpProblem
 from hone.serve.queue import MicroBatcher, RateEstimate, ScoreCache, ScoredGroup, ScoreQueue, batched
+from hone.serve.scoring import ScoringService
+from hone.serve.settings import ScoringSettings
 from hone.types import Fault, Group, Prompt, Sample, Score, Turn, VersionSpan
 
 
@@ -47,6 +62,31 @@ def test_a_group_crosses_the_wire_unchanged():
     received = RewardRequest.model_validate(decode_json(encode_json(request.model_dump(mode="json"))))
     (work,) = groups_of(received.items, received.mode)
     assert work.group == group and work.places == (0, 1)
+
+
+def test_pictures_cross_the_wire_once(tmp_path):
+    """Whole, in their own shape, at most so many pixels a side; what is none is named."""
+    save_picture(tmp_path / "wide.png", 1, width=300, height=150)
+    Image.new("RGB", (20, 30), colour := (10, 200, 60)).save(tmp_path / "small.png")
+    processor = QwenProcessor(28, (0.5,) * 3, (0.25,) * 3, "bicubic", least_pixels=784, most_pixels=784 * 4)
+    wide, small = (processor.picture(tmp_path / name) for name in ("wide.png", "small.png"))
+    urls = asyncio.run(ShownPictures(100).urls([wide, small, wide]))
+    items = items_of(group_of("4", "five"), pictures=urls)
+    request = RewardRequest(mode="groupwise", **request_parts(items))
+    assert len(request.pictures) == 2
+    received = RewardRequest.model_validate(decode_json(encode_json(request.model_dump(mode="json"))))
+    pictures = {name: picture_of(url) for name, url in received.pictures.items()}
+    (work,) = groups_of(received.items, received.mode, pictures)
+    first, second, third = work.group.prompt.pictures
+    assert first.read().shape == (50, 100, 3) and second.read().shape == (30, 20, 3) and third is first
+    assert max(first.read(within=10).shape) == 10
+    assert np.abs(second.read() - np.array(colour, np.float32)).max() < 5
+    assert pickle.loads(pickle.dumps(second)).read().shape == (30, 20, 3)
+    with pytest.raises(ValueError, match="has picture 'x', which `pictures` has not"):
+        RewardRequest(items=[Item(id="a", solution_str="", pictures=["x"])])
+    for url in ("a.png", "https://example.org/a.png", "data:image/png;base64,!", "data:image/png;base64,aaaa"):
+        with pytest.raises(BrokenPicture):
+            picture_of(url)
 
 
 def test_items_of_several_groups_find_back_to_their_places():
@@ -313,3 +353,67 @@ def test_the_fingerprint_is_of_rules_and_their_files(tmp_path):
     assert first.startswith("sha256:") and of() == of(workers=4) == first
     others = [of(weight=2.0), of(code="def f(group): return [1]\n"), of(helper="x = 2"), of(template="u")]
     assert len({first, *others}) == 5
+
+
+# ---- pictures, from a run to a reward of a service
+
+
+class Direct:
+    """In place of `http.Endpoints`: bodies go to a service in this process."""
+
+    def __init__(self, service):
+        self.service, self.bodies = service, []
+
+    def __len__(self):
+        return 1
+
+    def call(self, *, deadline_s):
+        self.try_s = deadline_s
+        return self
+
+    async def post(self, path, body, check):
+        self.bodies.append(body)
+        results = await self.service.score(RewardRequest.model_validate(body), client="a")
+        ok = sum(result.status == "ok" for result in results)
+        server = ServerInfo(name="a", version="1", boot_id="a", fingerprint="a")
+        summary = RewardSummary(n=len(results), ok=ok, error=len(results) - ok)
+        reply = RewardReply(server=server, results=results, summary=summary, elapsed_ms=0)
+        return check(reply.model_dump(mode="json"))
+
+
+LOOKS = """
+def brightness(group):
+    return [float(sum(picture.read().mean() for picture in group.prompt.pictures)) for sample in group.samples]
+"""
+
+
+def test_a_reward_of_a_service_sees_the_prompts_pictures(tmp_path):
+    (tmp_path / "mine.py").write_text(LOOKS)
+    (tmp_path / "rewards.yaml").write_text("reward: {components: [{use: 'mine.py:brightness'}]}")
+    processor = QwenProcessor(28, (0.5,) * 3, (0.25,) * 3, "bicubic", least_pixels=784, most_pixels=784 * 4)
+    pictures = []
+    for shade in (40, 100):
+        Image.new("RGB", (60, 40), (shade,) * 3).save(file := tmp_path / f"{shade}.png")
+        pictures.append(processor.picture(file))
+    group = group_of("4", "five")
+    both, one = (replace(group, prompt=replace(group.prompt, pictures=tuple(p))) for p in (pictures, pictures[:1]))
+
+    async def use():
+        service = ScoringService(load_rewards(tmp_path / "rewards.yaml"), ScoringSettings())
+        await service.start()
+        endpoints = Direct(service)
+        shown, blind = (
+            ServiceReward(ServiceSettings(url="http://a", mode="groupwise", pictures=shows), endpoints)
+            for shows in (True, False)
+        )
+        try:
+            found = [await client.score(asked) for client in (shown, blind) for asked in (both, one)]
+            with pytest.raises(HttpProblem, match="picture 'a' must be a data URL"):
+                await service.score(RewardRequest(items=[], pictures={"a": "a.png"}), client="a")
+        finally:
+            await service.close()
+        return endpoints.bodies, [[score.value for score in scores] for scores in found]
+
+    bodies, values = asyncio.run(use())
+    assert values == [pytest.approx([140, 140], abs=2), pytest.approx([40, 40], abs=2), [0, 0], [0, 0]]
+    assert [len(body["pictures"]) for body in bodies] == [2, 1, 0, 0]

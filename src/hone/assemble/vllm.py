@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hone.assemble.processes import ActorContext
 from hone.config.derived import longest_tokens
+from hone.config.run import DataSection
 from hone.data.picture_processors import PictureProcessor, QwenProcessor, family_of
 from hone.rollout.vllm import VllmEngine
 from hone.rollout.vllm_args import VllmPlace
@@ -22,7 +25,7 @@ async def start_vllm(context: ActorContext) -> VllmEngine:
         prefill_tokens=rollout.prefill_tokens,
         takes_turns=context.takes_turns,
         trust_remote_code=config.model.trust_remote_code,
-        picture_pixels=_picture_pixels(context),
+        picture_pixels=picture_pixels(config.data, context.tokenizer.processor),
         adapter=config.lora if config.lora.publish == "adapter" else None,
     )
     return await VllmEngine.start(
@@ -35,10 +38,13 @@ async def start_vllm(context: ActorContext) -> VllmEngine:
     )
 
 
-def _picture_pixels(context: ActorContext) -> tuple[int, int] | None:
-    """Of the smallest and the largest picture of the run's prompts; without pictures the smallest twice, so that vLLM
-    reserves no memory for larger ones."""
-    data, files = context.loaded.config.data, context.tokenizer.processor
+def picture_pixels(data: DataSection, files: Mapping[str, str]) -> tuple[int, int] | None:
+    """Of the smallest and the largest picture of prompts, as the model sees it, for a processor that bounds them; None:
+    another family's, or none. Without `image_columns` the largest is the smallest.
+
+    Args:
+        files: of the model's processor, by name.
+    """
     if family_of(files) is not QwenProcessor:
         return None
     processor = PictureProcessor.of(files, most_pixels=data.max_image_pixels if data.image_columns else 1)

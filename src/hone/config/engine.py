@@ -179,7 +179,7 @@ class EngineKind:
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM makes room for."""
-VLLM_SEES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+VLLM_SEES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Model types with a vision tower that vLLM samples from, with pictures or without: those whose logprobs were seen to
 be the trainer's (tests/rollout/test_vllm_pictures.py)."""
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.data.pictures import Arrangement, BrokenPicture, PictureMarks, decoded, read_pixels
+from hone.data.pictures import Arrangement, BrokenPicture, PictureMarks, keep_pixels, opened, read_pixels
 from hone.errors import DataError
 from hone.types import Picture
 
@@ -88,11 +88,14 @@ class PictureProcessor(ABC):
             content = source if isinstance(source, bytes) else source.read_bytes()
         except OSError as error:
             raise BrokenPicture(f"{source} cannot be read: {error.strerror or error}") from error
-        image = decoded(content)
-        rows, columns = self.size(image.height, image.width)
-        arrange = self.arrangement(image.height, image.width)
-        settings = repr((arrange.keywords, self.mean, self.std, self.resample))
         content_hash = hashlib.blake2b(content).digest()
+        size, image = opened(content, content_hash)
+        rows, columns = self.size(*size)
+        arrange = self.arrangement(*size)
+        if image is not None:
+            pixels = rows * columns * self.side**2
+            keep_pixels(image, arrange, content_hash, resample=self.resample, num_bytes=3 * pixels)
+        settings = repr((arrange.keywords, self.mean, self.std, self.resample))
         digest = hashlib.blake2b(content_hash + settings.encode(), digest_size=16).hexdigest()
         read = partial(read_pixels, source, arrange, content_hash, resample=self.resample)
         return Picture(digest, 0, rows, columns, self.mean, self.std, read)

@@ -1,8 +1,8 @@
 """Pictures of prompts: from a column's value to pixels, and their tokens in a prompt.
 
-Pictures are decoded when prompts are loaded, so that a broken one is found then, and again when they are used; only
-where they come from is kept. Not here: how large the model sees them (`data/picture_processors.py`), and what its
-vision tower makes of pixels (`model/towers.py`).
+Pictures are decoded when prompts are loaded, so that a broken one is found then. A process keeps the pixels of those it
+used last; of others only where they come from is kept, and they are decoded again when they are used. Not here: how
+large the model sees them (`data/picture_processors.py`), and what its vision tower makes of pixels (`model/towers.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from numpy.typing import NDArray
 
 from hone.errors import DataError
+from hone.runtime.kept import Kept
 from hone.types import Picture
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -30,6 +31,10 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 Arrangement = partial[NDArray[Any]]
 """From a picture of PIL's, and one of its filters, to (height, width, 3) uint8 that the model sees. Its keywords are
 all that it depends on."""
+KEPT_PIXELS_BYTES = 1 << 27
+"""Pixels that a process keeps, those used last, as the model sees them."""
+_pixels = Kept[NDArray[Any]](KEPT_PIXELS_BYTES, lambda pixels: pixels.nbytes)
+_sizes = Kept[tuple[int, int]](1 << 24, lambda _: 256)  # about what an entry takes
 
 
 class BrokenPicture(Exception):
@@ -54,22 +59,56 @@ def read_pixels(
 
     Raises DataError if its file is not what it was when prompts were loaded.
     """
-    from PIL import Image
-
     try:
         content = source if isinstance(source, bytes) else source.read_bytes()
         if hashlib.blake2b(content).digest() != content_hash:
             raise BrokenPicture("has changed")
-        image = decoded(content)
+        if within is not None:
+            image = decoded(content)
+            image.thumbnail((within, within))
+            return np.asarray(image)
+        key = _key(arrange, content_hash, resample)
+        if (pixels := _pixels.get(key)) is None:
+            pixels = _arranged(decoded(content), arrange, resample)
+            _pixels.put(key, pixels)
+        return pixels
     except (OSError, BrokenPicture) as error:
         raise DataError(
             f"picture {source}: could be read when prompts were loaded, and now {error}. Leave the files of a run as "
             "they are."
         ) from error
-    if within is not None:
-        image.thumbnail((within, within))
-        return np.asarray(image)
-    return arrange(image, Image.Resampling[resample.upper()])
+
+
+def opened(content: bytes, content_hash: bytes) -> tuple[tuple[int, int], Any]:
+    """Height and width of a picture, and the picture; None instead of it if this process knows its size already.
+
+    Raises BrokenPicture.
+    """
+    if (size := _sizes.get(content_hash)) is not None:
+        return size, None
+    image = decoded(content)
+    size = image.height, image.width
+    _sizes.put(content_hash, size)
+    return size, image
+
+
+def keep_pixels(image: Any, arrange: Arrangement, content_hash: bytes, *, resample: str, num_bytes: int) -> None:
+    """Keep a picture that is decoded before it is used, while there is room for `num_bytes` of pixels more."""
+    if _pixels.num_bytes + num_bytes <= _pixels.most_bytes:
+        _pixels.put(_key(arrange, content_hash, resample), _arranged(image, arrange, resample))
+
+
+def _key(arrange: Arrangement, content_hash: bytes, resample: str) -> tuple[Any, ...]:
+    return content_hash, arrange.func, *sorted(arrange.keywords.items()), resample
+
+
+def _arranged(image: Any, arrange: Arrangement, resample: str) -> NDArray[Any]:
+    """Read-only, as it may be kept for others."""
+    from PIL import Image
+
+    pixels = arrange(image, Image.Resampling[resample.upper()])
+    pixels.setflags(write=False)
+    return pixels
 
 
 def decoded(content: bytes) -> Any:

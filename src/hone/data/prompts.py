@@ -205,8 +205,7 @@ class _PromptReading(RowReading[Prompt]):
 
     def facts(self, item: Prompt, row: SourceRow) -> Facts:
         row_id = int(item.id, 16) if self.data.id_column is None else hash_of(item.id.encode())
-        pictures = [f"{picture.digest} {picture.start}".encode() for picture in item.pictures]
-        return Facts(len(item.token_ids), row_id, hash_of(item.token_ids.tobytes(), *pictures))
+        return Facts(len(item.token_ids), row_id, hash_of(item.token_ids.tobytes(), *_placed(item.pictures)))
 
     def finished(self, item: Prompt, row: SourceRow, place: int, repeat: int) -> Prompt:
         is_first = repeat == 1 or self.data.id_column is not None
@@ -260,7 +259,7 @@ class _SftReading(RowReading[SftRow]):
         return spelled(self.tokenizer, as_text(response, name), name)
 
     def facts(self, item: SftRow, row: SourceRow) -> Facts:
-        content = hash_of(item.prompt.tobytes(), item.response.tobytes())
+        content = content_of(item)
         return Facts(len(item.prompt), content, content)
 
     def is_repeatable(self) -> bool:
@@ -281,6 +280,15 @@ def spelled(tokenizer: Tokenizer, text: str, field: str, *, rendered: bool = Fal
     except UnknownCharacter as error:
         raise Malformed(field, str(error)) from error
     return text
+
+
+def content_of(row: SftRow) -> int:
+    """Unsigned 64-bit hash, equal for rows that are the same to the model."""
+    return hash_of(row.prompt.tobytes(), row.response.tobytes(), *_placed(row.pictures))
+
+
+def _placed(pictures: Sequence[Picture]) -> list[bytes]:
+    return [f"{picture.digest} {picture.start}".encode() for picture in pictures]
 
 
 def hash_of(*parts: bytes) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,7 +169,7 @@ class Renderer:
                 raise Malformed(name, f"got {type(value).__name__}; must be text (messages need data.chat=true)")
             return Rendered(value)
         messages, answer = self._without_answer(self.messages(value, may_show=True))
-        messages, pictures = self._with_pictures(messages, values)
+        messages, pictures = self.with_pictures(messages, values, self.data.image_columns)
         try:
             return Rendered(self.tokenizer.render(messages, self.clock), tuple(messages), answer, pictures)
         except jinja2.TemplateError as error:
@@ -205,17 +205,21 @@ class Renderer:
         """Of the model's pictures. Raises DataError for a model that has none, or another family's."""
         return PictureProcessor.of(self.tokenizer.processor, most_pixels=self.data.max_image_pixels)
 
-    def _with_pictures(
-        self, messages: list[Message], values: Mapping[str, Any]
+    def with_pictures(
+        self, messages: list[Message], values: Mapping[str, Any], columns: Sequence[str], name: str | None = None
     ) -> tuple[list[Message], tuple[Picture, ...]]:
         """The messages with a part `{"type": "image"}` for each picture, and the pictures in their order.
 
+        Args:
+            columns: with pictures that stand where the text says so.
+            name: column of the messages (by default the prompt's).
         Raises Malformed, naming the column.
         """
-        own = [(name, value) for name in self.data.image_columns for value in _listed(column(values, name))]
+        name = name or self.data.prompt_column
+        own = [(name, value) for name in columns for value in _listed(column(values, name))]
         if not own and not any(isinstance(message["content"], list) for message in messages):
             return messages, ()
-        name, waiting = self.data.prompt_column, deque(own)
+        waiting = deque(own)
         messages = [{**message, "content": _parts(message["content"], name)} for message in messages]
         places = [part for message in messages for part in message["content"] if part["type"] == "image"]
         if waiting and not any(part.get("image") is None for part in places):
@@ -244,7 +248,7 @@ class Renderer:
         """Text as one user message, or the row's own messages; the system message first unless they bring one.
 
         Args:
-            may_show: messages may have parts that are pictures, which only prompts can.
+            may_show: messages may have parts that are pictures.
         Raises Malformed for anything else, naming column `name` (by default the prompt's).
         """
         name = name or self.data.prompt_column
@@ -257,5 +261,5 @@ class Renderer:
             if not isinstance(message.get("content"), str | list):
                 raise Malformed(name, f"message {number} has {type(message.get('content')).__name__} as content")
             if not may_show and any(part["type"] == "image" for part in _parts(message["content"], name)):
-                raise Malformed(name, f"message {number} has a picture; only prompts can (data.prompt_column)")
+                raise Malformed(name, f"message {number} has a picture, which a pair of a reward model cannot have")
         return messages if messages[0]["role"] == "system" else [*self.system, *messages]

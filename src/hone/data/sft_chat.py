@@ -20,12 +20,13 @@ from hone.config.run import DataSection, SftSection
 from hone.data.cache import Say
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
 from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem, reading_of
-from hone.data.prompts import SftRow, hash_of, row_settings
+from hone.data.pictures import BrokenPicture, with_picture_tokens
+from hone.data.prompts import SftRow, content_of, row_settings
 from hone.data.render import Malformed, Renderer, column
 from hone.data.report import on_stderr
 from hone.data.sources import SourceRow, imitated_source
 from hone.errors import DataError
-from hone.types import read_only
+from hone.types import Picture, read_only
 
 Segment = tuple[str, bool]
 """A stretch of a rendered conversation, and whether the assistant wrote it."""
@@ -57,16 +58,17 @@ def load_chat_rows(
     if tokenizer.hf.chat_template is None:
         raise DataError("sft.messages_column: the tokenizer has no chat template. Name one in model.chat_template.")
     source, by = imitated_source(data, sft), data.order_column if sft.data is None else None
-    reading = reading_of(source, data, lambda own: _ChatReading(own, name, tokenizer))
+    reading = reading_of(source, data, lambda own: _ChatReading(own, name, tokenizer, folder))
     return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by, sample=sample)
 
 
 class _ChatReading(RowReading[SftRow]):
     """Rows to conversations."""
 
-    def __init__(self, data: DataSection, name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, data: DataSection, name: str, tokenizer: Tokenizer, folder: Path) -> None:
         self.data, self.name, self.tokenizer = data, name, tokenizer
-        self.renderer = Renderer(data, tokenizer)
+        self.renderer = Renderer(data, tokenizer, folder)
+        self._had_pictures = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -78,16 +80,32 @@ class _ChatReading(RowReading[SftRow]):
 
     def conversation(self, values: Mapping[str, Any]) -> SftRow:
         """Raises Malformed, naming the column."""
-        messages = self.renderer.messages(column(values, self.name), self.name)
+        messages = self.renderer.messages(column(values, self.name), self.name, may_show=True)
+        columns = [name for name in self.data.image_columns if name in values]  # those of prompts; rows may have none
+        messages, pictures = self.renderer.with_pictures(messages, values, columns, self.name)
+        self._had_pictures |= bool(pictures)
+        self._check_places(messages)
         segments = segments_of(self.tokenizer, messages, self.name, clock=self.renderer.clock)
-        return tokenised(self.tokenizer, segments, self.name)
+        return tokenised(self.tokenizer, segments, self.name, pictures)
+
+    def _check_places(self, messages: Sequence[Message]) -> None:
+        """Raises Malformed for a picture behind an answer: what follows a prompt is computed as text."""
+        answered = False
+        for number, message in enumerate(messages, start=1):
+            answered |= message["role"] == "assistant"
+            if answered and isinstance(message["content"], list):
+                raise Malformed(
+                    self.name,
+                    f"message {number} has a picture, and an answer stands before it or is it; pictures must stand in "
+                    "front of the first answer. Split the conversation into rows, one for each answer after a picture",
+                )
 
     def facts(self, item: SftRow, row: SourceRow) -> Facts:
-        content = hash_of(item.prompt.tobytes(), item.response.tobytes())
+        content = content_of(item)
         return Facts(len(item.prompt) + len(item.response), content, content)
 
     def is_repeatable(self) -> bool:
-        return not self.renderer.clock
+        return not self._had_pictures and not self.renderer.clock
 
 
 def segments_of(
@@ -122,9 +140,13 @@ def segments_of(
     return segments
 
 
-def tokenised(tokenizer: Tokenizer, segments: Sequence[Segment], field: str = "messages") -> SftRow:
+def tokenised(
+    tokenizer: Tokenizer, segments: Sequence[Segment], field: str = "messages", pictures: Sequence[Picture] = ()
+) -> SftRow:
     """Token ids up to the end of the last turn, and which are targets: each turn up to and including its EOS.
 
+    Args:
+        pictures: in the first segment, in their order.
     Raises:
         Malformed: nothing stands before the first turn, or a character cannot be spelled.
         DataError: a turn has no EOS: a policy trained on it would never stop.
@@ -133,7 +155,13 @@ def tokenised(tokenizer: Tokenizer, segments: Sequence[Segment], field: str = "m
         pieces = tokenizer.encode_prompts([text for text, _ in segments], rendered=True)
     except UnknownCharacter as error:
         raise Malformed(field, str(error)) from error
-    prompt, response, mask = pieces[0], list[int](), list[bool]()
+    prompt, placed = pieces[0], tuple[Picture, ...]()
+    if pictures:
+        try:
+            prompt, placed = with_picture_tokens(prompt, pictures, tokenizer.picture_tokens)
+        except BrokenPicture as error:
+            raise Malformed(field, str(error)) from error
+    response, mask = list[int](), list[bool]()
     if not prompt:
         raise Malformed(field, "the assistant speaks first, and the chat template puts nothing in front")
     for ids, (text, imitate) in zip(pieces[1:], segments[1:], strict=True):
@@ -141,9 +169,8 @@ def tokenised(tokenizer: Tokenizer, segments: Sequence[Segment], field: str = "m
         response += ids
         mask += [position < stop for position in range(len(ids))]
     last = max(position for position, wanted in enumerate(mask) if wanted)
-    return SftRow(
-        read_only(prompt, np.int32), read_only(response[: last + 1], np.int32), read_only(mask[: last + 1], np.bool_)
-    )
+    targets = read_only(mask[: last + 1], np.bool_)
+    return SftRow(read_only(prompt, np.int32), read_only(response[: last + 1], np.int32), targets, placed)
 
 
 def _length_with_end(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:

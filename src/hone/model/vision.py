@@ -7,7 +7,6 @@ family's tower is called (`model/towers.py`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from hone.model.layout import Layout, grid_positions
 from hone.model.towers import PictureFeatures, VisionTower
+from hone.runtime.kept import Kept
 from hone.types import Picture
 
 LAYOUT_ATTENTION = "hone_layout"
@@ -32,7 +32,7 @@ class Vision:
 
     def __init__(self, tower: VisionTower) -> None:
         self.tower = tower
-        self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
+        self._kept = Kept[PictureFeatures](KEPT_BYTES, lambda features: features.num_bytes)
         self.num_computed = 0
         """Pictures that went through the tower."""
         self.most_passes: Callable[[int], int] = int
@@ -48,7 +48,8 @@ class Vision:
         again. And 0, if this rank made passes for others that a gradient has to pass through."""
         is_frozen = not any(weight.requires_grad for weight in self.tower.weights())
         distinct = {picture.digest: picture for picture in pictures}
-        found = {digest: self._kept[digest] for digest in distinct if is_frozen and digest in self._kept}
+        kept = {digest: self._kept.get(digest) for digest in distinct} if is_frozen else {}
+        found = {digest: features for digest, features in kept.items() if features is not None}
         missing = [picture for digest, picture in distinct.items() if digest not in found]
         parts, zero = list(self._passes(missing)), None
         others = self.most_passes(len(parts)) - len(parts)
@@ -59,16 +60,9 @@ class Vision:
                 idle = self._idle()
                 zero = idle if zero is None else zero + idle
         if is_frozen:
-            self._keep(found)
+            for digest in distinct:
+                self._kept.put(digest, found[digest])
         return [found[picture.digest] for picture in pictures], zero
-
-    def _keep(self, found: dict[str, PictureFeatures]) -> None:
-        for digest, features in found.items():
-            self._kept[digest] = features
-            self._kept.move_to_end(digest)
-        size = sum(features.num_bytes for features in self._kept.values())
-        while size > KEPT_BYTES:
-            size -= self._kept.popitem(last=False)[1].num_bytes
 
     def _passes(self, pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
         part, size = list[Picture](), 0

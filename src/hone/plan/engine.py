@@ -2,14 +2,18 @@
 
 It reserves a fraction of the device's *whole* memory for weights, workspace and, with the rest, the KV cache. So a
 smaller fraction does not help against "no room for the cache", and the fractions of two engines on one device add up.
-Sources: vLLM's `determine_available_memory` and `sleep`; workspace and graphs are estimates.
+Sources: vLLM's `determine_available_memory` and `sleep`; workspace and graphs are estimates. Before vLLM 0.32 sizes its
+cache, `GPUModelRunner.profile_run` sends as many of the largest pictures through a vision tower as its encoder budget
+allows (`compute_mm_encoder_budget`: `max_num_batched_tokens`, or one picture if that has more tokens), and keeps their
+features while the language model makes its step.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from hone.plan import towers
 from hone.plan.architecture import GIB, Architecture
 from hone.plan.ledger import Term, gib, term
 
@@ -36,6 +40,8 @@ class EngineSettings:
     """Tokens of the longest prompt and the longest response, for times."""
     answers: int = 1
     """Responses to one prompt."""
+    picture_pixels: int = 0
+    """Of the largest picture of a prompt, for a model with a vision tower; 0: unknown, or none."""
     graphs: bool = True
     prefix: str = ""
     weight_bytes: int = 2
@@ -73,11 +79,33 @@ class EnginePlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Activations of one step of `max_batched_tokens`, and the sampler's copies of the logits."""
+        """Activations of one step of `max_batched_tokens`, and the sampler's copies of the logits; or the pass of a
+        vision tower over its budget of picture tokens, if that takes more."""
         settings, arch = self.settings, self.settings.architecture
         layer = 2 * settings.max_batched_tokens * (4 * arch.active_inner // settings.tensor_parallel + 6 * arch.hidden)
         sampler = 12 * settings.max_samples * arch.vocab
-        return layer + sampler
+        features, seeing = self._tower_bytes
+        return features + max(layer + sampler, seeing)
+
+    @property
+    def seen_tokens(self) -> int:
+        """Picture tokens that go through a vision tower together; 0: there is no tower."""
+        settings, tower = self.settings, self.settings.architecture.tower
+        if tower is None:
+            return 0
+        largest = settings.picture_pixels // (tower.patches_per_token * tower.patch**2)
+        return max(settings.max_batched_tokens, largest)
+
+    @property
+    def _tower_bytes(self) -> tuple[int, int]:
+        """Of the features of all these tokens, and of the pass that makes them."""
+        settings, tower = self.settings, self.settings.architecture.tower
+        if tower is None:
+            return 0, 0
+        p, tokens = settings.weight_bytes, self.seen_tokens
+        divided = replace(tower, inner=tower.inner // settings.tensor_parallel)
+        each = towers.forward_per_patch(divided, p) + (4 + p) * tower.values_per_patch  # patches in float32, then in p
+        return p * tower.out * tokens, each * tokens * tower.patches_per_token
 
     @property
     def graph_bytes(self) -> int:
@@ -117,6 +145,7 @@ class EnginePlan:
         settings, prefix = self.settings, self.settings.prefix
         tp, section = settings.tensor_parallel, settings.section
         count = self._count
+        seen = f"; vision tower over {self.seen_tokens:,} picture tokens" if self.seen_tokens else ""
         rest = f"{settings.memory_frac:g} x {gib(self.capacity_bytes)} less the rest: {self.cache_tokens:,} tokens"
         return [
             term(
@@ -129,7 +158,8 @@ class EnginePlan:
             term(
                 f"{prefix}workspace",
                 self.workspace_bytes,
-                f"{settings.max_batched_tokens:,} tokens of one layer, logits of {settings.max_samples:,} (estimate)",
+                f"{settings.max_batched_tokens:,} tokens of one layer, logits of {settings.max_samples:,}{seen} "
+                "(estimate)",
                 f"{section}.max_num_batched_tokens",
             ),
             *self.asleep_terms(level=2),

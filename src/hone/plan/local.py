@@ -42,6 +42,8 @@ CONTEXT_BYTES = 512 << 20
 """A process's CUDA context; an estimate."""
 PATCHES_PER_PASS, KEPT_FEATURES_BYTES = 4096, 1 << 28
 """Of a vision tower: patches computed together, and features kept; `model/vision.py`, a test compares them."""
+KEPT_PIXELS_BYTES = 1 << 27
+"""Of a process, on the host; `data/pictures.py`, a test compares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,8 @@ def _tower_resident(settings: LocalSettings, workload: Workload) -> Iterator[Ter
         yield term("vision tower, copies", 4 * copies * count, f"{copies} x 4 B x {count:,} parameters")
     if settings.picture_pixels and not settings.tower_learns:
         yield term("features of pictures", KEPT_FEATURES_BYTES, "at most")
+    if settings.picture_pixels and not settings.is_gpu:
+        yield term("decoded pictures", KEPT_PIXELS_BYTES, "at most")
 
 
 def seeing_terms(settings: LocalSettings) -> list[Term]:

@@ -141,6 +141,7 @@ def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded:
             max_samples=sequences,
             longest=longest,
             lengths=(lengths.max_prompt, lengths.max_response),
+            picture_pixels=inputs.picture_pixels,
             graphs=not args.enforce_eager,
             weight_bytes=weight_bytes,
             kv_bytes=weight_bytes if args.kv_cache_dtype == "auto" else FP8_BYTES,

@@ -36,8 +36,9 @@ from hone.reward.http import (
     token_from,
 )
 from hone.reward.resolve import Unusable, nearest
+from hone.reward.shown import ShownPictures
 from hone.reward.signature import ScoreSample, all_faulty
-from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, score_of
+from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, request_parts, score_of
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
 
@@ -65,6 +66,10 @@ class ServiceSettings(Section):
     that moment if the service is quick; groupwise: the samples of a prompt together."""
     trace: bool = key(False)
     """Also send tokens, logprobs and turns, for rewards that look inside the sampling."""
+    pictures: bool = key(False)
+    """Also send the pictures of the prompt."""
+    picture_px: int = key(1024, unit="pixels", ge=28)
+    """Longest side of a picture as the service is sent it."""
     token_env: str | None = key(None)
     """Environment variable with the service's bearer token."""
     ca_file: str | None = key(None)
@@ -88,6 +93,7 @@ class ServiceReward:
         self._settings, self._endpoints = settings, endpoints
         self._item_s = REQUEST_S
         """What the service lately needed for an item; at first, so much that each goes by itself."""
+        self._shown = ShownPictures(settings.picture_px)
         self._gathering = Gathering(
             self._score_gathered,
             max_requests=settings.max_in_flight * len(endpoints),
@@ -135,7 +141,7 @@ class ServiceReward:
         async def score_sample(sample: Sample) -> Score:
             group = Group(prompt, (sample,))
             try:
-                (item,) = items_of(group, trace=self._settings.trace)
+                (item,) = await self._items(group)
             except ValueError as error:
                 return _unsendable(group, error)[0]
             return await self._gathering.score(item)
@@ -145,11 +151,16 @@ class ServiceReward:
     async def score(self, group: Group) -> tuple[Score, ...]:
         """One score per sample. Raises RewardError when the service's rules are not those that the run began with."""
         try:
-            items = items_of(group, trace=self._settings.trace)
+            items = await self._items(group)
         except ValueError as error:
             return _unsendable(group, error)
         scores, _ = await self._scores(items)
         return tuple(scores[item.id] for item in items)
+
+    async def _items(self, group: Group) -> list[Item]:
+        """Raises ValueError for a row that cannot be sent, and DataError for a picture that has changed."""
+        pictures = await self._shown.urls(group.prompt.pictures) if self._settings.pictures else ()
+        return items_of(group, trace=self._settings.trace, pictures=pictures)
 
     async def _score_gathered(self, items: Sequence[Item]) -> dict[str, Score]:
         """Scores by id of items that came to be sent together, of which none may cost another its score."""
@@ -187,7 +198,9 @@ class ServiceReward:
     async def _ask(self, call: RetryingCall, items: Sequence[Item]) -> list[ItemResult]:
         settings = self._settings
         timeout_ms = max(1, int(1000 * SERVER_SHARE * call.try_s))
-        request = RewardRequest(reward=settings.reward, mode=settings.mode, timeout_ms=timeout_ms, items=list(items))
+        request = RewardRequest(
+            reward=settings.reward, mode=settings.mode, timeout_ms=timeout_ms, **request_parts(items)
+        )
 
         def check(answer: Any) -> RewardReply:
             reply = RewardReply.model_validate(answer)

@@ -14,16 +14,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, FiniteFloat, model_validator
 
-from hone.types import Fault, FinishReason, Group, Prompt, Sample, Score, Turn, version_spans
+from hone.types import Fault, FinishReason, Group, Picture, Prompt, Sample, Score, Turn, version_spans
 
 SCHEMA_VERSION = "1"
 MAX_JSON_DEPTH = 64
 MAX_ID_CHARACTERS = 256
+MAX_PICTURES = 64
+"""Of one item."""
 MAX_ITEMS = 4096
 """Of one request; a server's own limit is lower (`--max-items`)."""
 SUM_TOLERANCE = 1e-6
@@ -85,6 +88,8 @@ class Item(Wire):
     """The rendered prompt, or its messages."""
     messages: list[Message] | None = None
     """The messages that a rendered `prompt` came from."""
+    pictures: list[str] = Field(default=[], max_length=MAX_PICTURES)
+    """Those of the prompt, in order: names in the request's `pictures`."""
     solution_str: str
     """The response, without special tokens."""
     ground_truth: Any = None
@@ -127,15 +132,21 @@ class RewardRequest(Wire):
     """What is not scored by then is an error with `retryable: true`; null: the server's own limit."""
     seed: int = 0
     """Part of an item's identity: another seed asks a sampled judge again."""
+    pictures: dict[str, str] = {}
+    """Pictures of items by name, so that those of several items are there once: data URLs, as in OpenAI's message
+    parts (`data:image/jpeg;base64,...`)."""
     items: list[Item] = Field(fail_fast=True, max_length=MAX_ITEMS)
 
     @model_validator(mode="after")
-    def _ids_are_unique(self) -> Self:
+    def _ids_are_unique_and_pictures_known(self) -> Self:
         seen: set[str] = set()
         for item in self.items:
             if item.id in seen:
                 raise ValueError(f"id {item.id!r} is there more than once")
             seen.add(item.id)
+            unknown = [name for name in item.pictures if name not in self.pictures]
+            if unknown:
+                raise ValueError(f"item {item.id!r} has picture {unknown[0]!r}, which `pictures` has not")
         return self
 
 
@@ -248,10 +259,11 @@ class RewardReply(Wire):
 # ---- a group to items, items to groups
 
 
-def items_of(group: Group, *, trace: bool = False) -> list[Item]:
-    """A group as items for one request, whose ids are `<prompt id>:<sample index>`.
+def items_of(group: Group, *, trace: bool = False, pictures: Sequence[str] = ()) -> list[Item]:
+    """A group as items, whose ids are `<prompt id>:<sample index>`.
 
     Args:
+        pictures: data URLs of the prompt's, which `request_parts` gives names.
         trace: also send what only rewards that look inside the sampling need, at several times the bytes: the prompt's
             tokens, and logprobs, versions, mask and turns of the response.
     Raises:
@@ -264,10 +276,19 @@ def items_of(group: Group, *, trace: bool = False) -> list[Item]:
         "messages": plain(prompt.messages, "messages"),
         "ground_truth": plain(prompt.answer, "answer"),
         "extra_info": plain(prompt.columns, "columns"),
+        "pictures": list(pictures),
     }
     if trace:
         row["prompt_token_ids"] = prompt.token_ids.tolist()
     return [Item.model_validate(row | _sample_fields(sample, trace)) for sample in group.samples]
+
+
+def request_parts(items: Sequence[Item]) -> dict[str, Any]:
+    """`items` and `pictures` of a request, from items of `items_of`: each picture is sent once."""
+    urls = dict.fromkeys(url for item in items for url in item.pictures)
+    names = {url: str(number) for number, url in enumerate(urls)}
+    named = [item.model_copy(update={"pictures": [names[url] for url in item.pictures]}) for item in items]
+    return {"items": named, "pictures": {name: url for url, name in names.items()}}
 
 
 def _sample_fields(sample: Sample, trace: bool) -> dict[str, Any]:
@@ -316,14 +337,16 @@ class Disagreement(ValueError):
         self.place = place
 
 
-def groups_of(items: Sequence[Item], mode: Mode) -> list[Work]:
+def groups_of(items: Sequence[Item], mode: Mode, pictures: Mapping[str, Picture] = MappingProxyType({})) -> list[Work]:
     """The groups that items ask to have scored: one per item, or in `groupwise` mode one per `group_id`.
 
+    Args:
+        pictures: of the request, by name.
     Raises:
         Disagreement: an item without `group_id` in `groupwise` mode, or unlike its group's first.
     """
     if mode == "pointwise":
-        return [Work(_group([item]), (place,)) for place, item in enumerate(items)]
+        return [Work(_group([item], pictures), (place,)) for place, item in enumerate(items)]
     places: dict[str, list[int]] = {}
     for place, item in enumerate(items):
         if item.group_id is None:
@@ -335,22 +358,22 @@ def groups_of(items: Sequence[Item], mode: Mode) -> list[Work]:
             differing = [name for name, value in _row(items[place]).items() if value != first[name]]
             if differing:
                 raise Disagreement(place, f"differs from the first item of its group in {', '.join(differing)}")
-    return [Work(_group([items[place] for place in same]), tuple(same)) for same in places.values()]
+    return [Work(_group([items[place] for place in same], pictures), tuple(same)) for same in places.values()]
 
 
-_ROW_FIELDS = ("data_source", "prompt", "messages", "ground_truth", "extra_info", "prompt_token_ids")
+_ROW_FIELDS = ("data_source", "prompt", "messages", "pictures", "ground_truth", "extra_info", "prompt_token_ids")
 
 
 def _row(item: Item) -> dict[str, Any]:
     return {name: getattr(item, name) for name in _ROW_FIELDS}
 
 
-def _group(items: Sequence[Item]) -> Group:
-    prompt = _prompt(items[0])
+def _group(items: Sequence[Item], pictures: Mapping[str, Picture]) -> Group:
+    prompt = _prompt(items[0], pictures)
     return Group(prompt, tuple(_sample(item, prompt.id, place) for place, item in enumerate(items)))
 
 
-def _prompt(item: Item) -> Prompt:
+def _prompt(item: Item, pictures: Mapping[str, Picture]) -> Prompt:
     given = item.messages if isinstance(item.prompt, str) else item.prompt
     messages = None if given is None else tuple(message.model_dump() for message in given)
     text = item.prompt if isinstance(item.prompt, str) else "\n\n".join(str(m.content) for m in item.prompt)
@@ -363,6 +386,7 @@ def _prompt(item: Item) -> Prompt:
         answer=item.ground_truth,
         columns={**item.extra_info, **source},
         messages=messages,
+        pictures=tuple(pictures[name] for name in item.pictures),
     )
 
 

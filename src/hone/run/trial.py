@@ -152,6 +152,12 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
     if "rl" in config.stages and engine == "vllm":
         if unseen := unseen_by_vllm(kind):
             return f"model: {unseen}"
+        if kind == "qwen3_vl" and not architecture.get_text_config().rope_parameters.get("mrope_interleaved"):
+            return (
+                "model: text_config.rope_parameters of config.json has no mrope_interleaved = true, without which vLLM "
+                "computes positions of pictures otherwise than Transformers does. Set it, as the published Qwen3-VL "
+                "models have it, or set cluster.engines.use=hone."
+            )
         if config.lora.rank and config.lora.publish == "adapter":
             return (
                 f"model: {kind} has a vision tower, and with one an adapter alone was not tried in vLLM (got "

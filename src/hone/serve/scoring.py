@@ -17,11 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hone.config.load import Loaded
+from hone.data.pictures import BrokenPicture
 from hone.errors import RewardError
 from hone.reward.aggregate import settled, weighted_sums
 from hone.reward.fingerprint import fingerprint
 from hone.reward.judge.scorer import JudgeReward
 from hone.reward.rewards import Component, Rewards, UserFunctionScorer
+from hone.reward.shown import picture_of
 from hone.reward.signature import Range
 from hone.reward.wire import (
     ComponentResult,
@@ -39,7 +41,7 @@ from hone.serve.metrics import RewardMetrics
 from hone.serve.problem import HttpProblem
 from hone.serve.queue import ScoreCache, ScoreClaim, ScoredGroup, ScoreQueue, batched
 from hone.serve.settings import ScoringSettings
-from hone.types import Fault, Score
+from hone.types import Fault, Picture, Score
 
 _MAX_RETRY_AFTER_S = 60.0
 _TURN_S = 0.005
@@ -188,7 +190,7 @@ class ScoringService:
     ) -> list[tuple[bytes, Work]]:
         """The groups of a request with their content keys; what cannot be scored at all is put into `results`."""
         try:
-            works = groups_of(request.items, request.mode)
+            works = groups_of(request.items, request.mode, _pictures(request))
         except Disagreement as error:
             raise HttpProblem(
                 422, "unprocessable-body", str(error), errors=[(f"/items/{error.place}", str(error))]
@@ -386,11 +388,24 @@ def _refusal(status: int, kind: str, detail: str, retry_after_s: float) -> HttpP
     return HttpProblem(status, kind, detail, retryable=True, retry_after_s=retry_after_s)
 
 
+def _pictures(request: RewardRequest) -> dict[str, Picture]:
+    """Those of a request, by name. Raises HttpProblem for one that is none."""
+    found: dict[str, Picture] = {}
+    for name, url in request.pictures.items():
+        try:
+            found[name] = picture_of(url)
+        except BrokenPicture as error:
+            raise HttpProblem(422, "unprocessable-body", f"picture {name!r} {error}") from None
+    return found
+
+
 def _content_key(request: RewardRequest, work: Work) -> bytes:
     """What a group's scores depend on, besides the rewards: everything in its items but their ids, and the seed.
 
     Raises ValueError for a number that is not finite: pydantic lets those through where any JSON may be.
     """
-    items = [request.items[place].model_dump(exclude={"id"}, exclude_defaults=True) for place in work.places]
-    text = json.dumps([request.mode, request.seed, items], sort_keys=True, allow_nan=False, separators=(",", ":"))
+    left_out = {"id", "pictures"}  # of pictures there are names alone
+    items = [request.items[place].model_dump(exclude=left_out, exclude_defaults=True) for place in work.places]
+    content = [request.mode, request.seed, items, *(picture.digest for picture in work.group.prompt.pictures)]
+    text = json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()

@@ -35,11 +35,11 @@ from hone.reward.judge.prompt import (
     neutraliser,
 )
 from hone.reward.judge.settings import JudgeSettings, length_problems, template_text
-from hone.reward.judge.shown import ShownPictures
 from hone.reward.judge.user import UserFunctions
 from hone.reward.openai import ChatAnswer, ChatClient
 from hone.reward.pool import CallFailed
 from hone.reward.resolve import Unusable
+from hone.reward.shown import ShownPictures
 from hone.reward.signature import MayScoreSample, Range, all_faulty
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score

@@ -1,0 +1,49 @@
+"""Bounded cache of large values: the ones used last, up to a number of bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Kept(Generic[Value]):
+    """Values by key, the ones used last. Safe to use from several threads.
+
+    Args:
+        most_bytes: of all values together.
+        size_of: bytes of a value.
+    """
+
+    def __init__(self, most_bytes: int, size_of: Callable[[Value], int]) -> None:
+        self.most_bytes, self.num_bytes = most_bytes, 0
+        self._size_of, self._lock = size_of, Lock()
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+
+    def __deepcopy__(self, memo: object) -> Kept[Value]:
+        """A copy of what has a cache begins with an empty one."""
+        return Kept(self.most_bytes, self._size_of)
+
+    def get(self, key: Hashable) -> Value | None:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: Hashable, value: Value) -> None:
+        """Keep a value, instead of those used longest ago; one larger than the bound is not kept."""
+        with self._lock:
+            if (old := self._values.pop(key, None)) is not None:
+                self.num_bytes -= self._size_of(old)
+            self._values[key] = value
+            self.num_bytes += self._size_of(value)
+            while self.num_bytes > self.most_bytes:
+                self.num_bytes -= self._size_of(self._values.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+            self.num_bytes = 0
