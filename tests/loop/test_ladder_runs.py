@@ -262,6 +262,8 @@ def test_a_budget_is_kept_by_climbing_down(tmp_path):
     free = in_a_process(run_file, f"run.dir={tmp_path}/free")
     assert free.returncode == 0, free.stderr
     found = peaks(tmp_path / "free")
+    ratios = {row.phase: row.ratio for row in comparison(tmp_path / "free")[1] if row.phase != "start"}
+    assert max(ratio for ratio in ratios.values() if ratio) < 1, "no phase takes more than planned"
     training = max(found["update"], found["logprobs"])
     budget = (training + found["rollout"]) // 2
     assert training > found["rollout"] + (100 << 20), "training is what takes the memory"

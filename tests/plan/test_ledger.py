@@ -1,7 +1,11 @@
 """Ledgers: the closed form of planner.md against its traces, and states that can be counted by hand."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from hone.config.load import load_config
 from hone.plan.activations import Checkpointing, Loss, Pass, saved_per_token
 from hone.plan.architecture import GIB
 from hone.plan.cluster import Trained, update_moments
@@ -186,3 +190,21 @@ def test_an_export_holds_one_weight_in_every_layout(configured, layout):
     ]
     embedding = 4 * 151_936 * 4096
     assert [term.bytes for term in exported] == [embedding, 2 * embedding]  # gathered there; on the host converted too
+
+
+@pytest.mark.parametrize("prefill_tokens", [16384, 262144])
+def test_on_a_cpu_sampling_and_training_each_keep_what_they_freed(prefill_tokens):
+    """In blocks up to 32 MiB: 16,384 prompt tokens x 384 x 4 B are 24 MiB, 65,536 are 96 MiB. A GPU's memory is its
+    allocator's."""
+    file = Path(__file__).parents[2] / "examples/quickstart/run.yaml"
+    words = [f"rollout.prefill_tokens={prefill_tokens}", "rollout.max_concurrent_samples=4096"]
+    config, gpu = load_config(file, words).config, find_hardware("H100-80G")
+    on_gpu, on_cpu = (plan(config, hardware).ledgers[0] for hardware in (gpu, replace(gpu, kind="cpu")))
+    assert "freed memory" not in {term.name for moment in on_gpu.moments for term in moment.terms}
+    found = {moment.name: {term.name: term.bytes for term in moment.terms} for moment in on_cpu.moments}
+    keeps = prefill_tokens == 16384
+    sampled = found["prompts computed"]["one layer"]
+    trained = found["prompts computed"]["freed memory"]
+    assert found["layer backward"].get("freed memory", 0) == (sampled if keeps else 0)
+    assert found["step"]["freed memory"] == trained + (sampled if keeps else 0)
+    assert trained > found["layer backward"]["activations"]

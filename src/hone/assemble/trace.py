@@ -25,6 +25,7 @@ NO_TENSORS = frozenset(
     {
         "process",
         "kept by process",
+        "freed memory",
         "CUDA context",
         "KV cache",
         "engine's weights",

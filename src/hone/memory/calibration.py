@@ -23,7 +23,7 @@ from hone.runtime.user_state import state_folder, write_user_state
 MOST_ENTRIES = 400
 MOST_RUNS = 20
 """Of one phase, that an estimate is made of: the newest."""
-FORMAT = 2
+FORMAT = 3
 """Raised too when the closed forms change so much that older residuals say nothing of them."""
 PLAUSIBLE = (0.2, 5.0)
 """Ratios outside are a mistake of somebody's, not experience."""

@@ -37,7 +37,9 @@ PROCESS_BYTES = 440 << 20
 """Python with torch, Transformers and Hone loaded, measured."""
 KEPT_BYTES = 160 << 20
 """What a process on a CPU does not give back once it has computed: kernels compiled for the shapes it met, rows of the
-data, pages that its allocator keeps. Measured: 130 to 210 MiB over small runs."""
+data. Measured: 130 to 210 MiB over small runs."""
+LARGEST_KEPT_BLOCK = 32 << 20
+"""glibc maps larger blocks, and gives them back when they are freed; smaller ones stay in the process."""
 CONTEXT_BYTES = 512 << 20
 """A process's CUDA context; an estimate."""
 PATCHES_PER_PASS, KEPT_FEATURES_BYTES = 4096, 1 << 28
@@ -83,9 +85,9 @@ class LocalSettings:
 
 def local_moments(settings: LocalSettings, workload: Workload) -> tuple[list[Moment], list[Moment]]:
     """Moments of the device that computes, and of the host where that is another one."""
-    device = [*_device_moments(settings, workload)]
     if not settings.is_gpu:
-        return device, []
+        return _with_heaps([*_device_moments(settings, workload)], settings, workload), []
+    device = [*_device_moments(settings, workload)]
     total = settings.architecture.total_parameters
     process = term("process", PROCESS_BYTES, "Python, torch, Transformers and Hone, measured")
     staged = term("largest tensor", 4 * _trained(settings, workload), "one flat float32 buffer at a time")
@@ -144,6 +146,33 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
     yield moment("optimizer", "step", resident, cache)
     copies = 1 if settings.is_gpu else 2
     yield moment("checkpoint", "exporting", resident, cache, exported(settings.architecture, copies))
+
+
+def _with_heaps(moments: list[Moment], settings: LocalSettings, workload: Workload) -> list[Moment]:
+    """Moments of a CPU with what the heaps of the engine's and the trainer's thread keep.
+
+    Measured, peaks of sampling and training add up: neither uses what the other has freed (docs/memory.md).
+    """
+    always = next(one for one in moments if one.phase == "optimizer").bytes
+    sampling = max((one for one in moments if one.phase == "rollout"), key=lambda one: one.bytes)
+    training = max((one for one in moments if one.phase not in ("start", "rollout")), key=lambda one: one.bytes)
+    engine = _kept(settings, sampling.bytes - always, _prefill_tokens(settings, workload))
+    trainer = _kept(settings, training.bytes - always, settings.work.tokens)
+
+    def with_heaps(one: Moment) -> Moment:
+        size = trainer if one.phase == "rollout" else engine
+        if one.phase not in (sampling.phase, training.phase):  # below the peak of its own thread
+            size += max(trainer - (one.bytes - always), 0)
+        heaps = term("freed memory", size, "kept in heaps: blocks up to 32 MiB, by sampling and training, measured")
+        return one if one.phase == "start" else moment(one.phase, one.name, one.terms, heaps)
+
+    return [with_heaps(one) for one in moments]
+
+
+def _kept(settings: LocalSettings, freed: int, tokens: int) -> int:
+    """Of what a pass over so many tokens has freed, what its thread's heap keeps."""
+    largest = settings.work.bytes_each * tokens * settings.architecture.active_inner
+    return freed if largest <= LARGEST_KEPT_BLOCK else 0
 
 
 def _resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
@@ -306,13 +335,17 @@ def _scores(settings: LocalSettings, workload: Workload) -> tuple[int, str]:
 
 
 def _prefill(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
-    longest = workload.lengths.max_prompt
-    at_once = min(_prompts(settings, workload), max(1, settings.prefill_tokens // longest))
-    work = replace(settings.work, tokens=at_once * longest)
+    work = replace(settings.work, tokens=_prefill_tokens(settings, workload))
     each = forward_per_token(work)
     yield term(
         "one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} prompt tokens", "rollout.prefill_tokens"
     )
+
+
+def _prefill_tokens(settings: LocalSettings, workload: Workload) -> int:
+    """Most tokens of prompts that are computed at one time."""
+    longest = workload.lengths.max_prompt
+    return longest * min(_prompts(settings, workload), max(1, settings.prefill_tokens // longest))
 
 
 # ---- passes
