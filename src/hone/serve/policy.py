@@ -16,24 +16,17 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
-
-import jinja2
-import numpy as np
+from typing import Any
 
 from hone.data.chat import Tokenizer
-from hone.data.pictures import BrokenPicture, with_picture_tokens
-from hone.errors import DataError, EngineError
-from hone.reward.wire import Message
+from hone.errors import EngineError
 from hone.rollout import engine as rollout
 from hone.rollout.engine import Sampling, Token, TokenwiseEngine
 from hone.serve.metrics import PolicyMetrics
 from hone.serve.openai import (
-    MAX_CHOICES,
     AnswerMessage,
     ChatChoice,
     ChatChunk,
@@ -55,15 +48,12 @@ from hone.serve.openai import (
     SamplingRequest,
     Usage,
 )
+from hone.serve.prompt_reader import PromptReader, prompt_of
 from hone.serve.streaming import GrowingText, News, OnPart, StreamedChoice, as_drawn
 from hone.types import Picture, Prompt, Sample
 
 RETRY_AFTER_S = 1.0
 SLEEP_POLL_S = 0.01
-TOKENIZED_AT_ONCE = 1 << 14
-"""Characters or ids of a request: some 10 ms. More are tokenised in a thread, while others are answered."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,12 +86,10 @@ class PolicyService:
     def __init__(self, load: Callable[[], Policy], *, max_waiting_samples: int = 4096) -> None:
         self._load, self._max_waiting = load, max_waiting_samples
         self._policy: Policy | None = None
+        self._reader: PromptReader | None = None
         self._waiting = 0
-        self._longest_token = 0
-        """In characters."""
         self._is_asleep = False
         self._moving = asyncio.Lock()
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
         self._created = int(time.time())
         self.metrics = PolicyMetrics(
             memory_bytes=lambda: self.policy.memory_bytes() if self.is_loaded else 0.0, waiting=lambda: self._waiting
@@ -109,13 +97,19 @@ class PolicyService:
 
     async def start(self) -> None:
         """Load the model and sample once."""
-        self._policy = await asyncio.to_thread(self._load)
-        self._longest_token = max(map(len, self.policy.tokenizer.hf.get_vocab()))
+        policy = self._policy = await asyncio.to_thread(self._load)
+        self._reader = PromptReader(
+            policy.tokenizer,
+            context_tokens=policy.context_tokens,
+            vocab_size=policy.vocab_size,
+            picture=policy.picture,
+        )
         greedy = Sampling(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, stop=(), stop_token_ids=())
-        await self._draw([_prompt([self.policy.tokenizer.eos_id])], greedy, num_samples=1, seed=0)
+        await self._draw([prompt_of([policy.tokenizer.eos_id])], greedy, num_samples=1, seed=0)
 
     async def close(self) -> None:
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        if self._reader is not None:
+            self._reader.close()
         if self._policy is not None:
             await self._policy.engine.close()
 
@@ -146,6 +140,11 @@ class PolicyService:
         return self._policy
 
     @property
+    def reader(self) -> PromptReader:
+        assert self._reader is not None, "requests are rejected before the start"
+        return self._reader
+
+    @property
     def is_loaded(self) -> bool:
         return self._policy is not None
 
@@ -161,7 +160,7 @@ class PolicyService:
 
     async def complete(self, asked: CompletionRequest) -> CompletionReply:
         """Answer `/v1/completions`. Raises OpenAIProblem."""
-        prompts = await self._prompts(asked)
+        prompts = await self.reader.read(asked)
         drawn = await self._sample(asked, prompts, asked.max_tokens)
         choices = [
             CompletionChoice(
@@ -177,7 +176,7 @@ class PolicyService:
 
     async def chat(self, asked: ChatRequest) -> ChatReply:
         """Answer `/v1/chat/completions`. Raises OpenAIProblem."""
-        prompt = await self._chat_prompt(asked)
+        prompt = await self.reader.read_chat(asked)
         drawn = await self._sample(asked, [prompt], _chat_limit(asked))
         choices = [
             ChatChoice(
@@ -192,7 +191,7 @@ class PolicyService:
 
     async def stream_completion(self, asked: CompletionRequest) -> AsyncGenerator[CompletionChunk, None]:
         """Answer `/v1/completions` piece by piece. Raises OpenAIProblem, before the first piece if it can."""
-        prompts = await self._prompts(asked)
+        prompts = await self.reader.read(asked)
         head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}"}
         async for news, common in self._stream(asked, prompts, asked.max_tokens, head):
             fields = self._chunk_fields(asked, news)
@@ -207,7 +206,7 @@ class PolicyService:
 
     async def stream_chat(self, asked: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
         """Answer `/v1/chat/completions` piece by piece. Raises as `stream_completion`."""
-        prompt = await self._chat_prompt(asked)
+        prompt = await self.reader.read_chat(asked)
         head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}"}
         async for news, common in self._stream(asked, [prompt], _chat_limit(asked), head):
             role: dict[str, Any] = {"role": "assistant"} if news.is_first else {}
@@ -259,78 +258,6 @@ class PolicyService:
             fields["token_ids"] = [token.id for token in news.tokens]
             fields["weight_versions"] = [token.version for token in news.tokens]
         return fields
-
-    # ---- prompts
-
-    async def _prompts(self, asked: CompletionRequest) -> list[Prompt]:
-        prompts = asked.prompts
-        if not prompts or len(prompts) * asked.n > MAX_CHOICES:
-            raise _wrong("prompt", f"{len(prompts)} prompts x n = {asked.n}: need 1 to {MAX_CHOICES} samples")
-        for prompt in prompts:
-            self._refuse_overlong("prompt", prompt)
-        return await self._off_loop(sum(map(len, prompts)), lambda: [_prompt(self._prompt_ids(p)) for p in prompts])
-
-    def _refuse_overlong(self, param: str, prompt: str | list[int]) -> None:
-        """Raises OpenAIProblem for what cannot fit into the context, whatever its tokens are."""
-        context = self.policy.context_tokens
-        most, unit = (context * self._longest_token, "characters") if isinstance(prompt, str) else (context, "tokens")
-        if len(prompt) > most:
-            detail = f"{param}: {len(prompt)} {unit} do not fit into the context of {context} tokens"
-            raise OpenAIProblem(400, "context-length-exceeded", detail, param=param)
-
-    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """What `work` on so many characters returns. If they are many it runs in a thread, one request's at a time."""
-        if size <= TOKENIZED_AT_ONCE:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
-
-    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        tokenizer = self.policy.tokenizer
-        if isinstance(prompt, str):
-            try:
-                ids = tokenizer.encode_prompts([prompt], rendered=False)[0]
-            except DataError as error:
-                raise _wrong("prompt", str(error)) from error
-        else:
-            ids, size = prompt, self.policy.vocab_size
-            unknown = next((token for token in ids if not 0 <= token < size), None)
-            if unknown is not None:
-                raise _wrong("prompt", f"token {unknown} is not in the vocabulary of {size} tokens")
-        if not ids:
-            raise _wrong("prompt", "it has no tokens; there is nothing to predict from")
-        return ids
-
-    async def _chat_prompt(self, asked: ChatRequest) -> Prompt:
-        sees = self.policy.picture is not None
-        contents = [_parts_of(message, at, sees=sees) for at, message in enumerate(asked.messages)]
-        self._refuse_overlong(
-            "messages", "".join(part["text"] for parts in contents for part in parts if "text" in part)
-        )
-        size = sum(len(str(value)) for parts in contents for part in parts for value in part.values())
-        return await self._off_loop(size + len(contents), partial(self._rendered, asked, contents))
-
-    def _rendered(self, asked: ChatRequest, contents: Sequence[list[dict[str, Any]]]) -> Prompt:
-        tokenizer, pictures, plain = self.policy.tokenizer, list[Picture](), []
-        for at, (message, parts) in enumerate(zip(asked.messages, contents, strict=True)):
-            own = [self._picture(part["image"], at) for part in parts if part["type"] == "image"]
-            shown = [{"type": "image"} if part["type"] == "image" else part for part in parts]
-            content = shown if own else "".join(part["text"] for part in parts)
-            plain.append(message.model_dump() | {"content": content})
-            pictures += own
-        try:
-            (ids,) = tokenizer.encode_prompts([tokenizer.render(plain, asked.chat_template_kwargs)], rendered=True)
-            return _prompt(*with_picture_tokens(ids, pictures, tokenizer.picture_tokens)) if pictures else _prompt(ids)
-        except (jinja2.TemplateError, TypeError) as error:  # a name that Transformers itself uses
-            raise _wrong("messages", f"the chat template refuses them: {error}") from error
-        except (DataError, BrokenPicture) as error:
-            raise _wrong("messages", str(error)) from error
-
-    def _picture(self, value: Any, at: int) -> Picture:
-        assert self.policy.picture is not None
-        try:
-            return self.policy.picture(value)
-        except BrokenPicture as error:
-            raise _wrong(f"messages/{at}/content", f"picture: {error}") from error
 
     # ---- samples
 
@@ -465,11 +392,6 @@ def _chat_limit(asked: ChatRequest) -> int | None:
     return min(limits, default=None)
 
 
-def _prompt(ids: Sequence[int], pictures: tuple[Picture, ...] = ()) -> Prompt:
-    # Index 0 for every prompt: a sample is the same whether its prompt was asked alone or with others.
-    return Prompt("request", 0, "", np.array(ids, np.int32), pictures=pictures)
-
-
 def _sampling(asked: SamplingRequest, max_tokens: int) -> Sampling:
     try:
         return Sampling(
@@ -485,38 +407,9 @@ def _sampling(asked: SamplingRequest, max_tokens: int) -> Sampling:
         raise OpenAIProblem(400, "bad-request", str(error)) from error
 
 
-def _parts_of(message: Message, at: int, *, sees: bool) -> list[dict[str, Any]]:
-    """A message's content as parts {"type": "text", "text"} and {"type": "image", "image"}.
-
-    Args:
-        sees: whether the model reads pictures.
-    Raises:
-        OpenAIProblem: anything else, and pictures for a model that reads none.
-    """
-    if isinstance(message.content, str):
-        return [{"type": "text", "text": message.content}]
-    found: list[dict[str, Any]] = []
-    for part in message.content if isinstance(message.content, list) else [None]:
-        match part:
-            case {"text": str(text)}:
-                found.append({"type": "text", "text": text})
-            case {"type": "image_url", "image_url": {"url": str(url)} | str(url)} if sees:
-                found.append({"type": "image", "image": url})
-            case {"type": "image", "image": str(url)} if sees:
-                found.append({"type": "image", "image": url})
-            case _:
-                reads = "text and pictures; this server reads no" if sees else "text; this server reads no pictures,"
-                raise _wrong(f"messages/{at}/content", f"send {reads} sounds or tool calls")
-    return found
-
-
 def _answer_text(sample: Sample, asked: SamplingRequest) -> str:
     """The sample's text, without the stop string that ended it: of several that end there, without the longest."""
     if asked.include_stop_str_in_output or sample.finish_reason != "stop":
         return sample.text
     ending = max((stop for stop in asked.stop_texts if sample.text.endswith(stop)), key=len, default="")
     return sample.text.removesuffix(ending)
-
-
-def _wrong(param: str, detail: str) -> OpenAIProblem:
-    return OpenAIProblem(400, "bad-request", f"{param}: {detail}", param=param)
