@@ -44,8 +44,9 @@ from benchmarks._figure import Points, small_multiples  # noqa: E402
 from benchmarks._runs import QUIET, lines_of, train_until  # noqa: E402
 from hone.algo.algorithm import Algorithm  # noqa: E402
 from hone.cli.main import main as hone  # noqa: E402
+from hone.config.algorithm import AlgorithmSection  # noqa: E402
 from hone.config.layers import preset_names  # noqa: E402
-from hone.config.run import AlgorithmSection, OptimizerSection  # noqa: E402
+from hone.config.run import OptimizerSection  # noqa: E402
 from hone.data.pack import collate  # noqa: E402
 from hone.model.heads import ScalarModel  # noqa: E402
 from hone.model.load import init_model  # noqa: E402

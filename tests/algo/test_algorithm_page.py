@@ -22,8 +22,8 @@ from hone.algo.algorithm import Algorithm
 from hone.algo.kl import KL, MAX_LOG_RATIO
 from hone.algo.loss import LossTokens, covariance_outliers
 from hone.algo.shaping import ALARM_STEPS, MAX_KL_ERROR, clip_rewards, keep_fraction, overlong_penalty, steer_kl
+from hone.config.algorithm import AlgorithmSection
 from hone.config.layers import preset_names
-from hone.config.run import AlgorithmSection
 from hone.tools.algorithm_page import algorithms_page
 from hone.types import Batch, Control, Totals
 

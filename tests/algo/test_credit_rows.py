@@ -10,7 +10,7 @@ from hone.algo.advantage import CREDIT
 from hone.algo.algorithm import Algorithm
 from hone.algo.kl import KL as KL_TABLE
 from hone.algo.loss import LossTokens, covariance_outliers
-from hone.config.run import AlgorithmSection
+from hone.config.algorithm import AlgorithmSection
 from hone.types import Batch, Control, Totals
 
 NAN = math.nan

@@ -26,7 +26,7 @@ from hone.algo.loss import (
     token_ratio,
     tv_mask,
 )
-from hone.config.run import AlgorithmSection
+from hone.config.algorithm import AlgorithmSection
 from hone.types import Totals
 
 MAX_TOKENS = 8

@@ -10,7 +10,7 @@ from hone.algo.correction import CORRECTION
 from hone.algo.kl import KL
 from hone.algo.loss import AGGREGATE, CLIP, RATIO
 from hone.algo.rejection import REJECTION
-from hone.config.run import AlgorithmSection
+from hone.config.algorithm import AlgorithmSection
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from hone.algo.algorithm import Algorithm
 from hone.algo.rejection import REJECTION
-from hone.config.run import AlgorithmSection
+from hone.config.algorithm import AlgorithmSection
 from hone.types import Batch
 
 ESTIMATES = {"k1": lambda r: r, "k2": lambda r: r * r / 2, "k3": lambda r: math.exp(-r) - 1 + r}

@@ -7,7 +7,7 @@ import torch
 
 from hone.algo.algorithm import Algorithm
 from hone.algo.shaping import clip_rewards, informative, overlong_penalty
-from hone.config.run import AlgorithmSection
+from hone.config.algorithm import AlgorithmSection
 from hone.types import Batch
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from hone.algo.advantage import CREDIT
 from hone.algo.algorithm import Algorithm
+from hone.config.algorithm import AlgorithmSection
 from hone.config.layers import PRESETS, preset_names
 from hone.config.load import load_config
 from hone.config.rules.algorithm import NO_SIBLINGS
-from hone.config.run import AlgorithmSection
 from hone.config.yaml_tree import read_yaml
 from hone.errors import ConfigError
 

@@ -10,8 +10,9 @@ import torch
 from hone.algo.algorithm import Algorithm
 from hone.assemble.sampling import evaluation_sampling
 from hone.assemble.stages import with_length
+from hone.config.algorithm import AlgorithmSection
 from hone.config.load import load_config
-from hone.config.run import AlgorithmSection, DataSection, EvalSection, OptimizerSection
+from hone.config.run import DataSection, EvalSection, OptimizerSection
 from hone.data.chat import load_tokenizer
 from hone.data.prompts import load_prompts, shortened
 from hone.errors import ConfigError

@@ -12,7 +12,7 @@ from tiny import metrics_of, weights_of
 
 from hone.algo.algorithm import Algorithm
 from hone.cli.main import main
-from hone.config.run import AlgorithmSection
+from hone.config.algorithm import AlgorithmSection
 from hone.data.pack import collate
 from hone.errors import GateError
 from hone.model.load import init_model

@@ -9,8 +9,9 @@ import torch
 from measuring import allocated
 
 from hone.algo.algorithm import Algorithm
+from hone.config.algorithm import AlgorithmSection
 from hone.config.rules.division import RING_FAMILIES
-from hone.config.run import AlgorithmSection, OptimizerSection
+from hone.config.run import OptimizerSection
 from hone.data.chat import character_tokenizer
 from hone.model.decoder import FAMILY
 from hone.model.layout import BLOCK_SCORES, QUERY_ROWS, round_size

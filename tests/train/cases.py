@@ -10,7 +10,8 @@ from ruamel.yaml import YAML
 
 import hone.config
 from hone.algo.algorithm import Algorithm
-from hone.config.run import AlgorithmSection, OptimizerSection
+from hone.config.algorithm import AlgorithmSection
+from hone.config.run import OptimizerSection
 from hone.data.pack import collate
 from hone.model.load import init_model
 from hone.train.learner import Learner, Passes

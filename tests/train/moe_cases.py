@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hone.algo.algorithm import Algorithm
-from hone.config.run import AlgorithmSection, OptimizerSection
+from hone.config.algorithm import AlgorithmSection
+from hone.config.run import OptimizerSection
 from hone.model.recompute import Checkpointing
 from hone.train.fsdp import FsdpRanks, ShardedWeights
 from hone.train.learner import Passes

@@ -7,7 +7,8 @@ import torch
 from cases import VOCAB, assert_same_state, caught_gradient, make_groups, make_model, make_passes, make_trainer
 
 from hone.algo.algorithm import Algorithm
-from hone.config.run import AlgorithmSection, OptimizerSection
+from hone.config.algorithm import AlgorithmSection
+from hone.config.run import OptimizerSection
 from hone.data.pack import collate
 from hone.model.heads import ScalarModel
 from hone.train.critic import Critic

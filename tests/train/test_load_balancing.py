@@ -10,7 +10,7 @@ from moe_cases import of_transformers
 from moe_models import moe_model
 
 from hone.algo.algorithm import Algorithm
-from hone.config.run import AlgorithmSection
+from hone.config.algorithm import AlgorithmSection
 from hone.errors import DataError
 from hone.types import Batch
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from hone.algo.algorithm import Algorithm
-from hone.config.run import AlgorithmSection, OptimizerSection
+from hone.config.algorithm import AlgorithmSection
+from hone.config.run import OptimizerSection
 from hone.data.pack import collate
 from hone.loop.policy import learn
 from hone.train.learner import Learner

@@ -17,7 +17,8 @@ from cases import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.algo.algorithm import Algorithm
-from hone.config.run import AlgorithmSection, OptimizerSection
+from hone.config.algorithm import AlgorithmSection
+from hone.config.run import OptimizerSection
 from hone.data.pack import collate
 from hone.train.trainer import lay_out, samples_of_tokens
 from hone.types import Batch

@@ -31,7 +31,7 @@ from hone.algo.loss import (
 from hone.algo.rejection import REJECTION
 from hone.algo.shaping import ALARM_STEPS, Shaping, informative, steer_entropy, steer_kl
 from hone.algo.value import explained_variance
-from hone.config.run import AlgorithmSection
+from hone.config.algorithm import AlgorithmSection
 from hone.types import Batch, Control, Totals
 
 TOKEN_MEANS = {

@@ -1,7 +1,7 @@
 """Registry entries of the functions that a run file may name: function, formula, paper and requirements.
 
 The tables themselves stand beside their functions (`CREDIT`, `RATIO`, `CLIP`, `AGGREGATE`, `KL`); a test proves that
-they and the names allowed by `config/run.py` agree. Adding one is a function, an entry and a name there.
+they and the names allowed by `config/algorithm.py` agree. Adding one is a function, an entry and a name there.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.algo.advantage import STD_FLOOR
-from hone.config.run import AlgorithmSection
+from hone.config.algorithm import AlgorithmSection
 from hone.types import Batch, Control
 
 

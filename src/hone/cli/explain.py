@@ -9,10 +9,9 @@ import typer
 
 from hone.cli.arguments import AsJson, RunFile, examples
 from hone.config import schema
-from hone.config.derived import derived_from
 from hone.config.load import Loaded, load_config
 from hone.config.messages import unknown_key
-from hone.config.placed import placed_from
+from hone.config.quantities import derived_from
 from hone.config.render import inline, resolved_yaml, value_at
 from hone.config.yaml_tree import Problem, Where
 from hone.errors import ConfigError
@@ -93,7 +92,7 @@ def _derives(loaded: Loaded, path: str) -> list[dict[str, Any]]:
         for choice in choices
         if choice.key == path
     ]
-    known = (*derived_from(path), *placed_from(path))
+    known = derived_from(path)
     found = ((derived, derived.compute(loaded.config)) for derived in known)
     return here + [
         {"name": derived.name, "value": value, "unit": derived.unit, "formula": derived.formula}

@@ -1,11 +1,9 @@
-"""Derived quantities of a run file, each a named function of it, for `hone explain` and other callers."""
+"""Derived quantities of a run file, each a named function of it."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +55,6 @@ def critic_steps_total(config: RunConfig) -> int:
     return config.run.steps * optimizer_steps_per_update(config)
 
 
-def samples_total(config: RunConfig) -> int:
-    """Samples that the RL stage trains on."""
-    return config.run.steps * samples_per_update(config)
-
-
-def groups_in_flight(config: RunConfig) -> int:
-    """Permits: groups between the start of their generation and the publishing of what was learned from them."""
-    return (config.rollout.max_staleness + 1) * config.train.prompts_per_step
-
-
 def samples_ahead_on_ray(config: RunConfig) -> bool:
     """Whether processes sample for the next updates while others train."""
     return config.cluster.backend == "ray" and config.rollout.max_staleness > 0 and "rl" in config.stages
@@ -100,42 +88,9 @@ def source_weights(data: DataSection) -> tuple[float, ...] | None:
     return None if None in weights else tuple(weight for weight in weights if weight is not None)
 
 
-def source_shares(config: RunConfig) -> str | None:
-    """Each source's share of the prompts, where the run file gives weights."""
-    weights = source_weights(config.data)
-    if not weights or not sum(weights):
-        return None
-    sources = zip(config.data.train, weights, strict=True)
-    return ", ".join(f"{source.name or source.path} {weight / sum(weights):.1%}" for source, weight in sources)
-
-
 def longest_tokens(config: RunConfig) -> int:
     """Most tokens of one prompt and its response."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
-
-
-def kv_cache_tokens(config: RunConfig) -> int:
-    """Most tokens that an engine's KV cache holds, each prompt counted for every sample."""
-    longest = config.rollout.max_concurrent_samples * longest_tokens(config)
-    return min(config.rollout.kv_cache_tokens or longest, longest)
-
-
-def response_tokens_per_update(config: RunConfig) -> int:
-    """Most response tokens of one policy update."""
-    return samples_per_update(config) * config.rollout.max_response_tokens
-
-
-def longest_without_penalty_tokens(config: RunConfig) -> int | None:
-    """Length of the longest response that the overlong penalty spares; None when it is off."""
-    limit, buffer = config.rollout.max_response_tokens, config.algorithm.overlong_buffer_frac
-    return limit - math.ceil(round(limit * buffer, 6)) if buffer else None
-
-
-def ratio_range(config: RunConfig) -> str | None:
-    """Where the policy ratio is kept; None when it is not bounded."""
-    algorithm = config.algorithm
-    is_bounded = algorithm.clip in ("ppo", "clip_cov")
-    return f"{1 - algorithm.clip_low:g} to {1 + algorithm.clip_high:g}" if is_bounded else None
 
 
 def needs_reference(config: RunConfig) -> bool:
@@ -157,11 +112,6 @@ def starts_from_adapter(config: RunConfig, stage: str) -> bool:
     """Whether a stage begins with the adapter in `lora.start`: the first one that trains an adapter does."""
     first = next((name for name in config.stages if trains_adapter(config, name)), None)
     return config.lora.start is not None and stage == first
-
-
-def adapter_stages(config: RunConfig) -> str | None:
-    """The stages that train an adapter; None when none does."""
-    return ", ".join(stage for stage in config.stages if trains_adapter(config, stage)) or None
 
 
 def service_uses(config: RunConfig) -> list[tuple[str, str]]:
@@ -204,103 +154,3 @@ def correction(config: RunConfig) -> str:
         return algorithm.correction
     is_shared = config.cluster.backend != "ray" and config.rollout.max_staleness == 0
     return "tis" if not is_shared and algorithm.old_logprobs == "trainer" else "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """A quantity for people: its name, unit and formula in keys, and the function that computes it."""
-
-    name: str
-    unit: str
-    formula: str
-    keys: tuple[str, ...]
-    compute: Callable[[RunConfig], int | bool | str | None]
-
-
-_P, _G, _PASSES = "train.prompts_per_step", "rollout.group_size", "train.passes_per_batch"
-_M, _STEPS, _R = "train.samples_per_optimizer_step", "run.steps", "rollout.max_response_tokens"
-_PROMPT, _CONCURRENT = "data.max_prompt_tokens", "rollout.max_concurrent_samples"
-
-DERIVED: tuple[Derived, ...] = (
-    Derived("samples per update", "samples", "prompts_per_step x group_size", (_P, _G), samples_per_update),
-    Derived(
-        "optimizer steps per update",
-        "optimizer steps",
-        "passes_per_batch x prompts_per_step x group_size / samples_per_optimizer_step",
-        (_P, _G, _PASSES, _M),
-        optimizer_steps_per_update,
-    ),
-    Derived(
-        "optimizer steps in all",
-        "optimizer steps",
-        "(steps, less critic.warmup_updates with a critic) x optimizer steps per update",
-        (_STEPS, _P, _G, _PASSES, _M, "critic.warmup_updates", "algorithm.credit"),
-        optimizer_steps_total,
-    ),
-    Derived("samples in all", "samples", "steps x prompts_per_step x group_size", (_STEPS, _P, _G), samples_total),
-    Derived(
-        "groups in flight",
-        "groups",
-        "(max_staleness + 1) x prompts_per_step",
-        ("rollout.max_staleness", _P),
-        groups_in_flight,
-    ),
-    Derived("shares of the prompts", "", "weight / the sum of all", ("data.train",), source_shares),
-    Derived("longest sample", "tokens", "max_prompt_tokens + max_response_tokens", (_PROMPT, _R), longest_tokens),
-    Derived(
-        "KV cache",
-        "tokens at most",
-        "max_concurrent_samples x longest sample, within kv_cache_tokens",
-        (_CONCURRENT, "rollout.kv_cache_tokens", _PROMPT, _R),
-        kv_cache_tokens,
-    ),
-    Derived(
-        "response tokens per update",
-        "tokens at most",
-        "prompts_per_step x group_size x max_response_tokens",
-        (_P, _G, _R),
-        response_tokens_per_update,
-    ),
-    Derived(
-        "longest response without length penalty",
-        "tokens",
-        "max_response_tokens x (1 - overlong_buffer_frac)",
-        (_R, "algorithm.overlong_buffer_frac"),
-        longest_without_penalty_tokens,
-    ),
-    Derived(
-        "policy ratio kept in",
-        "",
-        "1 - clip_low to 1 + clip_high",
-        ("algorithm.clip", "algorithm.clip_low", "algorithm.clip_high"),
-        ratio_range,
-    ),
-    Derived(
-        "frozen reference",
-        "",
-        "kl_loss_coef > 0 or kl_reward_coef > 0, in stage rl",
-        ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef", "stages"),
-        needs_reference,
-    ),
-    Derived(
-        "stages with an adapter",
-        "",
-        "rank > 0, lora.stages in stages",
-        ("lora.rank", "lora.stages", "stages"),
-        adapter_stages,
-    ),
-    Derived("critic", "", "credit = gae in stage rl", ("algorithm.credit", "stages"), needs_critic),
-    Derived(
-        "off-policy correction",
-        "",
-        "correction, and where it is auto: tis if the engine has weights of its own and old_logprobs = trainer",
-        ("algorithm.correction", "rollout.max_staleness", "cluster.backend", "algorithm.old_logprobs"),
-        correction,
-    ),
-)
-"""A few lines each, so that `hone explain` can say what a key changes."""
-
-
-def derived_from(path: str) -> list[Derived]:
-    """What derives from a key."""
-    return [derived for derived in DERIVED if path in derived.keys]

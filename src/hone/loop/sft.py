@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from hone.algo.algorithm import Algorithm
+from hone.config.algorithm import AlgorithmSection
 from hone.config.derived import longest_tokens
-from hone.config.run import AlgorithmSection, RunConfig, SftSection
+from hone.config.run import RunConfig, SftSection
 from hone.data.chat import Tokenizer
 from hone.data.lazy import LazyRows
 from hone.data.order import RowOrder

@@ -34,9 +34,10 @@ from transformers.utils import logging
 
 import hone
 from hone.algo.algorithm import Algorithm
+from hone.config.algorithm import AlgorithmSection
 from hone.config.derived import trains_adapter
 from hone.config.engine import unseen_by_vllm
-from hone.config.run import AlgorithmSection, ModelSection, RunConfig
+from hone.config.run import ModelSection, RunConfig
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
 from hone.data.pack import collate
 from hone.data.picture_processors import family_of

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hone.config.algorithm import AlgorithmSection
 from hone.config.layers import PRESETS, preset_names
 from hone.config.render import inline
-from hone.config.run import AlgorithmSection
 from hone.config.yaml_tree import read_yaml
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
+from hone.config.algorithm import AlgorithmSection
 from hone.config.derived import overridden
-from hone.config.run import AlgorithmSection
 from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun
 from hone.dialects.rows import automatic, by, missing, placement, table, to, under, when, where

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from hone.algo.algorithm import Algorithm
-from hone.config.run import AlgorithmSection, OptimizerSection
+from hone.config.algorithm import AlgorithmSection
+from hone.config.run import OptimizerSection
 from hone.devices import is_accelerator, synchronize
 from hone.model.base import CausalModel
 from hone.plan.presets import named_config
