@@ -4,13 +4,13 @@ import asyncio
 import json
 
 import pytest
+from poster_table import END, GROUND_TRUTH, PAGE, rows, score, with_table
 
 from hone.reward.resolve import Unusable, load, resolve
 from hone.types import Fault
 from hone_poster import PosterSettings, poster, render_png
 from hone_poster.parse import BadGroundTruth, NotAPoster, read_ground_truth, read_solution
 from hone_poster.scoring import score_posters
-from hone_poster.table import END, GROUND_TRUTH, PAGE, rows, score, with_table
 
 GOLD = read_ground_truth(GROUND_TRUTH)
 BOX = {"x": 1, "y": 2, "width": 3, "height": 4}

@@ -9,13 +9,13 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from poster_table import GROUND_TRUTH
 from random_search import examples
 
 from hone.types import Fault
 from hone_poster import PosterSettings
 from hone_poster.parse import MAX_LAYERS
 from hone_poster.scoring import score_posters
-from hone_poster.table import GROUND_TRUTH
 
 NUMBERS = st.one_of(
     st.integers(-100, 1200),

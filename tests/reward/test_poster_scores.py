@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from poster_table import GROUND_TRUTH
 
 from hone.observe.metrics import find_metric
 from hone.reward.rewards import component_metrics
@@ -23,7 +24,6 @@ from hone_poster.parse import PosterLayer as Layer
 from hone_poster.render import render
 from hone_poster.scoring import score_posters
 from hone_poster.structure import score_structure
-from hone_poster.table import GROUND_TRUTH
 from hone_poster.tasks import make_task
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "poster"

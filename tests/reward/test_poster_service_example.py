@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from poster_table import GROUND_TRUTH
 
 from hone import assemble
 from hone.cli.main import main
@@ -21,7 +22,6 @@ from hone.config.load import load_config
 from hone.data.chat import load_tokenizer
 from hone.model.load import init_model, save_hf
 from hone.services.process import free_port
-from hone_poster.table import GROUND_TRUTH
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "poster-service"

@@ -7,12 +7,12 @@ import time
 
 import pytest
 from chat_endpoint import Reply, Script, completion, endpoint, says
+from poster_table import GROUND_TRUTH
 
 from hone.reward.openai import ChatAnswer, parse_chat_answer
 from hone.types import Fault
 from hone_poster import PosterSettings, render_png
 from hone_poster.scoring import score_posters
-from hone_poster.table import GROUND_TRUTH
 from hone_poster.visualquality import NoRating, VisualQuality, parse_rating
 
 

@@ -1,6 +1,6 @@
 """Scores of a good poster as it is degraded step by step; the table of docs/rewards-poster.md.
 
-python -m hone_poster.table [PAGE]          rewrites the table of the page (default: that one)
+python tests/reward/poster_table.py [PAGE]          rewrites the table of the page (default: that one)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hone_poster.scoring import score_posters
 from hone_poster.settings import PosterSettings
 
 PAGE = Path("docs/rewards-poster.md")
-BEGIN, END = "<!-- table: python -m hone_poster.table -->\n", "<!-- end of table -->\n"
+BEGIN, END = "<!-- table: python tests/reward/poster_table.py -->\n", "<!-- end of table -->\n"
 
 INK = "#7c2d12"
 GROUND_TRUTH: dict[str, Any] = {
