@@ -14,7 +14,8 @@ SOURCES = Path(hone.__file__).parent
 LAYERS = (
     ("types", "errors", "runtime"),
     ("doctor", "devices"),
-    ("config", "observe"),
+    ("config",),
+    ("observe",),
     ("algo", "data", "dialects", "model", "plan"),
     ("memory",),
     ("rollout", "reward", "train"),
@@ -75,7 +76,7 @@ def test_imports_only_from_layers_above(path):
         ("algo", "from hone import errors, __version__", []),
         ("algo", "from hone.data.pack import plan", ["data"]),
         ("config", "def f():\n    from hone import assemble", ["assemble"]),
-        ("observe", "if TYPE_CHECKING:\n    from hone.config.run import X", ["config"]),
+        ("config", "if TYPE_CHECKING:\n    from hone.observe.trace import X", ["observe"]),
         ("types", "import hone.errors", ["errors"]),
         ("loop", "from hone.unheard_of import x", ["unheard_of"]),
     ],

@@ -105,7 +105,7 @@ def _relative(visible: NDArray[np.float64], gold: NDArray[np.float64]) -> NDArra
 def _read_aloud(texts: Sequence[Text]) -> str:
     """All texts in reading order: rows from the top, each from the left.
 
-    Who shares half the height of the lower of two boxes stands in one row, so that small shifts change no order.
+    Two texts are in one row if they share half the height of the lower box, so that small shifts change no order.
     """
     waiting = sorted(texts, key=lambda text: (text.layer.y + text.layer.height / 2, text.layer.x))
     spoken: list[str] = []

@@ -91,8 +91,6 @@ _CLASS_BY_NAME = {path.rpartition(".")[2]: section.__name__ for path, section in
 _CLASS_BY_NAME |= {"config": "RunConfig", "component": "RewardComponent", "service": "ServiceSection"}
 _CLASS_BY_NAME |= {"source": "SourceSection"}
 _CLASS_BY_NAME.pop("*", None)
-_STANDS_FOR = {"ObserveSettings": "ObserveSection", "TrackerSettings": "ObserveSection"}
-"""Protocols through which a package on config's own line reads a section."""
 _SECTION_FIELDS = {
     f"{section.__name__}.{name}"
     for path, section in schema.all_sections().items()
@@ -105,7 +103,7 @@ def _reads(path: Path) -> set[tuple[str, str]]:
     """(section class, key) that a file reads."""
     tree = ast.parse(path.read_bytes())
     known = dict(_CLASS_BY_NAME)
-    classes = {section.__name__: section.__name__ for section in schema.all_sections().values()} | _STANDS_FOR
+    classes = {section.__name__: section.__name__ for section in schema.all_sections().values()}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             annotation = ast.unparse(node.annotation)

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +78,7 @@ class RowOrder:
                 if source.stop == source.start:
                     raise DataError(f"data.train: no row of {source.name} is left. Give it weight 0, or fix it")
         self._starts = [part.start for part in parts]
-        self._streams: list[_RowStream] = []
+        self._streams: list[_Epochs | _PassRateRounds] = []
         for number, part in enumerate(parts):
             key = str(seed) if weights is None else f"{seed}/{number}"
             size = part.stop - part.start
@@ -174,14 +174,6 @@ def order_of(
     order = "shuffled" if data.order == "pass_rate" and not in_rl else data.order
     weights, bounds = source_weights(data), data.pass_rate_bounds
     return RowOrder(sources, seed=seed, order=order, weights=weights, values=values, bounds=bounds)
-
-
-class _RowStream(Protocol):
-    """Endless stream of the rows of one source."""
-
-    def __len__(self) -> int: ...
-
-    def at(self, start: int, stop: int) -> Rows: ...
 
 
 class _Epochs:

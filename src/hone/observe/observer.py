@@ -17,10 +17,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from importlib import metadata as packages
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
+from hone.config.run import ObserveSection
 from hone.observe.background import PATIENCE_S, Background
 from hone.observe.console import LogView, View, open_view
 from hone.observe.events import FILE, EventLog
@@ -30,7 +31,7 @@ from hone.observe.report import Picture, RunSummary, write_report
 from hone.observe.samples_table import Row, table_rows
 from hone.observe.sinks import MetricsFile, TensorBoard
 from hone.observe.trace import Event, Spans, Timeline, TraceFile
-from hone.observe.trackers import Labels, TrackerSettings, open_trackers
+from hone.observe.trackers import Labels, open_trackers
 from hone.observe.whole import sync
 from hone.types import Group, Position
 
@@ -43,30 +44,13 @@ OnMetrics = Callable[[dict[str, Any]], object]
 """Callback for a line of metrics: `stage`, `step` and values by name."""
 
 
-class ObserveSettings(TrackerSettings, Protocol):
-    """The keys of the run file's `observe` section (config.run.ObserveSection)."""
-
-    @property
-    def console(self) -> str: ...
-    @property
-    def tensorboard(self) -> bool: ...
-    @property
-    def samples_max_mib(self) -> float: ...
-    @property
-    def samples_step_tokens(self) -> int | None: ...
-    @property
-    def tracker_samples(self) -> int: ...
-    @property
-    def trace(self) -> bool: ...
-
-
 class Observer:
     """Displays and records one run. Every method may be called from any thread."""
 
     def __init__(
         self,
         folder: Path,
-        settings: ObserveSettings,
+        settings: ObserveSection,
         *,
         title: str,
         group: str | None = None,

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from hone.config.run import ObserveSection
 from hone.errors import ConfigError, HoneError
 from hone.observe.samples_table import COLUMNS, Row
 from hone.observe.whole import write_whole
@@ -46,22 +47,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class TrackerSettings(Protocol):
-    """Projects by tracker; None: off."""
-
-    @property
-    def wandb(self) -> str | None: ...
-    @property
-    def swanlab(self) -> str | None: ...
-    @property
-    def trackio(self) -> str | None: ...
-    @property
-    def mlflow(self) -> str | None: ...
-
-
-def open_trackers(
-    folder: Path, settings: TrackerSettings, labels: Labels, metadata: Mapping[str, Any]
-) -> list[Tracker]:
+def open_trackers(folder: Path, settings: ObserveSection, labels: Labels, metadata: Mapping[str, Any]) -> list[Tracker]:
     """The trackers that the run file names.
 
     Args:

@@ -2,8 +2,8 @@
 
 The reward of a sample that met an environment is the sum of its turns' rewards, with weight 1, plus the weighted sum of
 the run file's components. Where each turn's reward belongs among the tokens stays on the sample (`types.Turn`), and
-`algo.returns` puts it there. A sample whose environment failed has no reward at all, whatever other components think of
-the part that there is.
+`algo.advantage` puts it there. A sample whose environment failed has no reward at all, whatever other components give
+its part.
 """
 
 from __future__ import annotations

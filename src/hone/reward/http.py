@@ -174,7 +174,7 @@ class Endpoints:
         """Close the connections; requests in flight fail. May be called twice."""
         await self._client.aclose()
 
-    # ---- for Call
+    # ---- for RetryingCall
 
     @contextlib.asynccontextmanager
     async def place(self, call: RetryingCall) -> AsyncIterator[Endpoint]:
@@ -203,7 +203,7 @@ class Endpoints:
                     return
 
     async def send(self, endpoint: Endpoint, path: str, content: bytes) -> Any:
-        """One try: the decoded answer. Raises TryAgain and Refused; bounding its time is the caller's."""
+        """One try: the decoded answer. Raises RetryableFailure and Refused; bounding its time is the caller's."""
         try:
             async with self._client.stream("POST", endpoint.url + path, content=content, headers=_HEADERS) as response:
                 return await json_of(response, self._max_response_bytes)
@@ -333,7 +333,7 @@ class RetryingCall:
         raise Unavailable(f"{problem} (failed {self._failures} times; {self._deadline_s:g} s allowed)")
 
     async def _try(self, endpoint: Endpoint, path: str, content: bytes, check: Callable[[Any], T]) -> T:
-        """Raises TryAgain and Refused, both counted."""
+        """Raises RetryableFailure and Refused, both counted."""
         counts, started = self._endpoints.counts, time.monotonic()
         counts.tries += 1
         seconds = min(self.try_s, self.deadline - started)

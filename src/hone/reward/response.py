@@ -45,15 +45,15 @@ class TooLong(RetryableFailure):
 
 
 async def json_of(response: httpx.Response, max_bytes: int) -> Any:
-    """The decoded JSON of an answer of at most `max_bytes`. Raises TryAgain, TooLong among them, and Refused."""
+    """The decoded JSON of an answer of at most `max_bytes`. Raises RetryableFailure (also TooLong) and Refused."""
     if response.status_code == 200:
         return _decoded(await body_of(response, max_bytes))
     raise _failure(response, _reason(await body_of(response, _REASON_BYTES)))
 
 
 async def body_of(response: httpx.Response, max_bytes: int) -> bytes:
-    """The body, as it came. Raises TryAgain when it is compressed, which was not asked for and could be a bomb, and
-    TooLong."""
+    """The body, as it came. Raises RetryableFailure when it is compressed, which was not asked for and could be a bomb,
+    and TooLong."""
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise RetryableFailure("the answer is compressed, which was not asked for", is_invalid=True)
     body = bytearray()

@@ -236,7 +236,7 @@ class LoadedRewardModel:
         return broken if value is None else Score(value, Fault.MODEL, broken.detail)
 
     def read(self, prompt: Prompt, answer: str) -> list[int]:
-        """Token ids of a conversation. Raises Unreadable when this model cannot be given it."""
+        """Token ids of a conversation. Raises UnreadableConversation when this model cannot be given it."""
         spelled = next((token for token in self.special if token in answer), None)
         if spelled is not None:  # it would be read as the end of the answer, or as somebody else's words
             raise UnreadableConversation(f"the response spells {spelled!r}, a special token of the reward model")

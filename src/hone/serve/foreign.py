@@ -106,7 +106,7 @@ class ComputeRequest(Foreign):
         return [single.item(0)]
 
     def wanted_weights(self) -> dict[str, float]:
-        """Raises Problem for a weight that is no number."""
+        """Raises HttpProblem for a weight that is no number."""
         weights = dict(self.weights or {})
         for name, value in (self.model_extra or {}).items():
             if name.endswith("_weight"):
@@ -262,14 +262,14 @@ class SlimeRequest(Foreign):
 
 
 def slime_reply(result: ItemResult, constant: float | None) -> dict[str, float]:
-    """What slime takes as the reward itself: `--reward-key score`. Raises Problem like `openrlhf_reply`."""
+    """What slime takes as the reward itself: `--reward-key score`. Raises HttpProblem like `openrlhf_reply`."""
     weighted = [name for name, part in result.components.items() if part.weight]
     parts = {f"{name}_score": _part_or(result, name, constant) for name in weighted}
     return {**parts, "score": scored_or(result, constant)}
 
 
 def scored_or(result: ItemResult, constant: float | None) -> float:
-    """The score, else the constant. Raises Problem when there is neither: 422 if the row is to blame, else 503."""
+    """The score, else the constant. Raises HttpProblem when there is neither: 422 if the row is to blame, else 503."""
     if result.score is not None:
         return result.score
     if constant is not None:

@@ -76,7 +76,7 @@ class Policy:
 
 
 class PolicyService:
-    """Samples for requests (`http.Service`).
+    """Samples for requests (`running.Servable`).
 
     Args:
         load: makes the policy; runs in a thread.

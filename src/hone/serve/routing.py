@@ -70,7 +70,7 @@ def parse(model: type[ModelT], body: bytes, limits: Mapping[str, int]) -> ModelT
     """A body as its model.
 
     Half of a surrogate pair, which no UTF-8 text can hold, becomes U+FFFD, so that one odd item spoils nothing.
-    Raises Problem, and RequestValidationError for what does not fit the model.
+    Raises HttpProblem, and RequestValidationError for what does not fit the model.
     """
     containers = body.count(b"[") + body.count(b"{")
     if containers > MAX_CONTAINERS:

@@ -1,7 +1,7 @@
 """Lifecycle of a server: listens, starts, drains and ends. Its app has the routes.
 
-SIGTERM or SIGINT drains: readiness turns 503, new work is refused (by `http.Guard`), what is in flight may finish, then
-the process ends with 0; a second signal cancels it.
+SIGTERM or SIGINT drains: readiness turns 503, new work is refused (by `http.RequestGuard`), what is in flight may
+finish, then the process ends with 0; a second signal cancels it.
 """
 
 from __future__ import annotations

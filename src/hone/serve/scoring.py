@@ -154,7 +154,7 @@ class ScoringService:
     ) -> list[ItemResult]:
         """A result for each item, in order.
 
-        Raises Problem when the request cannot be taken (404, 422, 429, 503), or nothing was scored in time (504).
+        Raises HttpProblem when the request cannot be taken (404, 422, 429, 503), or nothing was scored in time (504).
         """
         asked = self.asked(request.reward, weights)
         self.metrics.received(len(request.items))
@@ -213,7 +213,7 @@ class ScoringService:
     def _claims(
         self, works: Sequence[tuple[bytes, Work]], asked: RewardSpec, client: str, timeout_s: float
     ) -> list[_GroupClaims]:
-        """Claims on the work of a request. Raises Problem when it is too much."""
+        """Claims on the work of a request. Raises HttpProblem when it is too much."""
         claims, new = [], []
         for key, work in works:
             claim = _GroupClaims(work, {})
@@ -239,7 +239,7 @@ class ScoringService:
         return claims
 
     def _admit(self, num_items: int, queues: set[str], client: str, timeout_s: float) -> None:
-        """Raises Problem when that many items more are too many."""
+        """Raises HttpProblem when that many items more are too many."""
         if not queues:
             return
         settings = self._settings

@@ -180,7 +180,7 @@ def rejection_has_a_difference(config: RunConfig) -> Iterator[Breach]:
 
 
 def routing_is_recorded(config: RunConfig) -> Iterator[Breach]:
-    """The engine must tell the experts of each token, and layers of the trainer must ask for them."""
+    """The engine must report the experts of each token, and the trainer's layers must be able to use them."""
     if not config.algorithm.replay_routing:
         return
     keys = ("algorithm.replay_routing", "cluster.engines.use")

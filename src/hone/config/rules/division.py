@@ -107,7 +107,7 @@ def trained_layers_divide(shape: Mapping[str, Any], tensor: int, sequence: int) 
 
 
 def replicas_stay_within_a_machine(config: RunConfig) -> Iterator[Breach]:
-    """What divides layers exchanges something in each of them, which only a machine's own links are fit for."""
+    """Ranks that divide layers communicate in every layer, which needs the links within one machine."""
     topology = _known(config)
     if topology is None or config.cluster.devices_per_node is None:
         return
@@ -181,7 +181,7 @@ def ranks_have_samples(config: RunConfig) -> Iterator[Breach]:
 
 
 def judge_key(config: RunConfig) -> str:
-    """Where it is said how many devices a judge is divided over."""
+    """The key that says how many devices a judge is divided over."""
     return next((f"services.{name}.engine.tensor_parallel_size" for name in judge_services(config)), "services")
 
 
@@ -199,7 +199,7 @@ def _devices_key(topology: Topology, pool: str) -> str:
 
 
 def _not_dividing(value: int, whole: int, what: str) -> str | None:
-    """What to say of a value that leaves a rest of `whole`; None if it leaves none."""
+    """The message for a value that does not divide `whole`; None if it does."""
     if whole % value == 0:
         return None
     return f"must divide {what} (got {value}). Nearest: {_nearest(value, lambda n: whole % n == 0, whole)}"

@@ -116,7 +116,7 @@ def engines_of(config: RunConfig) -> list[tuple[str, EngineSection]]:
 
 
 def engines_fit_their_services(config: RunConfig) -> Iterator[Breach]:
-    """Sums within an engine, and GPUs that its replicas divide."""
+    """Token budgets of an engine, and GPUs that its replicas divide."""
     for name, engine in engines_of(config):
         service, where = config.services[name], f"services.{name}.engine"
         if service.policy is None:
@@ -203,7 +203,7 @@ def judges_fit_their_engines(config: RunConfig) -> Iterator[Breach]:
 
 
 PORT_WORD = "{port}"
-"""What stands for the port in a command."""
+"""Placeholder of the port in a command."""
 TAKEN_NAMES = ("training",)
 """A service's log has its name, and logs/training.log is the run's own."""
 
@@ -219,7 +219,7 @@ def service_names_are_plain(config: RunConfig) -> Iterator[Breach]:
 
 
 def variables_can_be_set(config: RunConfig) -> Iterator[Breach]:
-    """Names of `env` are names, and not of what Hone and Ray set themselves."""
+    """Keys of `env` are valid names, and none that Hone or Ray sets itself."""
     sections = {"cluster.env": config.cluster.env}
     sections |= {f"services.{name}.env": service.env for name, service in config.services.items()}
     for where, names in ((where, name) for where, env in sections.items() for name in env):

@@ -1,7 +1,7 @@
 """Rules that look outside the run file: data files and their columns, rewards, model directories.
 
 Looks, and runs nothing: a reward's file is parsed and not imported, of a data file only its first row is read, and
-hub names are believed. Whole data sets and models are checked by the rest of `hone check`.
+hub names are not looked up. Whole data sets and models are checked by the rest of `hone check`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FIRST_ROW_BYTES = 4 << 20
 
 
 def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
-    """Data that looks like a file is one of a kind we read, and has the columns that the run file names."""
+    """Data that looks like a file has a format that is read, and has the columns that the run file names."""
     for key, source, columns in _sources(config):
         if prefix := _indexed(folder / Path(source).expanduser()):
             yield Breach(
@@ -352,7 +352,7 @@ MEGATRON_MARK = "latest_checkpointed_iteration.txt"
 
 
 def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Breach]:
-    """A path that is, or was meant as, a local directory must hold what its key needs. Hub names are believed."""
+    """A path that is, or was meant as, a local directory must hold what its key needs. Hub names are not looked up."""
     for key, text, needed in (
         ("model.path", config.model.path, "config.json"),
         ("critic.path", config.critic.path, "config.json"),

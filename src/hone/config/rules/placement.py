@@ -1,7 +1,7 @@
 """Placement rules: every role has one place, the devices exist, and what is asked for can be done.
 
 Ray waits forever for devices that no cluster has; here that is a problem like any other, with the nearest placement
-that would do. What must divide is in `division.py`.
+that works. What must divide is in `division.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cluster_keys_have_a_backend(config: RunConfig) -> Iterator[Breach]:
         yield Breach(
             keys,
             f"is required with cluster.{given[0]}, which nothing reads in one process. Set it to ray; or to local, "
-            "which says on purpose that the section waits",
+            "which ignores the section on purpose",
         )
 
 

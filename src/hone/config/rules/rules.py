@@ -68,7 +68,7 @@ def one_model_source(config: RunConfig) -> Iterator[Breach]:
     if model.path is not None and model.init is not None:
         yield Breach(
             ("model.path", "model.init"),
-            f"contradicts model.init: weights come from {model.path} or from chance. Set the other to null",
+            f"contradicts model.init: weights come from {model.path} or a random start. Set the other to null",
         )
 
 
@@ -119,7 +119,7 @@ def _template_or_chat(data: DataSection, section: str, key: Callable[[str], str]
     """`key`: the path of a key by its name, where it is set."""
     chat = f"{section}.chat"
     if data.chat and data.template is not None:
-        message = f"contradicts {chat} = true: set one of them off (null, or false)"
+        message = f"contradicts {chat} = true: turn one of them off (null, or false)"
         yield Breach((key("template"), key("chat")), message)
     if data.image_columns and not data.chat:
         keys = (key("image_columns"), key("chat"))
@@ -178,7 +178,7 @@ def order_is_possible(config: RunConfig) -> Iterator[Breach]:
     if sorts and source_weights(data) is not None:
         yield Breach(
             ("data.order", "data.train.0.weight"),
-            f"= {data.order} sorts the rows of all sources together, so there is no room for weights: leave them out "
+            f"= {data.order} sorts the rows of all sources together, so weights cannot be used: leave them out "
             "of data.train, or set the order to shuffled",
         )
     low, high = data.pass_rate_bounds

@@ -102,7 +102,7 @@ class Session(Protocol):
         """Run it once. Bounded by the limits and a grace time; processes that it leaves behind are killed afterwards.
 
         Raises:
-            SandboxFault: the world failed.
+            SandboxFault: the machine or the service failed.
             SandboxLost: the sandbox is gone; open another.
         """
         ...
