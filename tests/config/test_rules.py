@@ -78,7 +78,7 @@ BROKEN = [
             "data__order": "descending",
             "data__order_column": "level",
         },
-        "data.order: = descending sorts the rows of all sources together, so there is no room for weights",
+        "data.order: = descending sorts the rows of all sources together, so weights cannot be used",
     ),
     ({"data__pass_rate_bounds": "[0.9, 0.1]"}, "data.pass_rate_bounds: must be two numbers from 0 to 1"),
     (

@@ -63,8 +63,8 @@ def group_credit_has_a_group(config: RunConfig) -> Iterator[Breach]:
     if "rl" in config.stages and size < 2 and config.algorithm.credit not in NO_SIBLINGS:
         yield Breach(
             ("rollout.group_size", "algorithm.credit"),
-            f"must be at least 2 for algorithm.credit = {config.algorithm.credit} (got {size}): a sample is judged "
-            "against its siblings",
+            f"must be at least 2 for algorithm.credit = {config.algorithm.credit} (got {size}): a sample is compared "
+            "with the others of its prompt",
         )
     if config.reward.min_valid_per_group > size >= 2:
         yield Breach(
