@@ -120,15 +120,17 @@ class Drawn:
 
 
 class FakeEngine:
-    """Draws a group in no time; its samples come as bytes."""
+    """Draws a group in no time; its samples come as bytes, which a thread unpickles, as Ray's does."""
+
+    transport = ThreadPoolExecutor(1)
 
     def __init__(self, samples: Drawn) -> None:
         self.version, self._samples, self._drawn = -1, samples, 0
 
     async def generate(self, request: Request, on_sample: Any = None) -> tuple[Sample, ...]:
-        await asyncio.sleep(0)
         self._drawn += 1
-        return pickle.loads(self._samples.pickled[self._drawn % 2])
+        sent = self._samples.pickled[self._drawn % 2]
+        return await asyncio.get_running_loop().run_in_executor(self.transport, pickle.loads, sent)
 
     async def load(self, weights: Any, version: int) -> None:
         self._samples.become(version)
@@ -303,6 +305,7 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
         training = asyncio.create_task(policy.train_policy(run))
         await steps(run, 2)  # imports, first files
         observer._background.drain()
+        await asyncio.sleep(4 * Stalls.EVERY_S)  # that it stood still meanwhile is noticed before the count begins
         profiler = cProfile.Profile()
         stalls.longest_s, samples.seconds, shares.seconds = 0.0, 0.0, Counter()
         first, began = run.progress.step, time.process_time()
@@ -312,8 +315,8 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
             await steps(run, run.progress.step + 1)
         if profile:
             profiler.disable()
-        made = run.progress.step - first
-        observer._background.drain()
+        made, stall_ms = run.progress.step - first, stalls.longest_s * 1e3
+        observer._background.drain()  # stops the event loop, which a run does only where it saves
         used = time.process_time() - began - samples.seconds
         run.stop.set()
         watching.cancel()
@@ -331,9 +334,7 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
     found = {name: spent / total for name, spent in shares.seconds.items()} | {"audit": audit_s / total}
     found["loop, router, rewards"] = 1 - sum(found.values())
     rate = made * slots / total
-    return Cell(
-        slots, tokens, rate, rate, stalls.longest_s * 1e3, bytes_per_token(samples.pickled, slots, tokens), found
-    )
+    return Cell(slots, tokens, rate, rate, stall_ms, bytes_per_token(samples.pickled, slots, tokens), found)
 
 
 async def steps(run: PolicyRun, count: int) -> None:

@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 
@@ -13,6 +14,31 @@ def test_jobs_run_in_order_and_drain_waits_for_them():
     background.drain()
     assert done == list(range(50))
     background.close()
+
+
+def test_bulk_jobs_leave_room_for_others():
+    """While the writer is behind, who submits many large jobs waits, and who submits a small one does not."""
+    release, done = threading.Event(), []
+    background = Background(pytest.fail, capacity=8)
+    background.submit(release.wait)
+
+    def submit_many():
+        for number in range(12):
+            background.submit(lambda number=number: done.append(number), bulk=True)
+
+    submitting = threading.Thread(target=submit_many)
+    submitting.start()
+    while background._jobs.qsize() < 5:
+        time.sleep(0.001)
+    background._wait_s = lambda: 0  # a small job that had to wait would be dropped, with a warning
+    for name in "abc":
+        background.submit(lambda name=name: done.append(name))
+    del background._wait_s
+    assert submitting.is_alive()
+    release.set()
+    submitting.join()
+    background.close()
+    assert sorted(map(str, done)) == sorted([*map(str, range(12)), *"abc"])
 
 
 def test_a_failure_of_ours_reaches_the_caller_once():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 PATIENCE_S = 10.0
@@ -35,11 +36,18 @@ class Background:
         self._thread = threading.Thread(target=self._run, name="hone-observe", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job, or drop it where the one that is being done stalls. Raises what an earlier job raised."""
+    def submit(self, job: Job, *, bulk: bool = False) -> None:
+        """Queue a job, or drop it where the one that is being done stalls. Raises what an earlier job raised.
+
+        Args:
+            bulk: from a thread that may wait: half of the places are left to others, such as the event loop's.
+        """
         self._raise_failure()
+        deadline_s = time.monotonic() + self._wait_s()
+        while bulk and self._jobs.qsize() > self._jobs.maxsize // 2 and time.monotonic() < deadline_s:
+            time.sleep(0.002)
         try:
-            self._jobs.put(job, timeout=self._wait_s())
+            self._jobs.put(job, timeout=max(deadline_s - time.monotonic(), 0))
         except queue.Full:
             self._dropped += 1
             self._stall()

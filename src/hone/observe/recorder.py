@@ -123,9 +123,9 @@ class Recorder:
         known = [()] * len(groups) if figures is None else figures
         chosen = self._chosen(groups)
         text = "".join(_encode(groups[place], each[place], known[place]) for place in chosen).encode()
-        self._background.submit(lambda: self._write(stage, step, text))
+        self._background.submit(lambda: self._write(stage, step, text), bulk=True)
         if pictures := self._thumbnails.wanted(groups[place] for place in chosen):
-            self._background.submit(lambda: self._thumbnails.write(pictures))
+            self._background.submit(lambda: self._thumbnails.write(pictures), bulk=True)
 
     def _chosen(self, groups: Sequence[Group]) -> Sequence[int]:
         """Places of the groups that are recorded."""
