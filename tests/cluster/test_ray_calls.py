@@ -1,14 +1,20 @@
 """What fails in Ray's processes, in the words and classes that the run acts on. No Ray is started."""
 
+import asyncio
 import traceback
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from hone.cluster import calls
 from hone.cluster.calls import as_hone_error
-from hone.errors import ClusterError, ClusterLost, DataError, MemoryExhausted
+from hone.cluster.engine import RemoteEngine
+from hone.errors import ClusterError, ClusterLost, DataError, EngineError, MemoryExhausted
 from hone.loop.supervisor import lost_process
+from hone.rollout.engine import Request, Sampling
+from hone.types import Prompt
 
 
 class OwnError(Exception):
@@ -76,3 +82,63 @@ def test_only_large_arguments_go_through_the_object_store(monkeypatch):
     monkeypatch.setattr(calls.ray, "put", lambda value: ("put", len(value)))
     assert calls.shared(small := b"x" * (calls.DIRECT_BYTES // 2)) is small
     assert calls.shared(b"x" * calls.DIRECT_BYTES) == ("put", calls.DIRECT_BYTES)
+
+
+class Sending:
+    """An actor of which every call is accepted, but `take` is what it is given."""
+
+    def __init__(self, take):
+        self.take, self.close, self.submit = SimpleNamespace(remote=take), self._call(), self._call()
+
+    def _call(self):
+        return SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: done_with(None)))
+
+
+def done_with(value):
+    future = Future()
+    future.set_result(value)
+    return future
+
+
+def asked_of(engine):
+    prompt = Prompt("p", 0, "", (1,))
+    sampling = Sampling(1, 1.0, top_k=0, top_p=1.0, min_p=0.0, stop=(), stop_token_ids=())
+    return asyncio.create_task(engine.generate(Request(prompt, 1, sampling, seed=0, stream="train")))
+
+
+def test_a_call_that_ray_cannot_send_fails_the_requests_that_wait_for_it():
+    """After `ray.shutdown` a call on an actor raises a plain Exception: it was never retrieved, and requests hung."""
+
+    def take():
+        raise Exception("Failed to submit task to actor")
+
+    async def main():
+        request = asked_of(RemoteEngine("engine-0", Sending(take), timeout_s=9.0))
+        async with asyncio.timeout(9):
+            with pytest.raises(EngineError, match=r"sampling: engine-0: Exception: Failed to submit task to actor"):
+                await request
+
+    asyncio.run(main())
+
+
+def test_a_closed_engine_is_asked_for_nothing_more(monkeypatch):
+    """A call on an actor after Ray's end would start another Ray."""
+    takes = []
+
+    def take():
+        takes.append(Future())
+        return SimpleNamespace(future=lambda: takes[-1])
+
+    async def main():
+        engine = RemoteEngine("engine-0", Sending(take), timeout_s=9.0)
+        request = asked_of(engine)
+        while not takes:
+            await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineError, match="engine-0 was closed"):
+            await request
+        await asyncio.sleep(0.01)
+        assert len(takes) == 1 and takes[0].cancelled() and engine._listener is None
+
+    monkeypatch.setattr("hone.cluster.engine.ray.kill", lambda actor: None)
+    asyncio.run(main())

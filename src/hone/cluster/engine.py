@@ -116,6 +116,8 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """See `Engine.close`; the process ends."""
+        if self._listener is not None:
+            self._listener.cancel()  # a call after Ray's end would start another Ray
         if self._failure is None:
             self._fail(EngineError(f"{self.name} was closed"))
             with contextlib.suppress(HoneError):  # it is ended below in any case
@@ -146,12 +148,14 @@ class RemoteEngine:
     async def _listen(self) -> None:
         """Poll for samples while requests are in progress."""
         try:
-            while self._waiting:
+            while self._waiting and self._failure is None:
                 news = await wait_for_one(self.name, self._actor.take.remote(), "sampling", self._timeout_s + BEAT_S)
                 for item in news:
                     self._hear(*item)
         except HoneError as error:
             self._fail(EngineError(str(error)))
+        except Exception as error:  # Ray raises plain ones where it cannot even send: those who wait must learn of it
+            self._fail(EngineError(f"sampling: {self.name}: {type(error).__name__}: {error}"))
         finally:
             self._listener = None
 
