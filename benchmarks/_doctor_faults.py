@@ -42,6 +42,7 @@ def row(a: int, b: int) -> dict[str, Any]:
 
 EASY = [row(a, b) for a in range(6) for b in range(6)]
 SUMS = [row(a, b) for a in range(5, 25) for b in range(10)]
+ECHO = [{"prompt": f"{a}=", "answer": str(a)} for a in range(40)]
 HARD = [row(a, b) for a in range(100, 120) for b in range(100, 110)]
 LEAKED = [{"prompt": f"{a + b}={a}+{b}=", "answer": str(a + b)} for a in range(5, 25) for b in range(10)]
 
@@ -55,7 +56,7 @@ def base(folder: Path, start: Path, seed: int) -> dict[str, Any]:
         "data": {"train": "train.jsonl", "eval": "eval.jsonl", "answer_column": "answer", "max_prompt_tokens": 16},
         "reward": {"components": [{"use": "exact"}]},
         "rollout": {"group_size": 8, "max_response_tokens": 8},
-        "train": {"prompts_per_step": 16, "optimizer": {"lr": 1e-3}},
+        "train": {"prompts_per_step": 16, "optimizer": {"lr": 1e-3, "warmup_steps": 10}},
         "eval": {"every": 20},
         "gate": {"enabled": False},
         "checkpoint": {"every": 0},
@@ -335,21 +336,21 @@ FAULTS = (
     Fault("lr_by_1000", ("learning_rate_too_low",), {LR: 1e-6}, steps=40),
     Fault("lr_of_a_large_model", ("learning_rate_too_low",), {LR: 1e-7}, steps=40),
     Fault("sft_lr_x100", TOO_HIGH, {"stages": ["sft"], "sft.epochs": 40, "sft.optimizer.lr": 0.3}),
-    Fault("kl_huge", ("kl_coefficient_too_large",), {"algorithm.kl_loss_coef": 10.0}, steps=30),
+    Fault("kl_huge", ("kl_coefficient_too_large",), {"algorithm.kl_loss_coef": 10.0}, steps=60),
     Fault("temperature_unknown", ("sampler_settings_differ",), planted=other_temperature, steps=30),
     Fault("top_p", ("truncated_sampling",), NO_RATIO | {"rollout.top_p": 0.8}, steps=30),
     Fault("top_k", ("truncated_sampling",), NO_RATIO | {"rollout.top_k": 2}, steps=30),
     Fault("logprobs_shifted", ("tokens_misaligned",), planted=lambda _: with_batch(shifted), steps=30),
     Fault("dtype", ("dtype_differs",), planted=lambda _: with_batch(rounded), steps=30),
-    Fault("weights_stuck", ("weights_stale",), {"rollout.max_staleness": 1}, planted=stuck_weights, steps=60),
+    Fault("weights_stuck", ("weights_stale",), {"rollout.max_staleness": 1}, planted=stuck_weights),
     Fault(
         "staleness_4", ("off_policy",), {"rollout.max_staleness": 4, "algorithm.correction": "none", LR: 2e-3}
     ),
     Fault("sign", ("weight_negative",), {"reward.components": [{"use": "exact", "weight": -1.0}]}, steps=30),
     Fault("parser_broken", ("reward_broken",), rewards=of_samples(lambda sample, group: 0.0), steps=30),
     Fault("length_pays", LENGTH, rewards=of_samples(lambda s, g: min(len(s.token_ids) / 8, 1) + 0.2 * right(s, g)),
-          steps=60),
-    Fault("judge_likes_length", LENGTH, rewards=wordy_judge, steps=50),
+          steps=100),
+    Fault("judge_likes_length", LENGTH, rewards=wordy_judge, steps=100),
     Fault("reward_is_noise", ("reward_is_noise",), rewards=noisy_reward, steps=150),
     Fault("component_constant", ("component_constant",), rewards=with_constant, steps=30),
     Fault("reward_fails", ("reward_code_fails",), {"reward.max_unscored_frac": 1.0}, rewards=failing_reward, steps=30),
@@ -359,7 +360,7 @@ FAULTS = (
           rewards=lambda: outlier_reward(1000.0, 500), steps=45),
     Fault("reward_overflows", ("batch_not_finite",), {"algorithm.credit": "group_mean"},
           rewards=lambda: outlier_reward(3e38, 500), steps=45),
-    Fault("data_easy", ("prompts_too_easy",), train=LEAKED, eval=LEAKED[::5]),
+    Fault("data_easy", ("prompts_too_easy",), train=ECHO, eval=ECHO[::5], steps=30),
     Fault("data_hard", ("prompts_too_hard",), train=HARD, steps=30),
     Fault("data_duplicated", ("data_duplicated",), train=SUMS[:4] * 20, steps=30),
     Fault("answers_leak", ("answers_leak",), train=LEAKED, steps=50),
@@ -368,11 +369,11 @@ FAULTS = (
     Fault("clip_zero", ("clip_range_too_narrow",),
           {"algorithm.clip_low": 0.0, "algorithm.clip_high": 0.0, "train.samples_per_optimizer_step": 32}, steps=30),
     Fault("many_passes", ("too_many_steps_per_batch",),
-          {"train.passes_per_batch": 8, "train.samples_per_optimizer_step": 32, LR: 4e-3}, steps=30),
-    Fault("entropy_bonus", ("entropy_bonus_too_large",), {"algorithm.entropy_coef": 0.5}, steps=50),
+          {"train.passes_per_batch": 8, "train.samples_per_optimizer_step": 16}, steps=30),
+    Fault("entropy_bonus", ("entropy_bonus_too_large",), {"algorithm.entropy_coef": 0.5}),
     Fault("weight_decay", ("weight_decay_too_large",), {"train.optimizer.weight_decay": 30.0}, steps=60),
     Fault("temperature_low", ("temperature_too_low",), {"rollout.temperature": 0.2}, steps=40),
-    Fault("groups_of_two", ("group_too_small",), {"rollout.group_size": 2}, steps=30),
+    Fault("groups_of_two", ("group_too_small",), {"rollout.group_size": 2}, steps=60),
     Fault("critic_lr_x100", ("critic_learning_rate_too_high",), PPO | {LR_CRITIC: 0.3}, steps=30),
     Fault("reward_x1000", ("reward_scale",), PPO, rewards=of_samples(lambda s, g: 1000 * right(s, g)), steps=30),
     Fault("template_wrong", ("prompts_unlike_training",), {"data.template": "=={prompt}"}, steps=30),

@@ -24,12 +24,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _doctor_faults import CHARACTERS, EASY, FAULTS, LEAKED, MODEL, QUIET, SUMS, Fault, Rows, base
-from _doctor_healthy import EXAMPLES, HEALTHY, WARM, Healthy
+from _doctor_faults import CHARACTERS, EASY, ECHO, FAULTS, LEAKED, MODEL, QUIET, SUMS, Fault, Rows, base
+from _doctor_healthy import EXAMPLES, GENTLE, HEALTHY, Healthy
 
 import hone
 from hone.doctor.watch import Alarm, by_importance
-from hone.errors import ConfigError, HoneError
+from hone.errors import ConfigError, HoneError, Stopped
 from hone.run.status import diagnose
 
 DONE = "done"
@@ -67,7 +67,7 @@ def begun(folder: Path) -> Iterator[None]:
     with contextlib.chdir(folder):
         try:
             yield
-        except ConfigError:
+        except (ConfigError, Stopped):
             raise
         except HoneError as error:
             print(f"{folder.name}: {type(error).__name__}: {error}", flush=True)
@@ -78,7 +78,7 @@ def begun(folder: Path) -> Iterator[None]:
 
 
 def supervised_start(folder: Path, seed: int) -> Path:
-    """Weights that add easy numbers well, the others in part, and can copy an answer that stands in the prompt."""
+    """Weights that add small numbers in part, and copy a number or an answer that stands in the prompt."""
     if not is_done(folder):
         settings = base(folder, folder, seed) | {
             "stages": ["sft"],
@@ -91,7 +91,7 @@ def supervised_start(folder: Path, seed: int) -> Path:
         }
         del settings["data"]["eval"], settings["eval"]
         with begun(folder):
-            write_rows(folder / "train.jsonl", EASY * 12 + SUMS * 4 + LEAKED * 6)
+            write_rows(folder / "train.jsonl", EASY * 12 + SUMS * 4 + LEAKED * 6 + ECHO * 12)
             hone.train(settings)
     return folder / "run" / "hf"
 
@@ -124,7 +124,7 @@ def train_healthy(work: Path, one: Healthy, seed: int = 7) -> None:
     if is_done(folder):
         return
     if one.example is None:
-        settings = nested(WARM, base(folder, supervised_start(work / "start", seed), seed))
+        settings = nested(GENTLE, base(folder, supervised_start(work / "start", seed), seed))
         extends = one.extends
     else:
         settings = {"seed": seed, "run": {"dir": "run", "threads": 1, "device": "cpu"}, "observe": QUIET}

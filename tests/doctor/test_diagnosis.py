@@ -88,6 +88,7 @@ def test_the_error_that_ended_a_run_comes_first(tmp_path, capsys, why, cause):
     assert "first abnormal  error in rl step 21  [liveness: run_failed]" in capsys.readouterr().out
 
 
+@pytest.mark.slow("begins a run")
 def test_a_failed_run_says_why_in_its_events(tmp_path):
     def broken(group):
         raise RuntimeError("no such table")
@@ -97,6 +98,27 @@ def test_a_failed_run_says_why_in_its_events(tmp_path):
         hone.train(str(run_file), rewards=[broken])
     (first, *_) = diagnose(tmp_path / "run").alarms
     assert (first.name, first.cause) == ("run_failed", "reward_code_fails") and "no such table" in first.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"rollout/answer_surprise": 0.9}, ("all_wrong", "prompts_unlike_training")),
+        ({"rollout/answer_surprise": 0.2}, ("all_wrong", "reward_broken")),
+    ],
+)
+def test_prompts_that_the_policy_cannot_read_are_told_from_a_broken_reward(values, named):
+    line = {"stage": "rl", "rollout/all_wrong_group_frac": 1.0, "rollout/pass_rate": 0.0}
+    lines = [{**line, "step": step, **(values if step == 1 else {})} for step in range(1, 15)]
+    (alarm,) = watch_lines(SETTINGS, lines).alarms
+    assert (alarm.name, alarm.cause) == named
+
+
+@pytest.mark.parametrize(("between", "names"), [(0.005, ["reward_random"]), (0.2, [])])
+def test_a_random_reward_is_as_high_for_one_prompt_as_for_another(between, names):
+    line = {"stage": "rl", "rollout/reward_mean": 0.5, "rollout/reward_std": 0.5, "rollout/pass_rate": 0.5}
+    line |= {"rollout/zero_std_group_frac": 0.1, "rollout/reward_prompt_frac": between}
+    assert [a.name for a in watch_lines(SETTINGS, [{**line, "step": step} for step in range(1, 60)]).alarms] == names
 
 
 @pytest.mark.parametrize(("free", "checkpoint"), [(lambda step: 0.9, 0.5), (lambda step: 50 - 1.2 * step, 0.01)])
@@ -111,6 +133,21 @@ def test_a_disk_that_is_about_to_be_full(free, checkpoint):
     ).alarms
 
 
+@pytest.mark.parametrize(("moved", "cause"), [(0.1, "off_policy"), (1e-3, "weights_stale")])
+def test_weights_that_stay_behind_are_told_from_old_samples_by_how_far_updates_move(moved, cause):
+    line = {"stage": "rl", "rollout/staleness_mean": 1.0, "train/mismatch_gap": 0.3, "train/mismatch_kl": 0.2}
+    (alarm, *_) = watch_lines(SETTINGS, [{**line, "step": s, "train/update_kl": moved} for s in range(1, 10)]).alarms
+    assert (alarm.name, alarm.cause) == ("mismatch", cause)
+
+
+def test_training_prompts_with_their_answers_are_told_from_easy_ones():
+    line = {"stage": "rl", "rollout/all_right_group_frac": 0.9, "rollout/pass_rate": 0.95}
+    for accuracy, cause in ((0.3, "answers_leak"), (0.9, "prompts_too_easy")):
+        evaluated = {"stage": "rl", "step": 0, "eval/accuracy": accuracy}
+        (alarm,) = watch_lines(SETTINGS, [evaluated, *({**line, "step": step} for step in range(1, 15))]).alarms
+        assert (alarm.name, alarm.cause) == ("all_right", cause)
+
+
 def test_without_an_alarm_it_walks_through_what_learning_needs(tmp_path, capsys):
     healthy = {"rollout/pass_rate": 0.3, "rollout/zero_std_group_frac": 0.3, "train/mismatch_gap": 1e-7}
     folder = run_folder(tmp_path / "run", {**healthy, "train/update_kl": 5e-6, "eval/accuracy": 0.3})
@@ -119,15 +156,17 @@ def test_without_an_alarm_it_walks_through_what_learning_needs(tmp_path, capsys)
     rows = {question: answer for answer, question in re.findall(r"^(yes|no|unknown) +(.+?\?) ", shown, re.M)}
     assert rows == {
         "Do gold answers score 1?": "unknown",
+        "Are right answers likelier than guesses?": "unknown",
         "Does the start ever succeed?": "yes",
         "Does the policy ever succeed?": "yes",
         "Does the reward vary within groups?": "yes",
         "Do responses end?": "unknown",
         "Do sampler and trainer agree?": "yes",
         "Does an update change the policy?": "no",
+        "Is an update small enough?": "yes",
         "Does evaluation follow?": "yes",
     }
-    assert "train/update_kl = 5e-06; between 1e-5 and 0.1. Do: below: raise train.optimizer.lr" in shown
+    assert "train/update_kl = 5e-06; at least 1e-5. Do: a higher train.optimizer.lr" in shown
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     assert all(f"| {step.question} |" in page for step in (*WALK, GOLD))
     assert walk({}, [{"stage": "sft", "step": 1, "sft/loss": 1.0}]) == ()
@@ -222,7 +261,7 @@ def test_alarms_of_a_run_go_to_events_and_end_it_with_a_checkpoint(tmp_path):
     folder = tmp_path / "run"
     events = list(read_events(folder / "events.jsonl"))
     (alarm,) = [event for event in events if event["kind"] == "alarm" and event["name"] == "truncation"]
-    assert (alarm["stage"], alarm["since"], alarm["cause"]) == ("rl", 1, "limit_too_low")
+    assert (alarm["stage"], alarm["since"], alarm["cause"]) == ("rl", 1, "prompts_unlike_training")
     assert events[-1]["outcome"] == "stopped by alarm truncation"
     assert list((folder / "checkpoints").iterdir())
     assert "alarm truncation since rl step 1" in (folder / "logs" / "training.log").read_text()

@@ -4,12 +4,13 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hone.config.run import EvalSection
 from hone.loop.evaluate import metrics_of, pass_at_k, standard_error
 from hone.loop.run import staleness_shares, summarize
-from hone.types import Group, Prompt, Sample, VersionSpan
+from hone.types import Group, Picture, Prompt, Sample, VersionSpan
 
 
 def group(*rewards: float | None) -> Group:
@@ -121,6 +122,16 @@ def test_groups_without_signal_are_right_or_wrong_and_dropped_ones_count():
     assert metrics["rollout/all_right_group_frac"] == 0.25 and metrics["rollout/all_wrong_group_frac"] == 0.5
 
 
+def test_the_share_of_the_variance_between_prompts_by_hand():
+    """Means 0.5, 0 and 1 of two samples each: 0.5 between and 1/6 within, so (1/2 - 1/6) / (1/2 + 1/6)."""
+    name, groups = "rollout/reward_prompt_frac", [group(1.0, 0.0), group(0.0, 0.0, None), group(1.0, 1.0)]
+    assert summarize(groups[:2], groups[2:], version=0, threshold=1.0)[name] == pytest.approx(0.5)
+    alike = [group(1.0, 0.0), group(0.0, 1.0)]
+    assert summarize(alike, [], version=0, threshold=1.0)[name] == -1, "prompts differ less than chance would have it"
+    for equal in ([group(1.0, 1.0), group(1.0, 1.0)], [group(1.0, 0.0)], [group(1.0), group(0.0)]):
+        assert name not in summarize(equal, [], version=0, threshold=1.0)
+
+
 def test_length_and_reward_by_hand():
     """Right: 1 and 2 tokens. Wrong: 3 and 4. The unscored sample of 9 tokens counts nowhere."""
     metrics = summarize([sized((1, 1.0), (2, 1.0), (3, 0.0), (4, 0.0), (9, None))], [], version=0, threshold=1.0)
@@ -133,3 +144,6 @@ def test_length_and_reward_by_hand():
 def test_repeated_prompts_are_counted_by_their_tokens():
     groups = [sized((1, 1.0), prompt=prompt) for prompt in ((1,), (2,), (1,), (1,))]
     assert summarize(groups, [], version=0, threshold=1.0)["rollout/repeated_prompt_frac"] == 0.5
+    shown = [Picture(digest, 0, 1, 1, (0.0,) * 3, (1.0,) * 3, read=np.zeros) for digest in ("red", "blue")]
+    pictured = [replace(one := group(1.0, 0.0), prompt=replace(one.prompt, pictures=(picture,))) for picture in shown]
+    assert summarize(pictured, [], version=0, threshold=1.0)["rollout/repeated_prompt_frac"] == 0

@@ -47,6 +47,7 @@ from hone.data.chat import Tokenizer, load_tokenizer
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
 from hone.errors import DataError, Stopped, StoppedByAlarm
+from hone.loop.answers import Answers
 from hone.loop.policy import train_policy
 from hone.loop.reward_model import RewardModelRun, train_reward_model
 from hone.loop.reward_model import total_steps as pair_steps
@@ -59,6 +60,7 @@ from hone.observe.observer import Observer, OnMetrics
 from hone.reward.resolve import picture_of_responses
 from hone.reward.rewards import component_name
 from hone.rollout.router import Router
+from hone.run.check_rewards import gold_response, has_answers, token_ids
 from hone.run.folder import RunFolder, identity_of
 from hone.run.provenance import provenance
 from hone.run.trial import refused_by_tokenizer, starting_architecture, try_model
@@ -67,7 +69,7 @@ from hone.runtime.processes import environment_restored
 from hone.services.gpus import settled_on
 from hone.services.supervisor import Services
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
-from hone.types import Progress
+from hone.types import Progress, Prompt
 
 R = TypeVar("R", SftRun, RewardModelRun)
 
@@ -381,6 +383,7 @@ async def optimise_policy(
         colocated=workers.colocated,
         replicas=workers.engine.up if isinstance(workers.engine, Router) else None,
         evaluate=evaluation,
+        answers=answers_of(job),
         gate_passed=not config.gate.enabled,
         guard=job.guard,
     )
@@ -394,6 +397,22 @@ async def optimise_policy(
         await engine.close()
         services = job.services.summary()
         job.observer.say(f"rewards: {rewards.summary()}{f'; services: {services}' if services else ''}")
+
+
+def answers_of(job: Job) -> Answers | None:
+    """The answers in the data as responses, where there are any."""
+    config, tokenizer = job.config, job.tokenizer
+    if not has_answers(config):
+        return None
+    gold, most = gold_response(config.reward.components), config.rollout.max_response_tokens
+
+    def encode(prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+        texts = [gold(prompt.answer) for prompt in prompts]
+        tokens, unwritable = token_ids(tokenizer, texts)
+        found = [() if text in unwritable else tokens[text] for text in texts]
+        return [ids if len(ids) <= most else () for ids in found]
+
+    return Answers(encode, tokenizer.vocab_size)
 
 
 def begin_stage(job: Job, stage: Stage, saved: SavedCheckpoint | None, predict: Predict | None = None) -> Progress:

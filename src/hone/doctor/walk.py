@@ -13,7 +13,17 @@ from typing import Any, Literal
 
 from hone.doctor.history import History
 from hone.doctor.rule import shown
-from hone.doctor.rules.common import EVAL, GAP, KL_UPDATE, PASS, SILENT, TRUNCATED, WRONG
+from hone.doctor.rules.common import (
+    EVAL,
+    GAP,
+    KL_UPDATE,
+    PASS,
+    SILENT,
+    SURPRISE,
+    TRUNCATED,
+    WRONG,
+    is_surprised,
+)
 
 RECENT = 20
 """Steps that a figure is the mean of."""
@@ -47,6 +57,14 @@ class WalkAnswer:
 
 
 WALK: tuple[WalkStep, ...] = (
+    WalkStep(
+        "Are right answers likelier than guesses?",
+        SURPRISE,
+        lambda h: not is_surprised(h),
+        "below 0.6 in the first step",
+        "the tokenizer, chat template and data.template that the model was trained with; a supervised stage",
+        figure=History.first,
+    ),
     WalkStep(
         "Does the start ever succeed?",
         PASS,
@@ -86,9 +104,16 @@ WALK: tuple[WalkStep, ...] = (
     WalkStep(
         "Does an update change the policy?",
         KL_UPDATE,
-        lambda h: 1e-5 <= h.mean(KL_UPDATE, RECENT) <= 0.1,
-        "between 1e-5 and 0.1",
-        "below: raise train.optimizer.lr or lower the KL coefficient; above: lower train.optimizer.lr",
+        lambda h: h.mean(KL_UPDATE, RECENT) >= 1e-5,
+        "at least 1e-5",
+        "a higher train.optimizer.lr, or a lower KL coefficient",
+    ),
+    WalkStep(
+        "Is an update small enough?",
+        KL_UPDATE,
+        lambda h: h.mean(KL_UPDATE, RECENT) <= 0.1,
+        "at most 0.1",
+        "a lower train.optimizer.lr",
     ),
     WalkStep(
         "Does evaluation follow?",

@@ -144,9 +144,11 @@ def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, d
     batch = collate(groups)
     if "scores" in run.algorithm.needs:
         batch = replace(batch, columns={**batch.columns, **score_columns(groups)})
-    canary = run.canary.compare(run.config, run.trainer.logprobs, run.observer.warn)
+    metrics = run.canary.compare(run.config, run.trainer.logprobs, run.observer.warn)
+    if run.progress.step == 0 and run.answers is not None:
+        metrics |= run.answers.surprise(run.trainer, [group.prompt for group in groups])
     if run.gate_passed:
-        return batch, canary
+        return batch, metrics
     agreement = check_first_step(
         run.config,
         run.trainer,
@@ -162,8 +164,8 @@ def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, d
     run.gate_passed = True
     run.canary.expected_gap = agreement["gate/logprob_gap"]
     if run.progress.step == 0:  # a resumed run logs what the uninterrupted one would
-        canary |= agreement
-    return batch, canary
+        metrics |= agreement
+    return batch, metrics
 
 
 def learn(run: PolicyRun, batch: Batch) -> tuple[Batch, dict[str, float]]:

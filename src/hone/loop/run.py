@@ -18,6 +18,7 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
 from hone.data.prompts import PromptStream
 from hone.errors import DataError, HoneError, RewardError
+from hone.loop.answers import Answers
 from hone.loop.canary import NUM_PROMPTS, Canary
 from hone.memory.guard import UNGUARDED, Guard
 from hone.observe.events import versions_of
@@ -134,6 +135,8 @@ class PolicyRun(Stage[Trainer]):
     """Who sleeps while the trainer works, because they have the same devices, each with memory of its own there."""
     replicas: Callable[[], Mapping[str, Engine]] | None = None
     """The engines behind `engine` by name, each of which is sent weights; None where that is one in this process."""
+    answers: Answers | None = None
+    """Those of the data, where it has any."""
     canary: Canary = field(default_factory=Canary)
     """Compares replicas with the trainer after some publishes."""
     dropped: list[Group] = field(default_factory=list)
@@ -286,7 +289,9 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
         r[0] for group in (*groups, *dropped) if (r := [x for x in group.rewards if x is not None]) and max(r) == min(r)
     ]
     num_groups = len(groups) + len(dropped)
-    distinct = {group.prompt.token_ids.tobytes() for group in groups}
+    distinct = {
+        (group.prompt.token_ids.tobytes(), *(picture.digest for picture in group.prompt.pictures)) for group in groups
+    }
     return (
         {
             "rollout/reward_mean": float(scored.mean()),
@@ -306,6 +311,7 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
             "rollout/staleness_max": float(staleness.max()),
         }
         | _length_metrics(lengths, rewards, threshold)
+        | _prompt_share((*groups, *dropped))
         | _source_metrics((*groups, *dropped), threshold)
         | episode_metrics(samples, "rollout/")
     )
@@ -315,6 +321,23 @@ def pass_rate(groups: Sequence[Group], threshold: float) -> float:
     """Share of the scored samples that are right; NaN without any."""
     passed = [reward >= threshold for group in groups for reward in group.rewards if reward is not None]
     return sum(passed) / len(passed) if passed else math.nan
+
+
+def _prompt_share(groups: Sequence[Group]) -> dict[str, float]:
+    """Share of the variance of the rewards that lies between prompts; nothing where they are too few or equal.
+
+    The intraclass correlation of a one-way analysis of variance, ICC(1,1) of Shrout and Fleiss 1979. Its expectation is
+    0 for a reward that is as likely high for one prompt as for another, so it may be negative by chance.
+    """
+    scored = [np.array(found) for group in groups if len(found := [r for r in group.rewards if r is not None]) > 1]
+    count = sum(map(len, scored))
+    if len(scored) < 2:
+        return {}
+    mean = np.concatenate(scored).mean()
+    between = sum(len(rewards) * (rewards.mean() - mean) ** 2 for rewards in scored) / (len(scored) - 1)
+    within = sum(rewards.var() * len(rewards) for rewards in scored) / (count - len(scored))
+    whole = between + (count / len(scored) - 1) * within
+    return {"rollout/reward_prompt_frac": float((between - within) / whole)} if whole > 0 else {}
 
 
 def _source_metrics(groups: Sequence[Group], threshold: float) -> dict[str, float]:

@@ -51,7 +51,19 @@ METRICS: dict[str, Metric] = {
     "rollout/all_wrong_group_frac": Metric(
         "fraction", "Groups with equal rewards below eval.threshold, dropped groups included."
     ),
-    "rollout/repeated_prompt_frac": Metric("fraction", "Groups whose prompt is also another group's of the step."),
+    "rollout/reward_prompt_frac": Metric(
+        "fraction",
+        "Share of the reward's variance that lies between prompts (intraclass correlation), dropped groups included; "
+        "near 0 where no prompt is harder than another, as with a random reward.",
+    ),
+    "rollout/answer_surprise": Metric(
+        "ratio",
+        "Negative logprob per token of the data's answers, as responses of the policy before its first update, over "
+        "the logarithm of the vocabulary's size: 1 is a guess. First step only.",
+    ),
+    "rollout/repeated_prompt_frac": Metric(
+        "fraction", "Groups whose prompt, pictures included, is also another group's of the step."
+    ),
     "rollout/length_reward_corr": Metric(
         "correlation", "Correlation of response length and reward over scored samples; without spread not logged."
     ),

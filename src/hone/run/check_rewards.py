@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -150,13 +150,18 @@ def trials_of(config: RunConfig, streams: Sequence[PromptStream], components: Se
     prompts = [prompt for prompt, _ in rows]
     if not has_answers(config):
         return [Trial(prompt, where, prompt.text, None) for prompt, where in rows]
+    gold = gold_response(components)
+    others = [None if answer is None else gold(answer) for answer in answers_of_others(prompts)]
+    return [
+        Trial(prompt, where, gold(prompt.answer), other) for (prompt, where), other in zip(rows, others, strict=True)
+    ]
+
+
+def gold_response(components: Sequence[RewardComponent]) -> Callable[[Any], str]:
+    """Writes a row's answer as the response that the first reward with a form of its own expects."""
     golds = (builtin_reward(component.use).gold for component in components)
     gold = next((gold for gold in golds if gold is not None), lambda answer: answer)
-    others = [None if answer is None else written(gold(answer)) for answer in answers_of_others(prompts)]
-    return [
-        Trial(prompt, where, written(gold(prompt.answer)), other)
-        for (prompt, where), other in zip(rows, others, strict=True)
-    ]
+    return lambda answer: written(gold(answer))
 
 
 def written(response: Any) -> str:

@@ -26,13 +26,15 @@ LENGTH, TRUNCATED, CORRELATION = (
     "rollout/length_reward_corr",
 )
 ENTROPY, NORM = "train/entropy", "train/grad_norm"
+SURPRISE = "rollout/answer_surprise"
 NOISE_METRICS, NOISE_STEPS = ("train/gradient_signal", "train/gradient_noise"), 50
 """What the noise scale is made of, and the steps that both are averaged over."""
 
 
 def moves_far(h: History) -> bool:
     """An update moves the policy more than is stable. The first ten count less: Adam's first steps are large."""
-    return h.now(KL_UPDATE) > 2 or (h.count(KL_UPDATE) > 12 and h.mean(KL_UPDATE, 3) > 0.3)
+    limit = 0.3 if h.count(KL_UPDATE) > 12 else 1
+    return h.now(KL_UPDATE) > 2 or (h.count(KL_UPDATE) >= 3 and h.mean(KL_UPDATE, 3) > limit)
 
 
 def is_moving_fast(h: History) -> bool:
@@ -48,7 +50,7 @@ def is_sampling_truncated(h: History) -> bool:
     return h.number("rollout.top_p") < 1 or h.number("rollout.top_k") > 0 or h.number("rollout.min_p") > 0
 
 
-def was_wrong_from_the_start(h: History, metric: str, limit: float) -> bool:
+def was_above_from_the_start(h: History, metric: str, limit: float) -> bool:
     base = h.base(metric)
     return h.mean(metric, 100) > limit if math.isnan(base) else base > limit
 
@@ -64,6 +66,39 @@ TOO_FAST = Cause(
     "does not return. If it does return, look at the batch of its first step in samples/.",
     applies=is_moving_fast,
     reads=(KL_UPDATE, "train.optimizer.lr"),
+)
+
+
+def is_surprised(h: History) -> bool:
+    """Right answers are hardly likelier than random tokens to the policy that the run starts from."""
+    return h.first(SURPRISE) > 0.6
+
+
+PROMPTS_UNLIKE_TRAINING = Cause(
+    name="prompts_unlike_training",
+    what="to the policy, right answers are hardly likelier than random tokens: prompts reach it in a form that it was "
+    "not trained on.",
+    change="model.tokenizer, model.chat_template, data.chat, data.template: as the model was trained with",
+    confirm="Read three prompts in samples/, token by token, beside what the model was trained on. If they agree, a "
+    "supervised stage (sft) teaches the form.",
+    applies=is_surprised,
+    reads=(SURPRISE,),
+)
+ENTROPY_BONUS_TOO_LARGE = Cause(
+    name="entropy_bonus_too_large",
+    what="the entropy bonus outweighs the reward and makes responses random.",
+    change="algorithm.entropy_coef: 0 or 0.001",
+    confirm="train/entropy rose before; without the bonus it does not. If it does, the learning rate is too high.",
+    applies=lambda h: h.number("algorithm.entropy_coef") >= 0.01 and h.mean(ENTROPY, 5) > 1.2 * h.first(ENTROPY),
+    reads=("algorithm.entropy_coef", ENTROPY),
+)
+WEIGHT_DECAY_TOO_LARGE = Cause(
+    name="weight_decay_too_large",
+    what="weight decay removes what the model knew.",
+    change="train.optimizer.weight_decay: 0",
+    confirm="learning rate x weight decay x steps is the share of the weights removed; it must be far below 1.",
+    applies=lambda h: h.number("train.optimizer.weight_decay") * h.number("train.optimizer.lr") > 1e-3,
+    reads=("train.optimizer.weight_decay", "train.optimizer.lr"),
 )
 
 

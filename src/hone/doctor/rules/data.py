@@ -7,21 +7,34 @@ from hone.doctor.rule import AlarmRule, Cause, above, when
 from hone.doctor.rules.common import (
     CORRELATION,
     ENTROPY,
+    ENTROPY_BONUS_TOO_LARGE,
     EVAL,
     LENGTH,
     LOWER_LR,
     MILES,
     OURS,
     PASS,
+    PROMPTS_UNLIKE_TRAINING,
     READ_SAMPLES,
     REWARD,
     RIGHT,
     SILENT,
     TRUNCATED,
+    WEIGHT_DECAY_TOO_LARGE,
     WRONG,
-    was_wrong_from_the_start,
+    is_flat,
+    was_above_from_the_start,
 )
 
+ANSWERS_LEAK = Cause(
+    name="answers_leak",
+    what="training prompts were almost solved from the first steps and evaluation prompts are not: training prompts "
+    "contain their answer, or the evaluation asks something else.",
+    change="data.template and data.prompt_column: the prompt without the answer",
+    confirm="Read three training prompts in samples/. If no answer is in them, compare how evaluation rows differ.",
+    applies=lambda h: was_above_from_the_start(h, PASS, 0.5) and h.mean(PASS, 10) - h.now(EVAL) > 0.3,
+    reads=(EVAL,),
+)
 DATA = (
     AlarmRule(
         name="all_wrong",
@@ -48,9 +61,11 @@ DATA = (
                 "supervised stage (sft)",
                 confirm="hone eval on a few training rows with a stronger model scores above 0. If it scores 0 as "
                 "well, the reward or the answers are wrong.",
-                applies=lambda h: h.now(EVAL) > 0.05 and h.now(EVAL) > 2 * h.mean(PASS, 10),
+                applies=lambda h: h.now(EVAL) > max(0.15, 2 * h.mean(PASS, 10)),
                 reads=(EVAL,),
             ),
+            PROMPTS_UNLIKE_TRAINING,
+            WEIGHT_DECAY_TOO_LARGE,
             Cause(
                 name="reward_broken",
                 what="nothing earns the reward, on training prompts or in evaluation: the reward, its parser or the "
@@ -81,13 +96,14 @@ DATA = (
         after=4,
         silenced_by=("train_eval_gap", "prompts_repeat"),
         causes=(
+            ANSWERS_LEAK,
             Cause(
                 name="prompts_too_easy",
                 what="the policy solved most prompts before training began.",
                 change="data.train_rows: harder rows; algorithm.drop_uninformative: true",
                 confirm="rollout/pass_rate was as high in the first steps. If it rose during the run, the data are "
                 "learnt and training may end.",
-                applies=lambda h: was_wrong_from_the_start(h, RIGHT, 0.5),
+                applies=lambda h: was_above_from_the_start(h, RIGHT, 0.5),
             ),
             Cause(
                 name="prompts_learnt",
@@ -113,12 +129,16 @@ DATA = (
             "all_wrong",
             "all_right",
             "truncation",
+            "mismatch",
             "entropy_collapse",
+            "entropy_explosion",
             "update_too_large",
             "reward_collapse",
             "reward_sign",
         ),
         causes=(
+            PROMPTS_UNLIKE_TRAINING,
+            WEIGHT_DECAY_TOO_LARGE,
             Cause(
                 name="temperature_too_low",
                 what="the samples of a group are nearly the same: the temperature is low.",
@@ -153,6 +173,7 @@ DATA = (
         when=above(TRUNCATED, 0.25),
         silenced_by=("entropy_explosion", "update_too_large", "reward_pays_length"),
         causes=(
+            PROMPTS_UNLIKE_TRAINING,
             Cause(
                 name="no_end_token",
                 what="almost no response ends by itself: the model never writes its end-of-sequence token, or the "
@@ -160,7 +181,7 @@ DATA = (
                 change="model.chat_template or rollout.stop_token_ids; train the end token in the supervised stage",
                 confirm="Responses in samples/ continue after the answer. If they stop within the answer, the limit "
                 "is too low.",
-                applies=lambda h: was_wrong_from_the_start(h, TRUNCATED, 0.99),
+                applies=lambda h: was_above_from_the_start(h, TRUNCATED, 0.99),
                 reads=("rollout.max_response_tokens",),
             ),
             Cause(
@@ -169,26 +190,17 @@ DATA = (
                 change="reward.components: a lower weight for the component that prefers length",
                 confirm="reward/<component>_variance_share names the component. If its correlation with length is 0, "
                 "responses grow for another reason.",
-                applies=lambda h: h.base(TRUNCATED) < 0.15 and h.mean(CORRELATION, 20) > 0.1,
+                applies=lambda h: h.first(TRUNCATED) < 0.15 and h.mean(CORRELATION, 20) > 0.1,
                 reads=(CORRELATION, "reward/<component>_variance_share"),
             ),
-            Cause(
-                name="entropy_bonus_too_large",
-                what="the entropy bonus makes responses random, so that they do not end.",
-                change="algorithm.entropy_coef: 0 or 0.001",
-                confirm="train/entropy rose before. Without the bonus the share falls.",
-                applies=lambda h: (
-                    h.number("algorithm.entropy_coef") >= 0.01 and h.mean(ENTROPY, 5) > 1.2 * h.first(ENTROPY)
-                ),
-                reads=("algorithm.entropy_coef", ENTROPY),
-            ),
+            ENTROPY_BONUS_TOO_LARGE,
             Cause(
                 name="responses_grow",
                 what="responses have grown into the limit.",
                 change="algorithm.overlong_buffer_frac: 0.2; or rollout.max_response_tokens: larger",
                 confirm="rollout/right_tokens_mean and wrong_tokens_mean: if wrong ones grow, the loss rewards length "
                 "(algorithm.aggregate: token_mean or fixed_length); if right ones do, they need the room.",
-                applies=lambda h: h.base(TRUNCATED) < 0.15,
+                applies=lambda h: h.first(TRUNCATED) < 0.15,
                 reads=("rollout/right_tokens_mean", "rollout/wrong_tokens_mean"),
             ),
             Cause(
@@ -236,15 +248,7 @@ DATA = (
                 applies=lambda h: h.mean("rollout/repeated_prompt_frac", 20) > 0.1,
                 reads=("rollout/repeated_prompt_frac",),
             ),
-            Cause(
-                name="answers_leak",
-                what="training prompts were almost solved from the first steps: they contain their answer, or the "
-                "evaluation asks something else.",
-                change="data.template and data.prompt_column: the prompt without the answer",
-                confirm="Read three training prompts in samples/. If no answer is in them, compare how evaluation "
-                "rows differ.",
-                applies=lambda h: h.base(PASS) > 0.5 and h.base(PASS) > 2 * h.now(EVAL),
-            ),
+            ANSWERS_LEAK,
             Cause(
                 name="reward_exploited",
                 what="the policy has learnt what the reward pays for and not the task, or it memorises the prompts.",
@@ -278,6 +282,31 @@ DATA = (
             ),
         ),
         source="length bias of judges and of rewards: Dr. GRPO (arXiv:2503.20783); limits ours",
+    ),
+    AlarmRule(
+        name="reward_random",
+        level="data",
+        pattern="the reward is as high for one prompt as for another, and does not move",
+        metrics=("rollout/reward_prompt_frac", REWARD),
+        when=when(
+            "within 0.03 of 0 on average of thirty, and the reward within 0.05 standard deviations of its mean of "
+            "steps 5 to 20",
+            lambda h: abs(h.mean("rollout/reward_prompt_frac", 30)) < 0.03 and is_flat(h, 30),
+        ),
+        of=(5, 5),
+        after=40,
+        silenced_by=("rewards_fail", "no_signal", "all_wrong", "all_right", "truncation", "mismatch"),
+        causes=(
+            Cause(
+                name="reward_is_noise",
+                what="the reward depends neither on the prompt nor on what the policy has learnt: it is mostly chance.",
+                change="reward.components: what the score is made of; votes of a judge: more",
+                confirm="Score the same response twice, and a right and a wrong answer: if the scores differ as much "
+                "in both cases, the reward is noise. If not, every prompt is as hard as the others.",
+                reads=("rollout/reward_std",),
+            ),
+        ),
+        source=OURS,
     ),
     AlarmRule(
         name="component_silent",

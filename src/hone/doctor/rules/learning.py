@@ -6,6 +6,7 @@ from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, both, either
 from hone.doctor.rules.common import (
     CORRELATION,
     ENTROPY,
+    ENTROPY_BONUS_TOO_LARGE,
     GAP,
     KL_UPDATE,
     LENGTH,
@@ -20,6 +21,7 @@ from hone.doctor.rules.common import (
     TRUNCATED,
     USUAL,
     VERL_CORRECTION,
+    WEIGHT_DECAY_TOO_LARGE,
     is_flat,
     is_rising_by_std,
 )
@@ -51,14 +53,8 @@ LEARNING = (
         ),
         causes=(
             TOO_FAST,
-            Cause(
-                name="weight_decay_too_large",
-                what="weight decay removes what the model knew.",
-                change="train.optimizer.weight_decay: 0",
-                confirm="learning rate x weight decay x steps is the share of the weights removed.",
-                applies=lambda h: h.number("train.optimizer.weight_decay") * h.number("train.optimizer.lr") > 1e-3,
-                reads=("train.optimizer.weight_decay", "train.optimizer.lr"),
-            ),
+            WEIGHT_DECAY_TOO_LARGE,
+            ENTROPY_BONUS_TOO_LARGE,
             Cause(
                 name="reward_exploited",
                 what="the reward rises while accuracy falls: the reward pays for something else than being right.",

@@ -8,6 +8,7 @@ from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, either, outside, when
 from hone.doctor.rules.common import (
     ENTROPY,
+    ENTROPY_BONUS_TOO_LARGE,
     EVAL,
     GAP,
     KL_UPDATE,
@@ -25,6 +26,7 @@ from hone.doctor.rules.common import (
     USUAL,
     VERL_CORRECTION,
     VERL_FAQ,
+    WEIGHT_DECAY_TOO_LARGE,
     is_rising_by_std,
     is_sampling_truncated,
     is_stale,
@@ -38,6 +40,24 @@ def _one_engine_differs(h: History) -> bool:
     return bool(others) and largest > max(0.03, 5 * others[-1])
 
 
+def _weights_fall_behind(h: History) -> bool:
+    """The gap has grown fivefold although no sample is old; or it is ten times what as many updates as the samples are
+    old move the policy by (a KL grows at most with the square of their number)."""
+    if is_stale(h):
+        age = h.mean("rollout/staleness_mean", 10)
+        return h.mean("train/mismatch_kl", 3) > 10 * max(age, 1) ** 2 * h.mean(KL_UPDATE, 10)
+    first = h.base(GAP) if h.count(GAP) > 10 else h.ago(GAP, h.count(GAP) - 1)
+    return h.mean(GAP, 3) > 5 * first and not is_sampling_truncated(h)
+
+
+TOO_MANY_STEPS = Cause(
+    name="too_many_steps_per_batch",
+    what="each batch is used for many optimizer steps.",
+    change="train.passes_per_batch: 1; train.samples_per_optimizer_step: larger",
+    confirm="With one pass train/update_kl falls in proportion. If it stays high, lower the learning rate.",
+    applies=lambda h: h.now("train/optimizer_steps") > 8,
+    reads=("train/optimizer_steps", "train.passes_per_batch"),
+)
 POLICY = (
     AlarmRule(
         name="mismatch",
@@ -45,8 +65,8 @@ POLICY = (
         pattern="trainer and sampler give the same tokens different probabilities",
         metrics=(GAP, "train/mismatch_ratio_mean", "train/mismatch_kl"),
         when=when(
-            "above 0.03, or above 0.2 where samples are old",
-            lambda h: h.mean(GAP, 3) > (0.2 if is_stale(h) else 0.03),
+            "above 0.03, or above 0.2 where samples are old and updates explain it",
+            lambda h: h.mean(GAP, 3) > (0.2 if is_stale(h) and not _weights_fall_behind(h) else 0.03),
             Limit(GAP, high=0.03),
         ),
         causes=(
@@ -59,6 +79,15 @@ POLICY = (
                 "or a setting.",
                 applies=_one_engine_differs,
                 reads=("engine/<engine>_mismatch_gap",),
+            ),
+            Cause(
+                name="weights_stale",
+                what="the sampler's weights fall behind: the gap is larger than the age of the samples explains.",
+                change="cluster.canary_every: 1, which names the replica that did not take the weights",
+                confirm="The gap returns to its first value after a restart. With one replica of several, its "
+                "samples alone have it.",
+                applies=_weights_fall_behind,
+                reads=("rollout/staleness_mean", KL_UPDATE),
             ),
             Cause(
                 name="off_policy",
@@ -75,17 +104,6 @@ POLICY = (
                 confirm="train/mismatch_ratio_mean is below 1 by about the probability that is cut off, from step 1.",
                 applies=is_sampling_truncated,
                 reads=("rollout.top_p", "rollout.top_k", "rollout.min_p"),
-            ),
-            Cause(
-                name="weights_stale",
-                what="the sampler's weights fall behind: the gap was small and grows although no sample is old.",
-                change="cluster.canary_every: 1, which names the replica that did not take the weights",
-                confirm="The gap returns to its first value after a restart. With one replica of several, its "
-                "samples alone have it.",
-                applies=lambda h: (
-                    h.mean(GAP, 3) > 5 * (h.base(GAP) if h.count(GAP) > 10 else h.ago(GAP, h.count(GAP) - 1))
-                ),
-                reads=("rollout/staleness_mean",),
             ),
             Cause(
                 name="tokens_misaligned",
@@ -164,7 +182,7 @@ POLICY = (
         pattern="one update moves the policy far",
         metrics=(KL_UPDATE,),
         when=when(
-            "above 2, or above 0.3 on average of three after the first ten steps",
+            "above 2, or on average of three above 1 (0.3 after the first ten steps)",
             moves_far,
             Limit(KL_UPDATE, high=0.3),
         ),
@@ -179,14 +197,7 @@ POLICY = (
                 applies=lambda h: h.number("rollout.temperature") < 0.7,
                 reads=("rollout.temperature", "train.optimizer.lr"),
             ),
-            Cause(
-                name="too_many_steps_per_batch",
-                what="each batch is used for many optimizer steps.",
-                change="train.passes_per_batch: 1; train.samples_per_optimizer_step: larger",
-                confirm="With one pass train/update_kl falls in proportion. If it stays high, lower the learning rate.",
-                applies=lambda h: h.now("train/optimizer_steps") > 8,
-                reads=("train/optimizer_steps", "train.passes_per_batch"),
-            ),
+            TOO_MANY_STEPS,
             Cause(
                 name="learning_rate_too_high",
                 what=TOO_FAST.what,
@@ -195,7 +206,7 @@ POLICY = (
                 reads=("train.optimizer.lr", NORM),
             ),
         ),
-        source=f"below 0.01 per update is stable: {TINKER}; 2 and 0.3 ours: Adam's first step moves a tiny model by "
+        source=f"below 0.01 per update is stable: {TINKER}; 2, 1 and 0.3 ours: Adam's first step moves a tiny model by "
         "0.4, which then learns well",
     ),
     AlarmRule(
@@ -252,6 +263,7 @@ POLICY = (
                 ),
                 reads=("algorithm.clip_low", "algorithm.clip_high", KL_UPDATE),
             ),
+            TOO_MANY_STEPS,
             Cause(
                 name="learning_rate_too_high",
                 what="the policy moves beyond the clip range within an update.",
@@ -336,23 +348,8 @@ POLICY = (
         after=10,
         silenced_by=("mismatch", "update_too_large"),
         causes=(
-            Cause(
-                name="entropy_bonus_too_large",
-                what="the entropy bonus outweighs the reward.",
-                change="algorithm.entropy_coef: 0 or 0.001",
-                confirm="Without the bonus entropy stays. If it still rises, the learning rate is too high.",
-                applies=lambda h: h.number("algorithm.entropy_coef") >= 0.01,
-                reads=("algorithm.entropy_coef",),
-            ),
-            Cause(
-                name="weight_decay_too_large",
-                what="weight decay removes what the model knew.",
-                change="train.optimizer.weight_decay: 0",
-                confirm="learning rate x weight decay x steps is the share of the weights removed; it must be far "
-                "below 1.",
-                applies=lambda h: h.number("train.optimizer.weight_decay") * h.number("train.optimizer.lr") > 1e-3,
-                reads=("train.optimizer.weight_decay", "train.optimizer.lr"),
-            ),
+            ENTROPY_BONUS_TOO_LARGE,
+            WEIGHT_DECAY_TOO_LARGE,
             Cause(
                 name="truncation_punished",
                 what="responses that are cut off are punished, and the policy moves away from all of them.",

@@ -1,0 +1,36 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hone.loop.answers import NUM_PROMPTS, Answers
+from hone.types import Prompt
+
+
+def trainer(logprob_of):
+    return SimpleNamespace(logprobs=lambda batch: torch.tensor([logprob_of(int(t)) for t in batch.token_ids_T]))
+
+
+def test_surprise_is_one_for_a_guess_and_by_hand_otherwise():
+    prompts = [Prompt("p", i, "", (7,), answer=i) for i in range(3)]
+    answers = Answers(lambda some: [[prompt.answer, 5] for prompt in some], vocab_size=8)
+    found = answers.surprise(trainer(lambda token: -math.log(8)), prompts)
+    assert found == {"rollout/answer_surprise": pytest.approx(1.0)}
+    found = answers.surprise(trainer(lambda token: -math.log(8) if token == 5 else 0.0), prompts)
+    assert found["rollout/answer_surprise"] == pytest.approx(0.5)
+
+
+def test_only_answers_that_can_be_written_count_and_only_some_of_them():
+    asked = []
+
+    def encode(prompts):
+        asked.extend(prompts)
+        return [[1] if prompt.answer == "yes" else [] for prompt in prompts]
+
+    answers, sure = Answers(encode, vocab_size=4), trainer(lambda token: 0.0)
+    unanswered, unwritable = Prompt("p", 0, "", (7,)), Prompt("p", 1, "", (7,), answer="é")
+    assert answers.surprise(sure, [unanswered, unwritable]) == {} and asked == [unwritable]
+    asked.clear()
+    assert answers.surprise(sure, [Prompt("p", i, "", (7,), answer="yes") for i in range(99)])
+    assert len(asked) == NUM_PROMPTS
