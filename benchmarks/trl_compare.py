@@ -59,8 +59,8 @@ class Outcome:
     side: str
     seed: int
     samples_per_s: float
-    samples_per_cpu_s: float | None
-    """Per second of processor time, all threads and all processes of the side; TRL's side does not measure it."""
+    samples_per_cpu_s: float
+    """Per second of processor time, all threads and all processes of the side."""
     peak_rss_gib: float
     response_tokens_mean: float
     rewards: list[float]
@@ -139,20 +139,21 @@ def run_trl(
 ) -> Outcome:
     command = [VENV / "bin" / "python", TRL / "run_trl.py", "--case", name, "--model", model, "--prompts", prompts]
     command += ["--settings", side, "--seed", str(seed), "--steps", str(steps), "--threads", str(options.threads)]
-    log = options.folder / f"log-{side}-{name}-{seed}.txt"
-    peak_rss_gib = run_measured(command, log)
-    found = json.loads(log.read_text().splitlines()[-1])
-    return Outcome(name, f"TRL {side}", seed, samples_per_cpu_s=None, peak_rss_gib=peak_rss_gib, **found)
+    return clocked(name, f"TRL {side}", seed, command, options.folder / f"log-{side}-{name}-{seed}.txt")
 
 
 def run_bare(name: str, model: Path, prompts: Path, seed: int, steps: int, options: argparse.Namespace) -> Outcome:
     command = [sys.executable, TRL / "bare.py", "--case", name, "--model", model, "--prompts", prompts]
     command += ["--seed", str(seed), "--steps", str(steps), "--threads", str(options.threads)]
-    log = options.folder / f"log-bare-{name}-{seed}.txt"
+    return clocked(name, "bare loop", seed, command, options.folder / f"log-bare-{name}-{seed}.txt")
+
+
+def clocked(name: str, side: str, seed: int, command: list[Any], log: Path) -> Outcome:
+    """Run a program that prints, last of all, the times of its steps as JSON."""
     peak_rss_gib = run_measured(command, log)
     found = json.loads(log.read_text().splitlines()[-1])
     speed = speed_of(found.pop("step_s"), found.pop("step_cpu_s"))
-    return Outcome(name, "bare loop", seed, *speed, peak_rss_gib=peak_rss_gib, **found)
+    return Outcome(name, side, seed, *speed, peak_rss_gib=peak_rss_gib, **found)
 
 
 def speed_of(step_s: list[float], step_cpu_s: list[float]) -> tuple[float, float]:
@@ -246,10 +247,10 @@ def print_tables(outcomes: list[Outcome]) -> None:
 
 
 def ratios(ours: list[Outcome], theirs: list[Outcome], of: str) -> list[float]:
-    """Of each seed that both sides ran, where both measured it."""
+    """Of each seed that both sides ran."""
     mine = {outcome.seed: getattr(outcome, of) for outcome in ours}
     other = {outcome.seed: getattr(outcome, of) for outcome in theirs}
-    return [mine[seed] / other[seed] for seed in mine if mine[seed] and other.get(seed)]
+    return [mine[seed] / other[seed] for seed in mine if seed in other]
 
 
 def curve_points(curves: list[list[float]]) -> list[str]:

@@ -17,7 +17,7 @@ import tempfile
 import time
 
 import torch
-from cases import BETAS, CASES, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, WARMUP_STEPS, correct
+from cases import BETAS, CASES, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, correct
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -35,13 +35,13 @@ BEST = {
 
 
 class StepTimes(TrainerCallback):
-    """Wall time from the end of one step to the end of the next."""
+    """Wall time, and processor time of all threads, from the end of one step to the end of the next."""
 
     def __init__(self) -> None:
         self.ends = []
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.ends.append(time.perf_counter())
+        self.ends.append((time.perf_counter(), time.process_time()))
 
 
 def main() -> None:
@@ -101,11 +101,13 @@ def main() -> None:
         )
         trainer.train()
 
-    step_s = [end - start for start, end in itertools.pairwise(times.ends)][WARMUP_STEPS:]
+    pairs = list(itertools.pairwise(times.ends))
+    step_s, step_cpu_s = ([end[i] - start[i] for start, end in pairs] for i in (0, 1))
     print(
         json.dumps(
             {
-                "samples_per_s": SAMPLES_PER_STEP / statistics.median(step_s),
+                "step_s": step_s,
+                "step_cpu_s": step_cpu_s,
                 "response_tokens_mean": statistics.fmean(lengths),
                 "rewards": [round(value, 4) for value in curve],
             }
