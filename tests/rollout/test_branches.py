@@ -10,6 +10,27 @@ from hone.plan.kv_cache import columns_for
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.decoding import DecoderStepper
 from hone.rollout.local import whole_room
+from hone.rollout.rows import RowJob, Rows
+from hone.types import version_spans
+
+
+def test_rows_give_what_each_has_drawn_under_which_versions():
+    rows = Rows(3)
+    rows.add(RowJob(request([5], samples=3, max_tokens=9), 9, ()), 2)
+    tokens, versions = np.arange(12).reshape(4, 3), (4, 4, 4, 6)
+    for step, version in enumerate(versions):
+        if step == 2:
+            rows.add(RowJob(request([5], samples=1, max_tokens=9), 9, ()), 1)
+        rows.append(tokens[step, : rows.count], -tokens[step, : rows.count] / 4, version)
+    for row, first in ((2, 2), (0, 0)):
+        [(token_ids, logprobs, spans)] = rows.drawn(np.array([row]))
+        assert token_ids.tolist() == tokens[first:, row].tolist()
+        assert (logprobs == -token_ids / 4).all() and logprobs.dtype == np.float32
+        assert spans == version_spans(versions[first:])
+    together = list(rows.drawn(np.array([2, 1])))
+    assert [token_ids.tolist() for token_ids, _, _ in together] == [[8, 11], [1, 4, 7, 10]]
+    assert [spans for _, _, spans in together] == [((4, 1), (6, 1)), ((4, 3), (6, 1))]
+    assert not together[0][0].flags.writeable and not together[0][1].flags.writeable
 
 
 def counting(model):

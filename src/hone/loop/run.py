@@ -241,32 +241,41 @@ class PolicyRun(Stage[Trainer]):
 def token_figures(batch: Batch) -> list[TokenFigures]:
     """What is known of each sample's tokens: advantages where they differ within the sample, and mismatch of samples
     whose logprobs the trainer computed (column `trainer_logprobs_T`, NaN for others)."""
-    ends = batch.length_S.cpu().numpy().cumsum()[:-1]
+    length_S = batch.length_S.cpu().numpy()
     has_loss_T = batch.loss_mask_T.cpu().numpy() > 0
     advantage_T = np.where(has_loss_T, batch.columns["advantages_T"].float().cpu().numpy(), np.nan)
-    advantages = [value_T if _differ(value_T) else None for value_T in np.split(advantage_T, ends)]
+    highest_S, lowest_S = (_of_samples(reduce, advantage_T, length_S) for reduce in (np.fmax, np.fmin))
+    advantages = _cut(advantage_T, length_S, highest_S > lowest_S)  # NaN, without a token with a loss, is not above NaN
     mismatches: list[NDArray[Any] | None] = [None] * len(advantages)
     if (trainer_T := batch.columns.get("trainer_logprobs_T")) is not None:
         gap_T = (batch.sampler_logprobs_T - trainer_T.to(batch.sampler_logprobs_T)).cpu().numpy()
-        gap_T = np.where(has_loss_T & np.isfinite(gap_T), gap_T, np.nan)
-        mismatches = [None if np.isnan(value_T).all() else value_T for value_T in np.split(gap_T, ends)]
+        is_known_T = has_loss_T & np.isfinite(gap_T)
+        num_known_S = _of_samples(np.add, is_known_T.astype(np.float64), length_S)
+        mismatches = _cut(np.where(is_known_T, gap_T, np.nan), length_S, num_known_S > 0)
     return [TokenFigures(*pair) for pair in zip(advantages, mismatches, strict=True)]
-
-
-def _differ(value_T: NDArray[Any]) -> bool:
-    found = value_T[~np.isnan(value_T)]
-    return bool(len(found)) and bool(np.ptp(found) > 0)
 
 
 def sample_advantages(batch: Batch) -> list[float]:
     """Mean advantage of each sample's tokens; 0 for a sample without tokens."""
     advantage_T, length_S = batch.columns["advantages_T"].cpu().numpy(), batch.length_S.cpu().numpy()
-    mean_S = np.zeros(len(length_S))
-    has_tokens = length_S > 0
-    lengths = length_S[has_tokens]
-    if len(lengths):
-        mean_S[has_tokens] = np.add.reduceat(advantage_T, lengths.cumsum() - lengths, dtype=np.float64) / lengths
-    return mean_S.tolist()
+    return (_of_samples(np.add, advantage_T.astype(np.float64), length_S) / np.maximum(length_S, 1)).tolist()
+
+
+def _of_samples(reduce: np.ufunc, value_T: NDArray[Any], length_S: NDArray[np.int64]) -> NDArray[Any]:
+    """(S,) each sample's tokens reduced to one number; 0 for a sample without tokens."""
+    found_S = np.zeros(len(length_S), value_T.dtype)
+    has_tokens_S = length_S > 0
+    start_S = length_S.cumsum() - length_S
+    if has_tokens_S.any():
+        found_S[has_tokens_S] = reduce.reduceat(value_T, start_S[has_tokens_S])
+    return found_S
+
+
+def _cut(value_T: NDArray[Any], length_S: NDArray[np.int64], chosen_S: NDArray[np.bool_]) -> list[NDArray[Any] | None]:
+    """The tokens of each chosen sample; None for others."""
+    ends = length_S.cumsum().tolist()
+    pieces = zip(chosen_S.tolist(), length_S.tolist(), ends, strict=True)
+    return [value_T[end - length : end] if is_chosen else None for is_chosen, length, end in pieces]
 
 
 def due(step: int, every: int) -> bool:

@@ -302,13 +302,14 @@ class GroupScoring:
         return self._rewards.combine(group, results)
 
     async def _scores(self, component: Component, group: Group) -> tuple[Score, ...]:
-        running = [self._running.get((component.name, sample.index)) for sample in group.samples]
-        begun = [score for score in running if score is not None]
-        scores = await asyncio.gather(*begun) if len(begun) == len(running) else [None]
-        found = tuple(score for score in scores if score is not None)
-        if len(found) == len(group.samples):
-            return found
-        return await component.scorer.score(replace(group, samples=tuple(map(component.seen, group.samples))))
+        if self._running:
+            running = [self._running.get((component.name, sample.index)) for sample in group.samples]
+            begun = [score for score in running if score is not None]
+            scores = await asyncio.gather(*begun) if len(begun) == len(running) else [None]
+            found = tuple(score for score in scores if score is not None)
+            if len(found) == len(group.samples):
+                return found
+        return await component.scorer.score(Group(group.prompt, tuple(map(component.seen, group.samples))))
 
     async def __aenter__(self) -> Self:
         return self
@@ -319,7 +320,8 @@ class GroupScoring:
         self._early = {}  # an engine may still report samples after the call was cancelled
         for score in self._running.values():
             score.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        if self._running:
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
 
 
 class UnscoredBound:

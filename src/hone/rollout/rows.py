@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hone.rollout.engine import OnSample, OnToken, Request, Token
 from hone.rollout.sampling import Controls, request_key, row_keys, uniforms
 from hone.rollout.stop_strings import stop_window
-from hone.types import Sample
+from hone.types import Sample, TokenIds, VersionSpan, version_spans
 
 
 @dataclass(eq=False)
@@ -92,9 +94,10 @@ class Rows:
         self.length[new] = [len(one.tokens) for one in begun]
         self._have_columns(int(self.length[new].max()))
         for row, one in enumerate(begun, self.count):
-            self.tokens[row, : len(one.tokens)] = one.tokens
-            self.logprobs[row, : len(one.tokens)] = one.logprobs
-            self.versions[row, : len(one.tokens)] = one.versions
+            if one is not NOTHING:
+                self.tokens[row, : len(one.tokens)] = one.tokens
+                self.logprobs[row, : len(one.tokens)] = one.logprobs
+                self.versions[row, : len(one.tokens)] = one.versions
         self._limit[new] = job.limit_tokens
         self._key[new] = row_keys(
             request_key(request.seed, request.stream, request.prompt.index), self.sample_index[new]
@@ -144,6 +147,22 @@ class Rows:
         length_B += 1
         stopped_B = (token_B[:, None] == self._stop_ids[: self.count]).any(1)
         return stopped_B, length_B >= self._limit[: self.count]
+
+    def drawn(self, row_D: np.ndarray) -> Iterator[tuple[TokenIds, NDArray[np.float32], tuple[VersionSpan, ...]]]:
+        """Tokens, logprobs and versions of rows that have some: read-only pieces of one copy."""
+        length_D = self.length[row_D]
+        width = int(length_D.max(initial=0))
+        is_drawn_DL = np.arange(width) < length_D[:, None]
+        version_DL = self.versions[row_D, :width]
+        is_one_span_D = ((version_DL == version_DL[:, :1]) | ~is_drawn_DL).all(1).tolist()
+        tokens, logprobs = self.tokens[row_D, :width][is_drawn_DL], self.logprobs[row_D, :width][is_drawn_DL]
+        for copy in (tokens, logprobs):
+            copy.setflags(write=False)
+        end = 0
+        for versions, length, is_one_span in zip(version_DL, length_D.tolist(), is_one_span_D, strict=True):
+            own, end = slice(end, end + length), end + length
+            spans = (VersionSpan(int(versions[0]), length),) if is_one_span else version_spans(versions[:length])
+            yield tokens[own], logprobs[own], spans
 
     def report_newest(self) -> None:
         """Call `on_token` with the newest token of each job that has one."""

@@ -21,7 +21,7 @@ from hone.rollout.sampling import on_host, sample
 from hone.rollout.stepper import Stepper, closing_moves
 from hone.rollout.stop_strings import Decode, text_up_to_stop
 from hone.rollout.upload import upload
-from hone.types import Experts, Sample, version_spans
+from hone.types import Experts, Sample
 
 
 class Scheduler:
@@ -233,16 +233,15 @@ class Scheduler:
     def _collect(self, done: np.ndarray, stopped_B: np.ndarray, cut_texts: dict[int, str]) -> None:
         """Make samples of finished rows, and set the jobs aside that are complete."""
         rows = self._rows
-        for row in done.tolist():
-            job, length = rows.jobs[row], int(rows.length[row])
-            token_ids = rows.tokens[row, :length]
-            routing, prompt_routing = self._routing(row, job, length)
+        for row, (token_ids, logprobs, versions) in zip(done.tolist(), rows.drawn(done), strict=True):
+            job = rows.jobs[row]
+            routing, prompt_routing = self._routing(row, job, len(token_ids))
             finished = Sample(
                 prompt_id=job.request.prompt.id,
                 index=int(rows.sample_index[row]),
                 token_ids=token_ids,
-                sampler_logprobs=rows.logprobs[row, :length],
-                versions=version_spans(rows.versions[row, :length]),
+                sampler_logprobs=logprobs,
+                versions=versions,
                 finish_reason="stop" if stopped_B[row] else "length",
                 text=cut_texts[row] if row in cut_texts else self._decode(token_ids.tolist()),
                 routing=routing,
