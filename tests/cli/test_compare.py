@@ -7,8 +7,8 @@ import pytest
 from hone.cli.main import main
 from hone.memory import calibration
 from hone.memory.calibration import device_key
-from hone.memory.ladder import TOKENS, Change
 from hone.memory.record import Expected, Record
+from hone.memory.rungs import TOKENS, Change
 
 CHANGE = Change(
     stage="rl",

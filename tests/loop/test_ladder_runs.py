@@ -17,8 +17,8 @@ from hone.config.load import load_config
 from hone.data.chat import load_tokenizer
 from hone.errors import MemoryExhausted
 from hone.memory.gauges import GIB
-from hone.memory.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS
 from hone.memory.record import Record, comparison
+from hone.memory.rungs import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS
 from hone.model.decoder import Decoder
 from hone.observe.page import script_json
 from hone.rollout.decoding import DecoderStepper

@@ -13,7 +13,8 @@ from measuring import FakeGauge
 from hone.errors import MemoryExhausted
 from hone.memory import calibration
 from hone.memory.gauges import GIB, MIB, Busy, HostGauge, Meter, ran_out_of_memory
-from hone.memory.ladder import CHUNK, HIGH, PREFILL, RECOMPUTE, ROWS, RUNGS, TOKENS, Knob, Ladder, OutOfMemory
+from hone.memory.ladder import HIGH, Ladder, OutOfMemory
+from hone.memory.rungs import CHUNK, PREFILL, RECOMPUTE, ROWS, RUNGS, TOKENS, Knob
 from hone.plan.ledger import Ledger, moment, term
 from hone.types import Progress
 

@@ -27,7 +27,8 @@ from hone.data.chat import load_tokenizer
 from hone.errors import ConfigError, DataError
 from hone.memory.gauges import GIB, HostGauge, Meter
 from hone.memory.guard import UNGUARDED
-from hone.memory.ladder import PREFILL, ROWS, Ladder
+from hone.memory.ladder import Ladder
+from hone.memory.rungs import PREFILL, ROWS
 from hone.model.load import init_model
 from hone.plan.hardware import find_hardware, memory_limit_bytes
 from hone.plan.planner import plan

@@ -9,7 +9,8 @@ from tiny_engines import EOS, letters, random_prompts, request, tiny_model
 
 from hone.errors import EngineError, MemoryExhausted
 from hone.memory.gauges import Meter
-from hone.memory.ladder import PREFILL, ROWS, Knob, Ladder
+from hone.memory.ladder import Ladder
+from hone.memory.rungs import PREFILL, ROWS, Knob
 from hone.model.load import weights_fingerprint
 from hone.plan.kv_cache import CacheRoom
 from hone.rollout.decoding import DecoderStepper

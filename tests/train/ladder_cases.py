@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.errors import MemoryExhausted
 from hone.memory.gauges import Meter
-from hone.memory.ladder import CHUNK, RECOMPUTE, TOKENS, Knob
+from hone.memory.rungs import CHUNK, RECOMPUTE, TOKENS, Knob
 from hone.train.agreement import Collectives, SharedLadder
 from hone.types import Progress
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.errors import MemoryExhausted
 from hone.memory.gauges import Meter
-from hone.memory.ladder import CHUNK, RECOMPUTE, TOKENS, Knob, Ladder
+from hone.memory.ladder import Ladder
+from hone.memory.rungs import CHUNK, RECOMPUTE, TOKENS, Knob
 from hone.types import Progress
 
 LOWEST_TOKENS = 24

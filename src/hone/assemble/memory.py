@@ -21,8 +21,9 @@ from hone.devices import is_accelerator
 from hone.errors import ConfigError, DataError, MemoryExhausted
 from hone.memory import calibration
 from hone.memory.gauges import GIB, Busy, DeviceGauge, HostGauge, Meter, nvml_reader, ran_out_of_memory
-from hone.memory.ladder import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS, Knob, Ladder, Predict
+from hone.memory.ladder import Ladder, Predict
 from hone.memory.record import Expected, Record, comparison, table
+from hone.memory.rungs import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS, Knob
 from hone.model.recompute import Checkpointing
 from hone.observe.observer import Observer
 from hone.observe.whole import write_whole
@@ -103,7 +104,7 @@ class RunMemory:
                 picture = timeline(self.predict(ladder.settings), f"{ladder.meter.gauge.what}, as planned")
                 write_whole(self._folder.path / "memory.svg", picture)
             if ladder.changes:
-                self._folder.rewrite(self._run_yaml())
+                write_whole(self._folder.run_yaml, self._run_yaml())
         except OSError as error:  # a record less, and no reason to end
             self._observer.warn(f"memory.json, memory.svg and run.yaml cannot be written: {error.strerror}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,7 +119,10 @@ def loader(model: str, version: int, name: str, settings: PolicySettings) -> Cal
             timeout_s=STEP_TIMEOUT_S,
             version=version,
         )
-        held = partial(module_of(device).memory_allocated, device) if is_accelerator(device) else _process_bytes
+        on_gpu = is_accelerator(device)
+
+        def held() -> float:
+            return module_of(device).memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
 
         def move(awake: bool) -> None:
             weights.to(device if awake else "cpu")
@@ -149,7 +151,3 @@ def picture_reader(files: Mapping[str, str], settings: PolicySettings) -> Callab
         return processor.picture(source_of_picture(value, root or Path()))
 
     return read
-
-
-def _process_bytes() -> float:
-    return psutil.Process().memory_info().rss

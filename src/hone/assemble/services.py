@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from hone.cluster.ray import machines_of
-from hone.config.derived import unused_services
 from hone.config.load import Loaded
 from hone.config.run import RunConfig
 from hone.config.topology import Topology
@@ -70,11 +69,6 @@ def unseen_notes(config: RunConfig, device: torch.device) -> list[str]:
         f"the driver lists {len(seen)} {machine_kind().resource}s, and torch {torch.__version__} sees none: this run "
         "computes on the CPU. Install torch for them, or set run.device=cpu."
     ]
-
-
-def unused_notes(config: RunConfig) -> list[str]:
-    """Notes about services that no reward uses."""
-    return [f"services.{name}: no reward names it in its args (service: {name})" for name in unused_services(config)]
 
 
 def services_apart(loaded: Loaded, split: Split, folder: Path) -> Services:

@@ -36,10 +36,10 @@ from hone.assemble.job import (
 from hone.assemble.memory import RunMemory, exhausted
 from hone.assemble.models import stage_weights
 from hone.assemble.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
-from hone.assemble.services import claim_devices, devices_found, placed, unseen_notes, unused_notes
+from hone.assemble.services import claim_devices, devices_found, placed, unseen_notes
 from hone.assemble.workers import Backend, LocalBackend, Workers
 from hone.cluster.ray import environment_for_ray
-from hone.config.derived import correction, longest_tokens, samples_per_update
+from hone.config.derived import correction, longest_tokens, samples_per_update, unused_services
 from hone.config.load import Loaded
 from hone.config.run import Stage
 from hone.config.topology import judge_services, topology_lines
@@ -188,8 +188,9 @@ def train(
                     alarms,
                 )
                 placement = [] if is_local else topology_lines(topology)
+                unused = [f"services.{name}: no reward names it in its args" for name in unused_services(config)]
                 notes = (*map(str, choices), *unseen_notes(config, device), *placement)
-                for note in (*notes, *split.notes, *unused_notes(config)):
+                for note in (*notes, *split.notes, *unused):
                     observer.say(note)
                 try:
                     with located(loaded):

@@ -148,10 +148,11 @@ def plan_command(
     if write is not None and chosen is not None:
         write_run_file(write, loaded, settings, chosen)
     if html is not None:
-        from hone.plan.page import write_page
+        from hone.plan.page import page
 
         ordered = sorted(proposals, key=lambda proposal: proposal is not chosen)
-        write_page(html, today, ordered, title=f"Plan of {loaded.name} on {today.inputs.hardware.title}")
+        title = f"Plan of {loaded.name} on {today.inputs.hardware.title}"
+        write_whole(html, page(today, ordered, title=title))
     final = chosen.plan if chosen else today
     if final.verdict.level == "does not fit":
         raise typer.Exit(MemoryExhausted.exit_code)

@@ -27,7 +27,8 @@ from torch import Tensor
 from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
 from hone.devices import give_back_memory, peak_bytes, used_and_total_bytes
 from hone.errors import CheckpointError, EngineError, HoneError
-from hone.memory.ladder import Change, Ladder
+from hone.memory.ladder import Ladder
+from hone.memory.rungs import Change
 from hone.rollout.engine import CacheUse, Caching, Engine, Request
 from hone.train.pairs import PairTrainer
 from hone.train.roles import Roles

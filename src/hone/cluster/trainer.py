@@ -21,7 +21,7 @@ from hone.cluster.calls import START_KEY, shared, why_killed
 from hone.cluster.ranks import PendingCalls, RankGroup, close, gather
 from hone.data.pairs import PreferencePair
 from hone.errors import ClusterError, EngineError
-from hone.memory.ladder import Change
+from hone.memory.rungs import Change
 from hone.train.pairs import Measured
 from hone.train.tensor_files import FileFacts
 from hone.types import Batch

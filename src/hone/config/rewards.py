@@ -26,10 +26,6 @@ class BuiltinReward(NamedTuple):
     """Scores the form of a response, about which a row's answer alone says nothing."""
 
 
-def _as_is(answer: Any) -> Any:
-    return answer
-
-
 def _after_hashes(answer: Any) -> str:
     return f"#### {str(answer).rpartition('####')[2].strip()}"
 
@@ -56,7 +52,7 @@ def _thought_box(answer: Any) -> str:
 
 _RULES = "hone.reward.rules"
 BUILTIN_REWARDS = {
-    "exact": BuiltinReward(f"{_RULES}.exact:exact", "in process", gold=_as_is),
+    "exact": BuiltinReward(f"{_RULES}.exact:exact", "in process", gold=lambda answer: answer),
     "gsm8k": BuiltinReward(f"{_RULES}.exact:gsm8k", "in process", gold=_after_hashes),
     "choice": BuiltinReward(f"{_RULES}.choice:choice", "in process", gold=_letter),
     "format": BuiltinReward(f"{_RULES}.tags:format", "in process", scores_form=True),

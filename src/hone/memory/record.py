@@ -15,7 +15,7 @@ from typing import Any, get_args
 from hone.config.run import Stage
 from hone.errors import RunFolderError
 from hone.memory.gauges import MIB
-from hone.memory.ladder import Change
+from hone.memory.rungs import Change
 from hone.observe.whole import write_whole
 from hone.plan.ledger import PHASES, Moment, gib, percent
 

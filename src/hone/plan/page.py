@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
-from pathlib import Path
 
-from hone.observe.whole import write_whole
 from hone.plan.architecture import GIB
 from hone.plan.ledger import Ledger, Moment, Term, gib, percent
 from hone.plan.planner import Plan
@@ -26,11 +24,6 @@ td.number { text-align: right; white-space: nowrap; }
 svg { width: 100%; height: auto; margin: 0.6rem 0; }
 small { opacity: 0.75; }
 """
-
-
-def write_page(path: Path, today: Plan, proposals: Sequence[Proposal], *, title: str) -> None:
-    """Write the page; arguments as `page`."""
-    write_whole(path, page(today, proposals, title=title))
 
 
 def page(today: Plan, proposals: Sequence[Proposal], *, title: str) -> str:

@@ -97,16 +97,11 @@ class Workload:
     def samples(self) -> int:
         return self.prompts * self.group
 
-    @property
-    def optimizer_step_prompts(self) -> int:
-        """Most prompts whose samples are in one optimizer step."""
-        return min(self.prompts, self.samples_per_optimizer_step)
-
     def step_tokens(self) -> int:
         """Most tokens that one optimizer step computes, each prompt once for its samples, no response's last token."""
         lengths = self.lengths
         responses = self.samples_per_optimizer_step * max(lengths.max_response - 1, 0)
-        return self.optimizer_step_prompts * lengths.max_prompt + responses
+        return min(self.prompts, self.samples_per_optimizer_step) * lengths.max_prompt + responses
 
     def mean_step_tokens(self) -> float:
         """The same, on average."""

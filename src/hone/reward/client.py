@@ -188,7 +188,7 @@ class ServiceReward:
         while True:
             for result in await self._ask(call, items):
                 results[result.id] = result
-            failed = [item for item in items if _is_retryable(results[item.id])]
+            failed = [item for item in items if (error := results[item.id].error) is not None and error.retryable]
             if not failed:
                 return
             if self._settings.mode == "pointwise":  # a group without its members would be another group
@@ -244,10 +244,6 @@ def address_of(
 
 def _unsendable(group: Group, error: ValueError) -> tuple[Score, ...]:
     return all_faulty(len(group.samples), f"the row cannot be sent: {error}", Fault.DATA)
-
-
-def _is_retryable(result: ItemResult) -> bool:
-    return result.error is not None and result.error.retryable
 
 
 def _score(result: ItemResult) -> Score:

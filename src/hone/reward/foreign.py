@@ -84,8 +84,11 @@ def adapted(function: Callable[..., Any], name: str) -> RewardFunction:
         calls = form.calls(group, args)
         returned = [_attempt(function, parameters, call.offered) for call in calls]
         if any(map(inspect.isawaitable, returned)):
-            return _when_settled(form, group, calls, returned)
+            return read_settled(group, calls, returned)
         return form.read(group, calls, returned)
+
+    async def read_settled(group: Group, calls: Sequence[_ForeignCall], returned: Sequence[Any]) -> Any:
+        return form.read(group, calls, await asyncio.gather(*map(_settled, returned)))
 
     others = [p for p in parameters.values() if p.name not in form.offered and p.kind is not Parameter.VAR_POSITIONAL]
     left = [_left(parameter, form) for parameter in others]
@@ -119,10 +122,6 @@ def _attempt(function: Callable[..., Any], parameters: Mapping[str, Parameter], 
         return function(**{name: value for name, value in offered.items() if takes_all or name in parameters})
     except Exception as error:  # boundary: a user's function may raise anything
         return Score(None, Fault.INFRA, f"raised {describe(error)}")
-
-
-async def _when_settled(form: _Form, group: Group, calls: Sequence[_ForeignCall], returned: Sequence[Any]) -> Any:
-    return form.read(group, calls, await asyncio.gather(*map(_settled, returned)))
 
 
 async def _settled(returned: Any) -> Any:

@@ -158,7 +158,8 @@ class RunFolder:
         folder = cls(path)
         folder._acquire()
         try:
-            found = _contents(path)
+            left = (_LOCK, _IDENTITY + ASIDE)  # by an interrupted `open`, perhaps
+            found = sorted(child.name for child in path.iterdir() if child.name not in left)
             if found and not (path / _IDENTITY).exists() and not folder._saved_run():
                 raise RunFolderError(
                     f"{path} is not the folder of a Hone run: it holds {_some(found)}. Nothing was touched; "
@@ -193,10 +194,6 @@ class RunFolder:
         if not (path / _IDENTITY).is_file() and not cls(path)._saved_run():
             raise RunFolderError(f"{path}: there is no run here. Name the run.dir that `hone train` printed.")
         return cls(path)
-
-    def rewrite(self, run_yaml: str) -> None:
-        """Another text for run.yaml: settings were changed while the run went on."""
-        write_whole(self.run_yaml, run_yaml)
 
     def is_in_use(self) -> bool:
         """Whether a process holds the folder for a run right now."""
@@ -378,11 +375,6 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 def identity_of(run_file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """What says which run this is, in the folder and in each checkpoint."""
     return _plain({"run_file": str(run_file.absolute()), "config": config})
-
-
-def _contents(path: Path) -> list[str]:
-    """What lies in the folder besides what an interrupted `open` may leave."""
-    return sorted(child.name for child in path.iterdir() if child.name not in (_LOCK, _IDENTITY + ASIDE))
 
 
 def _some(names: list[str]) -> str:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ValidationError
 
@@ -85,25 +85,17 @@ class RewardServer:
         metrics = self._scoring.metrics
         metrics.watch(ready=lambda: self._lifecycle.phase == "ready", in_flight=lambda: self._lifecycle.in_flight)
         app = guarded_app(NAME, self._lifecycle, http, tokens, on_done=metrics.responded)
-        app.include_router(self._work_routes())
-        app.include_router(self._state_routes())
+        work = strict_router(dict.fromkeys(("items", "query"), self._settings.max_items))
+        work.post("/v1/rewards", response_model=RewardReply)(self.rewards)
+        work.post("/compute_reward")(self.compute_reward)
+        work.post("/get_reward", response_model=OpenRlhfReply)(self.get_reward)
+        work.post("/slime")(self.slime)
+        app.include_router(work)
+        app.get("/livez")(self.livez)
+        app.get("/readyz")(self.readyz)
+        app.get("/health", response_model=Health, responses={503: {"model": Health}})(self.health)
+        app.get("/metrics", response_class=PlainTextResponse)(self.prometheus)
         return app
-
-    def _work_routes(self) -> APIRouter:
-        router = strict_router(dict.fromkeys(("items", "query"), self._settings.max_items))
-        router.post("/v1/rewards", response_model=RewardReply)(self.rewards)
-        router.post("/compute_reward")(self.compute_reward)
-        router.post("/get_reward", response_model=OpenRlhfReply)(self.get_reward)
-        router.post("/slime")(self.slime)
-        return router
-
-    def _state_routes(self) -> APIRouter:
-        router = APIRouter()
-        router.get("/livez")(self.livez)
-        router.get("/readyz")(self.readyz)
-        router.get("/health", response_model=Health, responses={503: {"model": Health}})(self.health)
-        router.get("/metrics", response_class=PlainTextResponse)(self.prometheus)
-        return router
 
     # ---- work
 

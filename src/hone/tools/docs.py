@@ -67,22 +67,14 @@ def config_page() -> str:
         parts.append(f"## {f'`{section}`' if section else 'Top level'}")
         kind = schema.all_sections()[section]
         if first.setdefault(kind, section) != section:
-            other = [
-                f"`{k.name}` is {_default(k)} by default"
-                for k in keys
-                if _default(k) != _default(_twin(k, first[kind]))
-            ]
+            twins = ((k, schema.all_keys()[f"{first[kind]}.{k.name}"]) for k in keys)
+            other = [f"`{k.name}` is {_default(k)} by default" for k, twin in twins if _default(k) != _default(twin)]
             parts.append("; ".join([f"The keys of `{first[kind]}`, above", *other]) + ".")
             continue
         rows = ["| Key | Type | Unit | Default | Meaning |", "|---|---|---|---|---|"]
         rows += [_row(f"`{k.name}`", k.rule, k.unit, _default(k), k.meaning) for k in keys]
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
-
-
-def _twin(key: schema.Key, section: str) -> schema.Key:
-    """The key of the same name in another section."""
-    return schema.all_keys()[f"{section}.{key.name}"]
 
 
 def metrics_page() -> str:

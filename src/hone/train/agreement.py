@@ -24,7 +24,8 @@ from torch import Tensor
 
 from hone.errors import MemoryExhausted
 from hone.memory.gauges import Meter
-from hone.memory.ladder import Change, Ladder, OutOfMemory
+from hone.memory.ladder import Ladder, OutOfMemory
+from hone.memory.rungs import Change
 
 T = TypeVar("T")
 

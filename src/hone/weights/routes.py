@@ -57,7 +57,8 @@ class Routes:
         machine read in place, once for each of their machines. What is more: padding, buckets sent again, a copy on a
         machine without engines.
         """
-        moved = sum(part.sent_bytes * len(self._places(_engines_of(part)) | self._own_place) for part in parts)
+        always = {self.sender_machine} if self.transport == "ray" else set[str | int]()
+        moved = sum(part.sent_bytes * len(self._places([*part.held_by, *part.failed]) | always) for part in parts)
         copies = [copy for name in engines for copy in self.ranks.get(name, (0,))]
         least = parts[-1].manifest.num_bytes * (len(self._places(engines)) if self.transport == "ray" else len(copies))
         return moved / least if least else 0.0
@@ -67,11 +68,6 @@ class Routes:
         if self.transport != "ray":
             return set(engines)
         return {self.machines.get(name, self.sender_machine) for name in engines}
-
-    @property
-    def _own_place(self) -> set[str | int]:
-        """Where there is a copy in any case."""
-        return {self.sender_machine} if self.transport == "ray" else set()
 
 
 class Publisher:
@@ -119,7 +115,3 @@ class Publisher:
     def metrics(self) -> dict[str, float]:
         """Of the last publish; see `observe/metrics.py`."""
         return self._measured
-
-
-def _engines_of(part: Published) -> list[str]:
-    return [*part.held_by, *part.failed]

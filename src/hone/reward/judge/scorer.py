@@ -209,15 +209,13 @@ class JudgeReward:
         if policy == "error":
             detail = f"too long for the judge: it has room for {room} tokens of a response"
             return Case("", flags, True, Score(None, Fault.DATA, detail, metrics))
-        text = "" if policy == "min_score" else self._fitted(sample.text, room)
+        text = ""
+        if policy != "min_score":
+            text = fitted(sample.text, room, lambda text: self.counter.count(neutralise(text)), self._cut)
         if not text:
             detail = f"too long for the judge's {room} tokens"
             return Case("", flags, True, Score(0.0, Fault.MODEL, detail, metrics))
         return Case(text, flags, cut=True)
-
-    def _fitted(self, response: str, room: int) -> str:
-        neutralise = self.template.neutralise
-        return fitted(response, room, lambda text: self.counter.count(neutralise(text)), self._cut)
 
     def _cut(self, text: str, room: int) -> str:
         """Neutral before it is cut: what keeps special tokens apart costs tokens too."""
@@ -251,7 +249,10 @@ class JudgeReward:
         if self.settings.mode == "pointwise" or len(texts) < 2:
             return await self._votes_apart(row, texts, self.settings.votes)
         ballots = await asyncio.gather(*(self._ballot(row, texts, number) for number in range(self.settings.votes)))
-        return [[_nth(ballot, place) for ballot in ballots] for place in range(len(texts))]
+        return [
+            [Vote((one.scores[place],) if one.scores else None, one.failures) for one in ballots]
+            for place in range(len(texts))
+        ]
 
     async def _votes_apart(self, row: JudgeRow, texts: Sequence[str], count: int) -> list[list[Vote]]:
         """`count` votes on each response by itself."""
@@ -367,10 +368,6 @@ def _on_one_scale(windows: Sequence[Mapping[int, float]], count: int) -> tuple[f
         move = middle - window[anchor] if anchor is not None else 0.0
         scores |= {place: score + move for place, score in window.items()}
     return tuple(scores[place] for place in range(count))
-
-
-def _nth(ballot: Vote, place: int) -> Vote:
-    return Vote((ballot.scores[place],) if ballot.scores else None, ballot.failures)
 
 
 def _why_invalid(votes: Sequence[Vote]) -> str:
