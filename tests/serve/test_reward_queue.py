@@ -16,6 +16,7 @@ from hone.reward.client import ServiceReward, ServiceSettings
 from hone.reward.fingerprint import fingerprint
 from hone.reward.rewards import Component
 from hone.reward.shown import ShownPictures, picture_of
+from hone.reward.strict_json import decode_json, encode_json, plain
 from hone.reward.wire import (
     Disagreement,
     Item,
@@ -25,11 +26,8 @@ from hone.reward.wire import (
     RewardSummary,
     ServerInfo,
     component_result,
-    decode_json,
-    encode_json,
     groups_of,
     items_of,
-    plain,
     request_parts,
 )
 from hone.serve.problem import HttpProblem

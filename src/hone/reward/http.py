@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import httpx
 
 from hone.reward.response import Refused, RetryableFailure, TooLong, body_of, json_of, one_line
-from hone.reward.wire import encode_json
+from hone.reward.strict_json import encode_json
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from hone.reward.resolve import FunctionRef, Unusable, load
 from hone.reward.signature import Range, RewardFunction, all_faulty, check_scores, declared_range, overrun_score
-from hone.reward.wire import decode_json, encode_json
+from hone.reward.strict_json import decode_json, encode_json
 from hone.runtime.user_code import describe
 from hone.runtime.worker_pool import WorkerDied, WorkerPool, WorkerProcess, WorkerSession, framed, receive
 from hone.types import Fault, Group, Score

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from hone.reward.wire import decode_json
+from hone.reward.strict_json import decode_json
 from hone.runtime.user_code import DETAIL_CHARACTERS
 
 MAX_RETRY_AFTER_S = 300.0

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 from hone.errors import RewardError
 from hone.reward.http import Endpoints, Refused, Unavailable, token_from
-from hone.reward.wire import Item, ItemResult, RewardReply, RewardRequest, plain, sendable
+from hone.reward.strict_json import plain
+from hone.reward.wire import Item, ItemResult, RewardReply, RewardRequest, sendable
 
 _SERVER_SHARE = 0.9
 """Of the time of one try: the service says what it could not score while somebody still listens."""

@@ -18,7 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from hone.reward.wire import MAX_ITEMS, Item, ItemError, ItemResult, Message, decode_json, printable
+from hone.reward.strict_json import decode_json, printable
+from hone.reward.wire import MAX_ITEMS, Item, ItemError, ItemResult, Message
 from hone.serve.problem import HttpProblem
 from hone.serve.routing import OrNone
 

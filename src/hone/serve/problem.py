@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from hone.reward.wire import encode_json
+from hone.reward.strict_json import encode_json
 
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 20

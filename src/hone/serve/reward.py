@@ -23,16 +23,8 @@ from pydantic import BaseModel, ValidationError
 import hone
 from hone.config.load import Loaded
 from hone.errors import ConfigError
-from hone.reward.wire import (
-    Item,
-    ItemResult,
-    RewardReply,
-    RewardRequest,
-    RewardSummary,
-    ServerInfo,
-    decode_json,
-    encode_json,
-)
+from hone.reward.strict_json import decode_json, encode_json
+from hone.reward.wire import Item, ItemResult, RewardReply, RewardRequest, RewardSummary, ServerInfo
 from hone.serve.foreign import (
     ComputeRequest,
     OpenRlhfReply,

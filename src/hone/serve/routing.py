@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
-from hone.reward.wire import whole_characters
+from hone.reward.strict_json import whole_characters
 from hone.serve.problem import RESPONSES, HttpProblem
 
 MAX_CONTAINERS = 1 << 20

@@ -25,6 +25,7 @@ from hone.reward.judge.scorer import JudgeReward
 from hone.reward.rewards import Component, Rewards, UserFunctionScorer
 from hone.reward.shown import picture_of
 from hone.reward.signature import Range
+from hone.reward.strict_json import printable
 from hone.reward.wire import (
     ComponentResult,
     Disagreement,
@@ -35,7 +36,6 @@ from hone.reward.wire import (
     Work,
     component_result,
     groups_of,
-    printable,
 )
 from hone.serve.metrics import RewardMetrics
 from hone.serve.problem import HttpProblem

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from hone.reward.wire import encode_json
+from hone.reward.strict_json import encode_json
 from hone.rollout.engine import Token
 from hone.serve.openai import OpenAIProblem
 from hone.types import Sample

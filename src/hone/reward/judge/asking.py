@@ -24,7 +24,7 @@ from hone.reward.judge.parse import Failure, NoScores
 from hone.reward.judge.prompt import Messages
 from hone.reward.openai import ChatAnswer, ChatClient
 from hone.reward.pool import CallFailed
-from hone.reward.wire import encode_json
+from hone.reward.strict_json import encode_json
 
 ASKS = 3
 """Times that one vote is asked for, each with another seed, until it holds scores."""
