@@ -27,6 +27,7 @@ NO_TENSORS = frozenset(
         "kept by process",
         "freed memory",
         "CUDA context",
+        "CUDA graphs",
         "KV cache",
         "engine's weights",
         "reward models",
