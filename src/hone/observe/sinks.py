@@ -160,9 +160,8 @@ class TensorBoard:
 
     def write_samples(self, stage: str, step: int, rows: Sequence[Row], unix_s: float) -> None:
         """Samples of a step, as a table of the Text page."""
-        from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2, types_pb2
-
         event_pb2, summary_pb2 = _protocol_buffers()
+        tensor_pb2, tensor_shape_pb2, types_pb2 = _tensor_buffers()
         if stage not in self._files:
             self._open(stage, step, unix_s)
         shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
@@ -203,3 +202,10 @@ def _protocol_buffers() -> tuple[Any, Any]:
     from tensorboard.compat.proto import event_pb2, summary_pb2
 
     return event_pb2, summary_pb2
+
+
+def _tensor_buffers() -> tuple[Any, Any, Any]:
+    """As `_protocol_buffers`, its modules of tensors, their shapes and their types."""
+    from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2, types_pb2
+
+    return tensor_pb2, tensor_shape_pb2, types_pb2
