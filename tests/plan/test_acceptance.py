@@ -84,17 +84,19 @@ def test_a_part_has_its_time(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow("compiles kernels for many shapes, and starts a run that is killed and resumed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_tiny_shapes_meet_what_a_cpu_can():
     from hone.tools.acceptance.parts import PARTS
     from hone.tools.acceptance.setting import PartSetting
 
     setting, found = PartSetting(torch.device("cpu"), tiny=True), {}
-    for part in ("devices", "numbers", "attention", "trainer-0.6b", "decoding", "export", "run"):
+    for part in ("devices", "numbers", "attention", "kernels", "trainer-0.6b", "decoding", "export", "run"):
         for figure in PARTS[part](setting):
             line = figure.as_dict(is_gpu=False)
             assert line["holds"] is not False, line
             found[part, figure.name] = figure.value
     assert found["run", "resumed_steps"] == 4 and found["numbers", "logprob_error_float32"] < 1e-5
+    assert found["kernels", "kernels_compiled"] == 1 and found["kernels", "kernels_logprob_difference"] < 1e-5
     assert found["attention", "operators_per_layer"] > 0 < found["trainer-0.6b", "update_tokens_per_s"]
 
 

@@ -15,6 +15,7 @@ from hone.config.run import RunSection
 from hone.tools.acceptance.arithmetic import attention, devices, numbers
 from hone.tools.acceptance.decoding import decoding
 from hone.tools.acceptance.figures import Figure
+from hone.tools.acceptance.kernels import kernels
 from hone.tools.acceptance.pictures import pictures
 from hone.tools.acceptance.runs import cluster, run
 from hone.tools.acceptance.setting import PartSetting
@@ -24,6 +25,7 @@ PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "devices": devices,
     "numbers": numbers,
     "attention": attention,
+    "kernels": kernels,
     "trainer-0.6b": trainer_part("0.6b"),
     "trainer-1.7b": trainer_part("1.7b"),
     "trainer-4b": trainer_part("4b"),
