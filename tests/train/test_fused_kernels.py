@@ -10,10 +10,10 @@ import torch
 from cases import algorithm_of, gradient, make_batch, make_groups, make_model, make_trainer
 from needs import needs
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
 
 from hone.config.run import LoraSection
 from hone.model import kernels
+from hone.model.fused import swiglu
 from hone.model.kernels import use_fused_kernels
 from hone.model.logprobs import PLAIN, LogitMap, token_logprobs
 from hone.model.lora import add_adapter
@@ -128,6 +128,8 @@ class TestCompiled:
     def test_three_passes_over_a_chunk_of_logits(self, fused, entropy_grad):
         """One for the largest; then one kernel that reads the chunk once, and one that reads it once and writes its
         gradient, each in one loop over the vocabulary."""
+        from torch._inductor.utils import run_and_get_code  # imports the compiler
+
         fused("cpu")
         vocab = 4096
         options = {"entropy_grad": entropy_grad, "vocab": vocab, "dtype": torch.float32}
@@ -138,3 +140,21 @@ class TestCompiled:
         writes = [len(re.findall(rf"out_ptr\d+ \+ [^;]*{vocab}L\*x0", source)) for source in kernels]
         loops = [len(re.findall(rf"for\(int64_t \w+=[^;]*; \w+<static_cast<int64_t>\({vocab}L\)", s)) for s in kernels]
         assert (reads, writes, loops) == ([1, 1], [0, 1], [1, 1])
+
+    def test_what_is_compiled_does_not_depend_on_the_first_length(self, fused, monkeypatch):
+        """A resumed run begins with another microbatch, and must compute the same bits."""
+        hints = []
+
+        def compiled(function):
+            def backend(graph, inputs):
+                hints.append([size.node.hint for size in inputs if isinstance(size, torch.SymInt)])
+                return graph.forward
+
+            return torch.compile(function, fullgraph=True, backend=backend)
+
+        monkeypatch.setattr(kernels, "_compiled", compiled)
+        fused("cpu")
+        for tokens in (7, 300):
+            torch._dynamo.reset()
+            swiglu(torch.ones(tokens, 4))
+        assert hints[1:] == [[kernels.USUAL_ROWS]] * 2  # the first is of the compiler's trial

@@ -1,13 +1,16 @@
 """Four ranks, and one: shards, replicas of shards, and a mesh of one rank do what one process does."""
 
 import contextlib
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 from gang import Gang
 from sharded_cases import Case, trained
 from test_sharded_pair import assert_same
+from torch._dynamo.utils import counters
+
+from hone.model import kernels
 
 pytestmark = pytest.mark.slow("four ranks, each a process with torch")
 
@@ -51,8 +54,33 @@ def traced(case):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("implementation", ["hone", "transformers"])
-def test_compiled_layers_compute_the_same(pair, implementation):
+def test_compiled_layers_compute_the_same(pair):
     """In few shapes: every other one is traced anew."""
-    case = Case(compile=True, updates=2, num_groups=2, tokens_per_microbatch=60, implementation=implementation)
+    case = Case(compile=True, updates=2, num_groups=2, tokens_per_microbatch=60, implementation="transformers")
     assert_same(pair(traced, case), trained(case, alone=True))
+
+
+def fused(case):
+    """As `trained`, with fused kernels, traced and run without a compiler."""
+    compiled = kernels._compiled
+    kernels._compiled = cache(partial(torch.compile, fullgraph=True, backend="aot_eager"))
+    kernels.use_fused_kernels("cpu")
+    graphs = counters["stats"]["unique_graphs"]
+    try:
+        return trained(case), counters["stats"]["unique_graphs"] - graphs
+    finally:
+        kernels._compiled = compiled
+        kernels.use_fused_kernels(None)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case("kl_and_entropy", updates=2, checkpointing="selective"), id="shards"),
+        pytest.param(Case("kl_and_entropy", lora=True, mesh={"tensor_parallel": 2}), id="layers, adapter"),
+    ],
+)
+def test_fused_kernels_on_ranks(pair, case):
+    found, graphs = zip(*pair(fused, case), strict=True)
+    assert min(graphs) > 0
+    assert_same(found, trained(case, alone=True))

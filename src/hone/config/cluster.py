@@ -31,7 +31,7 @@ class ShardingSection(Section):
     offload: tuple[Literal["parameters", "optimizer", "reference"], ...] = key(())
     """What to keep in host memory while it is not used."""
     compile: bool = key(False)
-    """Compile each layer."""
+    """Compile each layer of a model that runs in Transformers' class; Hone's own decoder has `run.fused_kernels`."""
 
 
 class ClusterSection(Section):

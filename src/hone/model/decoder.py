@@ -183,7 +183,6 @@ class Decoder(CausalModel):
                 self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
         self.to(dtype).to_empty(device=device)
         self._compiled: Halves | None = None
-        self._compiles_training = False
         self.rope_table: Tensor
         table = rope_table(config, self.head_dim).to(dtype)
         self.register_buffer("rope_table", table if self.embed.weight.is_meta else table.to(device), persistent=False)
@@ -209,11 +208,6 @@ class Decoder(CausalModel):
             torch.compile(DecoderLayer.after_attention, dynamic=True),
         )
 
-    def compile_training(self) -> None:
-        """As `compile_inference`, for passes with gradient too."""
-        self.compile_inference()
-        self._compiles_training = True
-
     def forward(
         self, token_ids_X: Tensor, position_X: Tensor, attend: Attend, needed_W: Tensor | None = None
     ) -> Tensor:
@@ -228,7 +222,7 @@ class Decoder(CausalModel):
         cos_sin_XD = self.rope_table.index_select(0, position_X).to(x.dtype)  # a trainer may turn weights into bfloat16
         turn = rotation(*cos_sin_XD.chunk(2, dim=-1))
         has_gradient = torch.is_grad_enabled()
-        halves = None if has_gradient and not self._compiles_training else self._compiled
+        halves = None if has_gradient else self._compiled
         for number, layer in enumerate(self.layers):
             needed = needed_W if number == self.num_layers - 1 else None
             if has_gradient and is_recomputed(self.checkpointing, number):

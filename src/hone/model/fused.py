@@ -19,8 +19,6 @@ from hone.model.kernels import fused_kernel, uses_fused_kernels
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
-    if _is_traced():
-        return (x * _inverse_rms_of(x, eps)).to(x.dtype) * weight
     if _is_plain(x):
         return _scaled(x, _inverse_rms(x, eps)) * weight
     return _FusedRMSNorm.apply(x, weight, eps)
@@ -28,9 +26,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, for (X, 2 f) rows that hold gate and up side by side -> (X, f) (arXiv:2002.05202)."""
-    if _is_traced():
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
     return _gated(gate_up) if _is_plain(gate_up) else _SwiGLU.apply(gate_up)
 
 
@@ -51,8 +46,6 @@ def split_and_rotate(
     Returns:
         (X, Hq, D), (X, Hkv, D), (X, Hkv, D); v shares qkv's memory.
     """
-    if _is_traced():
-        return _split_and_rotated(qkv, rotation, heads, kv_heads, norms, eps)
     if _is_plain(qkv):
         qk = qkv[:, : heads + kv_heads]
         if norms is not None:
@@ -72,32 +65,6 @@ def _is_plain(x: Tensor) -> bool:
     """Whether neither autograd nor a fused kernel need know: nothing is kept. A fused kernel does the same with
     gradients and without, so that a policy's logprobs before an update are those in it to the bit."""
     return not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not uses_fused_kernels(x.device))
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() and torch.is_grad_enabled()
-
-
-def _inverse_rms_of(x: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-
-
-def _split_and_rotated(
-    qkv: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    heads: int,
-    kv_heads: int,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-    if norms is not None:
-        weight_HD = _weight_of_heads(*norms, heads, kv_heads)
-        qk = (qk * _inverse_rms_of(qk, eps)).to(qk.dtype) * weight_HD
-    cos, sin = rotation
-    rotated = qk * cos + qk.roll(qk.shape[-1] // 2, -1) * sin
-    return rotated[:, :heads], rotated[:, heads:], v
 
 
 class _FusedRMSNorm(torch.autograd.Function):

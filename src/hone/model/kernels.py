@@ -20,6 +20,9 @@ T = TypeVar("T")
 
 OPTIONS: dict[str, Any] = {"deterministic": True}
 """Of torch.compile: no choice among kernels by timing them, which could round otherwise after a resumption."""
+USUAL_ROWS = 4096
+"""What is compiled is made for so many rows, whatever came first: how a sum is split would depend on that otherwise,
+and a resumed run would round otherwise than one that was not interrupted."""
 MOST_VARIANTS = 64
 """Of one function, over shapes and types of all models of a process; torch's limit is 8."""
 
@@ -41,7 +44,7 @@ def use_fused_kernels(device_type: str | None) -> None:
 
 def uses_fused_kernels(device: torch.device) -> bool:
     """Whether they are on; the first time, whether the compiler works for `device`, with a warning if it does not."""
-    if device.type != _switch.device_type:
+    if _switch.device_type is None or device.type != _switch.device_type:
         return False
     if not _switch.is_tried:
         try:
@@ -69,6 +72,8 @@ def fused_kernel(function: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(function)
     def call(*rows: Tensor | None, **rest: Any) -> T:
+        if _switch.device_type is None:
+            return function(*rows, **rest)
         first = rows[0]
         assert first is not None
         if torch.compiler.is_compiling() or not len(first) or not uses_fused_kernels(first.device):
@@ -80,11 +85,12 @@ def fused_kernel(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _of_any_length(rows: Tensor | None) -> Tensor | None:
-    """The same numbers without gradient, their first size marked as one that changes."""
+    """The same numbers without gradient, their first size marked as one that changes. One row has its own kernels."""
     if rows is None:
         return None
     rows = rows.detach()
-    torch._dynamo.maybe_mark_dynamic(rows, 0)
+    if len(rows) > 1:
+        torch._dynamo.mark_dynamic(rows, 0, hint_override=USUAL_ROWS)
     return rows
 
 

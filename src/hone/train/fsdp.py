@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, Shape, divide_over_ranks
 from hone.devices import is_accelerator
+from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.model.heads import ScalarModel
@@ -115,11 +116,16 @@ def _largest(number: int, *, mesh: Mesh) -> int:
 
 
 def compile_layers(model: CausalModel | ScalarModel) -> None:
-    """Lets layers be compiled when they first compute, each kind of layer once."""
+    """Lets layers of Transformers' classes be compiled when they first compute, each kind of layer once.
+
+    Raises DataError for Hone's own decoder.
+    """
     body = model.body if isinstance(model, ScalarModel) else model
     if isinstance(body, Decoder):
-        body.compile_training()
-        return
+        raise DataError(
+            f"cluster.trainer.compile = true: {body.hf_config.model_type} runs in Hone's own decoder, where "
+            "run.fused_kernels compiles what is not a matrix product or attention. Set cluster.trainer.compile=false."
+        )
     for layer in layers_of(body):
         layer.compile(dynamic=True)
 
@@ -285,8 +291,8 @@ class ShardedAdamW(AdamW):
         return math.sqrt(float(total))
 
     def _scale_gradient(self, factor: float) -> None:
-        for _, gradient in self._gradients():
-            gradient.mul_(factor)
+        if gradients := [gradient for _, gradient in self._gradients()]:
+            torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]
 
     def _apply(self, lr: float) -> None:
         for group in self._adam.param_groups:
