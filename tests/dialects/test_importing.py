@@ -332,6 +332,15 @@ def test_a_verl_command_with_pictures_and_a_config_of_its_own():
     assert (adapter["lora.rank"], adapter["lora.start"]) == (8, "a/b") and "model.freeze" not in adapter
 
 
+def test_pictures_leave_the_trainers_layers_whole():
+    width = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4"
+    text, sees = VERL.replace("{more}", width), VERL.replace("{more}", f"{width} data.image_key=images")
+    assert settings(text)["cluster.trainer.tensor_parallel"] == 4
+    assert "cluster.trainer.tensor_parallel" not in settings(sees)
+    (line,) = (one for one in translate(read_foreign(sees, "run.sh")).keys if one.key.endswith("parallel_size"))
+    assert line.verdict.kind == "placement" and "refused with cluster.trainer.tensor_parallel = 4" in line.verdict.note
+
+
 def test_names_groups_and_tags():
     flags = "--actor.model_name_or_path a/b --logger.wandb.run_name first --logger.wandb.group seeds"
     found = settings(f"python3 -m openrlhf.cli.train_ppo_ray {flags}")

@@ -3,9 +3,11 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from pictures import prompt_with, save_picture, seeing_model
+from model_zoo import OTHERS
+from pictures import MARK, forward, picture, prompt_with, save_picture, seeing_model
 
 from hone.config.run import OptimizerSection
 from hone.data.pack import collate
@@ -102,12 +104,38 @@ def test_a_planted_fault_is_named(prompts, name):
     assert cause is not None and name in cause
 
 
-async def drawn(model, prompts):
-    engine = LocalEngine(model, decode=str, eos_ids=(), max_concurrent=16, timeout_s=120.0)
+async def drawn(model, prompts, group=4):
+    engine = LocalEngine(model, decode=str, eos_ids=(), max_concurrent=16, timeout_s=240.0)
     sampling = Sampling(6, 1.0, top_k=0, top_p=1.0, min_p=0.0, stop=(), stop_token_ids=())
-    requests = [Request(prompt, 4, sampling, seed=0, stream="train") for prompt in prompts]
+    requests = [Request(prompt, group, sampling, seed=0, stream="train") for prompt in prompts]
     try:
         with torch.no_grad():
             return await asyncio.gather(*map(engine.generate, requests))
     finally:
         await engine.close()
+
+
+@pytest.mark.slow("three passes over 32,768 tokens")
+def test_engine_trainer_and_transformers_agree_on_32k_tokens_with_pictures():
+    """Three pictures of 1,600 tokens: near the start, in the middle, and near the end."""
+    sizes = OTHERS["qwen2_5_vl"]
+    text = {**sizes["text_config"], "num_attention_heads": 1, "num_key_value_heads": 1}
+    text |= {"head_dim": 32, "num_hidden_layers": 1}
+    text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [4, 6, 6]}
+    model = seeing_model("qwen2_5_vl", sizes={**sizes, "text_config": {**text, "max_position_embeddings": 33000}})
+    ids, pictures = np.random.default_rng(0).integers(3, 30, 32768), []
+    for seed, start in enumerate((100, 16000, 31000)):
+        own = replace(picture(model, seed, 40, 40), start=start)
+        ids[start : start + own.num_tokens] = MARK
+        pictures.append(own)
+    prompt = Prompt("0", 0, "", ids, pictures=tuple(pictures))
+    passes = Passes("float32", tokens_per_microbatch=40000, logprob_chunk_tokens=512, temperature=1.0)
+    trainer = PolicyTrainer(model, passes, optimizer=OptimizerSection(), total_optimizer_steps=1)
+    (samples,) = asyncio.run(drawn(model, [prompt], group=2))
+    batch = collate([Group(prompt, samples).scored({}, (1.0, 0.0))])
+    trainer_T = trainer.logprobs(batch)
+    torch.testing.assert_close(trainer_T, batch.sampler_logprobs_T, atol=1e-4, rtol=0)
+    with torch.no_grad():
+        expected_T = forward(model, prompt, samples[0].token_ids)
+    torch.testing.assert_close(trainer_T[: len(expected_T)], expected_T, atol=1e-4, rtol=0)
+    assert model.vision is not None and model.vision.num_computed == 3

@@ -224,3 +224,5 @@ def test_an_engine_that_cannot_see_is_refused():
     other = problems(f"model.init={json.dumps({'model_type': 'internvl', **OTHERS['internvl']})}")
     assert any("internvl has a vision tower" in problem and "use=hone" in problem for problem in other)
     assert not any("has a vision tower" in problem for problem in problems())
+    divided = problems("cluster.trainer.tensor_parallel=2")
+    assert any("Set cluster.trainer.tensor_parallel=1" in problem for problem in divided)

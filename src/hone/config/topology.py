@@ -343,3 +343,15 @@ def _span(numbers: tuple[int, ...]) -> str:
     """`0-7`, or `3`."""
     first, last = numbers[0], numbers[-1]
     return str(first) if first == last else f"{first}-{last}"
+
+
+def divided_tower(model_type: str, cluster: ClusterSection) -> str:
+    """That the trainer's ranks cannot divide this model, which has a vision tower, as the section says; "" if they
+    can."""
+    for name in ("tensor_parallel", "sequence_parallel"):
+        if cluster.backend == "ray" and (value := getattr(cluster.trainer, name)) > 1:
+            return (
+                f"{model_type} has a vision tower, whose weights ranks shard but do not divide otherwise (got "
+                f"cluster.trainer.{name} = {value}). Set cluster.trainer.{name}=1, or take a text model."
+            )
+    return ""

@@ -132,7 +132,31 @@ def translate(foreign: ForeignRun, version: str | None = None) -> Imported:
         for key in foreign.environment
         if looks_secret(key.key, key.value)
     ]
-    return _with_room(Imported(foreign, version, keys, tuple(others)))
+    return _with_room(_with_whole_layers(Imported(foreign, version, keys, tuple(others))))
+
+
+_DIVIDES = ("cluster.trainer.tensor_parallel", "cluster.trainer.sequence_parallel")
+
+
+def _with_whole_layers(imported: Imported) -> Imported:
+    """Where prompts have pictures, without what divides the trainer's layers or sequences, which check refuses."""
+    settings = imported.settings()
+    if "data.image_columns" not in settings:
+        return imported
+
+    def whole(line: Line) -> Line:
+        written = line.verdict.settings
+        dropped = [key for key in _DIVIDES if key in written]
+        if not dropped:
+            return line
+        note = (
+            f"left out: a model that sees pictures is refused with {dropped[0]} = {written[dropped[0]]}; all ranks "
+            "shard its weights instead"
+        )
+        kept = {key: value for key, value in written.items() if key not in dropped}
+        return replace(line, verdict=KeyVerdict("placement", kept, note))
+
+    return replace(imported, keys=tuple(map(whole, imported.keys)), others=tuple(map(whole, imported.others)))
 
 
 _BUDGET = "train.tokens_per_microbatch"

@@ -17,7 +17,7 @@ from hone.config.rules.division import heads_divide
 from hone.config.rules.engines import ENGINE_RULES
 from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import RunConfig
-from hone.config.topology import service_devices
+from hone.config.topology import divided_tower, service_devices
 from hone.errors import DataError
 from hone.plan import cluster, local
 from hone.plan.architecture import GIB, Architecture
@@ -244,7 +244,7 @@ def _cluster_settings(inputs: Inputs, use: str) -> dict[str, Any]:
 
 def violations(inputs: Inputs, pools: Sequence[PoolPlan]) -> list[str]:
     """Every rule that is broken, as lines that name key, value and cure."""
-    found = [*_sequence_fits_the_model(inputs), *_engine_sees(inputs)]
+    found = [*_sequence_fits_the_model(inputs), *_engine_sees(inputs), *_tower_is_whole(inputs)]
     if not inputs.is_local:
         found += cluster_violations(inputs)
     engines = (engine for pool in pools for engine in (pool.engine, pool.judge) if isinstance(engine, EnginePlan))
@@ -270,6 +270,12 @@ def _engine_sees(inputs: Inputs) -> Iterator[str]:
             f"cluster.engines.use = {engines}: models with a vision tower are sampled by Hone's own engine and vLLM. "
             "Set cluster.engines.use=hone."
         )
+
+
+def _tower_is_whole(inputs: Inputs) -> Iterator[str]:
+    tower, kind = inputs.architecture.tower, inputs.architecture.model_type
+    if tower and (divided := divided_tower(kind, inputs.config.cluster)):
+        yield divided
 
 
 def _unseen(architecture: Architecture) -> str:

@@ -38,6 +38,7 @@ from hone.config.algorithm import AlgorithmSection
 from hone.config.derived import trains_adapter
 from hone.config.engine import unseen_by_vllm
 from hone.config.run import ModelSection, RunConfig
+from hone.config.topology import divided_tower
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
 from hone.data.pack import collate
 from hone.data.picture_processors import family_of
@@ -169,13 +170,8 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
             f"model: {kind} has a vision tower, which Hone's own engine and vLLM sample from (got "
             f"cluster.engines.use = {engine}). Set cluster.engines.use=hone, or take a text model."
         )
-    for name in ("tensor_parallel", "sequence_parallel"):
-        if cluster.backend == "ray" and (value := getattr(cluster.trainer, name)) > 1:
-            return (
-                f"model: {kind} has a vision tower, whose weights ranks shard but do not divide otherwise (got "
-                f"cluster.trainer.{name} = {value}). Set cluster.trainer.{name}=1, or take a text model."
-            )
-    return ""
+    divided = divided_tower(kind, cluster)
+    return f"model: {divided}" if divided else ""
 
 
 def refused_by_tokenizer(architecture: PreTrainedConfig, tokenizer: Tokenizer) -> str:
