@@ -81,7 +81,7 @@ $(VLLM_PICTURES)/.installed: $(VLLM_STAMP) requirements-vllm-pictures.txt
 	$(VLLM_PIP) install --upgrade --require-hashes --no-deps --target $(VLLM_PICTURES) -r requirements-vllm-pictures.txt
 	@touch $@
 
-test-vllm: $(VLLM_STAMP) $(VLLM_PICTURES)/.installed  ## the tests with vLLM, in an environment of its own, about 6 minutes
+test-vllm: $(VLLM_STAMP) $(VLLM_PICTURES)/.installed  ## the tests with vLLM, in an environment of its own, about 7 minutes
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_*.py)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VLLM_PICTURES):tests/rollout/cpu_torchvision \
 	    $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_pictures*.py)

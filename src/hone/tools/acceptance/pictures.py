@@ -27,26 +27,30 @@ from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, make_trainer
 from hone.types import Group, Picture, Prompt
 
-SEEING = {
-    "model_type": "qwen2_5_vl",
-    "tie_word_embeddings": False,
-    "text_config": {
-        **{name: TINY[name] for name in ("vocab_size", "intermediate_size", "num_hidden_layers")},
-        "hidden_size": 128,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 2048,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+TEXT = {
+    **{name: TINY[name] for name in ("vocab_size", "intermediate_size", "num_hidden_layers")},
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+TOWER = {"depth": 2, "hidden_size": 128, "num_heads": 2, "intermediate_size": 128, "out_hidden_size": 128}
+ANGLES = {"rope_type": "default", "rope_theta": 1e6}
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "rope_parameters": {**ANGLES, "mrope_section": [8, 12, 12]}},
+        "vision_config": {**TOWER, "fullatt_block_indexes": [1]},
     },
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 128,
-        "num_heads": 2,
-        "intermediate_size": 128,
-        "out_hidden_size": 128,
-        "fullatt_block_indexes": [1],
+    "qwen3_vl": {
+        "text_config": {
+            **TEXT,
+            "rope_parameters": {**ANGLES, "mrope_section": [12, 10, 10], "mrope_interleaved": True},
+        },
+        "vision_config": {**TOWER, "deepstack_visual_indexes": [0]},
     },
 }
+"""Keys by model type: with positions in sections, and interleaved with features for deeper layers."""
 SEEING_MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 
 
@@ -55,9 +59,14 @@ def pictures(setting: PartSetting) -> Iterator[Figure]:
     if importlib.util.find_spec("vllm") is None:
         yield Figure("pictures", "has_vllm", 0.0, note="vLLM is not installed: nothing was run")
         return
+    for kind in SEEING:
+        yield from _compared(setting, kind)
+
+
+def _compared(setting: PartSetting, kind: str) -> Iterator[Figure]:
     precision = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
     with TemporaryDirectory(prefix="hone-gpu-") as name:
-        model = saved_seeing_model(Path(name), setting.device)
+        model = saved_seeing_model(Path(name), kind, setting.device)
         trainer = make_trainer(model, precision, 4096)
         place = VllmPlace(
             Path(name),
@@ -72,17 +81,17 @@ def pictures(setting: PartSetting) -> Iterator[Figure]:
         gaps_T = (trainer.logprobs(batch).cpu() - batch.sampler_logprobs_T).abs()
         lengths = [sum(len(sample.token_ids) for sample in group.samples) for group in groups]
         for group, gaps in zip(groups, gaps_T.split(lengths), strict=True):
-            case = f"{len(group.prompt.pictures)} pictures, vllm, {precision}"
+            case = f"{kind}, {len(group.prompt.pictures)} pictures, vllm, {precision}"
             yield Figure("pictures", "gate_gap", float(gaps.mean()), case)
 
 
-def saved_seeing_model(folder: Path, device: torch.device) -> TransformersModel:
+def saved_seeing_model(folder: Path, kind: str, device: torch.device) -> TransformersModel:
     """A random vision-language model, and its directory with what vLLM reads beside the weights."""
     tokenizer = character_tokenizer("0123456789")
     tokenizer.add_special_tokens({"additional_special_tokens": list(SEEING_MARKS)})
     ids = [tokenizer.convert_tokens_to_ids(mark) for mark in SEEING_MARKS]
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
-    keys = {**SEEING, **dict(zip(names, ids, strict=True))}
+    keys = {"model_type": kind, "tie_word_embeddings": False, **SEEING[kind], **dict(zip(names, ids, strict=True))}
     model = init_model(keys, vocab_size=None, seed=0, dtype=torch.float32, device=device)
     assert isinstance(model, TransformersModel)
     for _, weight in model.named_weights():
