@@ -247,7 +247,9 @@ def deviations():
     values = torch.arange(tokens, dtype=torch.float64)
     ratio = whiten(values, values * 0 + 1)[-1] / ((values - values.mean()) / values.std(correction=0))[-1]
     yield f"makes no difference: {1 / ratio:.4f} in {tokens:,} tokens"
-    yield f"To either deviation {STD_FLOOR:.0e} is added; verl adds {1e-8:.0e} to the variance"
+    yield f"To either deviation `std_floor` is added, {STD_FLOOR:.0e} by default"
+    assert AlgorithmSection().std_floor == STD_FLOOR
+    yield f"TRL adds {1e-4:.0e}. verl adds {1e-8:.0e} to the variance"
 
 
 def outliers():
@@ -280,8 +282,11 @@ def overlong():
 
 
 def estimators():
-    at = {d: [float(entry.function(float64(d))) for entry in KL.values()] for d in (0.5, -1.0)}
-    assert list(KL) == ["k1", "k2", "k3", "abs"]
+    at = {
+        d: [float(entry.function(float64(d))) for name, entry in KL.items() if name != "weighted_k3"]
+        for d in (0.5, -1.0)
+    }
+    assert list(KL) == ["k1", "k2", "k3", "abs", "weighted_k3"]
     for d, values in at.items():
         *some, last = (f"{round(value, 5):g}" for value in values)
         yield f"d = {d:g} gives {', '.join(some)} and {last}"
@@ -321,7 +326,7 @@ SAID = {
     "KL": estimators,
     "Off-policy correction": correction,
 }
-NAMES = re.compile(r"\bk[123]\b|\|.*\|")
+NAMES = re.compile(r"\b(?:weighted_)?k[123]\b|\|.*\|")
 """What has a digit and is no number: estimators, and tables, which are made from the code."""
 
 

@@ -199,6 +199,10 @@ BROKEN = [
     ({"critic__path": "a/b"}, "critic.path: = a/b, but only algorithm.credit = gae in stage rl has a critic"),
     ({"algorithm__credit": "gae", "critic__warmup_updates": "100"}, "must be below run.steps = 100 (got 100)"),
     ({"algorithm": "{kl_loss_coef: 0.1, kl_estimator: k1}"}, "algorithm.kl_estimator: = k1 has no gradient on average"),
+    (
+        {"algorithm": "{kl_estimator: weighted_k3, kl_reward_coef: 1}"},
+        "algorithm.kl_estimator: = weighted_k3 is the KL",
+    ),
     ({"algorithm__kl_target": "0.1"}, "algorithm.kl_target: steers one KL coefficient"),
     ({"algorithm": "{kl_loss_coef: 1, kl_reward_coef: 1}"}, "algorithm.kl_loss_coef: is set, and kl_reward_coef too"),
     (

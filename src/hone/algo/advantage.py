@@ -19,7 +19,8 @@ from torch import Tensor
 from hone.algo.registry import Entry
 from hone.algo.segments import segment_mean, segment_range, segment_sum
 
-STD_FLOOR = 1e-6  # in reward units; keeps a nearly equal group from exploding, as published
+STD_FLOOR = 1e-6
+"""Default of `algorithm.std_floor`, in reward units: keeps a nearly equal group from exploding, as published."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Outcomes:
     """(num_groups,) shaped reward of the greedy sample, NaN where unscored; only where the row needs it."""
     gamma: float = 1.0
     gae_lambda: float = 1.0
+    std_floor: float = STD_FLOOR
+    """Added to a standard deviation before it divides."""
 
 
 def group_mean(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
@@ -68,13 +71,13 @@ def group_mean(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
     return (known_S - mean_N[group_S]) * scored_S * speaks_S
 
 
-def group_norm(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
-    """Advantage in standard deviations of the group: (R - mean) / (std + 1e-6) (GRPO, arXiv:2402.03300).
+def group_norm(reward_S: Tensor, group_S: Tensor, num_groups: int, std_floor: float = STD_FLOOR) -> Tensor:
+    """Advantage in standard deviations of the group: (R - mean) / (std + std_floor) (GRPO, arXiv:2402.03300).
 
     Weights groups with little spread more than `group_mean` does. Arguments as there; (S,), dimensionless.
     """
     deviation_S = group_mean(reward_S, group_S, num_groups)
-    return deviation_S / (_std(deviation_S, reward_S, group_S, num_groups) + STD_FLOOR)[group_S]
+    return deviation_S / (_std(deviation_S, reward_S, group_S, num_groups) + std_floor)[group_S]
 
 
 def leave_one_out(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
@@ -83,7 +86,7 @@ def leave_one_out(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
     return group_mean(reward_S, group_S, num_groups) * (count_N / (count_N - 1).clamp(min=1))[group_S]
 
 
-def best_of_group(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
+def best_of_group(reward_S: Tensor, group_S: Tensor, num_groups: int, std_floor: float = STD_FLOOR) -> Tensor:
     """(best - second best) / std for the best sample, 0 for the rest: credit for pass@k (arXiv:2503.19595).
 
     Samples that share the best reward have no margin, and get 0. Arguments as `group_mean`; (S,), dimensionless.
@@ -97,7 +100,7 @@ def best_of_group(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
     deviation_S = group_mean(reward_S, group_S, num_groups)
     spread_S = _std(deviation_S, reward_S, group_S, num_groups)[group_S]
     speaks = spread_S[best] > 0  # so there are two scored samples, and they are the last two of their group
-    margin = torch.where(speaks, (reward_S[best] - reward_S[second]) / (spread_S[best] + STD_FLOOR), 0.0)
+    margin = torch.where(speaks, (reward_S[best] - reward_S[second]) / (spread_S[best] + std_floor), 0.0)
     return torch.zeros_like(reward_S).index_put((best,), margin)
 
 
@@ -126,8 +129,8 @@ def by_component(outcomes: Outcomes) -> Tensor:
     total_S = torch.zeros_like(o.reward_S)
     for score_S, weight in zip(o.scores_CS.to(o.reward_S.dtype), o.weight_C, strict=True):
         known_S = torch.where(scored_S, score_S, torch.nan)
-        total_S = total_S + weight * group_norm(known_S, o.group_S, o.num_groups)
-    return whiten(total_S, scored_S.to(total_S.dtype))
+        total_S = total_S + weight * group_norm(known_S, o.group_S, o.num_groups, o.std_floor)
+    return whiten(total_S, scored_S.to(total_S.dtype), o.std_floor)
 
 
 def over_greedy(outcomes: Outcomes) -> Tensor:
@@ -145,7 +148,7 @@ def spread(earned_S: Tensor, outcomes: Outcomes) -> Tensor:
     return discounted_returns(reward_T, o.sample_T, o.loss_mask_T, gamma=o.gamma).to(earned_S.dtype)
 
 
-def whiten(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
+def whiten(advantages_T: Tensor, mask_T: Tensor, std_floor: float = STD_FLOOR) -> Tensor:
     """(T,) advantages with mean 0 and unbiased std 1 over the unmasked tokens of the whole batch; 0 elsewhere.
 
     In float64: the rounding of a float32 mean, divided by the std of equal advantages, would look like credit.
@@ -154,20 +157,20 @@ def whiten(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     count = weight_T.sum()
     centred_T = (known_T - (known_T * weight_T).sum() / count.clamp(min=1)) * weight_T
     variance = centred_T.square().sum() / (count - 1).clamp(min=1)
-    return (centred_T / (variance.sqrt() + STD_FLOOR)).to(advantages_T.dtype)
+    return (centred_T / (variance.sqrt() + std_floor)).to(advantages_T.dtype)
 
 
 def group_mean_whitened(outcomes: Outcomes) -> Tensor:
     """R - group mean, then whitened over the tokens of the batch (REINFORCE++ baseline, arXiv:2501.03262). (T,)."""
     o = outcomes
-    return whiten(spread(group_mean(o.reward_S, o.group_S, o.num_groups), o), o.loss_mask_T)
+    return whiten(spread(group_mean(o.reward_S, o.group_S, o.num_groups), o), o.loss_mask_T, o.std_floor)
 
 
 def whitened_return(outcomes: Outcomes) -> Tensor:
     """Discounted return of the token rewards, whitened over the batch (REINFORCE++, arXiv:2501.03262). (T,)."""
     o = outcomes
     return_T = discounted_returns(_rewards_of_tokens(o), o.sample_T, o.loss_mask_T, gamma=o.gamma)
-    return whiten(return_T.to(o.reward_S.dtype), o.loss_mask_T)
+    return whiten(return_T.to(o.reward_S.dtype), o.loss_mask_T, o.std_floor)
 
 
 def critic_advantage(outcomes: Outcomes) -> Tensor:
@@ -188,7 +191,7 @@ def _rewards_of_tokens(o: Outcomes) -> Tensor:
 
 def whitened_gae(outcomes: Outcomes) -> Tensor:
     """`critic_advantage`, whitened over the batch (PPO, arXiv:1707.06347). (T,)."""
-    return whiten(critic_advantage(outcomes), outcomes.loss_mask_T)
+    return whiten(critic_advantage(outcomes), outcomes.loss_mask_T, outcomes.std_floor)
 
 
 def _std(deviation_S: Tensor, reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
@@ -205,10 +208,15 @@ def _among_siblings(function: Callable[[Tensor, Tensor, int], Tensor]) -> Credit
     return lambda o: spread(function(o.reward_S, o.group_S, o.num_groups), o)
 
 
+def _in_deviations(function: Callable[[Tensor, Tensor, int, float], Tensor]) -> CreditFunction:
+    """As `_among_siblings`, of a function that divides by the group's standard deviation."""
+    return lambda o: spread(function(o.reward_S, o.group_S, o.num_groups, o.std_floor), o)
+
+
 SIBLINGS = frozenset({"siblings"})
 CREDIT: dict[str, Entry[CreditFunction]] = {
     "group_norm": Entry(
-        _among_siblings(group_norm), "(R - mean) / (std + 1e-6) in the group", "arXiv:2402.03300", SIBLINGS
+        _in_deviations(group_norm), "(R - mean) / (std + std_floor) in the group", "arXiv:2402.03300", SIBLINGS
     ),
     "group_mean": Entry(_among_siblings(group_mean), "R - mean in the group", "arXiv:2503.20783", SIBLINGS),
     "leave_one_out": Entry(_among_siblings(leave_one_out), "R - mean of the siblings", "arXiv:2402.14740", SIBLINGS),
@@ -222,11 +230,11 @@ CREDIT: dict[str, Entry[CreditFunction]] = {
         SIBLINGS,
     ),
     "best_of_group": Entry(
-        _among_siblings(best_of_group), "(best - second best) / std for the best", "arXiv:2503.19595", SIBLINGS
+        _in_deviations(best_of_group), "(best - second best) / std for the best", "arXiv:2503.19595", SIBLINGS
     ),
     "gdpo": Entry(
         lambda o: spread(by_component(o), o),
-        "sum over components of weight (score - mean) / (std + 1e-6) in the group, normalised over the batch's samples",
+        "sum over components of weight (score - mean) / (std + std_floor) in the group, normalised over the batch",
         "arXiv:2601.05242",
         frozenset({"siblings", "scores"}),
     ),

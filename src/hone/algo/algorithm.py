@@ -201,6 +201,7 @@ class Algorithm:
             greedy_reward_N=self._shaping.of_greedy(batch),
             gamma=self.section.gamma,
             gae_lambda=self.section.gae_lambda,
+            std_floor=self.section.std_floor,
         )
         advantages_T, bound_metrics = self._bounded(self._credit.function(outcomes) * batch.loss_mask_T, batch)
         metrics |= bound_metrics
@@ -365,7 +366,7 @@ class Algorithm:
         if section.kl_loss_coef:
             assert tokens.ref_logprobs_T is not None, "the row has a KL term but the batch no ref_logprobs_T"
             kl_T, kl_clipped_T = self._kl_of(tokens.logprobs_T, tokens.ref_logprobs_T)
-            loss_T = loss_T + self.kl_coef * kl_T
+            loss_T = loss_T + self.kl_coef * (kl_T * ratio_T if section.kl_estimator == "weighted_k3" else kl_T)
         if entropy_coef := self.entropy_coef:
             loss_T = loss_T - entropy_coef * tokens.entropy_T
         loss = (weight_T * loss_T).sum()

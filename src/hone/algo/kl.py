@@ -42,4 +42,5 @@ KL: dict[str, Entry[Callable[[Tensor], Tensor]]] = {
     "k2": Entry(k2, "d^2 / 2", needs=frozenset({"ref_logprobs"})),
     "k3": Entry(k3, "exp(-d) - 1 + d", "arXiv:2402.03300", needs=frozenset({"ref_logprobs"})),
     "abs": Entry(absolute, "|d|", needs=frozenset({"ref_logprobs"})),
+    "weighted_k3": Entry(k3, "rho (exp(-d) - 1 + d)", "arXiv:2512.02556", needs=frozenset({"ref_logprobs"})),
 }

@@ -26,6 +26,8 @@ class AlgorithmSection(Section):
     """Discount factor per sampled token; environment tokens do not count as steps."""
     gae_lambda: float = key(0.95, unit="per token", ge=0, le=1)
     """With `credit: gae`: 0 is one-step temporal difference, 1 the full return."""
+    std_floor: float = key(1e-6, gt=0)
+    """Added to the standard deviation of rewards, or of advantages, before it divides."""
     ratio: Literal["token", "sequence", "none"] = key("token")
     """Level of the policy ratio: per token, or geometric mean over the sequence."""
     clip: Literal["ppo", "cispo", "geo_mean", "sapo", "clip_cov", "kl_cov", "tv_mask", "none"] = key("ppo")
@@ -87,7 +89,7 @@ class AlgorithmSection(Section):
     """Coefficient of the KL to the frozen reference in the loss; 0: no reference needed."""
     kl_reward_coef: float = key(0.0, unit="reward per nat", ge=0)
     """Coefficient of each token's KL to the frozen reference in its reward; 0: no reference needed."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = key("k3")
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "weighted_k3"] = key("k3")
     """Per-token KL estimator; k1 has zero expected gradient in a loss and is refused there."""
     kl_clip: float | None = key(10.0, unit="nats", gt=0)
     """Clips each token's KL estimate to +- this, in loss and reward; null: off."""

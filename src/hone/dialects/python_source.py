@@ -21,6 +21,8 @@ _TRAINER_ARGUMENTS = {
     "tools": "tools",
     "rollout_func": "rollout_func",
 }
+_OF_DATASET = ("path", "name", "split", "data_files", "data_dir")
+"""Of what `load_dataset` takes, what says which rows."""
 _ADAPTER = {"r": "lora_r", "target_modules": "lora_target_modules"}
 _RL = ("GRPO", "RLOO", "AsyncGRPO")
 
@@ -208,11 +210,8 @@ class _Names:
             )
         if isinstance(node, ast.Call) and _called(node) == "load_dataset" and node.args:
             given = {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
-            name = self.value(node.args[0])
-            if name in ("json", "csv", "parquet") and "data_files" in given:
-                name = given["data_files"]
-            config = self.value(node.args[1]) if len(node.args) > 1 else given.get("name")
-            return {"path": name, "config": config, "split": given.get("split", "train")}
+            names = dict(zip(("path", "name"), map(self.value, node.args), strict=False))
+            return {"split": "train"} | {key: given[key] for key in _OF_DATASET if key in given} | names
         return hole(_text(node))
 
 

@@ -23,6 +23,7 @@ CUT = "samples from a cut distribution, while the ratio is taken with the whole 
 RUNTIME = "environment of the job: set it where `hone train` is started"
 SHUFFLED = "samples of an update are always shuffled over its optimizer steps, by `seed`"
 AS_READ = "rows are tokenised as they are read"
+WARM_UP = "optimizer steps; one step ahead of the tool's, whose first step has a learning rate of 0"
 CONSTANT = "unused by a constant schedule"
 NO_CRITIC = "no critic with this estimator"
 NO_K1 = "k1 has no gradient on average in a loss; nearest: k2 or k3"

@@ -78,13 +78,16 @@ def _consistent(settings: dict[str, Any]) -> dict[str, Any]:
         kept.pop("run.epochs", None)
     if not kept.get("lora.rank"):
         kept = {key: value for key, value in kept.items() if not key.startswith("lora.")}
+    if kept.get("algorithm.credit", "group_norm") not in ("group_norm", "gdpo"):
+        kept.pop("algorithm.std_floor", None)
     if kept.get("algorithm.credit", "group_norm") != "gae":
         kept = {key: value for key, value in kept.items() if not key.startswith("critic.")}
     if kept.get("algorithm.clip") not in (None, "ppo", "clip_cov", "tv_mask"):
         kept.pop("algorithm.dual_clip", None)
     if not kept.get("algorithm.kl_loss_coef") and not kept.get("algorithm.kl_reward_coef"):
-        for name in ("kl_estimator", "kl_target", "kl_horizon_samples", "reference_refresh_every"):
-            kept.pop(f"algorithm.{name}", None)
+        for name in ("estimator", "clip", "target", "horizon_samples"):
+            kept.pop(f"algorithm.kl_{name}", None)
+        kept.pop("algorithm.reference_refresh_every", None)
     if kept.get("algorithm.ratio") == "none":
         for name in ("clip_low", "clip_high", "dual_clip", "correction", "correction_low", "correction_high"):
             kept.pop(f"algorithm.{name}", None)

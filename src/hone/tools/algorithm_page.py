@@ -69,7 +69,9 @@ V_old, +-value_clip) - target)^2), weighted as the row weighs tokens. V_t is of 
 _KL = """\
 d = 0.5 gives 0.5, 0.125, 0.10653 and 0.5; d = -1 gives -1, 0.5, 0.71828 and 1. In loss and reward each token's
 estimate is kept within +-`kl_clip`, 10 by default, so that one token cannot outweigh all others: at d = -15, k3 is
-3,269,001. A bounded token has no gradient from the KL; `train/kl_clipped_frac` counts them. With `kl_target` the one
+3,269,001. A bounded token has no gradient from the KL; `train/kl_clipped_frac` counts them.
+`weighted_k3`, in the loss alone, is k3 times the ratio: its expected gradient is that of the KL, also on samples of an
+earlier policy. With `kl_target` the one
 coefficient that is set follows
 
     coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples of the update / kl_horizon_samples
@@ -184,7 +186,8 @@ expected gradient; with normalisation by the group's deviation theirs divides th
 
 One right answer of eight has an advantage of 2.47 with `group_norm`; with the biased deviation (over n, not n - 1) it
 would be 2.65. Whitening does the same over the tokens of the update, where it makes no difference: 1.0001 in 4,096
-tokens. To either deviation 1e-06 is added; verl adds 1e-08 to the variance when it whitens.
+tokens. To either deviation `std_floor` is added, 1e-06 by default; TRL adds 1e-04. verl adds 1e-08 to the variance when
+it whitens.
 
 ### Clip-Cov decides by the batch alone
 

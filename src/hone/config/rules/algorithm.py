@@ -108,6 +108,12 @@ def kl_has_a_gradient(config: RunConfig) -> Iterator[Breach]:
             "= k1 has no gradient on average in a loss: it would only add noise. Take k2 or k3, or put the KL into the "
             "reward with algorithm.kl_reward_coef",
         )
+    if algorithm.kl_estimator == "weighted_k3" and (algorithm.ratio == "none" or algorithm.kl_reward_coef > 0):
+        yield Breach(
+            ("algorithm.kl_estimator", "algorithm.ratio", "algorithm.kl_reward_coef"),
+            f"= weighted_k3 is the KL in the loss times the policy ratio (got ratio = {algorithm.ratio}, "
+            f"kl_reward_coef = {algorithm.kl_reward_coef:g}). Take k3",
+        )
 
 
 def kl_control_has_one_coefficient(config: RunConfig) -> Iterator[Breach]:

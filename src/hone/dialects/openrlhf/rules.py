@@ -252,6 +252,8 @@ def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
         yield "precision", default({"run.precision": "bfloat16"}, "the tool computes in bfloat16")
     if not any(job.values.get(key) for key in REWARDS):
         yield "reward", unknown("the command names no reward: set reward.components")
+    if job.get("algo.advantage.estimator") == "group_norm":
+        yield "std_floor", default({"algorithm.std_floor": 1e-9}, "OpenRLHF adds 1e-9 to the standard deviation")
     yield "cluster.engines.use", shared.VLLM
     yield from _placed(job)
 

@@ -145,7 +145,11 @@ ALGORITHM: dict[str, Row] = {
     "entropy_coef_min": _adaptive(missing("the smallest coefficient is 0", off=(0, None))),
     "sync_ref_model": by(rules.reference, "algorithm.reference_refresh_every"),
     **each("ref_model_sync_steps ref_model_mixup_alpha", automatic("part of sync_ref_model")),
-    "use_bias_correction_kl": automatic("only differs with several optimizer steps per batch"),
+    "use_bias_correction_kl": when(
+        lambda job: number(job.get("beta", 0.0)) > 0 and not rules.is_rloo(job),
+        "unused: no KL in the loss",
+        to("algorithm.kl_estimator", lambda value: "weighted_k3" if truth(value) else None, "k3 times the ratio"),
+    ),
     "off_policy_mask_threshold": missing(
         "masks by divergence; nearest: algorithm.correction = icepop", "algorithm.correction"
     ),
@@ -177,7 +181,7 @@ TRAINER: dict[str, Row] = {
     "max_grad_norm": to(f"{OPTIMIZER}.grad_clip", number),
     "optim": by(rules.optimizer, f"{OPTIMIZER}.lr"),
     "optim_args": missing("the optimizer is AdamW", f"{OPTIMIZER}.lr"),
-    "bf16": by(lambda job, v: put({"run.precision": "bfloat16"} if v is None or truth(v) else {}), "run.precision"),
+    "bf16": by(rules.precision, "run.precision"),
     "fp16": missing("nearest: bf16", "run.precision"),
     "tf32": automatic("matrix products follow run.precision"),
     "gradient_checkpointing": shared.checkpointing(),
@@ -231,6 +235,7 @@ ROWS: dict[str, Row] = {**MODEL, **DATA, **SAMPLING, **BATCH, **ALGORITHM, **REW
 WRITTEN = (
     *("max_prompt_length", "max_completion_length", "num_generations", "per_device_train_batch_size"),
     *("num_train_epochs", "learning_rate", "lr_scheduler_type", "adam_beta2", "beta", "epsilon", "loss_type"),
+    "use_bias_correction_kl",
     *("scale_rewards", "vllm_importance_sampling_correction", "save_steps", "seed", "gradient_checkpointing", "bf16"),
 )
 

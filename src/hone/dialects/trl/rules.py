@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 from hone.dialects import shared
@@ -217,14 +218,14 @@ def schedule(job: ForeignJob, value: Any) -> KeyVerdict:
 def warmup(job: ForeignJob, value: Any) -> KeyVerdict:
     steps = number(value or 0)
     if 0 < steps < 1:
-        return put({f"{OPTIMIZER}.warmup_frac": steps}, "of the optimizer steps")
-    return put({f"{OPTIMIZER}.warmup_steps": whole(steps)} if steps else {}, "optimizer steps")
+        return put({f"{OPTIMIZER}.warmup_frac": steps}, f"share of the {shared.WARM_UP}")
+    return put({f"{OPTIMIZER}.warmup_steps": whole(steps)} if steps else {}, shared.WARM_UP if steps else "")
 
 
 def warmup_ratio(job: ForeignJob, value: Any) -> KeyVerdict:
     if not value or number(job.get("warmup_steps", 0) or 0) > 0:
         return nothing("none, or warmup_steps wins")
-    return put({f"{OPTIMIZER}.warmup_frac": number(value)}, "of the optimizer steps")
+    return put({f"{OPTIMIZER}.warmup_frac": number(value)}, f"share of the {shared.WARM_UP}")
 
 
 def betas(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -241,22 +242,25 @@ def optimizer(job: ForeignJob, value: Any) -> KeyVerdict:
 # ---- models, data, rewards
 
 
+def precision(job: ForeignJob, value: Any) -> KeyVerdict:
+    """bf16 is on where nothing is said; without it arithmetic has the type of the weights."""
+    loaded = job.get("model_init_kwargs")
+    of_weights = [job.get("dtype"), job.get("torch_dtype"), *(loaded.values() if isinstance(loaded, dict) else ())]
+    is_bf16 = value is None or truth(value) or any("bfloat16" in str(name) for name in of_weights)
+    return put({"run.precision": "bfloat16" if is_bf16 else "float32"})
+
+
+READERS = ("json", "csv", "parquet")
+"""Names that `load_dataset` has for a format, whose files are then in `data_files`."""
+
+
 def dataset(key: str, split: str) -> Row:
     """A name, or what `load_dataset` is called with in a Python file."""
 
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
         if not isinstance(value, dict):
-            config = job.get("dataset_config")
-            return put({} if value is None else {key: f"{value}:{config}" if config else str(value)})
-        path = value.get("path")
-        if isinstance(path, list):
-            return put({key: path[0] if len(path) == 1 else path})
-        name, _, rows = str(value.get("split", "train")).partition("[")
-        config = value.get("config")
-        settings = {key: str(path) if config is None else f"{path}:{config}", split: name}
-        if rows and not re.fullmatch(r":\d+\]", rows):
-            return refused(f"a share of a split ({value['split']}): give rows in {key}_rows")
-        return put(settings | ({f"{key}_rows": f"0{rows[:-1]}"} if rows else {}))
+            value = {"path": value, "name": job.get("dataset_config"), "split": None}
+        return put({}) if value["path"] is None else _sources([value], key, split)
 
     return by(read, key)
 
@@ -267,16 +271,35 @@ def mixture(job: ForeignJob, value: Any) -> KeyVerdict:
         return nothing("none")
     if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("path") for one in value):
         return refused("each entry must have a path")
-    if files := [name for one in value for name in ("data_dir", "data_files") if one.get(name)]:
-        return refused(f"{files[0]}: name the files in data.train")
-    splits = {str(one.get("split", "train")) for one in value}
-    if ranges := sorted(split for split in splits if "[" in split):
-        return refused(f"a share of a split ({ranges[0]}): data.train_rows cuts all together; nearest: the whole split")
-    paths = [f"{one['path']}:{one['name']}" if one.get("name") else str(one["path"]) for one in value]
-    if len(splits) == 1:
-        return put({"data.train": paths[0] if len(paths) == 1 else paths, "data.train_split": splits.pop()})
-    entries = zip(paths, value, strict=True)
-    return put({"data.train": [{"path": path, "split": str(one.get("split", "train"))} for path, one in entries]})
+    return _sources(value, "data.train", "data.train_split")
+
+
+def _sources(entries: list[dict[str, Any]], key: str, split_key: str) -> KeyVerdict:
+    """Entries of what `load_dataset` takes: `path`, `name`, `data_files`, `data_dir` and `split`."""
+    paths: list[tuple[str, str | None]] = []
+    rows = ""
+    for one in entries:
+        if one.get("data_dir"):
+            return refused(f"data_dir: name the files in {key}")
+        split, _, rows = str(one.get("split", "train") or "").partition("[")
+        if rows and (len(entries) > 1 or not re.fullmatch(r":\d+\]", rows)):
+            return refused(f"a share of a split ({one['split']}): give rows in {key}_rows; nearest: the whole split")
+        files = one.get("data_files")
+        if isinstance(files, dict):
+            files = files.get(split)
+        if one["path"] in READERS and files:
+            paths += [(str(file), None) for file in (files if isinstance(files, list) else [files])]
+        elif files:
+            return refused(f"files of a data set on the hub ({files}): name the files in {key}")
+        else:
+            paths.append((f"{one['path']}:{one['name']}" if one.get("name") else str(one["path"]), split or None))
+    splits = {split for _, split in paths} - {None}
+    if len(splits) > 1:
+        return put({key: [{"path": path} | ({"split": split} if split else {}) for path, split in paths]})
+    settings: dict[str, Any] = {key: paths[0][0] if len(paths) == 1 else [path for path, _ in paths]}
+    if splits:
+        settings[split_key] = splits.pop()
+    return put(settings | ({f"{key}_rows": f"0{rows[:-1]}"} if rows else {}))
 
 
 def rewards(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -301,14 +324,22 @@ def _component(item: str) -> dict[str, Any] | KeyVerdict:
         return refused("algorithm.overlong_buffer_frac and overlong_penalty are this reward")
     if name in REWARDS and ".py:" not in item:
         return {"use": REWARDS[name]}
-    if ":" in item:
-        return {"use": item}
-    if "/" in item:
-        return {"use": "reward_model", "args": {"path": item}}
     if re.fullmatch(r"[\w.]+\.\w+", item):
         module, _, function = item.rpartition(".")
-        return {"use": f"{module}:{function}"}
+        item = f"{module}:{function}"
+    if ":" in item:
+        return {"use": _beside(item)}
+    if "/" in item:
+        return {"use": "reward_model", "args": {"path": item}}
     return refused(f"{item}: name your function as file.py:{item} in reward.components")
+
+
+def _beside(place: str) -> str:
+    """`package.module:function`, or `package/module.py:function` where no such package is installed here."""
+    module, _, function = place.partition(":")
+    if module.endswith(".py") or find_spec(module.partition(".")[0]):
+        return place
+    return f"{module.replace('.', '/')}.py:{function}"
 
 
 def reports(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -370,6 +401,9 @@ RLOO = {"algorithm.credit": "leave_one_out", "algorithm.aggregate": "fixed_lengt
 def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
     if is_rloo(job):
         yield "RLOO", default(RLOO, "each sample against its siblings; the ratio is the sequence's")
+    else:
+        yield "std_floor", default({"algorithm.std_floor": 1e-4}, "TRL adds 1e-4 to the standard deviation")
+    yield "kl_clip", default({"algorithm.kl_clip": None}, "TRL's KL of a token has no bound")
     for keys, why in IN_THE_CALL.items():
         if not any(job.given(key) for key in keys):
             yield keys[0], unknown(why)
