@@ -213,7 +213,7 @@ trainer.train()
     assert found["train.optimizer.lr"] == 2e-6 and found["rollout.group_size"] == 8
     assert found["data.train"] == "trl-lib/tldr" and found["data.train_rows"] == "0:500"
     assert found["model.path"] == "Qwen/Qwen3-0.6B"
-    assert found["reward.components"] == [{"use": "grpo.py:short", "weight": 0.5}]
+    assert found["reward.components"] == [{"use": "grpo_rewards.py:short", "weight": 0.5}]
     assert [line.key for line in one.gaps] == ["max_completion_length"]
     assert not (tmp_path / "witness").exists()
 

@@ -56,10 +56,16 @@ def import_command(
         raise typer.BadParameter(f"must be one of {', '.join(TOOLS)} (got {tool})", param_hint="--from")
     if to is not None and to.exists():
         raise typer.BadParameter(f"{to} exists. Name another file, or remove it", param_hint="--to")
-    imported = translate(read_foreign(_text(file), file.name if str(file) != "-" else "stdin", _tool(tool)), version)
+    source = file.name if str(file) != "-" else "stdin"
+    imported = translate(read_foreign(_text(file), source, _tool(tool), lambda path: _script(file, path)), version)
     text = run_file_of(imported)
     if to is not None:
-        write_whole(to, text)
+        files = {to.with_name(name): content for name, content in imported.foreign.files.items()}
+        for path in files:
+            if path.exists():
+                raise typer.BadParameter(f"{path}, for the reward functions, exists. Remove it", param_hint="--to")
+        for path, content in {to: text, **files}.items():
+            write_whole(path, content)
     if as_json:
         written = {"run_file": str(to) if to else None, "text": text}
         typer.echo(json.dumps(imported.as_dict() | written, indent=2, default=str))
@@ -76,6 +82,14 @@ def exit_code(imported: Imported) -> int:
 
 def _tool(name: str | None) -> Tool | None:
     return next((tool for tool in TOOLS if tool == name), None)
+
+
+def _script(file: Path, path: str) -> str | None:
+    """A script that a command names, from here or from the folder of its file."""
+    for folder in (Path(), file.parent):
+        if (found := folder / path).is_file() and found.stat().st_size <= MAX_BYTES:
+            return _text(found)
+    return None
 
 
 def _text(file: Path) -> str:

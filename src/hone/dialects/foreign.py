@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,6 +58,10 @@ class ForeignRun:
     """Environment variables that the script sets."""
     notes: tuple[str, ...] = field(default=())
     services: tuple[ForeignService, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Files to be written beside the run file: name -> text."""
+    script_arguments: frozenset[str] = frozenset()
+    """Arguments that a script defines itself; what becomes of them has been read in it."""
 
 
 def hole(name: str) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from hone.config.yaml_tree import read_yaml
 from hone.dialects.foreign import DialectError, ForeignKey, ForeignRun, ForeignService, Tool, hole
-from hone.dialects.python_source import read_python
 from hone.dialects.shell import ShellCommand, read_script
+from hone.dialects.trl.script import read_python
 from hone.dialects.values import flattened
 
 MAX_BYTES = 4 << 20
@@ -28,12 +28,15 @@ _OPENRLHF_KEYS = ("pretrain", "prompt_data", "rollout_batch_size", "actor_num_no
 _HYDRA = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/]*([.][\w{}@\-*]+)*=", re.DOTALL)
 
 
-def read_foreign(text: str, source: str, tool: Tool | None = None) -> ForeignRun:
+def read_foreign(
+    text: str, source: str, tool: Tool | None = None, script: Callable[[str], str | None] = lambda path: None
+) -> ForeignRun:
     """Read a foreign file.
 
     Args:
         source: its name, for messages; its ending helps to recognise the format.
         tool: the tool; None: recognise it.
+        script: text of a Python file that a command names, where it is there. TRL's trainer is called in it.
 
     Raises:
         DialectError: of no tool that is known, or not readable as what it seems to be.
@@ -49,9 +52,9 @@ def read_foreign(text: str, source: str, tool: Tool | None = None) -> ForeignRun
         return _of_tool(_yaml(text, source, tool), tool)
     commands = read_script(text)
     found = [command for command in map(_recognised, commands) if command is not None]
-    found = [command for command in found if tool in (None, command.tool)]
+    found = [command for command in found if tool in (None, command.tool)] or list(_started(commands, script))
     if found:
-        return _chosen(found, source, services_of(commands))
+        return _with_script(_chosen(found, source, services_of(commands)), script)
     try:
         return _of_tool(_yaml(text, source, tool), tool)
     except DialectError:
@@ -74,6 +77,34 @@ def _chosen(found: list[ForeignRun], source: str, services: tuple[ForeignService
     others = [f"line {command.line}: {command.program}" for command in found if command is not best]
     notes = (f"the file has {len(found)} commands; read the one of line {best.line}, and not {', '.join(others)}",)
     return replace(best, source=source, notes=notes if others else (), services=services)
+
+
+def _started(commands: Iterable[ShellCommand], script: Callable[[str], str | None]) -> Iterator[ForeignRun]:
+    """Commands that start a script of TRL's with arguments of its own."""
+    for command in commands:
+        for at, word in enumerate(command.words):
+            if word.endswith(".py") and _is_python(script(word) or ""):
+                words = [*_launched(list(command.words[:at])), *command.words[at + 1 :]]
+                yield _flags("trl", word, words, command)
+
+
+def _with_script(command: ForeignRun, script: Callable[[str], str | None]) -> ForeignRun:
+    """A command of TRL with what its script adds: model, data and rewards of the trainer's call."""
+    text = script(command.program) if command.tool == "trl" and command.program.endswith(".py") else None
+    if text is None:
+        return command
+    given = {key.key.replace("-", "_"): key.value for key in command.keys}
+    called = read_python(text, command.program, given)
+    added = tuple(key for key in called.keys if key.key not in given)
+    notes = (*command.notes, f"{command.program} was read too: what its trainer is called with, and its defaults")
+    return replace(
+        command,
+        program=called.program,
+        keys=(*command.keys, *added),
+        notes=notes,
+        files=called.files,
+        script_arguments=called.script_arguments,
+    )
 
 
 def _is_rl(program: str) -> bool:

@@ -29,6 +29,9 @@ def report_lines(imported: Imported, to: Path | None) -> Iterator[str]:
     where = f"{foreign.source}:{foreign.line}" if foreign.line else foreign.source
     yield f"{where}: {shown(foreign.program)}, {foreign.tool} {imported.version}"
     yield from (f"note: {shown(note)}" for note in foreign.notes)
+    for name in foreign.files:
+        where = f"written to {to.with_name(name)}" if to else f"left out: with --to they are written to {name}"
+        yield f"note: the reward functions, {where}"
     for kind in _ORDER:
         lines = [line for line in imported.lines if line.verdict.kind == kind]
         if lines:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hone.config.rules.rules import MAX_NAME
 from hone.dialects.rows import Condition, by, to, when
-from hone.dialects.values import names, number, positive, truth, whole
+from hone.dialects.values import names, number, positive, text, truth, whole
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, UnknownValue, nothing, placed, put, refused
 
 PIPELINE = "pipeline parallelism: Hone shards weights over devices (FSDP2) instead; `hone plan` says whether it fits"
@@ -23,7 +23,7 @@ CUT = "samples from a cut distribution, while the ratio is taken with the whole 
 RUNTIME = "environment of the job: set it where `hone train` is started"
 SHUFFLED = "samples of an update are always shuffled over its optimizer steps, by `seed`"
 AS_READ = "rows are tokenised as they are read"
-WARM_UP = "optimizer steps; one step ahead of the tool's, whose first step has a learning rate of 0"
+WARM_UP = "optimizer steps; one step ahead of TRL's, which starts at 0"
 CONSTANT = "unused by a constant schedule"
 NO_CRITIC = "no critic with this estimator"
 NO_K1 = "k1 has no gradient on average in a loss; nearest: k2 or k3"
@@ -159,13 +159,22 @@ def run_name() -> Row:
         kept = "".join(char if char.isalnum() or char in "-_.+= " else "-" for char in str(value))[:MAX_NAME]
         return kept.lstrip("-.+= ") or None
 
-    row = to("run.name", convert)
+    return _or_ours(to("run.name", convert), "a name that the script makes: the run file's own")
+
+
+def folder() -> Row:
+    """The run's folder."""
+    return _or_ours(to("run.dir", text), "a folder that the script makes: runs/ and the run's name")
+
+
+def _or_ours(row: Row, why: str) -> Row:
+    """A row whose value need not be known."""
 
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
         try:
             return row.read(job, value)
         except UnknownValue:
-            return nothing("a name that the script makes, such as one with a date: the run file's own name")
+            return nothing(why)
 
     return Row(row.kind, row.to, read)
 

@@ -23,6 +23,7 @@ from hone.dialects.verdict import (
     Row,
     Rows,
     UnknownValue,
+    nothing,
     put,
     refused,
     unknown,
@@ -88,6 +89,7 @@ class Imported:
             "keys": [_line_dict(line) for line in self.keys],
             "others": [_line_dict(line) for line in self.others],
             "notes": list(self.foreign.notes),
+            "files": dict(self.foreign.files),
             "counts": self.counts(),
         }
 
@@ -249,6 +251,8 @@ def _bounds(path: str, value: Any) -> str | None:
 def _unknown(job: ForeignJob, dialect: Dialect, written: str) -> KeyVerdict:
     if next(holes_in(written), None) is not None:
         return KeyVerdict("hole", {}, f"words that are unknown without running the script: {shown(written)}")
+    if job.name(written) in job.foreign.script_arguments:
+        return nothing("an argument of the script itself, which was read with it")
     if job.foreign.tool == "trl" and job.foreign.program.endswith(".py"):
         return KeyVerdict("hole", {}, "an argument of the script itself, and not of TRL: what it does is in its code")
     close = nearest(job.name(written), [row for row in dialect.rows if "*" not in row], cutoff=85)

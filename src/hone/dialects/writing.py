@@ -145,7 +145,7 @@ def _default(key: str) -> Any:
 def _comment(lines: list[Line]) -> str:
     parts = []
     for line in lines[:3]:
-        value = "" if line.value is None else f" = {line.value}"
+        value = "" if line.value is None or isinstance(line.value, dict) else f" = {line.value}"
         parts.append(f"{line.key}{value}" + (f" ({line.verdict.note})" if line.verdict.note else ""))
     return _one_line("; ".join(parts))
 

@@ -198,12 +198,13 @@ TRAINER: dict[str, Row] = {
     "config": by(lambda job, v: unknown("a configuration file: import it too, and merge"), kind="hole"),
     "accelerator_config": placement("of the launcher"),
     "parallelism_config": placement("cluster.trainer"),
+    "GRPOConfig": rewritten("of the script's command line: import the command that starts it", off=()),
     "use_cpu": to("run.device", lambda value: "cpu" if truth(value) else None),
     "local_rank": automatic("of the launcher: `hone train` starts its processes itself"),
 }
 
 FILES: dict[str, Row] = {
-    "output_dir": to("run.dir", text),
+    "output_dir": shared.folder(),
     "run_name": shared.run_name(),
     "seed": to("seed", whole),
     "data_seed": automatic("order follows `seed`"),

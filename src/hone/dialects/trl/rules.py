@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hone.dialects import shared
-from hone.dialects.foreign import ForeignRun
+from hone.dialects.foreign import ForeignRun, shown
 from hone.dialects.rows import by, to, when, where
 from hone.dialects.values import names, number, positive, truth, whole
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, default, nothing, placed, put, refused, unknown
@@ -244,12 +244,15 @@ def optimizer(job: ForeignJob, value: Any) -> KeyVerdict:
 
 def precision(job: ForeignJob, value: Any) -> KeyVerdict:
     """bf16 is on where nothing is said; without it arithmetic has the type of the weights."""
-    loaded = job.get("model_init_kwargs")
+    loaded = shown(job.values.get("model_init_kwargs"))
     of_weights = [job.get("dtype"), job.get("torch_dtype"), *(loaded.values() if isinstance(loaded, dict) else ())]
     is_bf16 = value is None or truth(value) or any("bfloat16" in str(name) for name in of_weights)
     return put({"run.precision": "bfloat16" if is_bf16 else "float32"})
 
 
+IN_CODE = "the script makes rows in code: write its rows to a JSONL file and name that"
+OF_ROWS = ("prompt_column", "answer_column", "system", "template", "chat")
+"""Keys of `data` that a script's code says of its rows."""
 READERS = ("json", "csv", "parquet")
 """Names that `load_dataset` has for a format, whose files are then in `data_files`."""
 
@@ -260,7 +263,15 @@ def dataset(key: str, split: str) -> Row:
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
         if not isinstance(value, dict):
             value = {"path": value, "name": job.get("dataset_config"), "split": None}
-        return put({}) if value["path"] is None else _sources([value], key, split)
+        if value["path"] is None:
+            return unknown(f"{IN_CODE}: {'; '.join(value['code'])}") if value.get("code") else put({})
+        found = _sources([value], key, split)
+        settings = dict(found.settings) | ({f"{key}_rows": value["rows"]} if "rows" in value else {})
+        if key == "data.train":
+            settings |= {f"data.{name}": value[name] for name in OF_ROWS if name in value}
+        if found.kind == "refused" or not value.get("code"):
+            return KeyVerdict(found.kind, settings, found.note)
+        return KeyVerdict("hole", settings, f"{IN_CODE}: {'; '.join(value['code'])}")
 
     return by(read, key)
 
@@ -365,11 +376,11 @@ def engine(key: str, convert=whole) -> Row:
 
 def model_arguments(job: ForeignJob, value: Any) -> KeyVerdict:
     ours = ("attn_implementation", "torch_dtype", "dtype", "use_cache", "device_map", "low_cpu_mem_usage")
-    given = value if isinstance(value, dict) else {}
+    given = {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else {}
     if given.get("trust_remote_code") is True:
         return put({"model.trust_remote_code": True})
     others = [name for name in given if name not in (*ours, "trust_remote_code")]
-    if others or (value and not given):
+    if others or (value and not isinstance(value, dict)):
         return refused(f"arguments of the model's class ({', '.join(others) or value}): edit its config.json")
     return nothing("kernels and dtypes are Hone's own")
 
@@ -393,7 +404,7 @@ IN_THE_CALL = {
     ("reward_funcs", "reward_model_name_or_path"): "the reward functions are in the trainer's call: name them in "
     "reward.components",
     ("train_dataset", "dataset_name", "datasets"): "the data is in the trainer's call: name it in data.train",
-    ("model", "model_name_or_path"): "the model is in the trainer's call: name it in model.path",
+    ("model_name_or_path", "model"): "the model is in the trainer's call: name it in model.path",
 }
 RLOO = {"algorithm.credit": "leave_one_out", "algorithm.aggregate": "fixed_length", "algorithm.ratio": "sequence"}
 
@@ -403,9 +414,10 @@ def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
         yield "RLOO", default(RLOO, "each sample against its siblings; the ratio is the sequence's")
     else:
         yield "std_floor", default({"algorithm.std_floor": 1e-4}, "TRL adds 1e-4 to the standard deviation")
-    yield "kl_clip", default({"algorithm.kl_clip": None}, "TRL's KL of a token has no bound")
+    if number(job.get("beta", 0.0)) > 0:
+        yield "kl_clip", default({"algorithm.kl_clip": None}, "TRL's KL of a token has no bound")
     for keys, why in IN_THE_CALL.items():
         if not any(job.given(key) for key in keys):
             yield keys[0], unknown(why)
-    yield "data.chat", default({"data.chat": True}, "TRL's prompts are messages")
+    yield "data.chat", default({"data.chat": True}, "prompts are messages; without a template for plain text: false")
     yield from shared.cluster(1, processes(job))
