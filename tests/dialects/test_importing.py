@@ -159,9 +159,27 @@ def test_prime_rl_thresholds_are_bounds_of_the_pass_rate():
     text = "[orchestrator]\nbatch_size = 128\ngroup_size = 16\n[orchestrator.buffer]\n"
     found = settings(f"{text}easy_threshold = 0.9\nhard_threshold = 0.1\n", "rl.toml")
     assert (found["data.order"], found["data.pass_rate_bounds"]) == ("pass_rate", [0.1, 0.9])
-    one = translate(read_foreign(f"{text}easy_threshold = 0.9\nenv_ratios = [0.5, 0.5]\n", "rl.toml"))
-    gaps = [line.key for line in one.gaps]
-    assert {"orchestrator.buffer.easy_threshold", "orchestrator.buffer.env_ratios"} <= set(gaps)
+    one = translate(read_foreign(f"{text}easy_threshold = 0.9\n", "rl.toml"))
+    assert "orchestrator.buffer.easy_threshold" in [line.key for line in one.gaps]
+
+
+def test_prime_rl_ratios_are_weights_of_files_to_be_named():
+    sources = "".join(f'[[orchestrator.train.source]]\nname = "{name}"\n' for name in ("math", "code"))
+    text = f"[orchestrator]\nbatch_size = 8\n[orchestrator.buffer]\nenv_ratios = [0.7, 0.3]\n{sources}"
+    one = translate(read_foreign(text, "rl.toml"))
+    weights = [{"path": "???", "name": "math", "weight": 0.7}, {"path": "???", "name": "code", "weight": 0.3}]
+    assert one.settings()["data.train"][0] == weights
+    assert '- {path: "???", name: math, weight: 0.7}' in run_file_of(one)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"), [("a.jsonl", "a.jsonl"), ("[a.parquet, b.json]", ["a.parquet", "b.json"]), ("./data", None)]
+)
+def test_mindspeed_reads_files_that_hone_can_read(path, expected):
+    one = translate(read_foreign(f"megatron_training: {{data_path: {path}}}\nactor_config: {{lr: 1.0e-6}}\n", "a.yaml"))
+    (line,) = [line for line in one.keys if line.key.endswith("data_path")]
+    assert line.verdict.settings == ({"data.train": expected} if expected else {})
+    assert expected or "preprocess_data" in line.verdict.note
 
 
 def test_openrlhf_roles_on_their_own_devices_are_pools():

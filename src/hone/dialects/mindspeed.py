@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,7 +100,12 @@ def _wandb(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def _data(job: ForeignJob, value: Any) -> KeyVerdict:
-    return unknown(f"Megatron's preprocessed data ({value}): name the JSONL or Parquet file that it was made from")
+    paths = names(value)
+    if paths and all(re.search(r"\.(jsonl?|csv|parquet)(\.gz)?$", path) for path in paths):
+        return put({"data.train": paths[0] if len(paths) == 1 else paths})
+    return unknown(
+        f"Megatron's preprocessed data ({value}): name the JSONL or Parquet file of preprocess_data's --input"
+    )
 
 
 def _program(foreign: ForeignRun) -> str | None:

@@ -10,8 +10,8 @@ from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun
 from hone.dialects.rows import automatic, by, each, missing, placement, rewritten, table, to
 from hone.dialects.shared import EXPERTS, LOGGING, MEMORY, PROFILER, RESUME
-from hone.dialects.values import names, number, positive, text, truth, whole
-from hone.dialects.verdict import Dialect, ForeignJob, KeyVerdict, Row, default, nothing, put, refused, unknown
+from hone.dialects.values import names, number, numbers, positive, text, truth, whole
+from hone.dialects.verdict import HOLE, Dialect, ForeignJob, KeyVerdict, Row, default, nothing, put, refused, unknown
 
 _TASK = (
     "a task of the `verifiers` package: write its rows to JSONL and its reward as a function; see docs/environments.md"
@@ -40,6 +40,20 @@ def _bounds(job: ForeignJob, value: Any) -> KeyVerdict:
     return put({"data.order": "pass_rate", "data.pass_rate_bounds": bounds}, "of the pass rate, not of the mean reward")
 
 
+def _ratios(job: ForeignJob, value: Any) -> KeyVerdict:
+    """Shares of environments are weights of sources, whose files only the author knows."""
+    named = [str(job.plain(item)) for key, item in job.values.items() if re.search(_SOURCE_NAME, key)]
+    weights = numbers(value)
+    if len(named) != len(weights):
+        return refused(f"{len(weights)} ratios and {len(named)} environments with a name")
+    sources = [{"path": HOLE, "name": name, "weight": weight} for name, weight in zip(named, weights, strict=True)]
+    return KeyVerdict(
+        "hole", {"data.train": sources}, "shares of environments as weights: name the file of each one's rows"
+    )
+
+
+_SOURCE_NAME = r"^orchestrator\.train\.(source|env)\[\d*\]\.name$"
+
 ROWS: dict[str, Row] = {
     **each("model.name orchestrator.model.name model", to("model.path", text)),
     "trainer.model.name": to("model.path", text),
@@ -64,9 +78,7 @@ ROWS: dict[str, Row] = {
         "orchestrator.buffer.easy_fraction orchestrator.buffer.hard_fraction",
         automatic("rows out of bounds come back in one of four rounds"),
     ),
-    "orchestrator.buffer.env_ratios": rewritten(
-        "shares of environments: the weight of each file that you name in data.train", "data.train"
-    ),
+    "orchestrator.buffer.env_ratios": by(_ratios, "data.train", kind="hole"),
     "orchestrator.buffer.online_difficulty_filtering": to("algorithm.drop_uninformative", truth),
     "orchestrator.train.sampling.max_completion_tokens": to("rollout.max_response_tokens", whole),
     "orchestrator.train.sampling.temperature": to("rollout.temperature", number),
@@ -75,6 +87,7 @@ ROWS: dict[str, Row] = {
     "orchestrator.eval.interval": to("eval.every", whole, "policy updates"),
     "orchestrator.eval.num_examples": shared.slice_of_rows("data.eval_rows"),
     "orchestrator.eval.group_size": to("eval.samples", whole),
+    "orchestrator.train.*.env.taskset.dataset_name": to("data.train", text, "of the task's rows"),
     "orchestrator.train.**": missing(_TASK, "data.train", "reward.components", off=()),
     **each("orchestrator.eval.** eval.**", missing(_TASK, "data.eval", off=())),
     **each("orchestrator.renderer.** renderer.**", _RENDERER),
@@ -139,7 +152,8 @@ def _program(foreign: ForeignRun) -> str | None:
 
 
 def _whole(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
-    yield "data.train", unknown(_TASK)
+    if not any(key.endswith((".taskset.dataset_name", ".env_ratios")) for key in job.values):
+        yield "data.train", unknown(_TASK)
     yield "data.chat", default({"data.chat": True}, "prompts are messages")
 
 

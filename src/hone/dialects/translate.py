@@ -34,8 +34,6 @@ MEMORY_KEYS = frozenset(
     + [f"cluster.engines.{name}" for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len")]
 )
 """Keys of ours that change no result: what a foreign file sets them to need not be known."""
-HOLE = "???"
-"""Value of a required key that is not known."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ Kind = Literal["mapped", "default", "automatic", "placement", "refused", "hole",
 here. placement: devices, memory or speed, never the algorithm. secret: left out."""
 
 GAPS: tuple[Kind, ...] = ("refused", "hole")
+HOLE = "???"
+"""Value of a required key that is not known."""
 
 
 @dataclass(frozen=True)

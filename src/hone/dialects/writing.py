@@ -11,8 +11,8 @@ from hone.config.layers import PRESETS, preset_names
 from hone.config.render import inline
 from hone.config.yaml_tree import read_yaml
 from hone.dialects.foreign import shown
-from hone.dialects.translate import HOLE, Imported, Line
-from hone.dialects.verdict import GAPS
+from hone.dialects.translate import Imported, Line
+from hone.dialects.verdict import GAPS, HOLE
 
 _ORDER = (
     "run",

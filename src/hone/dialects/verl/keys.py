@@ -52,7 +52,9 @@ DATA: dict[str, Row] = {
     "apply_chat_template_kwargs.*": _TEMPLATE_ARGS,
     "custom_cls.**": rewritten("a data set class: write its rows to JSONL or Parquet and name it", "data.train"),
     "sampler.**": rewritten(
-        "a sampler of yours: data.order has curricula by a column and by pass rate", "data.order", "data.order_column"
+        "a sampler of yours: data.order is source, shuffled, column (easy first, by data.order_column) or pass_rate",
+        "data.order",
+        "data.order_column",
     ),
     "datagen.**": missing("generated rows: write them to a file", "data.train"),
     **each("tool_config_path function_tool_path", rewritten(ENVIRONMENT, "rollout.environment.use")),
@@ -386,10 +388,8 @@ TRAINER: dict[str, Row] = {
     **each("rollout_data_dir validation_data_dir", automatic("samples/ of the run's folder")),
     **each("use_v1 use_legacy_worker_impl", automatic("verl's own trainer versions")),
     "v1.trainer_mode": by(rules.trainer_mode, "rollout.max_staleness"),
-    "v1.sampler.max_off_policy_threshold": when(
-        lambda job: job.get("trainer.v1.trainer_mode", "sync") not in ("sync", None),
-        "synchronous",
-        missing("samples are at most rollout.max_staleness updates old; set it", "rollout.max_staleness", off=()),
+    "v1.sampler.max_off_policy_*": automatic(
+        "samples are at most rollout.max_staleness updates old, which is stricter"
     ),
     "v1.**": automatic("samples above rollout.max_staleness are never made"),
     "esi_redundant_time": automatic("SIGTERM saves a checkpoint"),
