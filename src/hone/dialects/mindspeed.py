@@ -76,15 +76,10 @@ def _recompute(job: ForeignJob, value: Any) -> KeyVerdict:
     return put({"train.activation_checkpointing": first if is_some else kinds[str(value)]})
 
 
-def _betas(job: ForeignJob, value: Any) -> KeyVerdict:
-    parts = (("adam_beta1", 0.9), ("adam_beta2", 0.95))
-    return put({"train.optimizer.betas": [number(job.get(f"{_A}.{name}", other)) for name, other in parts]})
-
-
 def _clip(job: ForeignJob, value: Any) -> KeyVerdict:
     if _has_two_bounds(job):
         return nothing("clip_ratio_low and clip_ratio_high win")
-    return put({"algorithm.clip_low": number(value), "algorithm.clip_high": number(value)})
+    return put(shared.both_bounds(value))
 
 
 def _overlong(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -192,7 +187,10 @@ ACTOR: dict[str, Row] = {
     "lr_warmup_iters": to("train.optimizer.warmup_steps", positive),
     "weight_decay": to("train.optimizer.weight_decay", number),
     "clip_grad": to("train.optimizer.grad_clip", number),
-    **each("adam_beta1 adam_beta2", by(_betas, "train.optimizer.betas")),
+    **each(
+        "adam_beta1 adam_beta2",
+        shared.several("train.optimizer.betas", (f"{_A}.adam_beta1", 0.9), (f"{_A}.adam_beta2", 0.95)),
+    ),
     "adam_eps": to("train.optimizer.eps", number),
     "micro_batch_size": automatic(
         "sequences of a pass: train.tokens_per_microbatch counts tokens, and the loss does not depend on it"

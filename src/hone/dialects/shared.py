@@ -219,6 +219,16 @@ def loggers(listed: list[str], project: Callable[[], Any]) -> KeyVerdict:
     return put(settings, note) if settings else nothing(note)
 
 
+def several(key: str, *parts: tuple[str, float]) -> Row:
+    """A list of our own, of the numbers of several keys; each with what it is where the tool has no default for it."""
+    return by(lambda job, value: put({key: [number(job.get(name, other)) for name, other in parts]}), key)
+
+
+def both_bounds(value: Any) -> dict[str, Any]:
+    """One number for the lower and the upper bound of the ratio."""
+    return {"algorithm.clip_low": number(value), "algorithm.clip_high": number(value)}
+
+
 def with_weights(paths: Sequence[str], weights: Sequence[float]) -> list[dict[str, Any]]:
     """`data.train` of several sources that have shares of the prompts."""
     return [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]

@@ -73,7 +73,7 @@ def kl_estimator(job: ForeignJob, value: Any) -> KeyVerdict:
 def clip(job: ForeignJob, value: Any) -> KeyVerdict:
     if job.get("actor.eps_clip_low_high") is not None:
         return nothing("eps_clip_low_high wins")
-    return put({"algorithm.clip_low": number(value), "algorithm.clip_high": number(value)})
+    return put(shared.both_bounds(value))
 
 
 def clips(job: ForeignJob, value: Any) -> KeyVerdict:

@@ -119,7 +119,8 @@ BATCH: dict[str, Row] = {
 
 _OF_CORRECTION = by(lambda job, v: nothing("part of vllm_importance_sampling_correction"), "algorithm.correction")
 _adaptive = partial(when, where("use_adaptive_entropy"), "only read by use_adaptive_entropy")
-_SAPO = when(where("loss_type", "sapo", other="dapo"), "only read by sapo", by(rules.taus, "algorithm.sapo_tau"))
+_TAUS = shared.several("algorithm.sapo_tau", ("sapo_temperature_pos", 1.0), ("sapo_temperature_neg", 1.05))
+_SAPO = when(where("loss_type", "sapo", other="dapo"), "only read by sapo", _TAUS)
 ALGORITHM: dict[str, Row] = {
     "beta": by(rules.beta, "algorithm.kl_loss_coef"),
     "epsilon": when(
@@ -176,7 +177,7 @@ TRAINER: dict[str, Row] = {
     "warmup_steps": by(rules.warmup, f"{OPTIMIZER}.warmup_steps"),
     "warmup_ratio": by(rules.warmup_ratio, f"{OPTIMIZER}.warmup_frac"),
     "weight_decay": to(f"{OPTIMIZER}.weight_decay", number),
-    **each("adam_beta1 adam_beta2", by(rules.betas, f"{OPTIMIZER}.betas")),
+    **each("adam_beta1 adam_beta2", shared.several(f"{OPTIMIZER}.betas", ("adam_beta1", 0.9), ("adam_beta2", 0.999))),
     "adam_epsilon": to(f"{OPTIMIZER}.eps", number),
     "max_grad_norm": to(f"{OPTIMIZER}.grad_clip", number),
     "optim": by(rules.optimizer, f"{OPTIMIZER}.lr"),

@@ -146,8 +146,7 @@ def beta(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def epsilon(job: ForeignJob, value: Any) -> KeyVerdict:
-    both = {"algorithm.clip_low": number(value), "algorithm.clip_high": number(value)}
-    return put(both if job.get("epsilon_high") is None else {"algorithm.clip_low": number(value)})
+    return put(shared.both_bounds(value) if job.get("epsilon_high") is None else {"algorithm.clip_low": number(value)})
 
 
 def loss(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -168,11 +167,6 @@ def scale(job: ForeignJob, value: Any) -> KeyVerdict:
     if str(value) not in SCALES:
         return refused("a standard deviation over the batch; nearest: group, or algorithm.credit = group_mean_whitened")
     return put({"algorithm.credit": SCALES[str(value)]})
-
-
-def taus(job: ForeignJob, value: Any) -> KeyVerdict:
-    parts = (("sapo_temperature_pos", 1.0), ("sapo_temperature_neg", 1.05))
-    return put({"algorithm.sapo_tau": [number(job.get(name, other)) for name, other in parts]})
 
 
 def correction(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -226,11 +220,6 @@ def warmup_ratio(job: ForeignJob, value: Any) -> KeyVerdict:
     if not value or number(job.get("warmup_steps", 0) or 0) > 0:
         return nothing("none, or warmup_steps wins")
     return put({f"{OPTIMIZER}.warmup_frac": number(value)}, f"share of the {shared.WARM_UP}")
-
-
-def betas(job: ForeignJob, value: Any) -> KeyVerdict:
-    parts = (("adam_beta1", 0.9), ("adam_beta2", 0.999))
-    return put({f"{OPTIMIZER}.betas": [number(job.get(name, other)) for name, other in parts]})
 
 
 def optimizer(job: ForeignJob, value: Any) -> KeyVerdict:

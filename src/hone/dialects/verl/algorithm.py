@@ -1,0 +1,169 @@
+"""verl's `algorithm` and `critic`: advantages, KL in the reward, correction and rejection."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from hone.config.algorithm import AlgorithmSection
+from hone.dialects import shared
+from hone.dialects.rows import automatic, by, missing, placement, rewritten, table, to, when, where
+from hone.dialects.values import number, positive, truth, whole
+from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, nothing, put, refused
+from hone.dialects.verl.actor import kl_kind
+from hone.dialects.verl.job import ACTOR, MODEL, ROLLOUT, in_loss, in_reward, uses_critic
+
+CREDITS = {
+    "grpo": "group_norm",
+    "grpo_vectorized": "group_norm",
+    "gae": "gae",
+    "gpg": "group_mean",
+    "rloo": "leave_one_out",
+    "rloo_vectorized": "leave_one_out",
+    "remax": "remax",
+    "opo": "length_weighted",
+    "grpo_passk": "best_of_group",
+    "gdpo": "gdpo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "group_mean_whitened",
+}
+
+REJECTIONS = get_args(AlgorithmSection.model_fields["rejection"].annotation)[1:]
+OLDER_REJECTIONS = {"token": "token_k1", "sequence": "sample_sum_k1", "geometric": "sample_mean_k1"}
+"""Of verl 0.6, whose ratio is the trainer's over the sampler's."""
+
+
+def credit(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value not in CREDITS:
+        return refused(f"no advantage estimator of this kind; nearest: {', '.join(sorted(set(CREDITS.values())))}")
+    found = CREDITS[value]
+    if found not in ("gae", "remax", "reinforce_pp", "group_mean") and whole(job.get(f"{ROLLOUT}.n", 1)) < 2:
+        return refused("a sample has no siblings with rollout.n = 1; nearest: reinforce_pp, or rollout.group_size = 2")
+    if found == "group_norm" and not truth(job.get("algorithm.norm_adv_by_std_in_grpo", True)):
+        found = "group_mean"
+    note = "GPG's scale of groups with a signal is left out" if value == "gpg" else ""
+    return put({"algorithm.credit": found}, note)
+
+
+def kl_reward(job: ForeignJob, value: Any) -> KeyVerdict:
+    if not truth(value):
+        return put({"algorithm.kl_reward_coef": 0.0}, "no KL in the reward")
+    if in_loss(job):
+        return refused("KL in the reward and in the loss: Hone has one of them; nearest: kl_loss_coef alone")
+    return put({"algorithm.kl_reward_coef": number(job.get("algorithm.kl_ctrl.kl_coef", 0.001))})
+
+
+def adaptive(row: Row) -> Row:
+    why = "only read by the adaptive control of KL in the reward"
+    return when(lambda job: in_reward(job) and job.get("algorithm.kl_ctrl.type", "fixed") == "adaptive", why, row)
+
+
+def groups_metric(job: ForeignJob, value: Any) -> KeyVerdict:
+    rewards = (None, "acc", "score", "seq_reward", "seq_final_reward", "reward")
+    if value in rewards or not truth(job.get("algorithm.filter_groups.enable", False)):
+        return nothing("groups are compared by their rewards")
+    return refused("groups are compared by their rewards only")
+
+
+def correction(job: ForeignJob, value: Any) -> KeyVerdict:
+    kinds = {"None": "none", "False": "none", "True": "tis", "token": "tis", "sequence": "sequence_tis"}
+    if str(value) not in kinds:
+        return refused("must be token or sequence; nearest: algorithm.correction = tis")
+    settings: dict[str, Any] = {"algorithm.correction": kinds[str(value)]}
+    bound = job.get("algorithm.rollout_correction.rollout_is_threshold", job.get("algorithm.rollout_is_threshold", 2.0))
+    if settings["algorithm.correction"] == "none":
+        return put(settings, "no correction between sampler and trainer")
+    return put(settings | ({"algorithm.correction_high": number(bound)} if isinstance(bound, int | float) else {}))
+
+
+def correction_rows(prefix: str, key: str) -> dict[str, Row]:
+    bound = when(lambda job: job.get(key), "unused without rollout_is", to("algorithm.correction_high", number))
+    return {key: by(correction, "algorithm.correction"), f"{prefix}.rollout_is_threshold": bound}
+
+
+def rejection(job: ForeignJob, value: Any) -> KeyVerdict:
+    """`rollout_rs` with its thresholds; k1's are of the ratio sampler / trainer, as here."""
+    if value in (None, "null", "None"):
+        return nothing("nothing is rejected")
+    name = OLDER_REJECTIONS.get(str(value), str(value).replace("seq_", "sample_"))
+    if name not in REJECTIONS:
+        return refused(f"one of {', '.join(REJECTIONS)} at a time")
+    prefix = "algorithm.rollout_correction.rollout_rs_threshold"
+    bounds = [number(part) for part in str(job.get(prefix, 2.0)).split("_")]
+    low, high = job.get(f"{prefix}_lower", bounds[0] if len(bounds) > 1 else None), bounds[-1]
+    settings: dict[str, Any] = {"algorithm.rejection": name}
+    if not name.endswith("k1"):
+        return put(settings | {"algorithm.rejection_high": high})
+    low = 1 / high if low is None else number(low)
+    if value in OLDER_REJECTIONS:
+        low, high = 1 / high, 1 / low
+    return put(settings | {"algorithm.rejection_low": low, "algorithm.rejection_high": high})
+
+
+CRITIC: dict[str, Row] = {
+    "model.path": by(
+        lambda job, v: put({} if v in (None, job.get(f"{MODEL}.path")) else {"critic.path": str(v)}), "critic.path"
+    ),
+    "cliprange_value": to("critic.value_clip", number),
+    "grad_clip": to("critic.optimizer.grad_clip", number),
+    "ppo_epochs": by(
+        lambda job, v: (
+            nothing("as many as the policy's")
+            if v == job.get(f"{ACTOR}.ppo_epochs", 1)
+            else refused("the critic makes as many passes as the policy")
+        ),
+        "train.passes_per_batch",
+    ),
+    "ppo_mini_batch_size": by(
+        lambda job, v: (
+            nothing("as the policy's")
+            if v == job.get(f"{ACTOR}.ppo_mini_batch_size", 256)
+            else refused("the critic makes as many optimizer steps as the policy")
+        ),
+        "train.samples_per_optimizer_step",
+    ),
+    "loss_agg_mode": automatic("the critic's loss is a mean over tokens"),
+    "enable": automatic("follows from adv_estimator"),
+    "**": placement("of the critic: placement and memory"),
+}
+
+_FILTERS = where("algorithm.filter_groups.enable")
+_BOUND = "algorithm.correction"
+
+ALGORITHM: dict[str, Row] = {
+    "adv_estimator": by(credit, "algorithm.credit"),
+    "norm_adv_by_std_in_grpo": by(lambda job, v: nothing("part of adv_estimator"), "algorithm.credit"),
+    "gamma": to("algorithm.gamma", number),
+    "lam": when(uses_critic, shared.NO_CRITIC, to("algorithm.gae_lambda", number)),
+    "use_kl_in_reward": by(kl_reward, "algorithm.kl_reward_coef"),
+    "kl_penalty": when(
+        in_reward,
+        "unused: no KL in the reward",
+        by(lambda job, v: kl_kind(job, v, False), "algorithm.kl_estimator"),
+    ),
+    "kl_ctrl.kl_coef": when(
+        in_reward,
+        "KL in the reward, unused without use_kl_in_reward",
+        to("algorithm.kl_reward_coef", number, "KL in the reward, not in the loss"),
+    ),
+    "kl_ctrl.type": table({"fixed": None, "adaptive": None}, "algorithm.kl_target"),
+    "kl_ctrl.target_kl": adaptive(to("algorithm.kl_target", number)),
+    "kl_ctrl.horizon": adaptive(to("algorithm.kl_horizon_samples", whole)),
+    "filter_groups.enable": to("algorithm.drop_uninformative", truth),
+    "filter_groups.metric": by(groups_metric, "algorithm.drop_uninformative"),
+    "filter_groups.max_num_gen_batches": when(
+        _FILTERS,
+        "only read with filter_groups.enable",
+        to("algorithm.max_dropped_per_kept", positive, "batches to groups dropped per group kept"),
+    ),
+    "filter_groups.**": automatic("dropped groups are replaced as they are found"),
+    "use_pf_ppo": missing("PF-PPO's resampling is not supported"),
+    "pf_ppo.**": automatic("only read with use_pf_ppo"),
+    "rollout_is_level": automatic("part of rollout_is"),
+    "rollout_correction.bypass_mode": to("algorithm.old_logprobs", lambda value: "sampler" if truth(value) else None),
+    "rollout_correction.rollout_rs": by(rejection, "algorithm.rejection", "algorithm.rejection_high"),
+    "gdpo_*": rewritten("parts of the score: give each a component of its own, with its weight", "reward.components"),
+    "rollout_correction.rollout_rs_threshold*": automatic("part of rollout_rs"),
+    "rollout_correction.loss_type": missing("the ratio's loss", "algorithm.ratio", off=("ppo_clip", None)),
+    "rollout_correction.rollout_is_batch_normalize": missing("weights are not normalised over the batch", _BOUND),
+    "rollout_correction": missing("set its keys one by one", _BOUND),
+}
