@@ -75,6 +75,21 @@ def test_no_secret_is_kept(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("value", "is_secret"),
+    [
+        ("dapo_qwen2-7B-math_28k_fsdp2_fully-async_64-64", False),
+        ("qwen3_30b_grpo_mindspeed_dummy_2026-01-02", False),
+        ("0123456789abcdef0123456789abcdef01234567", True),
+        ("abcd-" + "a1B2c3D4" * 5, True),
+    ],
+)
+def test_names_of_runs_are_no_secrets(value, is_secret):
+    text = VERL.replace("{more}", f"trainer.experiment_name={value}")
+    assert ("run.name" in settings(text)) != is_secret
+    assert (value in run_file_of(translate(read_foreign(text, "run.sh")))) != is_secret
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("x.sh", "ls -l", "no command or configuration"),

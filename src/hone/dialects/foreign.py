@@ -14,7 +14,7 @@ Tool = Literal["verl", "openrlhf", "trl", "mindspeed", "prime-rl", "nanochat"]
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _HOLE = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
-_LONG_RANDOM = re.compile(r"(?=[^/]*\d)(?=[^/]*[A-Za-z])[A-Za-z0-9_\-]{32,}")
+_TOKEN = re.compile(r"[A-Za-z0-9_\-]{32,}")
 
 
 class DialectError(HoneError):
@@ -91,7 +91,7 @@ def shown(value: Any) -> Any:
         return [shown(child) for child in value]
     if not isinstance(value, str):
         return value
-    if is_secret_value(value) or _LONG_RANDOM.search(value):
+    if is_secret_value(value) or any(map(_is_random, _TOKEN.findall(value))):
         return "[hidden]"
     text = _HOLE.sub(lambda found: f"<{found[1]}>", value)
     return " ".join(text.replace(_OPEN, "").replace(_CLOSE, "").split())
@@ -103,4 +103,10 @@ def looks_secret(key: str, value: Any) -> bool:
     named = is_secret_key(name) or (name == "key" and "wandb" in key) or name in ("use_wandb", "use_swanlab")
     if named and isinstance(value, str):
         return value.lower() not in ("true", "false", "none", "null", "")
-    return is_secret_value(value) or (isinstance(value, str) and bool(_LONG_RANDOM.fullmatch(value.strip())))
+    return is_secret_value(value) or (isinstance(value, str) and _is_random(value.strip()))
+
+
+def _is_random(text: str) -> bool:
+    """Long, with letters and digits mixed for long without a break; names of models and runs have words."""
+    runs = re.findall(r"[A-Za-z0-9]{16,}", text) if _TOKEN.fullmatch(text) else ()
+    return any(not run.isalpha() and not run.isdigit() for run in runs)

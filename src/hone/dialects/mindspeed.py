@@ -98,9 +98,7 @@ def _data(job: ForeignJob, value: Any) -> KeyVerdict:
     paths = names(value)
     if paths and all(re.search(r"\.(jsonl?|csv|parquet)(\.gz)?$", path) for path in paths):
         return put({"data.train": paths[0] if len(paths) == 1 else paths})
-    return unknown(
-        f"Megatron's preprocessed data ({value}): name the JSONL or Parquet file of preprocess_data's --input"
-    )
+    return unknown("Megatron's preprocessed data: name the JSONL or Parquet file of preprocess_data's --input")
 
 
 def _program(foreign: ForeignRun) -> str | None:

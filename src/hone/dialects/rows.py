@@ -26,7 +26,8 @@ def missing(why: str, *about: str, off: tuple[Any, ...] = OFF, kind: Kind = "ref
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
         plain = job.plain(value)
         is_off = any(plain == other and isinstance(plain, bool) == isinstance(other, bool) for other in off)
-        return nothing("off") if is_off or plain in ([], {}) else KeyVerdict(kind, {}, why)
+        as_here = "off" if plain in (*OFF, [], {}) else "as here"
+        return nothing(as_here) if is_off or plain in ([], {}) else KeyVerdict(kind, {}, why)
 
     return Row(kind, about, read, why)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hone.config.rules.rules import MAX_NAME
 from hone.dialects.rows import Condition, by, to, when
-from hone.dialects.values import names, number, positive, text, truth, whole
+from hone.dialects.values import names, number, positive, text, truth, whole, zero_if_off
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, UnknownValue, nothing, placed, put, refused
 
 PIPELINE = "pipeline parallelism: Hone shards weights over devices (FSDP2) instead; `hone plan` says whether it fits"
@@ -217,6 +217,11 @@ def loggers(listed: list[str], project: Callable[[], Any]) -> KeyVerdict:
     others = [name for name in listed if name not in (*TRACKERS, "console", "tensorboard", "file", "none", "all")]
     note = f"no logger for {', '.join(others)}: metrics.jsonl and TensorBoard files have it all" if others else LOGGING
     return put(settings, note) if settings else nothing(note)
+
+
+def every(key: str, why: str) -> Row:
+    """How often something is done, in policy updates; -1 is never, and `why` says when then."""
+    return by(lambda job, value: put({key: zero_if_off(value)}, why if number(value) < 0 else "policy updates"), key)
 
 
 def several(key: str, *parts: tuple[str, float]) -> Row:

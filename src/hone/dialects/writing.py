@@ -57,12 +57,16 @@ def run_file_of(imported: Imported) -> str:
             comments[key] = "to be filled in"
     settings = _consistent(settings)
     preset, rest = _best_preset(settings)
+    for key in rest.keys() - settings.keys():
+        comments[key] = f"{imported.foreign.tool}'s; {preset} has another value"
     body = _tree(rest, comments, _gaps(imported))
     head = [
         f"# Imported from {imported.foreign.tool} {imported.version} by `hone import {shown(imported.foreign.source)}`."
     ]
     others = [
-        _one_line(f"{line.verdict.kind}: {line.key}: {line.verdict.note}") for line in imported.gaps if not line.about
+        _one_line(f"{line.verdict.kind}: {line.key}: {line.verdict.note}", 2 * _MAX_COMMENT)
+        for line in imported.gaps
+        if not line.about
     ]
     head += [f"# {line}" for line in others]
     return "\n".join([*head, *([f"extends: {preset}"] if preset else []), *body]) + "\n"
@@ -150,9 +154,9 @@ def _comment(lines: list[Line]) -> str:
     return _one_line("; ".join(parts))
 
 
-def _one_line(text: Any) -> str:
+def _one_line(text: Any, most: int = _MAX_COMMENT) -> str:
     plain = "".join(char if char.isprintable() else "?" for char in str(shown(str(text))))
-    return plain if len(plain) <= _MAX_COMMENT else f"{plain[: _MAX_COMMENT - 3]}..."
+    return plain if len(plain) <= most else f"{plain[: most - 3]}..."
 
 
 def _gaps(imported: Imported) -> dict[str, list[str]]:
@@ -161,7 +165,7 @@ def _gaps(imported: Imported) -> dict[str, list[str]]:
     for line in imported.gaps:
         if line.about and line.verdict.kind in GAPS:
             value = "" if line.value is None else f" = {line.value}"
-            note = _one_line(f"{line.verdict.kind}: {line.key}{value}: {line.verdict.note}")
+            note = _one_line(f"{line.verdict.kind}: {line.key}{value}: {line.verdict.note}", 2 * _MAX_COMMENT)
             found.setdefault(line.about[0], []).append(note)
     return found
 

@@ -195,7 +195,7 @@ ALGORITHM: dict[str, Row] = {
 FILES: dict[str, Row] = {
     "ckpt.output_dir": to("run.dir", text),
     "ckpt.path": automatic("checkpoints are in the run's folder"),
-    "ckpt.save_steps": to("checkpoint.every", zero_if_off, "-1: only at the end"),
+    "ckpt.save_steps": shared.every("checkpoint.every", "only at the end"),
     "ckpt.max_num": to("checkpoint.keep", positive),
     "ckpt.max_mem": automatic("checkpoint.keep"),
     "ckpt.load_enable": automatic(RESUME),
