@@ -73,16 +73,31 @@ def machine_kind(root: Path = Path("/")) -> Accelerator:
 def visible_devices(root: Path = Path("/")) -> list[str]:
     """What the kind's variable lists, else the numbers of the machine's devices. Loads no library of a driver."""
     kind = machine_kind(root)
+    return _chosen(kind, _nvidia_gpus() if kind is NVIDIA and kind.variable not in os.environ else {}, root)
+
+
+def _chosen(kind: Accelerator, gpus: Mapping[str, float], root: Path = Path("/")) -> list[str]:
+    """See `visible_devices`; `gpus`: NVIDIA's."""
     listed = os.environ.get(kind.variable)
     if listed is not None:
         return [part.strip() for part in listed.split(",") if part.strip()]
     if kind is NVIDIA:
-        try:
-            return nvidia_smi("index").split()
-        except (OSError, subprocess.SubprocessError):
-            return []
+        return [*gpus]
     count = len(_amd_nodes(root) if kind is AMD else _ascend_devices(root))
     return [str(number) for number in range(count)]
+
+
+def _nvidia_gpus() -> dict[str, float]:
+    """Compute capability of each GPU by its number, NaN where the driver does not say; none without a driver."""
+    for fields in ("index,compute_cap", "index"):  # before 510 drivers refuse the second field
+        try:
+            lines = [line.split(", ") for line in nvidia_smi(fields).splitlines()]
+            return {index: float(capability) for index, capability in ([*line, "nan"][:2] for line in lines)}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, subprocess.SubprocessError):
+            continue
+    return {}
 
 
 def nvidia_smi(fields: str) -> str:
@@ -125,9 +140,12 @@ class FoundDevices:
 
 def devices_here(wanted: str) -> FoundDevices:
     """This machine's, as its driver lists them; cores where it has none, torch is for CPUs, or `wanted` is `cpu`."""
-    visible, kind = visible_devices() if wanted != "cpu" and not torch_is_for_cpus() else [], machine_kind()
-    if visible:
-        return FoundDevices(kind.device_type, kind.resource, len(visible), kind is not NVIDIA or _has_bfloat16())
+    if wanted != "cpu" and not torch_is_for_cpus():
+        kind = machine_kind()
+        gpus = _nvidia_gpus() if kind is NVIDIA else {}
+        if visible := _chosen(kind, gpus):
+            bfloat16 = kind is not NVIDIA or (bool(gpus) and min(gpus.values()) >= 8)
+            return FoundDevices(kind.device_type, kind.resource, len(visible), bfloat16)
     return FoundDevices("cpu", "CPU", len(os.sched_getaffinity(0)))
 
 
@@ -136,14 +154,6 @@ def torch_is_for_cpus() -> bool:
     try:
         return metadata.version("torch").endswith("+cpu") and importlib.util.find_spec("torch_npu") is None
     except metadata.PackageNotFoundError:
-        return False
-
-
-def _has_bfloat16() -> bool:
-    """Whether all NVIDIA GPUs are of compute capability 8.0 or above."""
-    try:
-        return all(float(line) >= 8 for line in nvidia_smi("compute_cap").split())
-    except (OSError, ValueError, subprocess.SubprocessError):
         return False
 
 

@@ -75,15 +75,21 @@ def test_otherwise_the_driver_is_asked(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert visible_devices() == [], "no driver, no GPU"
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 0\necho 1\n")
+    refuses = "case $1 in *compute_cap*) exit 2;; *) echo 0; echo 1;; esac"  # as drivers before 510
+    tool.write_text(f"#!/bin/sh\n{refuses}\n")
     tool.chmod(0o755)
     assert visible_devices() == ["0", "1"]
     monkeypatch.setattr("hone.devices.torch_is_for_cpus", lambda: True)
     assert devices_here("auto").resource == devices_here("cpu").resource == "CPU"
     monkeypatch.setattr("hone.devices.torch_is_for_cpus", lambda: False)
     assert (devices_here("auto"), devices_here("cpu").resource) == (FoundDevices("cuda", "GPU", 2), "CPU")
-    tool.write_text("#!/bin/sh\ncase $1 in *compute_cap*) echo 9.0; echo 8.0;; *) echo 0; echo 1;; esac\n")
-    assert devices_here("auto").bfloat16
+    tool.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/calls\necho 0, 9.0\necho 1, 8.0\n")
+    assert devices_here("auto") == FoundDevices("cuda", "GPU", 2, bfloat16=True)
+    assert (tmp_path / "calls").read_text() == "asked\n", "once"
+    tool.write_text("#!/bin/sh\necho 0, 9.0\necho 1, 7.5\n")
+    assert devices_here("auto") == FoundDevices("cuda", "GPU", 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert devices_here("auto").per_node == len(visible_devices()) == 1
 
 
 def test_machines_of_other_vendors(tmp_path, monkeypatch):
