@@ -17,7 +17,7 @@ def random_qkv(layout: Layout, heads: int, kv_heads: int, dtype=torch.float64, s
     ]
 
 
-def plain_attention(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain_attention(layout: Layout, q: Tensor, k: Tensor, v: Tensor, window: int = 9999, sink_H=None) -> Tensor:
     """Row by row: softmax(q k / sqrt(D)) v over each distinct sample's real tokens, the results put back in X."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     out = torch.zeros_like(q)
@@ -25,8 +25,11 @@ def plain_attention(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for index_L, real_L in zip(rows.index_RL, rows.real_RL, strict=True):
         at = index_L[real_L]
         scores = torch.einsum("ihd,jhd->hij", q[at], k[at]) * q.shape[-1] ** -0.5
-        future = torch.ones(len(at), len(at), dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        back = torch.arange(len(at))[:, None] - torch.arange(len(at))
+        scores = scores.masked_fill((back < 0) | (back >= window), -torch.inf)
+        if sink_H is not None:
+            scores = torch.cat((scores, sink_H[:, None, None].expand(-1, len(at), 1)), dim=-1)
+        weights = scores.softmax(-1)[..., : len(at)]
         out = out.index_put((at,), torch.einsum("hij,jhd->ihd", weights, v[at]))
     return out
 
@@ -55,6 +58,23 @@ def test_equals_attention_over_each_sequence(layout, heads, kv_heads):
         torch.autograd.grad(out, (q, k, v), direction), torch.autograd.grad(plain, (q, k, v), direction), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "has_sinks"),
+    [(SMALL, 1, False), (LARGE, 4, True), (LARGE, None, True), (LONG, 270, True)],
+    ids=["one token", "squares and tiles", "sinks", "tiles"],
+)
+def test_windows_and_sinks(layout, window, has_sinks):
+    q, k, v = random_qkv(layout, 4, 2)
+    sink_H = torch.tensor([-9.0, 0.1, 2.0, 40.0], dtype=q.dtype, requires_grad=True) if has_sinks else None
+    inputs = [x for x in (q, k, v, sink_H) if x is not None]
+    out = shared_prompt_attention(layout)(0, q, k, v, window, sink_H)
+    plain = plain_attention(layout, q, k, v, window or 9999, sink_H)
+    torch.testing.assert_close(out, plain, atol=1e-12, rtol=0)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    ours, theirs = (torch.autograd.grad(one, inputs, direction) for one in (out, plain))
+    torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=0)
 
 
 @pytest.mark.parametrize("layout", [SMALL, layout_of([66], [3, 2], group=2)], ids=["squares", "shared"])

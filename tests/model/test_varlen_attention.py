@@ -21,19 +21,20 @@ def segments(ragged: RaggedCall):
     return [(slice(*q), slice(*k)) for q, k in zip(queries, keys, strict=True)]
 
 
-def scores_of(q, k, is_causal):
+def scores_of(q, k, ragged):
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
-    if is_causal:
-        assert len(q) == len(k), "kernels differ in what causal means otherwise"
-        scores = scores.masked_fill(torch.ones(len(q), len(k), dtype=torch.bool).triu(1), -torch.inf)
+    if ragged.is_causal:  # flash attention's queries are the last tokens of the keys' sequence
+        back = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        assert len(k) == len(q) or ragged.window, "kernels may differ in what causal means otherwise"
+        scores = scores.masked_fill((back < 0) | (back >= (ragged.window or len(k))), -torch.inf)
     return scores
 
 
 def plain_forward(q, k, v, ragged):
     out, normaliser = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan, dtype=q.dtype)
     for queries, keys in segments(ragged):
-        scores = scores_of(q[queries], k[keys], ragged.is_causal)
+        scores = scores_of(q[queries], k[keys], ragged)
         normaliser[:, queries] = scores.logsumexp(-1)
         values = v[keys].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         out[queries] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values)
@@ -44,7 +45,7 @@ def plain_backward(grad_out, q, k, v, out, normaliser, ragged):
     """Flash attention's own formulas (arXiv:2307.08691, algorithm 2)."""
     grads, share = [torch.zeros_like(x) for x in (q, k, v)], q.shape[1] // k.shape[1]
     for queries, keys in segments(ragged):
-        scores = scores_of(q[queries], k[keys], ragged.is_causal)
+        scores = scores_of(q[queries], k[keys], ragged)
         powers = (scores - normaliser[:, queries, None]).exp()
         wide_k, wide_v = (x[keys].repeat_interleave(share, dim=1) for x in (k, v))
         grad_powers = torch.einsum("ihd,jhd->hij", grad_out[queries], wide_v)
@@ -74,6 +75,40 @@ def test_equals_the_blocks_forward_and_backward(layout, heads, kv_heads):
     ours_all, theirs_all = (torch.autograd.grad(out, (q, k, v), direction) for out in (found, expected))
     for ours, theirs in zip(ours_all, theirs_all, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "has_sinks"),
+    [(SMALL, 1, False), (LARGE, 4, True), (LARGE, None, True), (LONG, 270, True)],
+    ids=["one token", "squares and tiles", "sinks", "tiles"],
+)
+def test_windows_and_sinks_are_those_of_the_blocks(layout, window, has_sinks):
+    q, k, v = random_qkv(layout, 4, 2)
+    sink_H = torch.tensor([-9.0, 0.1, 2.0, 40.0], dtype=q.dtype, requires_grad=True) if has_sinks else None
+    inputs, n = [x for x in (q, k, v, sink_H) if x is not None], layout.num_tokens
+    found, expected = (
+        attend(0, q, k, v, window, sink_H)
+        for attend in (varlen_attention(layout, PLAIN), shared_prompt_attention(layout))
+    )
+    torch.testing.assert_close(found[:n], expected[:n], atol=1e-13, rtol=0)
+    direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=found.dtype)
+    direction[n:] = 0  # nothing reads filler
+    ours, theirs = (torch.autograd.grad(out, inputs, direction) for out in (found, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+def test_flash_attention_takes_windows_and_sinks():
+    """Operators of GPUs, without their kernels: shapes and dtypes, forward and backward."""
+    layout = layout_of([40, 300], [30, 800], group=2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(len(layout.token_ids_X), 4, 64, dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.empty(len(layout.token_ids_X), 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        inputs = (q, k, v, torch.empty(4, dtype=torch.bfloat16, requires_grad=True))
+        with Operators() as forward:
+            out = varlen_attention(layout, FLASH)(0, q, k, v, 128, inputs[-1])
+        grads = torch.autograd.grad(out, inputs, torch.empty_like(out))
+    assert len([name for name in forward.names if "varlen" in name]) == 1
+    assert [(x.shape, x.dtype) for x in (q, *inputs)] == [(x.shape, x.dtype) for x in (out, *grads)]
 
 
 class Operators(TorchDispatchMode):

@@ -160,7 +160,7 @@ def test_plans_know_what_a_layer_keeps(pair, divided):
     ("model_type", "keys", "why"),
     [
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of the kind conv"),
-        ("bloom", {"n_head": 4}, "no plain scaled dot product"),
+        ("bloom", {"n_head": 4}, "not in Transformers' registry"),
     ],
 )
 def test_classes_that_mix_tokens_in_other_ways_are_refused(pair, model_type, keys, why):

@@ -154,3 +154,16 @@ def correction(config: RunConfig) -> str:
         return algorithm.correction
     is_shared = config.cluster.backend != "ray" and config.rollout.max_staleness == 0
     return "tis" if not is_shared and algorithm.old_logprobs == "trainer" else "none"
+
+
+PACKED_LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers, in the words of config.json, that mix tokens by attention to all earlier ones or to the last few."""
+
+
+def why_rows(keys: Mapping[str, Any]) -> str | None:
+    """Why Transformers' class of a language model computes padded rows, as far as its config.json tells; None: nothing
+    there is against one row with each prompt once."""
+    others = set(keys.get("layer_types") or ()) - PACKED_LAYERS
+    if others:
+        return f"it has layers of the kind {', '.join(sorted(others))}"
+    return "it caps the scores of attention" if keys.get("attn_logit_softcapping") else None

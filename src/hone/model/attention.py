@@ -1,4 +1,4 @@
-"""Attention over a shared-prompt layout: each sample sees its prompt and its own prefix, nothing else.
+"""Attention over a shared-prompt layout: each sample sees its prompt and its own prefix, or the last tokens of them.
 
 Explicit matrix products and a softmax per padded block, in an autograd function of its own that keeps q, k, v, the
 output and each query's softmax normaliser, and makes the probabilities again in the backward pass. On CPUs that is
@@ -13,10 +13,9 @@ no further transposition, and grouped queries share a key without a copy of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,18 +24,38 @@ from hone.model.layout import AttentionBlock, Layout
 from hone.model.recompute import kept
 from hone.model.varlen_attention import FLASH, varlen_attention
 
+FLASH_WIDTH = 256
+"""Widest head that flash attention computes."""
 
-def shared_prompt_attention(layout: Layout) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """The attention strategy (`decoder.Attend`) for one microbatch; differentiable in q, k and v.
+
+class Attention(Protocol):
+    """An attention strategy over the tokens of a layout, which knows two kinds more than `decoder.Attend`.
+
+    Args:
+        window: tokens that each one sees, itself included; None: all before it.
+        sink_H: (Hq,) a score of each head that takes its part of the softmax and has no value.
+    """
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sink_H: Tensor | None = None
+    ) -> Tensor: ...
+
+
+def shared_prompt_attention(layout: Layout) -> Attention:
+    """The attention strategy for one microbatch; differentiable in q, k, v and sinks.
 
     Scores exist for one block at a time, at most `layout.BLOCK_SCORES` per head.
     """
     workspace, by_flash = _Workspace(layout), varlen_attention(layout, FLASH)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            return by_flash(layer, q, k, v)
-        return _SharedPromptAttention.apply(q, k, v, workspace)
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sink_H: Tensor | None = None
+    ) -> Tensor:
+        if window is not None and window >= layout.longest:
+            window = None
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= FLASH_WIDTH:
+            return by_flash(layer, q, k, v, window, sink_H)
+        return _SharedPromptAttention.apply(q, k, v, sink_H, workspace, window)
 
     return attend
 
@@ -62,13 +81,16 @@ class _Workspace:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._plans: dict[tuple[int, ...], tuple[list[_BlockRows], Tensor]] = {}
+        self._plans: dict[tuple[int | None, ...], tuple[list[_BlockRows], Tensor]] = {}
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def plan(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[_BlockRows], Tensor]:
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[list[_BlockRows], Tensor]:
         """The blocks' rows, and for each (token, head) its place among the concatenated outputs of all blocks."""
         heads, kv_heads = q.shape[1], k.shape[1]
-        key = heads, kv_heads, _spacing(q), _spacing(k), _spacing(v)
+        key = heads, kv_heads, _spacing(q), _spacing(k), _spacing(v), window
+        if key not in self._plans and window is not None:
+            blocks, output_rows = self.plan(q, k, v, None)
+            self._plans[key] = [self._within(rows, window) for rows in blocks], output_rows
         if key not in self._plans:
             blocks = [
                 _BlockRows(
@@ -87,6 +109,12 @@ class _Workspace:
             self._plans[key] = blocks, (first * heads + width * head + column).flatten()
         return self._plans[key]
 
+    def _within(self, rows: _BlockRows, window: int) -> _BlockRows:
+        """The same rows, where a query does not see further back than its window."""
+        position_X, block = self.layout.position_X, rows.block
+        back = position_X[block.query_BQ][:, :, None] - position_X[block.key_BK][:, None]
+        return replace(rows, bias=rows.bias.masked_fill((back >= window)[:, None], -torch.inf))
+
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory, the same for every block and layer: it stays in the cache and needs no allocation."""
         size = math.prod(shape)
@@ -99,19 +127,22 @@ class _Workspace:
 
 class _SharedPromptAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, workspace: _Workspace) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None, workspace: _Workspace, window: int | None
+    ) -> Tensor:
         q, k, v = _with_rows(q), _with_rows(k), _with_rows(v)
-        out, *normalisers = kept(partial(_attended, q, k, v, workspace))
-        ctx.save_for_backward(q, k, v, out, *normalisers)
-        ctx.workspace = workspace
+        out, *normalisers = kept(partial(_attended, q, k, v, sink_H, workspace, window))
+        ctx.save_for_backward(q, k, v, sink_H, out, *normalisers)
+        ctx.workspace, ctx.window = workspace, window
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, *normalisers = ctx.saved_tensors
+        q, k, v, sink_H, out, *normalisers = ctx.saved_tensors
         workspace, grad_out, size = ctx.workspace, grads[0].contiguous(), q.shape[-1]
-        blocks, output_rows = workspace.plan(q, k, v)
+        blocks, output_rows = workspace.plan(q, k, v, ctx.window)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        grad_sink = None if sink_H is None else torch.zeros(q.shape[1], dtype=score_dtype(q), device=q.device)
         dots = torch.linalg.vecdot(grad_out, out).flatten()
         parts = []
         for i, rows in enumerate(blocks):
@@ -127,24 +158,37 @@ class _SharedPromptAttention(torch.autograd.Function):
             grad_powers = workspace.empty("grad", powers.shape, q.dtype)
             torch.bmm(grad_rows, _keys(v, rows.values, rows).mT, out=grad_powers)
             dot_rows = dots.index_select(0, rows.outputs).view(inverse.shape).mul_(inverse)
+            if sink_H is not None and grad_sink is not None:
+                of_sink = _sinks(sink_H, rows, top).sub_(top).exp2_().mul_(dot_rows)
+                grad_sink -= of_sink.view(len(rows.bias), q.shape[1], -1).sum((0, 2))
             grad_scores = powers.mul_(_cast(grad_powers, powers, "high", workspace).sub_(dot_rows))
             grad_scores = _cast(grad_scores, q, "low", workspace)
             parts.append(_product(grad_scores, keys, size**-0.5).view(-1, size))
             _add_rows(grad_k, rows.sums, _product(grad_scores.mT, queries, size**-0.5))
         padded = parts[0] if len(parts) == 1 else torch.cat(parts)
         grad_q = _without_filler(padded.index_select(0, output_rows).view(q.shape), workspace)
-        return grad_q, grad_k, grad_v, None
+        if sink_H is not None and grad_sink is not None:
+            grad_sink = grad_sink.to(sink_H.dtype)
+        return grad_q, grad_k, grad_v, grad_sink, None, None
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, workspace: _Workspace) -> tuple[Tensor, ...]:
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None, workspace: _Workspace, window: int | None
+) -> tuple[Tensor, ...]:
     """What every query attends to, and per block the two numbers that normalise its scores."""
-    blocks, output_rows = workspace.plan(q, k, v)
+    blocks, output_rows = workspace.plan(q, k, v, window)
     parts, normalisers = [], []
     for rows in blocks:
         scores = _scores(_queries(q, rows.queries, k, rows), _keys(k, rows.keys, rows), rows, workspace)
         top = scores.amax(-1, keepdim=True)
+        sinks = None if sink_H is None else _sinks(sink_H, rows, top)
+        if sinks is not None:
+            top = torch.maximum(top, sinks)
         powers = scores.sub_(top).exp2_()
-        inverse = powers.sum(-1, keepdim=True).reciprocal_()
+        total = powers.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += sinks.sub_(top).exp2_()
+        inverse = total.reciprocal_()
         out = torch.bmm(_cast(powers, q, "low", workspace), _keys(v, rows.values, rows))
         parts.append(out.mul_(inverse).view(-1, q.shape[-1]))
         normalisers += (top, inverse)
@@ -166,6 +210,13 @@ def _scores(queries: Tensor, keys: Tensor, rows: _BlockRows, workspace: _Workspa
     scores = _cast(products, rows.bias, "scores", workspace)
     scores.view(len(rows.bias), -1, *rows.bias.shape[2:]).add_(rows.bias)
     return scores
+
+
+def _sinks(sink_H: Tensor, rows: _BlockRows, top: Tensor) -> Tensor:
+    """The sinks' scores, as `_scores` has those of keys: (B * Hkv, Hq / Hkv * Q, 1)."""
+    width = rows.block.query_BQ.shape[1]
+    scores = sink_H.detach().to(top.dtype)[None, :, None] * math.log2(math.e)
+    return scores.expand(len(rows.bias), -1, width).reshape(top.shape)
 
 
 def _product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:

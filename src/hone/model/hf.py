@@ -1,7 +1,8 @@
-"""Decoder-only architectures without a decoder of Hone's own, through Transformers' classes; slower.
+"""Decoder-only architectures without a decoder of Hone's own, through Transformers' classes.
 
-Samples become right-padded rows of prompt + response, so a prompt is computed once per distinct sample of it instead of
-once; identical samples are still one row. The model runs without dropout.
+A class of plain attention computes a microbatch as Hone's decoder does, in one row of tokens with each prompt once
+(`layout_attention.py`). For any other, `why_rows` says why its samples are right-padded rows of prompt + response; then
+a prompt is computed once per distinct sample of it. The model runs without dropout.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hone.errors import DataError
-from hone.model.attention import shared_prompt_attention
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
+from hone.model.layout_attention import attend_over_layouts, over_layout, why_rows
 from hone.model.logprobs import LogitMap
 from hone.model.recompute import Checkpointing, contexts, is_recomputed
 from hone.model.repository_names import NamedPart, repository_parts
 from hone.model.routing import LoadBalance, Routing, no_balance
 from hone.model.towers import TOWERS
-from hone.model.vision import LAYOUT_ATTENTION, Vision, register_layout_attention, with_pictures
+from hone.model.vision import Vision, with_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,11 +55,13 @@ class TransformersModel(CausalModel):
         """The checkpointing last set on the module."""
         self.vision: Vision | None = None
         """Reads pictures; None: this class's prompts cannot have any."""
+        self.why_rows = why_rows(self.hf, self.body)
+        """Why samples are padded rows; None: they are a layout's one row."""
+        if self.why_rows is None:
+            attend_over_layouts(self.body)
         tower = TOWERS.get(hf_config.model_type)
-        if tower is not None and "sliding_attention" not in (getattr(text_config, "layer_types", None) or ()):
-            register_layout_attention()
+        if tower is not None and self.why_rows is None:
             self.vision = Vision(tower(self.hf.base_model, hf_config))
-            self.body.set_attn_implementation(LAYOUT_ATTENTION)
         if has_tower(hf_config):
             learning = {id(weight) for weight in (*self.body.parameters(), self.output_weight)}
             for weight in self.hf.parameters():
@@ -91,64 +94,58 @@ class TransformersModel(CausalModel):
                 layer.gradient_checkpointing = is_recomputed(self.checkpointing, number)
             self._enabled = self.checkpointing
         self.hf.train(recompute)  # Transformers recomputes only in training mode; dropout is 0 in either
+        return self._hidden_of_rows(layout, balance) if self.why_rows else self._hidden_of_layout(layout, balance)
+
+    def _hidden_of_layout(self, layout: Layout, balance: LoadBalance | None) -> Tensor:
+        """As `hidden`, each prompt and its pictures computed once."""
+        part = self.sequences.part_of(layout)
+        self._replay(part.routing_X)
+        given: dict[str, Any] = {"input_ids": part.token_ids_X[None], "position_ids": part.position_X[None]}
         if self.vision is not None:
-            return self._hidden_of_layout(layout, self.vision, balance)
+            embedded_XH = self.hf.get_input_embeddings()(part.token_ids_X)
+            embedded_1XH, deeper = with_pictures(embedded_XH[None], [layout.pictures], self.vision)
+            given = {"inputs_embeds": embedded_1XH, "position_ids": self.vision.positions(layout), **deeper}
+        elif layout.pictures:
+            raise DataError(no_pictures(self.hf_config.model_type))
+        all_1X = torch.ones_like(part.token_ids_X)[None]  # without it the class would look for packed samples by itself
+        with over_layout(part.attend):
+            out = self.body(attention_mask=all_1X, use_cache=False, **given, **_asked(balance))
+        if balance is not None:
+            balance.loss = self._balancing_loss(out, layout.samples_X()[None])
+        return part.dealt(out.last_hidden_state[0].index_select(0, part.needed_W))
+
+    def _hidden_of_rows(self, layout: Layout, balance: LoadBalance | None) -> Tensor:
+        """As `hidden`, each distinct sample alone."""
         if layout.pictures:
             raise DataError(no_pictures(self.hf_config.model_type))
-        part = self.sequences.rows_of(layout)
-        self._replay(layout, part.index_Rl.flatten())
-        positions = {} if part.position_1l is None else {"position_ids": part.position_1l}
+        rows = layout.rows()
+        self._replay(None if layout.routing_X is None else layout.routing_X[rows.index_RL.flatten()])
+        mask_RL = rows.real_RL.long()
         out = self.body(
-            input_ids=layout.token_ids_X[part.index_Rl],
-            attention_mask=part.real_RL.long(),
-            use_cache=False,
-            **positions,
-            **_asked(balance),
+            input_ids=layout.token_ids_X[rows.index_RL], attention_mask=mask_RL, use_cache=False, **_asked(balance)
         )
         if balance is not None:
-            balance.loss = self._balancing_loss(out, part.real_RL)
-        return part.dealt(out.last_hidden_state.flatten(0, 1).index_select(0, part.needed_W))
+            balance.loss = self._balancing_loss(out, rows.real_RL)
+        return out.last_hidden_state.flatten(0, 1).index_select(0, rows.predict_U)
 
-    def _hidden_of_layout(self, layout: Layout, vision: Vision, balance: LoadBalance | None) -> Tensor:
-        """As `hidden`, each prompt and its pictures computed once."""
-        self._replay(layout)
-        embedded_XH = self.hf.get_input_embeddings()(layout.token_ids_X)
-        embedded_1XH, deeper = with_pictures(embedded_XH[None], [layout.pictures], vision)
-        out = self.body(
-            inputs_embeds=embedded_1XH,
-            position_ids=vision.positions(layout),
-            use_cache=False,
-            attend=shared_prompt_attention(layout),
-            **deeper,
-            **_asked(balance),
-        )
-        if balance is not None:
-            real_X = torch.arange(len(layout.token_ids_X), device=layout.token_ids_X.device) < layout.num_tokens
-            balance.loss = self._balancing_loss(out, real_X[None])
-        hidden_W = out.last_hidden_state[0].index_select(0, layout.needed_W)
-        return hidden_W.index_select(0, layout.needed_U)
-
-    def _balancing_loss(self, out: Any, real_RL: Tensor) -> Tensor:
-        """The class's own, of the rows' tokens without padding (Switch Transformer, arXiv:2101.03961, eq. 4 to 6)."""
+    def _balancing_loss(self, out: Any, weight_RL: Tensor) -> Tensor:
+        """The class's own (Switch Transformer, arXiv:2101.03961, eq. 4 to 6), of tokens that count so often."""
         hf: Any = self.hf
         function = getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)
         logits = getattr(out, "router_logits", None)
         if function is None or not logits:
             raise DataError(no_balance(self.hf_config.model_type))
-        return function(logits, hf.num_experts, hf.num_experts_per_tok, real_RL)
+        return function(logits, hf.num_experts, hf.num_experts_per_tok, weight_RL)
 
     @cached_property
     def routing(self) -> Routing:
         """Of the mixture-of-experts layers. Raises DataError for a model without any, or whose are not known."""
         return Routing(self.body, self.hf_config.model_type)
 
-    def _replay(self, layout: Layout, index_N: Tensor | None = None) -> None:
-        """Let the next forward pass, of these tokens of X, send them where the layout says."""
-        routing_X = layout.routing_X
-        if routing_X is not None:
-            self.routing.replay(routing_X if index_N is None else routing_X[index_N])
-        elif "routing" in vars(self):
-            self.routing.replay(None)
+    def _replay(self, routing_N: Tensor | None) -> None:
+        """Let the next forward pass send its tokens there; None: where routers choose."""
+        if routing_N is not None or "routing" in vars(self):
+            self.routing.replay(routing_N)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `CausalModel.load_weights`."""

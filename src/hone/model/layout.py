@@ -126,6 +126,20 @@ class Layout:
         more = len(self.token_ids_X) - slots.shape[1]
         return torch.cat((slots, slots[:, :1].expand(-1, more)), dim=1) if more else slots
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with the inputs of its response."""
+        return int((self.spans_R[:, 1] + np.maximum(self.spans_R[:, 3] - 1, 0)).max(initial=0))
+
+    def samples_X(self) -> Tensor:
+        """(X,) how many distinct samples each token is of; filler is of none."""
+        prompt_start, num_prompt, own_start, num_response = self.spans_R.T
+        change = np.zeros(len(self.token_ids_X) + 1, np.int64)
+        for start, length in ((prompt_start, num_prompt), (own_start, np.maximum(num_response - 1, 0))):
+            np.add.at(change, start, 1)
+            np.add.at(change, start + length, -1)
+        return torch.from_numpy(change.cumsum()[:-1]).to(self.token_ids_X.device, non_blocking=True)
+
     def rows(self) -> PaddedRows:
         """For models that know no layouts."""
         prompt_start, num_prompt, own_start, num_response = (self.spans_R[:, i, None] for i in range(4))

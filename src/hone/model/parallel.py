@@ -33,10 +33,9 @@ from hone.config.rules.division import trained_layers_divide
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder, DecoderLayer, SplitLinear, parts_of, qkv_sizes
-from hone.model.hf import TransformersModel
+from hone.model.hf import TransformersModel, has_tower
 from hone.model.lora import PEFT_NAME, DecoderAdapter
 from hone.model.low_rank import FusedLinear
-from hone.model.row_attention import divide_rows
 from hone.model.sequence import SequenceGroup
 
 if TYPE_CHECKING:
@@ -70,18 +69,30 @@ def divide_tokens(
         rings: makes `SequenceGroup.rings` of the mesh, by how many of its ranks exchange heads.
         tensor_parallel: ranks that the layers are divided over besides: both divide the heads.
     Raises:
-        DataError: heads that the ranks do not divide, or a class of Transformers' that mixes tokens in other ways.
+        DataError: heads that the ranks do not divide, or a class of Transformers' that computes padded rows.
     """
     has_ring = isinstance(model, Decoder)
     refuse_indivisible(
         model.hf_config, tensor_parallel=tensor_parallel, sequence_parallel=mesh.size(), has_ring=has_ring
     )
     if isinstance(model, TransformersModel):
-        divide_rows(model.hf, mesh.get_group())
+        refuse_rows(model)
     kv_heads = getattr(model.hf_config, "num_key_value_heads", None) or model.hf_config.num_attention_heads
     heads = math.gcd(mesh.size(), kv_heads // tensor_parallel)
     is_ring = has_ring and heads < mesh.size()
     model.sequences = SequenceGroup(mesh.get_group(), rings(heads) if is_ring else None)
+
+
+def refuse_rows(model: TransformersModel) -> None:
+    """Raises DataError for a class of Transformers' whose tokens ranks cannot divide."""
+    why = model.why_rows
+    if has_tower(model.hf_config):
+        why = "its pictures are whole on every rank"
+    if why:
+        raise DataError(
+            f"cluster.trainer.sequence_parallel > 1: the tokens of Transformers' class for "
+            f"{model.hf_config.model_type} cannot be divided: {why}. Set it to 1."
+        )
 
 
 def refuse_indivisible(

@@ -30,6 +30,7 @@ from hone.model.attention import shared_prompt_attention
 from hone.model.collectives import exchanged, gathered, share
 from hone.model.layout import Ints, Layout, filled
 from hone.model.ring import ring_attention
+from hone.types import UNRECORDED
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,28 +46,14 @@ class Part:
 
     token_ids_X: Tensor
     position_X: Tensor
-    attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
-    """From q, k and v of these tokens to what they attend to, as `decoder.Attend`."""
+    attend: Callable[..., Tensor]
+    """From q, k and v of these tokens to what they attend to, as `attention.Attention`."""
     needed_W: Tensor
     """As `Layout.needed_W`, of these tokens."""
     dealt: Callable[[Tensor], Tensor]
     """From the hidden states of `needed_W` to those that predict this rank's share of `Layout.target_U`."""
-
-
-@dataclass(frozen=True)
-class PartOfRows:
-    """What one rank computes of a layout as rows (`Layout.rows`): some columns of each."""
-
-    index_Rl: Tensor
-    """Into the layout's tokens."""
-    position_1l: Tensor | None
-    """None: all columns, counted from 0."""
-    real_RL: Tensor
-    """Of all columns."""
-    needed_W: Tensor
-    """Into the flattened (R, l)."""
-    dealt: Callable[[Tensor], Tensor]
-    """As `Part.dealt`."""
+    routing_X: Tensor | None
+    """As `Layout.routing_X`, of these tokens."""
 
 
 class SequenceGroup:
@@ -90,6 +77,7 @@ class SequenceGroup:
                 shared_prompt_attention(layout),
                 layout.needed_W,
                 lambda hidden_W: hidden_W.index_select(0, layout.needed_U),
+                layout.routing_X,
             )
         layout = _with_filler(layout, dist.get_world_size(self.group))
         own = share(len(layout.token_ids_X), self.group)
@@ -101,33 +89,14 @@ class SequenceGroup:
             self._attention(layout, self.group),
             needed_W,
             dealt,
+            None if layout.routing_X is None else layout.routing_X[own],
         )
 
-    def _attention(self, layout: Layout, group: ProcessGroup) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    def _attention(self, layout: Layout, group: ProcessGroup) -> Callable[..., Tensor]:
         if self.rings is None:
             return _exchanging(shared_prompt_attention(layout), group)
         attend, heads = ring_attention(layout, self.rings[RING].get_group()), self.rings[HEADS]
         return attend if heads.size() == 1 else _exchanging(attend, heads.get_group())
-
-    def rows_of(self, layout: Layout) -> PartOfRows:
-        """What this rank computes where a model wants rows."""
-        rows = layout.rows()
-        if self.group is None:
-            return PartOfRows(rows.index_RL, None, rows.real_RL, rows.predict_U, lambda hidden_W: hidden_W)
-        columns = rows.real_RL.shape[1]
-        more = -columns % dist.get_world_size(self.group)
-        own = share(columns + more, self.group)
-        each = own.stop - own.start
-        row_U, column_U = np.divmod(rows.predict_U.cpu().numpy(), columns)
-        device = layout.token_ids_X.device
-        needed_W, dealt = _dealing(column_U // each, row_U * each + column_U % each, device, self.group)
-        return PartOfRows(
-            F.pad(rows.index_RL, (0, more))[:, own],
-            torch.arange(own.start, own.stop, device=device)[None],
-            F.pad(rows.real_RL, (0, more)),
-            needed_W,
-            dealt,
-        )
 
     def share(self, value_U: Tensor) -> Tensor:
         """This rank's part of the values of all response tokens."""
@@ -143,11 +112,14 @@ UNDIVIDED = SequenceGroup()
 
 def _with_filler(layout: Layout, multiple: int) -> Layout:
     """The same layout with more filler, so that its tokens are a multiple of something."""
-    more = -len(layout.token_ids_X) % multiple
+    more, routing_X = -len(layout.token_ids_X) % multiple, layout.routing_X
+    if routing_X is not None:
+        routing_X = F.pad(routing_X, (0, 0, 0, 0, 0, more), value=UNRECORDED)
     return replace(
         layout,
         token_ids_X=F.pad(layout.token_ids_X, (0, more)),
         position_X=F.pad(layout.position_X, (0, more)),
+        routing_X=routing_X,
     )
 
 
@@ -176,11 +148,16 @@ def _dealing(
     return on_device[0], dealt
 
 
-def _exchanging(attend: Callable[..., Tensor], group: ProcessGroup) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+def _exchanging(attend: Callable[..., Tensor], group: ProcessGroup) -> Callable[..., Tensor]:
     """An attention for all tokens, as one for those of this rank."""
 
-    def exchanging(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return to_tokens(attend(layer, *to_heads(q, k, v, group=group)), group=group)
+    def exchanging(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sink_H: Tensor | None = None
+    ) -> Tensor:
+        named: dict[str, Any] = {} if window is None else {"window": window}
+        if sink_H is not None:
+            named["sink_H"] = sink_H[share(len(sink_H), group)]
+        return to_tokens(attend(layer, *to_heads(q, k, v, group=group), **named), group=group)
 
     return exchanging
 

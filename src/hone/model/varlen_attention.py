@@ -1,10 +1,13 @@
 """Attention over a shared-prompt layout by kernels for ragged sequences (`torch.nn.attention.varlen`): what GPUs use.
 
-Two calls a layer. In the first every prompt and every response attends to itself, causally. In the second all responses
-of a prompt, which stand together, attend to it as one sequence, so the kernel reads a prompt's keys once for all its
-samples. Their normalisers (the log-sum-exp of the scores) say how the two results of a response mix. The backward pass
-gives both kernels the mixed output and normaliser, from which each makes its exact part of the gradient; that of a
-prompt's keys is summed over all samples inside the kernel, in float32.
+A layer that sees everything before it makes two calls. In the first every prompt and every response attends to itself,
+causally. In the second all responses of a prompt, which stand together, attend to it as one sequence, so the kernel
+reads a prompt's keys once for all its samples. Their normalisers (the log-sum-exp of the scores) say how the two
+results of a response mix. The backward pass gives both kernels the mixed output and normaliser, from which each makes
+its exact part of the gradient; that of a prompt's keys is summed over all samples inside the kernel, in float32.
+
+A layer with a sliding window makes one call, in which each response has the end of its prompt in front of its own keys.
+A sink changes output and normaliser afterwards.
 
 No masks, and index tensors of two numbers a token at most: memory grows linearly with the tokens. The kernels take
 float16 and bfloat16 and keep scores in float32. Not here: CPUs and float32 (attention.py).
@@ -35,13 +38,18 @@ class RaggedCall:
     longest_query: int
     longest_key: int
     is_causal: bool
+    """Queries are the last tokens of the keys' sequence, and see those before them."""
+    window: int | None = None
+    """So many of them, themselves included; None: all."""
 
 
-def ragged_call(layout: Layout, query_ends: Ints, key_ends: Ints, *, is_causal: bool) -> RaggedCall:
+def ragged_call(
+    layout: Layout, query_ends: Ints, key_ends: Ints, *, is_causal: bool, window: int | None = None
+) -> RaggedCall:
     """A call over a layout's tokens; ends are (n + 1,), from 0."""
     longest_query, longest_key = (int(np.diff(ends).max()) for ends in (query_ends, key_ends))
     queries, keys = (on_device_of(layout, ends.astype(np.int32)) for ends in (query_ends, key_ends))
-    return RaggedCall(queries, keys, longest_query, longest_key, is_causal)
+    return RaggedCall(queries, keys, longest_query, longest_key, is_causal, window)
 
 
 def on_device_of(layout: Layout, array: np.ndarray) -> Tensor:
@@ -67,21 +75,47 @@ class RaggedKernels:
     backward: Backward
 
 
-def varlen_attention(layout: Layout, kernels: RaggedKernels) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """The attention strategy (`decoder.Attend`) for one microbatch; differentiable in q, k and v."""
+def varlen_attention(layout: Layout, kernels: RaggedKernels) -> Callable[..., Tensor]:
+    """The attention strategy (`attention.Attention`) for one microbatch; differentiable in q, k, v and sinks."""
     plan = RaggedPlan(layout)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _VarlenAttention.apply(q, k, v, plan, kernels)
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sink_H: Tensor | None = None
+    ) -> Tensor:
+        return _VarlenAttention.apply(q, k, v, sink_H, plan, kernels, window)
 
     return attend
 
 
 class RaggedPlan:
-    """The two calls of every layer, made from a layout's spans when the first layer asks for them."""
+    """The calls of every layer, made from a layout's spans when the first layer asks for them."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self._windowed: dict[int, tuple[RaggedCall, Tensor]] = {}
+
+    def windowed(self, window: int) -> tuple[RaggedCall, Tensor]:
+        """Everything in one call for layers that look back so far, and the places in X of the keys: those of a response
+        follow the end of its prompt that its first token sees."""
+        if window not in self._windowed:
+            layout = self._layout
+            prompt_start_R, prompt_length_R, own_start_R, length_R = layout.spans_R.T
+            start_N = np.unique(prompt_start_R)
+            has_inputs = length_R > 1
+            seen_R = np.minimum(prompt_length_R, window - 1)[has_inputs]
+            filler = [] if layout.num_tokens == len(layout.token_ids_X) else [layout.num_tokens]
+            starts = np.concatenate((start_N, own_start_R[has_inputs], filler)).astype(np.int64)
+            order = np.argsort(starts)
+            own_ends = np.append(starts[order], len(layout.token_ids_X))
+            seen = np.concatenate((np.zeros_like(start_N), seen_R, np.zeros_like(filler))).astype(np.int64)[order]
+            seen_end = np.concatenate((start_N, (prompt_start_R + prompt_length_R)[has_inputs], filler)).astype(
+                np.int64
+            )[order]
+            pairs = np.stack((seen, np.diff(own_ends)), axis=1)
+            places = _ranges(np.stack((seen_end - seen, own_ends[:-1]), axis=1).ravel(), pairs.ravel())
+            ragged = ragged_call(layout, own_ends, _ends(pairs.sum(1)), is_causal=True, window=window)
+            self._windowed[window] = ragged, on_device_of(layout, places)
+        return self._windowed[window]
 
     @cached_property
     def own(self) -> RaggedCall:
@@ -110,36 +144,61 @@ class RaggedPlan:
 
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RaggedPlan, kernels: RaggedKernels) -> Tensor:
-        out, normaliser = kept(partial(_attended, q, k, v, plan, kernels))
-        ctx.save_for_backward(q, k, v, out, normaliser)
-        ctx.plan, ctx.kernels = plan, kernels
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink_H: Tensor | None,
+        plan: RaggedPlan,
+        kernels: RaggedKernels,
+        window: int | None,
+    ) -> Tensor:
+        out, normaliser = kept(partial(_attended, q, k, v, sink_H, plan, kernels, window))
+        ctx.save_for_backward(q, k, v, sink_H, out, normaliser)
+        ctx.plan, ctx.kernels, ctx.window = plan, kernels, window
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, normaliser = ctx.saved_tensors
-        plan, kernels, grad_out = ctx.plan, ctx.kernels, grads[0].contiguous()
-        grad_q, grad_k, grad_v = kernels.backward(grad_out, q, k, v, out, normaliser, plan.own)
-        if plan.shared is not None:
-            ragged, responses, prompts = plan.shared
-            parts = kernels.backward(
-                grad_out.index_select(0, responses),
-                q.index_select(0, responses),
-                k.index_select(0, prompts),
-                v.index_select(0, prompts),
-                out.index_select(0, responses),
-                normaliser.index_select(1, responses),
-                ragged,
-            )
-            grad_q.index_add_(0, responses, parts[0])  # each row once, so the order of the sums is fixed
-            grad_k.index_add_(0, prompts, parts[1])
-            grad_v.index_add_(0, prompts, parts[2])
-        return grad_q, grad_k, grad_v, None, None
+        q, k, v, sink_H, out, normaliser = ctx.saved_tensors
+        plan, kernels, grad_out, grad_sink = ctx.plan, ctx.kernels, grads[0].contiguous(), None
+        saved = grad_out, q, k, v, out, normaliser
+        if ctx.window is None:
+            grad_q, grad_k, grad_v = _gradients(*saved, plan, kernels)
+        else:
+            grad_q, grad_k, grad_v = _windowed_gradients(*saved, plan, kernels, ctx.window)
+        if sink_H is not None:
+            dots = torch.linalg.vecdot(grad_out.to(normaliser.dtype), out.to(normaliser.dtype)).T
+            share = (sink_H.to(normaliser.dtype)[:, None] - normaliser).exp_()
+            grad_sink = share.mul_(dots).sum(1).neg_().to(sink_H.dtype)
+        return grad_q, grad_k, grad_v, grad_sink, None, None, None
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, plan: RaggedPlan, kernels: RaggedKernels) -> tuple[Tensor, Tensor]:
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_H: Tensor | None,
+    plan: RaggedPlan,
+    kernels: RaggedKernels,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
     """What every query attends to, and its normaliser."""
+    if window is None:
+        out, normaliser = _of_both(q, k, v, plan, kernels)
+    else:
+        ragged, keys = plan.windowed(window)
+        out, normaliser = kernels.forward(q, k.index_select(0, keys), v.index_select(0, keys), ragged)
+    if sink_H is None:
+        return out, normaliser
+    whole = torch.logaddexp(normaliser, sink_H.detach().to(normaliser.dtype)[:, None])
+    share = (normaliser - whole).exp_().T.unsqueeze(-1)
+    return (out * share).to(out.dtype), whole
+
+
+def _of_both(q: Tensor, k: Tensor, v: Tensor, plan: RaggedPlan, kernels: RaggedKernels) -> tuple[Tensor, Tensor]:
+    """As `_attended`, of all keys before each query."""
     out, normaliser = kernels.forward(q, k, v, plan.own)
     if plan.shared is None:
         return out, normaliser
@@ -151,6 +210,59 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, plan: RaggedPlan, kernels: Ragged
     share = (its_normaliser - both).exp_().T.unsqueeze(-1)
     mixed = torch.lerp(of_own.to(share.dtype), of_prompt.to(share.dtype), share).to(out.dtype)
     return out.index_copy_(0, responses, mixed), normaliser.index_copy_(1, responses, both)
+
+
+def _gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    normaliser: Tensor,
+    plan: RaggedPlan,
+    kernels: RaggedKernels,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_v = kernels.backward(grad_out, q, k, v, out, normaliser, plan.own)
+    if plan.shared is not None:
+        ragged, responses, prompts = plan.shared
+        parts = kernels.backward(
+            grad_out.index_select(0, responses),
+            q.index_select(0, responses),
+            k.index_select(0, prompts),
+            v.index_select(0, prompts),
+            out.index_select(0, responses),
+            normaliser.index_select(1, responses),
+            ragged,
+        )
+        grad_q.index_add_(0, responses, parts[0])  # each row once, so the order of the sums is fixed
+        grad_k.index_add_(0, prompts, parts[1])
+        grad_v.index_add_(0, prompts, parts[2])
+    return grad_q, grad_k, grad_v
+
+
+def _windowed_gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    normaliser: Tensor,
+    plan: RaggedPlan,
+    kernels: RaggedKernels,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of a prompt's keys is summed over the responses that see them, in the normaliser's dtype."""
+    ragged, keys = plan.windowed(window)
+    grad_q, *parts = kernels.backward(
+        grad_out, q, k.index_select(0, keys), v.index_select(0, keys), out, normaliser, ragged
+    )
+    grad_k, grad_v = (
+        torch.zeros(x.shape, dtype=normaliser.dtype, device=x.device)
+        .index_add_(0, keys, part.to(normaliser.dtype))
+        .to(x.dtype)
+        for x, part in zip((k, v), parts, strict=True)
+    )
+    return grad_q, grad_k, grad_v
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, ragged: RaggedCall) -> tuple[Tensor, Tensor]:
@@ -178,10 +290,14 @@ def _backward(
 
 
 def _arguments(ragged: RaggedCall) -> tuple[Any, ...]:
-    return ragged.query_ends, ragged.key_ends, ragged.longest_query, ragged.longest_key, ragged.is_causal
+    is_causal = ragged.is_causal and ragged.window is None  # a window says it by itself
+    return ragged.query_ends, ragged.key_ends, ragged.longest_query, ragged.longest_key, is_causal
 
 
 def _window(ragged: RaggedCall) -> list[int]:
+    """Keys to the left and to the right of a query's own; -1: all."""
+    if ragged.window is not None:
+        return [ragged.window - 1, 0]
     return [-1, 0] if ragged.is_causal else [-1, -1]
 
 

@@ -1,8 +1,7 @@
 """Pictures to the features that stand at their tokens: each distinct one through the vision tower once.
 
-The language model of these classes then computes a shared-prompt layout as Hone's own decoder does, through an
-attention function in Transformers' registry. Not here: what a picture's tokens are (`data/pictures.py`), and how a
-family's tower is called (`model/towers.py`).
+The language model of these classes then computes a shared-prompt layout (`model/layout_attention.py`). Not here: what a
+picture's tokens are (`data/pictures.py`), and how a family's tower is called (`model/towers.py`).
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.model.layout import Layout, grid_positions
 from hone.model.towers import PictureFeatures, VisionTower
 from hone.runtime.kept import Kept
 from hone.types import Picture
 
-LAYOUT_ATTENTION = "hone_layout"
-"""Name in Transformers' registry of attention over a layout, or of plain attention where none is given."""
 PATCHES_PER_PASS = 4096
 """Patches that the tower computes together, one picture at least; memory, never the result."""
 KEPT_BYTES = 1 << 28
@@ -128,35 +125,3 @@ def with_pictures(
 def places_of(pictures: Sequence[Picture], device: torch.device) -> Tensor:
     """Indices of the tokens of all pictures, picture by picture."""
     return torch.cat([torch.arange(p.start, p.start + p.num_tokens, device=device) for p in pictures])
-
-
-def register_layout_attention() -> None:
-    """Give `attend_in_layout` its name in Transformers' registry."""
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # brings modelling code and SciPy: 0.7 s
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register(LAYOUT_ATTENTION, attend_in_layout)
-    AttentionMaskInterface.register(LAYOUT_ATTENTION, sdpa_mask)
-
-
-def attend_in_layout(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    attend: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None,
-    **named: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of a layer for Transformers' registry.
-
-    Args:
-        query, key, value: (1, heads, X, D), of a layout's tokens; anything else without `attend`.
-        attend: see `attention.shared_prompt_attention`; None: torch's scaled dot product.
-    """
-    if attend is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-    layer: Any = module.layer_idx
-    return attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)))[None], None

@@ -58,8 +58,9 @@ class Pass:
     tensor_parallel: int = 1
     sequence_parallel: int = 1
     """Devices that have the microbatch's other tokens."""
-    copies_keys: bool = False
-    """Attention keeps keys and values once per query head, as Transformers' does where rows are padded."""
+    rows: Literal["one", "padded"] | None = None
+    """How Transformers' class is given samples in Hone's trainer: in one row over which Hone attends, or padded, and
+    attention keeps keys and values once per query head. None: its own attention, with neither masks nor copies."""
 
     @property
     def chunk(self) -> int:
@@ -130,7 +131,7 @@ def _transformers(work: Pass) -> float:
     """Transformers' eager code. In bfloat16 its norms compute in float32 and keep that copy too."""
     arch, tp, two_bytes = work.architecture, work.tensor_parallel, work.bytes_each == 2
     h, inner = arch.hidden, arch.active_inner / tp
-    numbers = (4 * arch.q_size if work.copies_keys else _attention_numbers(arch)) / tp
+    numbers = (4 * arch.q_size if work.rows == "padded" and not arch.latent else _attention_numbers(arch)) / tp
     norms = (8 if two_bytes else 12) * h * arch.norms_per_layer
     total = norms + (2 if two_bytes else 4) * numbers + (8 if two_bytes else 16) * inner + 4 * arch.heads / tp + 8
     if arch.qk_norm:
@@ -193,7 +194,7 @@ def output_gradient_bytes(work: Pass) -> int:
 
 def mask_bytes(work: Pass, *, backward: bool) -> int:
     """Hone's attention: masks of all blocks in float32, and its workspace of scores, which all layers share."""
-    if work.implementation != "hone":
+    if work.implementation != "hone" and work.rows != "one":
         return 0
     tokens, heads = work.tokens * work.sequence_parallel, work.architecture.heads / work.tensor_parallel
     mean_keys = min(work.longest, work.longest / 2 + QUERY_ROWS)

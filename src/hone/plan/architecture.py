@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from hone.config.derived import why_rows
 from hone.config.messages import nearest
 from hone.errors import DataError
 
@@ -120,6 +121,8 @@ class Architecture:
     """With experts: layers that have a dense block all the same."""
     tower: Tower | None = None
     """Beside the language model, which everything else here describes."""
+    why_rows: str | None = None
+    """Why Transformers' class computes padded rows; None: it computes each prompt once for its samples."""
 
     @property
     def q_size(self) -> int:
@@ -269,7 +272,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936},
     "phi3": {},
     "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
-    "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 50.0,
+    },
     "gemma3_text": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
     "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": {"qkv_bias": True, **_MOE_DEFAULTS},
@@ -325,6 +333,7 @@ def architecture_from(config: Mapping[str, Any], *, source: str = "config.json")
         latent=latent,
         experts=experts,
         dense_layers=_dense_layers(keys) if experts else 0,
+        why_rows=why_rows({**FAMILIES[family], **config}),
     )
 
 

@@ -126,8 +126,10 @@ def microbatch(inputs: Inputs, *, ranks: int = 1) -> Pass:
     share = responses / (lengths.max_prompt + responses)
     response_tokens = max(1, round(tokens * share))
     implementation = implementation_of(inputs)
-    padded = implementation == "transformers" and inputs.is_local and not inputs.architecture.tower
-    if padded:  # `model/hf.py` computes whole samples, each with its prompt, in a row
+    rows = None
+    if implementation == "transformers":
+        rows = "padded" if inputs.architecture.why_rows else "one"
+    if rows == "padded":  # `model/hf.py` computes whole samples, each with its prompt, in a row
         tokens = -(-response_tokens // lengths.max_response) * (lengths.longest - 1)
     return Pass(
         architecture=inputs.architecture,
@@ -141,7 +143,7 @@ def microbatch(inputs: Inputs, *, ranks: int = 1) -> Pass:
         entropy_gradient=workload.has_entropy_gradient,
         tensor_parallel=trainer.tensor_parallel,
         sequence_parallel=trainer.sequence_parallel,
-        copies_keys=padded and inputs.architecture.latent is None,
+        rows=rows,
     )
 
 

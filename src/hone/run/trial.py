@@ -265,9 +265,12 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
     seen = ", of a prompt with a picture too" if config.data.image_columns else ""
     seen += ", routing is replayed" if batch.routing_T is not None else ""
     depth = small.get_text_config(decoder=True).num_hidden_layers
+    why_rows = model.why_rows if isinstance(model, TransformersModel) else None
+    rows = f". Training computes a prompt once per sample, in padded rows: {why_rows}" if why_rows else ""
     return ModelTrial(
         proven=f"{kind} trains{' with an adapter' if has_adapter else ''}: in a miniature of {depth} "
-        f"layers {who} Transformers' logprobs{seen}, gradients are finite, and Transformers loads the {names} exported"
+        f"layers {who} Transformers' logprobs{seen}, gradients are finite, and Transformers loads the {names} "
+        f"exported{rows}"
     )
 
 
