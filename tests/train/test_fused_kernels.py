@@ -3,6 +3,7 @@
 import re
 import shutil
 import warnings
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from cases import algorithm_of, gradient, make_batch, make_groups, make_model, make_trainer
 from needs import needs
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.config.run import LoraSection
 from hone.model import kernels
@@ -80,6 +82,24 @@ def test_a_compiler_that_fails_is_said_once_and_replaced(fused, monkeypatch):
         torch.testing.assert_close(ours, vocabulary(7), atol=0, rtol=0)
 
 
+class OfSize(TorchDispatchMode):
+    """Counts operators with a tensor of so many numbers, besides those that are compiled."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.names = size, Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, result) if isinstance(x, torch.Tensor)]
+        self.names[func._schema.name.removeprefix("aten::")] += any(x.numel() == self.size for x in tensors)
+        return result
+
+
 class TestCompiled:
     pytestmark = compiles
 
@@ -133,7 +153,10 @@ class TestCompiled:
         fused("cpu")
         vocab = 4096
         options = {"entropy_grad": entropy_grad, "vocab": vocab, "dtype": torch.float32}
-        _, sources = run_and_get_code(lambda: vocabulary(13, LogitMap(2.0, 3.0), **options))
+        with OfSize(5 * vocab) as others:
+            _, sources = run_and_get_code(lambda: vocabulary(10, LogitMap(2.0, 3.0), **options))
+        eager = {name: count for name, count in others.names.items() if count and name not in ("detach", "permute")}
+        assert eager == {"mm": 6, "addmm_": 2, "amax": 2}, "besides products, no other operator has a chunk"
         kernels = [source for source in sources if f"{vocab}L*x0" in source]
         assert len(kernels) == 2, "one forward, one backward"
         reads = [len(re.findall(rf"in_ptr\d+ \+ [^;]*{vocab}L\*x0", source)) for source in kernels]
