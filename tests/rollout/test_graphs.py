@@ -143,6 +143,9 @@ def test_graphs_end_with_the_memory_that_they_read(watched):
         weight.data = weight.data.clone()
         decode()
         assert len(graphs.captures) == 3, "a weight has moved"
+        model.rope_table = model.rope_table.clone()
+        decode()
+        assert len(graphs.captures) == 4, "what rotates queries and keys has moved"
 
 
 def test_publishing_and_training_leave_weights_where_they_are():

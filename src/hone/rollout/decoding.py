@@ -62,7 +62,7 @@ class DecoderStepper:
     ) -> None:
         self._model = model
         self._graphs = graphs
-        self._weights = [*model.parameters(), *model.buffers()]
+        self._parameters = [*model.parameters()]
         self._addresses: list[int] = []
         self._max_rows, self._room = max_rows, room
         self._prefill_tokens = prefill_tokens
@@ -401,7 +401,7 @@ class DecoderStepper:
     def _keep_graphs_of_these_weights(self) -> None:
         """Drop graphs that read weights where they no longer are; publishing and training write them in place."""
         if self._graphs is not None:
-            addresses = [weight.data_ptr() for weight in self._weights]
+            addresses = [weight.data_ptr() for weight in (*self._parameters, self._model.rope_table)]
             if addresses != self._addresses:
                 self._graphs.drop()
                 self._addresses = addresses
