@@ -6,7 +6,7 @@ from model_zoo import architecture as keys_of
 from transformers import AutoModelForCausalLM
 
 from hone.errors import DataError
-from hone.model.hf import TransformersModel
+from hone.model.hf import TransformersModel, auto_class
 from hone.model.layout import Layout
 from hone.model.load import init_model, load_model, save_hf
 from hone.model.logprobs import PLAIN, token_logprobs
@@ -143,6 +143,22 @@ def test_capped_and_scaled_logits_equal_those_of_the_class(architecture, chunk_t
     states = model.hf.base_model(input_ids=torch.tensor([PROMPTS[1]]), use_cache=False).last_hidden_state[:, -1]
     with torch.no_grad():
         torch.testing.assert_close(model.logits(states), last, atol=1e-5, rtol=0)
+
+
+def test_capped_scores_of_attention_are_capped():
+    """Transformers' attention by PyTorch's operator leaves the cap of Gemma 2 out."""
+    architecture = {"model_type": "gemma2", **SIZES, "attn_logit_softcapping": 0.02, "query_pre_attn_scalar": 1}
+    model = make(architecture)
+    plain = make({**architecture, "attn_logit_softcapping": None})
+    plain.hf.load_state_dict(model.hf.state_dict())
+    reference = auto_class(model.hf_config).from_config(model.hf_config, attn_implementation="eager").eval()
+    reference.load_state_dict(model.hf.state_dict())
+    layout = Layout.build(PROMPTS[1:2], [0], RESPONSES[1:2])
+    ids = torch.tensor([PROMPTS[1] + RESPONSES[1]])
+    with torch.no_grad():
+        wanted = reference.base_model(input_ids=ids).last_hidden_state[0, len(PROMPTS[1]) - 1 : -1]
+        torch.testing.assert_close(model.hidden(layout), wanted, atol=1e-5, rtol=0)
+        assert (plain.hidden(layout) - wanted).abs().max() > 0.01
 
 
 def test_a_bias_of_the_output_layer_is_refused():

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from hone.config.run import LoraSection
-from hone.model.hf import TransformersModel, has_tower, without_dropout
+from hone.model.hf import TransformersModel, as_computed, has_tower
 from hone.model.layout import Layout
 from hone.model.load import init_model, load_model, save_hf
 from hone.model.logprobs import token_logprobs
@@ -69,7 +69,7 @@ def test_dropout_is_off_in_every_part():
     keys = OTHERS["smolvlm"]
     text, tower = ({**keys[part], "attention_dropout": 0.3} for part in ("text_config", "vision_config"))
     config = AutoConfig.for_model("smolvlm", **{**keys, "text_config": text, "vision_config": tower})
-    quiet = without_dropout(config)
+    quiet = as_computed(config)
     assert has_tower(quiet) and quiet.text_config.attention_dropout == quiet.vision_config.attention_dropout == 0.0
     assert config.vision_config.attention_dropout == 0.3
 

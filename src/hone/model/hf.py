@@ -232,12 +232,16 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy whose dropout rates are 0, also of its parts: the trainer must see the distribution that was sampled
-    from."""
+def as_computed(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy as engine and trainer compute it, also of its parts: dropout rates are 0, for the trainer must see the
+    distribution that was sampled from; attention whose scores are capped is the class's own code, for PyTorch's
+    attention has no cap and Transformers leaves it out there."""
     config = copy.deepcopy(config)
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
-        for key, value in part.to_dict().items():
+        keys = part.to_dict()
+        for key, value in keys.items():
             if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
                 setattr(part, key, 0.0)
+        if keys.get("attn_logit_softcapping"):
+            part._attn_implementation = "eager"
     return config

@@ -34,7 +34,7 @@ from hone.model.base import CausalModel
 from hone.model.contents import Contents
 from hone.model.decoder import Decoder, unsupported
 from hone.model.fingerprint import weights_fingerprint
-from hone.model.hf import TransformersModel, auto_class, has_tower, without_dropout
+from hone.model.hf import TransformersModel, as_computed, auto_class, has_tower
 from hone.model.shards import write_weights
 from hone.observe.whole import make_folder, sync, sync_tree
 
@@ -298,7 +298,7 @@ def _transformers_model(
         hf: Any = make()
         return TransformersModel(hf.to(device), config)
     with torch.device("meta"):
-        hf = auto_class(config).from_config(without_dropout(config), dtype=dtype, trust_remote_code=trust_remote_code)
+        hf = auto_class(config).from_config(as_computed(config), dtype=dtype, trust_remote_code=trust_remote_code)
     model = TransformersModel(hf, config)
     model.contents = Contents(partial(_made_whole, make, config), is_made_whole=True)
     return model
@@ -313,7 +313,7 @@ def _made_whole(make: Callable[[], PreTrainedModel], config: PreTrainedConfig) -
 def _init_transformers(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return auto_class(config).from_config(without_dropout(config), dtype=dtype)
+        return auto_class(config).from_config(as_computed(config), dtype=dtype)
 
 
 def _load_transformers(
@@ -321,7 +321,7 @@ def _load_transformers(
 ) -> PreTrainedModel:
     loaded: Any = auto_class(config).from_pretrained(
         folder,
-        config=without_dropout(config),
+        config=as_computed(config),
         dtype=dtype,
         use_safetensors=True,
         local_files_only=True,

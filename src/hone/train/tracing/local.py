@@ -23,7 +23,7 @@ from hone.memory.guard import Unguarded
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.model.heads import ScalarModel
-from hone.model.hf import TransformersModel, auto_class, without_dropout
+from hone.model.hf import TransformersModel, as_computed, auto_class
 from hone.model.load import Implementation, init_config, is_ours
 from hone.model.lora import AdapterOff, add_adapter
 from hone.train.critic import Critic
@@ -46,7 +46,7 @@ def empty_model(architecture: Mapping[str, Any], implementation: Implementation)
             made: Decoder | PreTrainedModel = Decoder(config, dtype=torch.float32, device="meta")
         else:
             with torch.device("meta"):
-                made = auto_class(config).from_config(without_dropout(config), dtype=torch.float32)
+                made = auto_class(config).from_config(as_computed(config), dtype=torch.float32)
     made.to_empty(device="cpu")
     if isinstance(made, Decoder):
         return made

@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hone.model.decoder import Decoder
-from hone.model.hf import without_dropout
+from hone.model.hf import as_computed
 from hone.model.layout import Layout
 from hone.model.load import init_config
 from hone.model.logprobs import token_logprobs
@@ -120,7 +120,7 @@ class _TracedPolicy(nn.Module):
             register_fused_attention()
             with torch.device("meta"):
                 self.body = AutoModelForCausalLM.from_config(
-                    without_dropout(config), dtype=torch.float32, attn_implementation=FUSED_ATTENTION
+                    as_computed(config), dtype=torch.float32, attn_implementation=FUSED_ATTENTION
                 )
             self.body.train(work.checkpointing == "full")  # as `model/hf.py` does
             if work.checkpointing == "full":
