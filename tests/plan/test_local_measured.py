@@ -4,6 +4,9 @@ Tiny models and few tokens; the forms must not come out below what is measured, 
 `plan` cannot import, because it must not import torch, are compared with what they stand for.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from measuring import allocated
@@ -104,3 +107,28 @@ def test_constants_are_those_of_the_code():
     assert activations.QUERY_ROWS == QUERY_ROWS
     assert [kv_cache.rounded(size) for size in range(1, 2000)] == [round_size(size) for size in range(1, 2000)]
     assert len(character_tokenizer("abc")) - 3 == presets.SPECIAL_CHARACTER_TOKENS
+
+
+def saved_bytes(forward):
+    """Of all tensors that autograd saves."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        forward()
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_capped_scores_of_attention_are_counted(dtype):
+    """Against what autograd saves with the cap and without it."""
+    keys = {"model_type": "gemma2", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
+    keys |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 20}
+    rows, length, layers, heads = 2, 160, 3, 4
+    saved, planned = [], []
+    for cap in (50.0, None):
+        model = init_model({**keys, "attn_logit_softcapping": cap}, vocab_size=None, seed=0, dtype=dtype, device="cpu")
+        saved.append(saved_bytes(partial(model.body, torch.zeros(rows, length, dtype=torch.int64), use_cache=False)))
+        architecture = replace(architecture_from({**keys, "attn_logit_softcapping": cap}), caps_scores=cap is not None)
+        work = Pass(architecture, "transformers", dtype.itemsize, rows * length, 1, length, rows="padded")
+        planned.append(activations.kept_by_layers(work)[0])
+    assert planned[0] - planned[1] == 8 * layers * heads * rows * length**2
+    assert saved[0] - saved[1] == pytest.approx(planned[0] - planned[1], rel=0.1)

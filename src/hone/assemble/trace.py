@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import DataError
+from hone.memory.calibration import RESIDUAL
 from hone.plan.cluster import PoolPlan, Trained, forward_moment, pool_moments, update_moments
 from hone.plan.inputs import implementation_of, microbatch_tokens
 from hone.plan.ledger import Moment
@@ -23,6 +24,7 @@ from hone.types import Batch
 
 NO_TENSORS = frozenset(
     {
+        RESIDUAL,
         "process",
         "kept by process",
         "freed memory",
@@ -93,6 +95,9 @@ def _single(
     if inputs.architecture.tower:
         notes.append("not traced: a model with a vision tower")
         return
+    if inputs.architecture.caps_scores:
+        notes.append("not traced: attention that caps its scores")
+        return
     policy = policy_config(config.model, folder)
     named = config.critic.path
     critic = named_config(named, folder, "critic.path") if inputs.critic and named else None
@@ -157,6 +162,7 @@ def _trains_alone(pool: PoolPlan, found: Plan) -> bool:
 def _untraceable(found: Plan, policy: Trained) -> str | None:
     reasons = {
         "a model with a vision tower": policy.architecture.tower is not None,
+        "attention that caps its scores": policy.architecture.caps_scores,
         "cluster.trainer.sequence_parallel > 1": policy.work.sequence_parallel > 1,
         "parameters in cluster.trainer.offload": policy.offload,
         "a single rank whose critic or reference is in another pool": not policy.is_sharded,

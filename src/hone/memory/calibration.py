@@ -25,6 +25,8 @@ MOST_RUNS = 20
 """Of one phase, that an estimate is made of: the newest."""
 FORMAT = 3
 """Raised too when the closed forms change so much that older residuals say nothing of them."""
+RESIDUAL = "beyond plans so far"
+"""Name of the term."""
 PLAUSIBLE = (0.2, 5.0)
 """Ratios outside are a mistake of somebody's, not experience."""
 
@@ -91,7 +93,7 @@ def calibrated(ledger: Ledger, known: Mapping[str, Residual]) -> Ledger:
         residual = known.get(moment.phase)
         if residual is None or residual.middle <= 1:
             return moment
-        more = term("beyond plans so far", (residual.middle - 1) * moment.bytes, str(residual))
+        more = term(RESIDUAL, (residual.middle - 1) * moment.bytes, str(residual))
         return replace(moment, terms=(*moment.terms, more))
 
     return replace(ledger, moments=tuple(corrected(moment) for moment in ledger.moments))

@@ -2,10 +2,11 @@
 
 Closed forms, counted operation by operation: for Hone's own decoder from `model/decoder.py`, `fused.py`, `attention.py`
 and `logprobs.py`; for Transformers' classes from what autograd saves of their eager code around an attention that
-keeps q, k, v, its output and one normaliser per query. Bytes per number: 2 in bfloat16, 4 in float32.
+keeps q, k, v, its output and one normaliser per query, and capped scores beside them. Bytes per number: 2 in bfloat16,
+4 in float32.
 
 Tensor parallelism divides heads and feed-forward widths, not the residual stream; sequence parallelism divides tokens,
-but not attention's masks. Not modelled: fused kernels of other libraries, and attention that materialises its scores.
+but not attention's masks. Not modelled: fused kernels of other libraries.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ Checkpointing = Literal["none", "selective", "full"] | int
 """As `train.activation_checkpointing`."""
 Loss = Literal["chunked", "naive"]
 
+CAPPED_SCORE_BYTES = 8
+"""Bytes that are kept of each score of attention that is capped, in float32 and bfloat16 alike: tanh's results and
+softmax's."""
 NAIVE_BYTES, NAIVE_BYTES_FORWARD = 12, 8
 """Per token and vocabulary entry, of log_softmax and gather in float32: while the loss goes backward, and forward."""
 CHUNK_BYTES_FORWARD = 12
@@ -142,6 +146,8 @@ def _transformers(work: Pass) -> float:
     if arch.latent:
         ranks = arch.latent.kv_rank + (arch.latent.q_rank or 0)
         total += (8 if two_bytes else 12) * ranks
+    if arch.caps_scores:
+        total += CAPPED_SCORE_BYTES * arch.heads * work.longest / tp
     if arch.experts:  # copies of the residual stream, one per expert that a token is sent to, before and after
         total += 2 * work.bytes_each * arch.experts.active * h + 8 * arch.experts.count
     return total
@@ -161,7 +167,8 @@ def forward_per_token(work: Pass) -> float:
     feed-forward block computes."""
     arch, tp = work.architecture, work.tensor_parallel
     numbers = 3 * arch.active_inner + 1.5 * _attention_numbers(arch)
-    return work.bytes_each * (numbers / tp + 3 * arch.hidden)
+    scores = CAPPED_SCORE_BYTES * arch.heads * work.longest / tp if arch.caps_scores else 0
+    return work.bytes_each * (numbers / tp + 3 * arch.hidden) + scores
 
 
 def logits_forward_bytes(work: Pass) -> int:

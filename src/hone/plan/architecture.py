@@ -121,6 +121,8 @@ class Architecture:
     """With experts: layers that have a dense block all the same."""
     tower: Tower | None = None
     """Beside the language model, which everything else here describes."""
+    caps_scores: bool = False
+    """Attention caps its scores, so that Transformers' class holds all of them."""
     why_rows: str | None = None
     """Why Transformers' class computes padded rows; None: it computes each prompt once for its samples."""
 
@@ -333,6 +335,7 @@ def architecture_from(config: Mapping[str, Any], *, source: str = "config.json")
         latent=latent,
         experts=experts,
         dense_layers=_dense_layers(keys) if experts else 0,
+        caps_scores=bool(keys.get("attn_logit_softcapping")),
         why_rows=why_rows({**FAMILIES[family], **config}),
     )
 
