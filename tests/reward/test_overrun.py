@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 
 import pytest
@@ -102,7 +103,8 @@ def test_a_worker_that_waits_instead_of_computing_was_held_up_and_the_response_i
     (group,) = score_all(make_group("a", "wait", "bb"))
     assert group.rewards == (0.01, None, 0.02)
     held_up = group.scores["judge"][1]
-    assert held_up.fault is Fault.INFRA and "after 0.0 s of processor time" in held_up.detail
+    assert held_up.fault is Fault.INFRA
+    assert re.search(r"after 0\.[0-3] s of processor time", held_up.detail)  # of a limit of 0.8
     assert len(pids(tmp_path, "wait")) == 1
 
 
