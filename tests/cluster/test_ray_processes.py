@@ -5,17 +5,16 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
 import ray
 from ray.exceptions import GetTimeoutError
+from ray_processes import gone, make_engine, processes, toy_cluster, words_of
 from ray_toys import toy_engine, toy_trainer
 
-from hone.cluster.actors import EngineActor, TrainerRank
+from hone.cluster.actors import TrainerRank
 from hone.cluster.calls import kill
-from hone.cluster.engine import RemoteEngine
 from hone.cluster.ranks import RankGroup
 from hone.cluster.ray import RayCluster
 from hone.cluster.trainer import RemoteTrainer
@@ -25,7 +24,6 @@ from hone.loop.supervisor import lost_process
 from hone.model.fingerprint import weights_fingerprint
 from hone.rollout.engine import Request, Sampling
 from hone.types import Prompt
-from hone.weights.publish import Update
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow("starts Ray")]
 
@@ -41,12 +39,7 @@ SAMPLING = Sampling(4, 1.0, 0, 1.0, 0.0, (), ())
 
 @pytest.fixture(scope="module")
 def cluster():
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        RayCluster(ClusterSection(backend="ray"), name="first", resource="CPU", num_devices=4, say=print) as cluster,
-    ):
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
-        cluster.start()
+    with toy_cluster() as cluster:
         yield cluster
 
 
@@ -67,30 +60,8 @@ def make_trainer(cluster, ranks, timeout_s=30.0):
     return trainer
 
 
-def make_engine(cluster, device=0, timeout_s=30.0):
-    return RemoteEngine(
-        f"engine-{device}", cluster.spawn(EngineActor, devices=[device], shared_by=2), timeout_s=timeout_s
-    )
-
-
 def request_of(text="", samples=1):
     return Request(Prompt("p", 0, text, (7,)), samples, SAMPLING, 0, "train")
-
-
-def processes(actor):
-    """Those of this test's actors that are of one kind; Ray names a process after what it does."""
-    return [p for p in psutil.Process().children(recursive=True) if f"ray::{actor}" in " ".join(words_of(p))]
-
-
-def words_of(process):
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-def gone(actor):
-    return not psutil.wait_procs(processes(actor), timeout=10)[1]
 
 
 def test_what_this_process_starts_next_is_told_nothing_of_a_ray_on_the_loopback(cluster):
@@ -230,20 +201,3 @@ def test_a_heartbeat_is_answered_during_a_computation_and_not_by_a_process_that_
             update.result()
     trainer.close()
     assert gone("TrainerRank"), "the stopped one too"
-
-
-def test_processes_end_with_ray_whatever_their_threads_wait_for(cluster):
-    """The last test: no Ray is left after it."""
-
-    async def wait_for_weights():
-        engine = make_engine(cluster, device=2, timeout_s=600.0)
-        await engine.build(toy_engine, timeout_s=120)
-        await engine._actor.begin_weights.remote(Update("first", version=1))
-
-    asyncio.run(wait_for_weights())
-    (waiting,) = processes("EngineActor")
-    assert waiting.num_threads() > 1
-    (raylet,) = [p for p in psutil.Process().children(recursive=True) if "raylet/raylet" in " ".join(words_of(p)[:1])]
-    assert waiting.ppid() == raylet.pid
-    raylet.kill()
-    assert not psutil.wait_procs([waiting], timeout=10)[1]

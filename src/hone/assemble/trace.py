@@ -162,7 +162,6 @@ def _trains_alone(pool: PoolPlan, found: Plan) -> bool:
 def _untraceable(found: Plan, policy: Trained) -> str | None:
     reasons = {
         "a model with a vision tower": policy.architecture.tower is not None,
-        "attention that caps its scores": policy.architecture.caps_scores,
         "cluster.trainer.sequence_parallel > 1": policy.work.sequence_parallel > 1,
         "parameters in cluster.trainer.offload": policy.offload,
         "a single rank whose critic or reference is in another pool": not policy.is_sharded,

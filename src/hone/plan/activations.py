@@ -156,10 +156,16 @@ def _transformers(work: Pass) -> float:
 def backward_per_token(work: Pass) -> float:
     """Bytes per token that one layer's backward pass adds at its most, in the feed-forward block: gradients of gate, up
     and residual stream, less the product that has been used up. Hone's decoder and routed experts take one more width
-    on the way."""
-    arch = work.architecture
+    on the way. Capped scores of attention may take more: their gradients, when the feed-forward block's activations
+    have been used up."""
+    arch, tp = work.architecture, work.tensor_parallel
     widths = 3 if work.implementation == "hone" or arch.experts else 2
-    return work.bytes_each * (widths * arch.active_inner / work.tensor_parallel + arch.hidden)
+    feed_forward = work.bytes_each * (widths * arch.active_inner / tp + arch.hidden)
+    if not arch.caps_scores:
+        return feed_forward
+    used_up = work.bytes_each * 4 * arch.active_inner / tp
+    gradients = (4 + work.bytes_each) * arch.heads * work.longest / tp  # softmax's in float32, and its conversion
+    return max(feed_forward, gradients - used_up)
 
 
 def forward_per_token(work: Pass) -> float:

@@ -118,9 +118,10 @@ class _TracedPolicy(nn.Module):
             self.layers = list(self.body.layers)
         else:
             register_fused_attention()
+            attention = "eager" if work.architecture.caps_scores else FUSED_ATTENTION
             with torch.device("meta"):
                 self.body = AutoModelForCausalLM.from_config(
-                    as_computed(config), dtype=torch.float32, attn_implementation=FUSED_ATTENTION
+                    as_computed(config), dtype=torch.float32, attn_implementation=attention
                 )
             self.body.train(work.checkpointing == "full")  # as `model/hf.py` does
             if work.checkpointing == "full":
@@ -137,9 +138,10 @@ class _TracedPolicy(nn.Module):
         if isinstance(microbatch, Layout):
             hidden, weight = self.body.hidden(microbatch), self.body.output_weight
         else:
-            ids, position = microbatch.token_ids_X[None], microbatch.position_X[None]
-            out = self.body.base_model(input_ids=ids, position_ids=position, use_cache=False)
-            hidden = out.last_hidden_state[0].index_select(0, microbatch.predict_U)
+            out = self.body.base_model(
+                input_ids=microbatch.token_ids_RX, position_ids=microbatch.position_RX, use_cache=False
+            )
+            hidden = out.last_hidden_state.flatten(0, 1).index_select(0, microbatch.predict_U)
             weight = self.body.get_output_embeddings().weight
         target_U, work = microbatch.target_U, self.work
         if work.loss == "naive":
@@ -158,17 +160,19 @@ class _TracedPolicy(nn.Module):
 
 @dataclass(frozen=True)
 class _Packed:
-    """Tokens of all samples in one row; fields as `Layout`'s."""
+    """Tokens of all samples: in one row, or a row each where attention holds the scores of a row."""
 
-    token_ids_X: Tensor
-    position_X: Tensor
+    token_ids_RX: Tensor
+    position_RX: Tensor
     predict_U: Tensor
     target_U: Tensor
 
 
 def _packed(work: Pass) -> _Packed:
     wanted = torch.arange(work.response_tokens)
-    return _Packed(torch.zeros(work.tokens, dtype=torch.int64), torch.arange(work.tokens), wanted, wanted)
+    rows = max(1, work.tokens // work.longest) if work.architecture.caps_scores else 1
+    position_RX = torch.arange(work.tokens // rows).expand(rows, -1)
+    return _Packed(torch.zeros_like(position_RX), position_RX, wanted, wanted)
 
 
 def _laid_out(batch: Batch) -> Layout:
