@@ -73,8 +73,8 @@ def random_batch(vocab):
 
 
 def copied_by_products(rows, inner, columns):
-    """Bytes that a product in bfloat16 takes beside its result: on a CPU without instructions for bfloat16, the result in
-    float32."""
+    """Bytes that a product in bfloat16 takes beside its result: on a CPU without instructions for bfloat16, the result
+    in float32."""
     left, right = torch.ones(rows, inner, dtype=torch.bfloat16), torch.ones(columns, inner, dtype=torch.bfloat16)
     return allocated(lambda: left @ right.T) - 2 * rows * columns
 
