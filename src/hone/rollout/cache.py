@@ -5,10 +5,14 @@ Prompts lie at the front of the buffer and responses at its back, so that either
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from hone.model.layout import round_size
+from hone.plan.kv_cache import columns_for
 from hone.rollout.upload import upload
 
 
@@ -143,3 +147,28 @@ class Region:
         """Rows first .. last - 1 of the memory, counted from this region's end of it."""
         size = memory.shape[2]
         return memory[:, :, size - last : size - first] if self._from_back else memory[:, :, first:last]
+
+
+@dataclass
+class DecoderAdmission:
+    """See `stepper.Admission`."""
+
+    room_tokens: int
+    prompts: int
+    width: int
+    """Of the longest prompt."""
+    rows: int
+    longest: int
+    """Tokens of the longest row, at the next step."""
+    most_tokens: int
+    """That any row may sample."""
+
+    def take(self, begun_tokens: int, most_tokens: int, prompt_tokens: int) -> bool:
+        prompts, width = self.prompts + (prompt_tokens > 0), max(self.width, prompt_tokens)
+        longest, most = max(self.longest, begun_tokens), max(self.most_tokens, most_tokens)
+        columns = min(columns_for(columns_for(longest) + 1), columns_for(max(most - 1, 1)))  # once they have grown
+        if prompts * width + round_size(self.rows + 1) * columns > self.room_tokens:
+            return False
+        self.prompts, self.width, self.rows = prompts, width, self.rows + 1
+        self.longest, self.most_tokens = longest, most
+        return True

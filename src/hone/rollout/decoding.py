@@ -19,21 +19,20 @@ then rounded up too, where there is room, so that few graphs serve many steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hone.config.run import RolloutSection
 from hone.errors import DataError
-from hone.model.decoder import Attend, Decoder
+from hone.model.decoder import Decoder
 from hone.model.hf import no_pictures
 from hone.model.layout import filled, round_size
 from hone.plan.kv_cache import CacheRoom, columns_for
-from hone.rollout.cache import KeyValueStore
+from hone.rollout.cache import DecoderAdmission, KeyValueStore
+from hone.rollout.cached_attention import Grouping, prompt_attention, response_attention, step_attention
 from hone.rollout.engine import CacheUse
 from hone.rollout.graphs import StepGraphs
 from hone.rollout.stepper import closing_moves
@@ -66,7 +65,6 @@ class DecoderStepper:
         self._addresses: list[int] = []
         self._max_rows, self._room = max_rows, room
         self._prefill_tokens = prefill_tokens
-        self._group_heads = model.num_heads // model.num_kv_heads
         self._store = KeyValueStore(model.num_layers, model.num_kv_heads, model.head_dim, model.output_weight)
         self.clear()
 
@@ -206,7 +204,7 @@ class DecoderStepper:
         hidden_NH = self._model(
             upload(filled(token_X), device),
             upload(filled(position_X), device),
-            self._prefill_attention(first, prompt_X, position_X, length_N),
+            prompt_attention(self._store, first, prompt_X, position_X, length_N),
             upload(length_N.cumsum() - 1, device),
         )
         self._prompt_hidden_NH = torch.cat([self._prompt_hidden_NH, hidden_NH])
@@ -214,33 +212,6 @@ class DecoderStepper:
         self._prompt_released_N = np.concatenate([self._prompt_released_N, np.zeros_like(length_N, bool)])
         self._slot_of_prompt.update(zip(ids, range(first, first + len(ids)), strict=True))
         self._prompt_ids += ids
-
-    def _prefill_attention(
-        self, first: int, prompt_X: np.ndarray, position_X: np.ndarray, length_N: np.ndarray
-    ) -> Attend:
-        """Causal attention within each prompt, padded on the right, where causality alone hides the padding."""
-        store, num_prompts, width = self._store.prompts, len(length_N), int(length_N.max())
-        flat = store.flat_index(first + prompt_X, position_X)
-        padded_X = upload(filled(prompt_X * width + position_X), flat.device)
-        num_tokens = len(position_X)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store.write(layer, flat, k[:num_tokens], v[:num_tokens])
-            keys, values = store.read(layer, first, first + num_prompts)
-            heads, kv_heads, head_dim = q.shape[1], k.shape[1], k.shape[2]
-            q_padded = q.new_zeros(num_prompts * width, heads, head_dim).index_copy_(
-                0, padded_X[:num_tokens], q[:num_tokens]
-            )
-            out = F.scaled_dot_product_attention(
-                q_padded.view(num_prompts, width, heads, head_dim).transpose(1, 2),
-                keys.view(num_prompts, kv_heads, -1, head_dim)[:, :, :width],
-                values.view(num_prompts, kv_heads, -1, head_dim)[:, :, :width],
-                is_causal=True,
-                enable_gqa=heads != kv_heads,
-            )
-            return out.transpose(1, 2).reshape(num_prompts * width, heads, head_dim).index_select(0, padded_X)
-
-        return attend
 
     def _is_prompt_in_use(self) -> np.ndarray:
         rows_N = np.bincount(self._slot_C[self._branch_B], minlength=len(self._prompt_ids))
@@ -314,54 +285,14 @@ class DecoderStepper:
         device, length_R = self._prompt_hidden_NH.device, np.array([len(tokens) for tokens in begun])
         position_X = np.concatenate([np.arange(length) for length in length_R])
         row_X = np.repeat(np.arange(len(begun)), length_R)
-        after_prompt_X = position_X + self._prompt_length_N[self._slot_C[branch_R]][row_X]
+        slot_R = self._slot_C[branch_R]
+        prompt_length_R = self._prompt_length_N[slot_R]
         return self._model(
             upload(filled(np.concatenate(begun, dtype=np.int64)), device),
-            upload(filled(after_prompt_X), device),
-            self._response_attention(branch_R, row_X, position_X, int(length_R.max())),
+            upload(filled(prompt_length_R[row_X] + position_X), device),
+            response_attention(self._store, slot_R, branch_R, prompt_length_R, row_X, position_X),
             upload(length_R.cumsum() - 1, device),
         )
-
-    def _response_attention(
-        self, branch_R: np.ndarray, row_X: np.ndarray, position_X: np.ndarray, width: int
-    ) -> Attend:
-        """Attention of whole responses: each sees its prompt, and causally itself."""
-        prompts, responses, num_rows, num_tokens = self._store.prompts, self._store.responses, len(branch_R), len(row_X)
-        device, slot_R = self._prompt_hidden_NH.device, self._slot_C[branch_R]
-        flat = responses.flat_index(branch_R[row_X], position_X)
-        padded_X = upload(filled(row_X * width + position_X), device)
-        slots, branches = upload(slot_R, device), upload(branch_R, device)
-        prompt_length_R = upload(self._prompt_length_N[slot_R], device)
-        in_prompt_RP = torch.arange(prompts.columns, device=device) < prompt_length_R[:, None]
-        column_L = torch.arange(width, device=device)
-        seen_RLW = torch.cat(
-            [
-                in_prompt_RP[:, None].expand(-1, width, -1),
-                (column_L <= column_L[:, None]).expand(num_rows, -1, -1),
-            ],
-            -1,
-        )
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            responses.write(layer, flat, k[:num_tokens], v[:num_tokens])
-            heads, head_dim = q.shape[1:]
-            q_padded = q.new_zeros(num_rows * width, heads, head_dim).index_copy_(
-                0, padded_X[:num_tokens], q[:num_tokens]
-            )
-            keys, values = (
-                torch.cat([prompts.data[layer, part, slots], responses.data[layer, part, branches, :, :width]], 2)
-                for part in range(2)
-            )
-            out = F.scaled_dot_product_attention(
-                q_padded.view(num_rows, width, heads, head_dim).transpose(1, 2),
-                keys,
-                values,
-                attn_mask=seen_RLW[:, None],
-                enable_gqa=heads != k.shape[1],
-            )
-            return out.transpose(1, 2).reshape(num_rows * width, heads, head_dim).index_select(0, padded_X)
-
-        return attend
 
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
         order = np.arange(count)
@@ -454,115 +385,9 @@ class DecoderStepper:
         """(C, H) hidden states after one token more of each branch; a CUDA graph may be made of it.
 
         Args:
-            sizes: (prompts, members) of the grouping that the other arguments are from.
             rows_3C: of each branch its token, the token's position, and how many response tokens came before it.
-            column: that number, where it is one for all: a faster way to store keys, for this step alone.
+            sizes, branch_of_seat, seat_of_branch, prompt_length_C, column: as in `step_attention`.
         """
         token_ids, positions, length_C = rows_3C.unbind()
-        prompts, responses = self._store.prompts, self._store.responses
-        num_branches, (num_prompts, members) = len(length_C), sizes
-        place = responses.flat_index_of_first(length_C) if column is None else column
-        bias_CW = self._bias(prompt_length_C, length_C)
-        kv_heads, group_heads, head_dim = self._model.num_kv_heads, self._group_heads, self._model.head_dim
-        prompt_width = prompts.columns
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            responses.write(layer, place, k, v)
-            keys, values = responses.read(layer, 0, num_branches)
-            prompt_keys, prompt_values = prompts.read(layer, 0, num_prompts)
-            queries = (q * head_dim**-0.5).view(num_branches * kv_heads, group_heads, head_dim)
-            own_scores = torch.bmm(queries, keys.mT)
-            side_by_side = queries.index_select(0, branch_of_seat)
-            side_by_side = side_by_side.view(num_prompts * kv_heads, members * group_heads, head_dim)
-            prompt_scores = torch.bmm(side_by_side, prompt_keys.mT).view(-1, group_heads, prompt_width)
-            scores = torch.cat([prompt_scores.index_select(0, seat_of_branch), own_scores], -1)
-            scores.view(num_branches, kv_heads * group_heads, -1).add_(bias_CW[:, None])
-            weights = torch.softmax(scores, -1)
-            prompt_weights = weights[:, :, :prompt_width].index_select(0, branch_of_seat)
-            prompt_weights = prompt_weights.view(num_prompts * kv_heads, members * group_heads, prompt_width)
-            prompt_out = torch.bmm(prompt_weights, prompt_values).view(-1, group_heads, head_dim)
-            out = torch.bmm(weights[:, :, prompt_width:], values)
-            return out.add_(prompt_out.index_select(0, seat_of_branch)).view_as(q)
-
-        return self._model(token_ids, positions, attend)
-
-    def _bias(self, prompt_length_C: Tensor, length_C: Tensor) -> Tensor:
-        """(C, P + L), -inf where a branch has no such token."""
-        prompts, responses = self._store.prompts, self._store.responses
-        column_P, column_L = (torch.arange(one.columns, device=length_C.device) for one in (prompts, responses))
-        beyond_CW = torch.cat([column_P >= prompt_length_C[:, None], column_L > length_C[:, None]], 1)
-        return self._model.output_weight.new_zeros(beyond_CW.shape).masked_fill_(beyond_CW, -torch.inf)
-
-
-@dataclass
-class DecoderAdmission:
-    """See `stepper.Admission`."""
-
-    room_tokens: int
-    prompts: int
-    width: int
-    """Of the longest prompt."""
-    rows: int
-    longest: int
-    """Tokens of the longest row, at the next step."""
-    most_tokens: int
-    """That any row may sample."""
-
-    def take(self, begun_tokens: int, most_tokens: int, prompt_tokens: int) -> bool:
-        prompts, width = self.prompts + (prompt_tokens > 0), max(self.width, prompt_tokens)
-        longest, most = max(self.longest, begun_tokens), max(self.most_tokens, most_tokens)
-        columns = min(columns_for(columns_for(longest) + 1), columns_for(max(most - 1, 1)))  # once they have grown
-        if prompts * width + round_size(self.rows + 1) * columns > self.room_tokens:
-            return False
-        self.prompts, self.width, self.rows = prompts, width, self.rows + 1
-        self.longest, self.most_tokens = longest, most
-        return True
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """Which branches sit at which prompt: N prompts with `members` seats each, some of them empty.
-
-    Indices are over (sequence, kv head) pairs, because that is how queries and scores lie in memory. An empty seat
-    repeats branch 0: its result is computed and never read.
-    """
-
-    prompts: int
-    """N; may be more than there are."""
-    members: int
-    branch_of_seat: Tensor
-    """(N * Hkv * members,) int64 into (C * Hkv)."""
-    seat_of_branch: Tensor
-    """(C * Hkv,) int64 into (N * Hkv * members); filler looks into the first seat."""
-    prompt_length_C: Tensor
-    """Tokens of each branch's prompt."""
-
-    @classmethod
-    def of(
-        cls,
-        slot_C: np.ndarray,
-        prompt_length_C: np.ndarray,
-        prompts: int,
-        members: int,
-        kv_heads: int,
-        device: torch.device,
-    ) -> Grouping:
-        """`slot_C`: the prompt of each branch; at most `members` have the same."""
-        num_branches = len(slot_C)
-        order = np.argsort(slot_C, kind="stable")
-        branches_of_prompt_N = np.bincount(slot_C, minlength=prompts)
-        first_N = branches_of_prompt_N.cumsum() - branches_of_prompt_N
-        member_C = np.empty(num_branches, np.int64)
-        member_C[order] = np.arange(num_branches) - first_N[slot_C[order]]
-        head = np.arange(kv_heads)
-        seat_of_branch = (slot_C[:, None] * kv_heads + head) * members + member_C[:, None]
-        branch_of_seat = np.tile(head[:, None], (prompts, 1, members))
-        branch_of_seat.reshape(-1)[seat_of_branch] = np.arange(num_branches)[:, None] * kv_heads + head
-        num_filler = round_size(num_branches) - num_branches
-        return cls(
-            prompts,
-            members,
-            upload(branch_of_seat.reshape(-1), device),
-            upload(np.pad(seat_of_branch, ((0, num_filler), (0, 0))).reshape(-1), device),
-            upload(filled(prompt_length_C), device),
-        )
+        grouped = sizes, branch_of_seat, seat_of_branch, prompt_length_C
+        return self._model(token_ids, positions, step_attention(self._store, *grouped, length_C, column=column))
