@@ -144,3 +144,55 @@ def test_a_slow_judge_is_explained_by_its_own_figures(figures, cause):
         watch.add({"stage": "rl", "step": step, "time/reward_s": 9.0, "time/step_s": 10.0, **measured})
     (alarm,) = [alarm for alarm in watch.alarms if alarm.name == "rewards_slow"]
     assert alarm.cause == cause
+
+
+def alarms_of(settings: dict[str, Any], *lines: dict[str, float], times: int = 60) -> list[tuple[str, str]]:
+    """Alarms of a run that logs each line `times` steps, one after the other."""
+    watch = AlarmWatch(settings)
+    for step in range(times * len(lines)):
+        watch.add({"stage": "rl", "step": step, **lines[step // times]})
+    return [(alarm.name, alarm.cause) for alarm in watch.alarms]
+
+
+def test_a_mismatch_that_grows_is_named_before_it_is_large_with_what_grows_beside_it():
+    before, after = {"train/mismatch_gap": 0.004, "train/grad_norm": 0.2}, {"train/mismatch_gap": 0.02}
+    assert alarms_of({}, before, after | {"train/grad_norm": 0.5}) == [("mismatch_grows", "gradient_follows_mismatch")]
+    assert alarms_of({}, before, after | {"train/grad_norm": 0.2}) == [("mismatch_grows", "weights_stale")]
+    assert alarms_of({}, after, after) == [], "it was so from the start"
+    stale = {"rollout/staleness_mean": 1.0}
+    assert alarms_of({}, before | stale, after | stale) == [], "old samples explain it"
+
+
+@pytest.mark.parametrize(("after", "reward", "expected"), [(2.0, 0.5, True), (1.2, 0.5, False), (2.0, 0.9, False)])
+def test_a_gradient_that_rises_without_a_gain(after, reward, expected):
+    first = {"train/grad_norm": 0.3, "rollout/reward_mean": 0.5, "rollout/reward_std": 0.5}
+    found = alarms_of({}, first, {**first, "train/grad_norm": after, "rollout/reward_mean": reward})
+    assert (("gradient_rises", "training_unstable") in found) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "line", "expected"),
+    [
+        ({"max_staleness": 1}, {"time/generate_s": 6.0}, [("samples_late", "sampling_binds")]),
+        ({"max_staleness": 0}, {"time/generate_s": 6.0}, []),
+        ({"max_staleness": 1}, {"rollout/groups_ready": 8}, [("samples_pile_up", "training_binds")]),
+        ({"max_staleness": 2}, {"rollout/groups_ready": 8}, []),
+        ({"max_staleness": 0}, {"rollout/groups_ready": 8}, []),
+    ],
+)  # fmt: skip
+def test_advice_names_the_role_that_binds(settings, line, expected):
+    run = {"rollout": settings, "train": {"prompts_per_step": 8}}
+    assert alarms_of(run, {"time/step_s": 10.0, "rollout/groups_ready": 0, **line}) == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "clipped", "expected"), [(4, 0.0, [("clip_idle", "steps_too_small")]), (4, 1e-4, []), (1, 0.0, [])]
+)
+def test_no_clipped_token_in_several_optimizer_steps_is_worth_a_word(steps, clipped, expected):
+    line = {"train/optimizer_steps": steps, "train/clip_high_frac": clipped, "train/clip_low_frac": 0.0}
+    assert alarms_of({}, line) == expected
+
+
+@pytest.mark.parametrize(("used", "names"), [(0.08, ["memory_unused"]), (0.8, []), (0.97, ["memory_nearly_full"])])
+def test_memory_that_is_not_used_or_nearly_full(used, names):
+    assert [name for name, _ in alarms_of({}, {"memory/device_frac": used})] == names

@@ -14,7 +14,7 @@ import hone
 from hone.assemble.alarms import LiveAlarms
 from hone.cli.main import main
 from hone.doctor.rules import RULES
-from hone.doctor.walk import GOLD, WALK, walk
+from hone.doctor.walk import WALK, walk
 from hone.doctor.watch import watch_lines
 from hone.errors import ConfigError, RewardError, StoppedByAlarm
 from hone.observe.events import read_events
@@ -105,9 +105,12 @@ def test_a_failed_run_says_why_in_its_events(tmp_path):
     [
         ({"rollout/answer_surprise": 0.9}, ("all_wrong", "prompts_unlike_training")),
         ({"rollout/answer_surprise": 0.2}, ("all_wrong", "reward_broken")),
+        ({"rollout/answer_pass_rate": 0.0, "rollout/answer_surprise": 0.9}, ("all_wrong", "reward_broken")),
+        ({"rollout/answer_pass_rate": 1.0, "rollout/answer_surprise": 0.2}, ("all_wrong", "prompts_too_hard")),
+        ({"rollout/answer_pass_rate": 1.0, "rollout/answer_surprise": 0.9}, ("all_wrong", "prompts_unlike_training")),
     ],
 )
-def test_prompts_that_the_policy_cannot_read_are_told_from_a_broken_reward(values, named):
+def test_prompts_that_the_policy_cannot_read_are_told_from_a_broken_reward_and_from_hard_ones(values, named):
     line = {"stage": "rl", "rollout/all_wrong_group_frac": 1.0, "rollout/pass_rate": 0.0}
     lines = [{**line, "step": step, **(values if step == 1 else {})} for step in range(1, 15)]
     (alarm,) = watch_lines(SETTINGS, lines).alarms
@@ -168,8 +171,10 @@ def test_without_an_alarm_it_walks_through_what_learning_needs(tmp_path, capsys)
     }
     assert "train/update_kl = 5e-06; at least 1e-5. Do: a higher train.optimizer.lr" in shown
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
-    assert all(f"| {step.question} |" in page for step in (*WALK, GOLD))
+    assert all(f"| {step.question} |" in page for step in WALK)
     assert walk({}, [{"stage": "sft", "step": 1, "sft/loss": 1.0}]) == ()
+    gold, *_ = walk({}, [{"stage": "rl", "step": 1, "rollout/answer_pass_rate": 0.5}, {"stage": "rl", "step": 2}])
+    assert (gold.answer, gold.found) == ("no", "rollout/answer_pass_rate = 0.5; at least 0.9 in the first step")
 
 
 def test_all_alarms_and_json(tmp_path, capsys):

@@ -1,11 +1,15 @@
+import asyncio
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hone.config.run import RewardSection
 from hone.loop.answers import NUM_PROMPTS, Answers
-from hone.types import Prompt
+from hone.reward.pool import RewardPool
+from hone.reward.rewards import Component, Rewards
+from hone.types import Fault, Prompt, Score
 
 
 def trainer(logprob_of):
@@ -34,3 +38,27 @@ def test_only_answers_that_can_be_written_count_and_only_some_of_them():
     asked.clear()
     assert answers.surprise(sure, [Prompt("p", i, "", (7,), answer="yes") for i in range(99)])
     assert len(asked) == NUM_PROMPTS
+
+
+def test_answers_are_scored_as_the_responses_that_rewards_expect(tmp_path):
+    """Of the answers that can be written, those in the reward's own form; a reward that says nothing counts nowhere."""
+
+    class Boxed:
+        async def score(self, group):
+            right = group.samples[0].text == f"[{group.prompt.answer}]"
+            return (Score(None, Fault.DATA, "odd") if group.prompt.answer == 1 else Score(float(right)),)
+
+    prompts = [Prompt("p", i, "", (7,), answer=i) for i in range(4)]
+    pool = RewardPool(num_workers=1, folder=tmp_path)
+    rewards = Rewards([Component("boxed", 1.0, Boxed())], RewardSection(), window_samples=10, pool=pool)
+
+    def found(text):
+        def encode(some):
+            return [() if prompt.answer == 0 else (1, 5) for prompt in some]
+
+        return asyncio.run(Answers(encode, 8, text).judged(rewards, prompts, threshold=1.0))
+
+    assert found(lambda answer: f"[{answer}]") == {"rollout/answer_pass_rate": 1.0}
+    assert found(lambda answer: f"[{min(answer, 2)}]") == {"rollout/answer_pass_rate": 0.5}
+    assert found(str) == {"rollout/answer_pass_rate": 0.0} and found(None) == {}
+    assert rewards.summary() == "0 of 0 samples could not be scored"

@@ -141,6 +141,16 @@ def test_length_and_reward_by_hand():
     assert "rollout/length_reward_corr" not in alike and "rollout/wrong_tokens_mean" not in alike
 
 
+def test_what_truncation_costs_by_hand():
+    """Of four scored samples one is cut: a quarter of 0.75 - 0.25, the means of the others and of it."""
+    name, whole = "rollout/truncation_cost", group(1.0, 0.5, 0.75, 0.25, None)
+    *ended, cut, lost = whole.samples
+    cut, lost = (replace(sample, finish_reason="length") for sample in (cut, lost))
+    metrics = summarize([replace(whole, samples=(*ended, cut, lost))], [], version=0, threshold=1.0)
+    assert metrics[name] == pytest.approx(0.125) and metrics["rollout/truncated_frac"] == 0.4
+    assert name not in summarize([whole], [], version=0, threshold=1.0), "nothing is cut"
+
+
 def test_repeated_prompts_are_counted_by_their_tokens():
     groups = [sized((1, 1.0), prompt=prompt) for prompt in ((1,), (2,), (1,), (1,))]
     assert summarize(groups, [], version=0, threshold=1.0)["rollout/repeated_prompt_frac"] == 0.5

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -125,7 +126,9 @@ def test_mlflow_continues_the_run_in_its_database(tmp_path):
 
 def test_where_a_run_comes_from(tmp_path):
     found = provenance(tmp_path, ["hone", "train", "run.yaml", "a.api_key=abc", "run.steps=3"])
-    assert found == {"command": "hone train run.yaml 'a.api_key=[hidden]' run.steps=3"}
+    assert found.keys() == {"command", "hardware"}
+    assert found["command"] == "hone train run.yaml 'a.api_key=[hidden]' run.steps=3"
+    assert re.fullmatch(r"\d+ CPU cores, \d+ GiB(, .+)?", found["hardware"])
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
         subprocess.run([*git, *words], check=True, timeout=60)

@@ -82,6 +82,14 @@ def lost_of(make_group, num_lost, num_samples, detail="service down"):
     return group.scored({"judge": scores}, tuple(s.value for s in scores))
 
 
+def test_what_is_only_tried_counts_towards_no_bound(fixed_rewards, make_group):
+    rewards = fixed_rewards((1.0, (LOST,)), max_unscored_frac=0.0)
+    assert asyncio.run(rewards.try_on(make_group("a"))).rewards == (None,)
+    assert rewards.summary() == "0 of 0 samples could not be scored"
+    with pytest.raises(RewardError, match="1 of the last 1 samples"):
+        score(rewards, make_group("a"))
+
+
 def test_bound_allows_its_share_of_the_window_and_not_one_more(make_group):
     bound = UnscoredBound(0.05, window_samples=80)  # 4 samples
     for _ in range(4):

@@ -60,7 +60,7 @@ from hone.observe.observer import Observer, OnMetrics
 from hone.reward.resolve import picture_of_responses
 from hone.reward.rewards import component_name
 from hone.rollout.router import Router
-from hone.run.check_rewards import gold_response, has_answers, token_ids
+from hone.run.check_rewards import gold_response, has_answers, is_decided_by_answer, token_ids
 from hone.run.folder import RunFolder, identity_of
 from hone.run.provenance import provenance
 from hone.run.trial import refused_by_tokenizer, starting_architecture, try_model
@@ -413,7 +413,7 @@ def answers_of(job: Job) -> Answers | None:
         found = [() if text in unwritable else tokens[text] for text in texts]
         return [ids if len(ids) <= most else () for ids in found]
 
-    return Answers(encode, tokenizer.vocab_size)
+    return Answers(encode, tokenizer.vocab_size, gold if is_decided_by_answer(config) else None)
 
 
 def begin_stage(job: Job, stage: Stage, saved: SavedCheckpoint | None, predict: Predict | None = None) -> Progress:

@@ -93,8 +93,10 @@ def _walk_lines(found: Diagnosis) -> list[str]:
     """Questions for a run that does not learn."""
     if not found.walk:
         return []
+    width = max(len(one.question) for one in found.walk)
     rows = [
-        f"{one.answer:<8} {one.question:<36} {one.found}{f'. Do: {one.do}' if one.do else ''}" for one in found.walk
+        f"{one.answer:<8} {one.question:<{width}} {one.found}{f'. Do: {one.do}' if one.do else ''}"
+        for one in found.walk
     ]
     return ["", f"If it does not learn, in this order (means of the last {RECENT} steps):", *rows]
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from hone.doctor.history import History
 from hone.doctor.rule import shown
 from hone.doctor.rules.common import (
+    ANSWERS_PASS,
     EVAL,
     GAP,
     KL_UPDATE,
@@ -43,6 +44,8 @@ class WalkStep:
     """What to do if not."""
     figure: Callable[[History, str], float] = lambda h, metric: h.mean(metric, RECENT)
     """What is shown of the metric."""
+    unknown: str = ""
+    """What to do where the metric is not logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,16 @@ class WalkAnswer:
 
 
 WALK: tuple[WalkStep, ...] = (
+    WalkStep(
+        "Do gold answers score 1?",
+        ANSWERS_PASS,
+        lambda h: h.first(ANSWERS_PASS) >= 0.9,
+        "at least 0.9 in the first step",
+        "hone check RUN.yaml names the rows: the reward, its parser or the answers are wrong, or a right response has "
+        "more than the answer",
+        figure=History.first,
+        unknown="hone check RUN.yaml scores them",
+    ),
     WalkStep(
         "Are right answers likelier than guesses?",
         SURPRISE,
@@ -124,10 +137,6 @@ WALK: tuple[WalkStep, ...] = (
         figure=History.now,
     ),
 )
-GOLD = WalkAnswer(
-    "Do gold answers score 1?", "unknown", "not in the metrics", "hone check RUN.yaml scores them; if not, the reward, "
-    "its parser or the answers are wrong",
-)  # fmt: skip
 
 
 def walk(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> tuple[WalkAnswer, ...]:
@@ -142,12 +151,12 @@ def walk(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> tup
             history.add(line["step"], {name: line[name] for name in read if name in line})
     if not any(history.count(step.metric) for step in WALK):
         return ()
-    return (GOLD, *(_answered(step, history) for step in WALK))
+    return tuple(_answered(step, history) for step in WALK)
 
 
 def _answered(step: WalkStep, history: History) -> WalkAnswer:
     value = step.figure(history, step.metric)
     if math.isnan(value):
-        return WalkAnswer(step.question, "unknown", f"{step.metric} is not logged", "")
+        return WalkAnswer(step.question, "unknown", f"{step.metric} is not logged", step.unknown)
     holds, found = step.holds(history), f"{step.metric} = {shown(value)}; {step.limit}"
     return WalkAnswer(step.question, "yes" if holds else "no", found, "" if holds else step.otherwise)

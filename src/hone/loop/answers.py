@@ -1,18 +1,22 @@
-"""How unlikely the policy finds the rows' own answers before its first update.
+"""The rows' own answers as responses, before the first update: how unlikely the policy finds them, and their rewards.
 
-Where nothing earns the reward, this tells a broken reward from prompts that the policy cannot read: with a tokenizer or
-chat template other than its own, right answers are no likelier than any others.
+Where nothing earns the reward, this tells a broken reward, which the answers do not earn either, from prompts that are
+too hard, and from prompts that the policy cannot read: with a tokenizer or chat template other than its own, right
+answers are no likelier than any others.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from hone.data.pack import collate
+from hone.reward.rewards import Rewards
 from hone.train.trainer import Trainer
 from hone.types import Group, Prompt, Sample, VersionSpan
 
@@ -26,24 +30,40 @@ class Answers:
     Args:
         encode: token ids of the answers of these prompts, EOS included; empty where the tokenizer cannot write one.
         vocab_size: of the tokenizer.
+        text: writes an answer as the response that the rewards expect; None where the answer alone does not decide
+            its reward.
     """
 
     encode: Callable[[Sequence[Prompt]], Sequence[Sequence[int]]]
     vocab_size: int
+    text: Callable[[Any], str] | None = None
 
     def surprise(self, trainer: Trainer, prompts: Sequence[Prompt]) -> dict[str, float]:
         """`rollout/answer_surprise` over the first prompts; nothing where none has an answer."""
-        few = [prompt for prompt in prompts if prompt.answer is not None][:NUM_PROMPTS]
-        answers = [(prompt, ids) for prompt, ids in zip(few, self.encode(few), strict=True) if len(ids)]
+        answers = self._of(prompts)
         if not answers:
             return {}
         batch = collate([_group(prompt, ids) for prompt, ids in answers])
         return {"rollout/answer_surprise": -float(trainer.logprobs(batch).mean()) / math.log(self.vocab_size)}
 
+    async def judged(self, rewards: Rewards, prompts: Sequence[Prompt], *, threshold: float) -> dict[str, float]:
+        """`rollout/answer_pass_rate` over the first prompts; nothing where no answer was scored."""
+        if self.text is None:
+            return {}
+        groups = [_group(prompt, ids, self.text(prompt.answer)) for prompt, ids in self._of(prompts)]
+        scored = [reward for group in await asyncio.gather(*map(rewards.try_on, groups)) for reward in group.rewards]
+        passed = [reward >= threshold for reward in scored if reward is not None]
+        return {"rollout/answer_pass_rate": sum(passed) / len(passed)} if passed else {}
 
-def _group(prompt: Prompt, ids: Sequence[int]) -> Group:
+    def _of(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, Sequence[int]]]:
+        """The first prompts whose answers can be written, with the answers' token ids."""
+        few = [prompt for prompt in prompts if prompt.answer is not None][:NUM_PROMPTS]
+        return [(prompt, ids) for prompt, ids in zip(few, self.encode(few), strict=True) if len(ids)]
+
+
+def _group(prompt: Prompt, ids: Sequence[int], text: str = "") -> Group:
     """One sample, as if the policy had written the answer."""
     tokens = np.array(ids, np.int32)
     nothing_L = np.zeros(len(ids), np.float32)
-    sample = Sample(prompt.id, 0, tokens, nothing_L, (VersionSpan(0, len(ids)),), "stop", text="")
+    sample = Sample(prompt.id, 0, tokens, nothing_L, (VersionSpan(0, len(ids)),), "stop", text=text)
     return Group(prompt, (sample,), rewards=(0.0,))

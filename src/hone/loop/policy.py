@@ -130,6 +130,9 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     metrics = summarize(groups, dropped, version=run.progress.step, threshold=run.config.eval.threshold)
     metrics |= staleness_shares(groups, version=run.progress.step, most=run.config.rollout.max_staleness)
     metrics |= component_metrics(groups, run.rewards.weights) | run.rewards.http_metrics()
+    if run.progress.step == 0 and run.answers is not None:
+        prompts, threshold = [group.prompt for group in groups], run.config.eval.threshold
+        metrics |= await run.answers.judged(run.rewards, prompts, threshold=threshold)
     with run.observer.work("trainer", "train"):
         await run.offload_others()  # until the weights are published; what follows has the devices to itself
         batch, agreement = await run.in_compute_thread(collate_and_check, run, groups)

@@ -298,6 +298,7 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
         r[0] for group in (*groups, *dropped) if (r := [x for x in group.rewards if x is not None]) and max(r) == min(r)
     ]
     num_groups = len(groups) + len(dropped)
+    is_cut = np.array([sample.finish_reason == "length" for sample in samples])
     distinct = {
         (group.prompt.token_ids.tobytes(), *(picture.digest for picture in group.prompt.pictures)) for group in groups
     }
@@ -315,11 +316,12 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
             "rollout/groups_dropped": float(len(dropped)),
             "rollout/response_tokens_mean": float(lengths.mean()),
             "rollout/response_tokens_max": float(lengths.max()),
-            "rollout/truncated_frac": sum(s.finish_reason == "length" for s in samples) / len(samples),
+            "rollout/truncated_frac": float(is_cut.mean()),
             "rollout/staleness_mean": float(staleness.mean()),
             "rollout/staleness_max": float(staleness.max()),
         }
         | _length_metrics(lengths, rewards, threshold)
+        | _truncation_cost(rewards, is_cut)
         | _prompt_share((*groups, *dropped))
         | _source_metrics((*groups, *dropped), threshold)
         | episode_metrics(samples, "rollout/")
@@ -330,6 +332,15 @@ def pass_rate(groups: Sequence[Group], threshold: float) -> float:
     """Share of the scored samples that are right; NaN without any."""
     passed = [reward >= threshold for group in groups for reward in group.rewards if reward is not None]
     return sum(passed) / len(passed) if passed else math.nan
+
+
+def _truncation_cost(rewards: NDArray[np.float64], is_cut: NDArray[np.bool_]) -> dict[str, float]:
+    """What truncated samples earn less than the others, over all samples; nothing where one kind has no score."""
+    cut, ended = (found[~np.isnan(found)] for found in (rewards[is_cut], rewards[~is_cut]))
+    if not len(cut) or not len(ended):
+        return {}
+    share = len(cut) / (len(cut) + len(ended))
+    return {"rollout/truncation_cost": float(share * (ended.mean() - cut.mean()))}
 
 
 def _prompt_share(groups: Sequence[Group]) -> dict[str, float]:

@@ -40,6 +40,11 @@ METRICS: dict[str, Metric] = {
         "the environment's", "A metric of the environment: summed over a sample's turns, averaged over samples."
     ),
     "rollout/truncated_frac": Metric("fraction", "Samples cut at rollout.max_response_tokens."),
+    "rollout/truncation_cost": Metric(
+        "reward",
+        "Mean reward that is missed because truncated samples earn less than others: their share times the difference "
+        "of the means. Not logged where all or none are truncated.",
+    ),
     "rollout/groups_dropped": Metric(
         "groups", "Groups replaced: too few scored samples, or equal rewards (algorithm.drop_uninformative)."
     ),
@@ -60,6 +65,11 @@ METRICS: dict[str, Metric] = {
         "ratio",
         "Negative logprob per token of the data's answers, as responses of the policy before its first update, over "
         "the logarithm of the vocabulary's size: 1 is a guess. First step only.",
+    ),
+    "rollout/answer_pass_rate": Metric(
+        "fraction",
+        "The data's answers, as responses, whose reward reaches eval.threshold. First step only; not logged where a "
+        "service, the form of a response, an environment or a function of a Python program is part of the reward.",
     ),
     "rollout/repeated_prompt_frac": Metric(
         "fraction", "Groups whose prompt, pictures included, is also another group's of the step."
@@ -146,8 +156,12 @@ METRICS: dict[str, Metric] = {
     ),
     "train/kl_ref_sequence": Metric("nats per sequence", "train/kl_ref summed over a response, mean over responses."),
     "train/kl_coef": Metric("reward or loss per nat", "KL coefficient of the update; moves with algorithm.kl_target."),
-    "train/clip_low_frac": Metric("fraction", "Tokens whose ratio was clipped from below."),
-    "train/clip_high_frac": Metric("fraction", "Tokens whose ratio was clipped from above."),
+    "train/clip_low_frac": Metric(
+        "fraction", "Tokens whose ratio was clipped from below; 0 with one optimizer step per update."
+    ),
+    "train/clip_high_frac": Metric(
+        "fraction", "Tokens whose ratio was clipped from above; 0 with one optimizer step per update."
+    ),
     "train/clip_dual_frac": Metric("fraction", "Tokens with a negative advantage clipped by algorithm.dual_clip."),
     "train/clip_cov_frac": Metric("fraction", "Tokens that clip_cov or kl_cov took by their covariance."),
     "train/rejected_frac": Metric("fraction", "Tokens that algorithm.rejection took out of the loss."),

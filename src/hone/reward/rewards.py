@@ -197,20 +197,27 @@ class Rewards:
         async with self.begin(group.prompt) as scoring:
             return await scoring.finish(group.samples)
 
+    async def try_on(self, group: Group) -> Group:
+        """As `score`, for samples that the policy did not draw: they count towards no bound and no summary."""
+        async with self.begin(group.prompt) as scoring:
+            return await scoring.scored(group.samples)
+
     def begin(self, prompt: Prompt) -> GroupScoring:
         """Scoring of a prompt whose samples are still being generated; it starts with the first finished one."""
         return GroupScoring(self, prompt)
 
     def combine(self, group: Group, results: Sequence[tuple[Score, ...]]) -> Group:
-        """The group with every component's scores and their weighted sums; raises what `score` does."""
+        """The group with every component's scores and their weighted sums."""
         weights = {component.name: component.weight for component in self.components}
         scores = settled(dict(zip(weights, results, strict=True)), weights)
-        rewards = weighted_sums(scores, weights, len(group.samples))
-        scored = group.scored(scores, rewards)
-        self._samples += len(rewards)
-        self._unscored += rewards.count(None)
-        self._bound.observe(scored)
-        return scored
+        return group.scored(scores, weighted_sums(scores, weights, len(group.samples)))
+
+    def counted(self, group: Group) -> Group:
+        """A scored group of the run; raises what `score` does."""
+        self._samples += len(group.rewards)
+        self._unscored += group.rewards.count(None)
+        self._bound.observe(group)
+        return group
 
     def summary(self) -> str:
         """How many samples could not be scored since the start, of how many."""
@@ -294,6 +301,10 @@ class GroupScoring:
 
     async def finish(self, samples: tuple[Sample, ...]) -> Group:
         """The scored group, as `Rewards.score` would give it; raises what that does."""
+        return self._rewards.counted(await self.scored(samples))
+
+    async def scored(self, samples: tuple[Sample, ...]) -> Group:
+        """The scored group, as `Rewards.try_on` would give it."""
         group = Group(self._prompt, samples)
         components = self._rewards.components
         if len(components) == 1:  # a task for a function of microseconds would cost more than it

@@ -164,6 +164,16 @@ def gold_response(components: Sequence[RewardComponent]) -> Callable[[Any], str]
     return lambda answer: written(gold(answer))
 
 
+def is_decided_by_answer(config: RunConfig) -> bool:
+    """Whether a row's answer as the response decides its reward: nothing scores form, and nothing but functions scores.
+
+    A user's function may still expect more than the answer.
+    """
+    rewards = [builtin_reward(component.use) for component in config.reward.components if component.weight]
+    of_answers = all(reward.runs != "stateful" and not reward.scores_form for reward in rewards)
+    return of_answers and config.rollout.environment.use is None
+
+
 def written(response: Any) -> str:
     """A response as text; an object or a list as JSON."""
     return json.dumps(response) if isinstance(response, dict | list) else str(response)

@@ -5,12 +5,15 @@ checked against the healthy and faulty runs of `benchmarks/doctor.py` (docs/doct
 """
 
 from hone.doctor.rule import AlarmRule
+from hone.doctor.rules.critic import CRITIC
 from hone.doctor.rules.data import DATA
 from hone.doctor.rules.learning import LEARNING
 from hone.doctor.rules.liveness import LIVENESS
+from hone.doctor.rules.mismatch import MISMATCH
 from hone.doctor.rules.policy import POLICY
+from hone.doctor.rules.reward import REWARDS
 from hone.doctor.rules.tuning import TUNING
 
-RULES: tuple[AlarmRule, ...] = (*LIVENESS, *DATA, *POLICY, *LEARNING, *TUNING)
+RULES: tuple[AlarmRule, ...] = (*LIVENESS, *DATA, *REWARDS, *MISMATCH, *POLICY, *LEARNING, *CRITIC, *TUNING)
 NAMES = tuple(rule.name for rule in RULES)
 """Alarm names, which `observe.stop_on` takes."""

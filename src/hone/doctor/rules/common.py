@@ -26,7 +26,7 @@ LENGTH, TRUNCATED, CORRELATION = (
     "rollout/length_reward_corr",
 )
 ENTROPY, NORM = "train/entropy", "train/grad_norm"
-SURPRISE = "rollout/answer_surprise"
+SURPRISE, ANSWERS_PASS = "rollout/answer_surprise", "rollout/answer_pass_rate"
 NOISE_METRICS, NOISE_STEPS = ("train/gradient_signal", "train/gradient_noise"), 50
 """What the noise scale is made of, and the steps that both are averaged over."""
 

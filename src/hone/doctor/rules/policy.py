@@ -1,20 +1,15 @@
-"""Rules about the policy's update: mismatch, size of the update, clipping, entropy, KL."""
+"""Rules about the policy's update: its size, clipping, entropy, KL."""
 
 from __future__ import annotations
 
-import math
-
-from hone.doctor.history import History
-from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, either, outside, when
+from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, outside, when
 from hone.doctor.rules.common import (
     ENTROPY,
     ENTROPY_BONUS_TOO_LARGE,
     EVAL,
-    GAP,
     KL_UPDATE,
     LOWER_LR,
     NORM,
-    OPENCLAW,
     OURS,
     PASS,
     REWARD,
@@ -24,31 +19,10 @@ from hone.doctor.rules.common import (
     TRL,
     TRUNCATED,
     USUAL,
-    VERL_CORRECTION,
-    VERL_FAQ,
     WEIGHT_DECAY_TOO_LARGE,
     is_rising_by_std,
-    is_sampling_truncated,
-    is_stale,
     moves_far,
 )
-
-
-def _one_engine_differs(h: History) -> bool:
-    """The gap of one engine is five times that of every other one."""
-    *others, largest = sorted(h.mean(name, 5) for name in h.names("engine/<engine>_mismatch_gap")) or [math.nan]
-    return bool(others) and largest > max(0.03, 5 * others[-1])
-
-
-def _weights_fall_behind(h: History) -> bool:
-    """The gap has grown fivefold although no sample is old; or it is ten times what as many updates as the samples are
-    old move the policy by (a KL grows at most with the square of their number)."""
-    if is_stale(h):
-        age = h.mean("rollout/staleness_mean", 10)
-        return h.mean("train/mismatch_kl", 3) > 10 * max(age, 1) ** 2 * h.mean(KL_UPDATE, 10)
-    first = h.base(GAP) if h.count(GAP) > 10 else h.ago(GAP, h.count(GAP) - 1)
-    return h.mean(GAP, 3) > 5 * first and not is_sampling_truncated(h)
-
 
 TOO_MANY_STEPS = Cause(
     name="too_many_steps_per_batch",
@@ -59,123 +33,6 @@ TOO_MANY_STEPS = Cause(
     reads=("train/optimizer_steps", "train.passes_per_batch"),
 )
 POLICY = (
-    AlarmRule(
-        name="mismatch",
-        level="optimisation",
-        pattern="trainer and sampler give the same tokens different probabilities",
-        metrics=(GAP, "train/mismatch_ratio_mean", "train/mismatch_kl"),
-        when=when(
-            "above 0.03, or above 0.2 where samples are old and updates explain it",
-            lambda h: h.mean(GAP, 3) > (0.2 if is_stale(h) and not _weights_fall_behind(h) else 0.03),
-            Limit(GAP, high=0.03),
-        ),
-        causes=(
-            Cause(
-                name="one_engine_differs",
-                what="one engine of several has other weights or settings than the others: a publish that it did not "
-                "take, or another version of its software.",
-                change="cluster.canary_every: 1, which names it and excludes it; restart that engine",
-                confirm="Its engine/<engine>_mismatch_gap alone is large. If all engines have the gap, it is staleness "
-                "or a setting.",
-                applies=_one_engine_differs,
-                reads=("engine/<engine>_mismatch_gap",),
-            ),
-            Cause(
-                name="weights_stale",
-                what="the sampler's weights fall behind: the gap is larger than the age of the samples explains.",
-                change="cluster.canary_every: 1, which names the replica that did not take the weights",
-                confirm="The gap returns to its first value after a restart. With one replica of several, its "
-                "samples alone have it.",
-                applies=_weights_fall_behind,
-                reads=("rollout/staleness_mean", KL_UPDATE),
-            ),
-            Cause(
-                name="off_policy",
-                what="samples are several updates old and the policy has moved since.",
-                change="rollout.max_staleness: 1 or 0; algorithm.correction: tis; or a lower learning rate",
-                confirm="At rollout.max_staleness 0 the gap vanishes. If it stays, it is not staleness.",
-                applies=is_stale,
-                reads=("rollout/staleness_mean", "algorithm.correction", KL_UPDATE),
-            ),
-            Cause(
-                name="truncated_sampling",
-                what="the sampler draws from a truncated distribution (top_p, top_k, min_p) and the trainer does not.",
-                change="rollout.top_p: 1.0, rollout.top_k: 0, rollout.min_p: 0",
-                confirm="train/mismatch_ratio_mean is below 1 by about the probability that is cut off, from step 1.",
-                applies=is_sampling_truncated,
-                reads=("rollout.top_p", "rollout.top_k", "rollout.min_p"),
-            ),
-            Cause(
-                name="tokens_misaligned",
-                what="logprobs do not belong to the tokens beside them: shifted by one, another tokenizer, another "
-                "chat template or other weights.",
-                change="model.tokenizer and model.chat_template: the same for engine and trainer",
-                confirm="gate.enabled: true stops such a run before its first update. A wrong temperature gives a "
-                "smaller gap that vanishes with rollout.temperature corrected.",
-                applies=lambda h: h.mean(GAP, 5) > 0.5,
-            ),
-            Cause(
-                name="sampler_settings_differ",
-                what="the sampler's temperature or another sampling setting is not the one that the trainer assumes.",
-                change="rollout.temperature: the engine's own; no sampling defaults in generation_config.json",
-                confirm="gate.enabled: true compares at other temperatures and names the one that fits.",
-                reads=("rollout.temperature", ENTROPY),
-            ),
-        ),
-        source=f"mean probability difference above 0.01: {VERL_FAQ}; 0.2 to 0.4 nats is broken: {OPENCLAW}",
-    ),
-    AlarmRule(
-        name="mismatch_precision",
-        level="optimisation",
-        pattern="trainer and sampler differ by more than float32 rounding",
-        metrics=(GAP, "train/mismatch_kl"),
-        when=when(
-            "above 0.0003 on average of three with run.precision float32 and fresh samples",
-            lambda h: h.mean(GAP, 3) > 3e-4 and h.key("run.precision") == "float32" and not is_stale(h),
-        ),
-        silenced_by=("mismatch",),
-        causes=(
-            Cause(
-                name="dtype_differs",
-                what="the sampler computes in another precision than the trainer, or with other kernels.",
-                change="cluster.engines.dtype: float32, or algorithm.correction: tis",
-                confirm="With both in float32 the gap falls below 1e-4. A gap that grows with the steps is stale "
-                "weights.",
-                reads=("run.precision",),
-            ),
-        ),
-        source="half precision of one side gives 0.005 to 0.02: "
-        + VERL_FAQ
-        + "; 0.0003 ours (float32 itself: below 1e-5)",
-    ),
-    AlarmRule(
-        name="importance_weights",
-        level="optimisation",
-        pattern="importance weights between trainer and sampler are widely spread",
-        metrics=("train/importance_ess_frac", "train/importance_std", "train/importance_chi2"),
-        when=either(
-            below("train/importance_ess_frac", 0.3), above("train/importance_std", 1), above("train/importance_chi2", 1)
-        ),
-        silenced_by=("mismatch",),
-        causes=(
-            Cause(
-                name="off_policy",
-                what="samples are too old for this learning rate.",
-                change="rollout.max_staleness: lower; algorithm.correction: tis",
-                confirm="At rollout.max_staleness 0 the effective sample size is near 1.",
-                applies=is_stale,
-                reads=("rollout/staleness_mean", "algorithm.correction"),
-            ),
-            Cause(
-                name="few_tokens_differ",
-                what="single tokens have very different probabilities in trainer and sampler.",
-                change="algorithm.correction: icepop",
-                confirm="train/mismatch_gap is small while the spread is large: rare tokens, not a shift of all.",
-                reads=(GAP,),
-            ),
-        ),
-        source=f"effective sample size below 0.3, std above 1, chi-square above 1: {VERL_CORRECTION}",
-    ),
     AlarmRule(
         name="update_too_large",
         level="optimisation",

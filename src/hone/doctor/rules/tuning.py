@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, above, below, when
-from hone.doctor.rules.common import OURS, noise_scale, samples_per_step
+from hone.doctor.rules.common import KL_UPDATE, OURS, USUAL, noise_scale, samples_per_step
 
+CLIPPED = ("train/clip_high_frac", "train/clip_low_frac")
 JUDGE_HITS, JUDGE_CACHE = "reward/<component>_prefix_hit_frac_mean", "reward/<component>_cache_used_frac_mean"
+
+
+def _is_clip_idle(h: History) -> bool:
+    """No token was clipped in the last twenty steps, of several optimizer steps each."""
+    return min(h.recent("train/optimizer_steps", 20), default=0) > 1 and all(
+        h.count(name) >= 20 and not any(h.recent(name, 20)) for name in CLIPPED
+    )
+
 
 TUNING = (
     AlarmRule(
@@ -105,6 +115,61 @@ TUNING = (
         source=OURS,
     ),
     AlarmRule(
+        name="samples_late",
+        level="tuning",
+        pattern="the trainer waits for samples most of the time, although they are drawn ahead",
+        metrics=("time/generate_s", "time/step_s", "rollout/groups_ready", "rollout/groups_in_flight"),
+        when=when(
+            "more than half of time/step_s, and 0.1 s, with rollout.max_staleness",
+            lambda h: (
+                h.number("rollout.max_staleness") > 0
+                and h.now("time/generate_s") > max(0.5 * h.now("time/step_s"), 0.1)
+            ),
+        ),
+        of=(8, 10),
+        after=3,
+        silenced_by=("rewards_slow",),
+        causes=(
+            Cause(
+                name="sampling_binds",
+                what="sampling takes longer than training, and bounds the speed of the run.",
+                change="cluster.engines: more of the devices, where cluster.trainer can spare them; "
+                "rollout.max_concurrent_samples: larger, while the engines' caches have room",
+                confirm="hone plan RUN.yaml has the shares of both that fit. If engine/<replica>_queue_peak of one "
+                "replica alone is large, its machine is slow.",
+                reads=("engine/<replica>_queue_peak", "engine/<replica>_prefix_hit_frac", "rollout.max_staleness"),
+            ),
+        ),
+        source="waiting of the trainer names the role that binds: prime-rl docs/training.md; half ours",
+    ),
+    AlarmRule(
+        name="samples_pile_up",
+        level="tuning",
+        pattern="scored groups wait for the trainer",
+        metrics=("rollout/groups_ready", "time/step_s"),
+        when=when(
+            "all that rollout.max_staleness admits, on average of ten",
+            lambda h: (
+                h.mean("rollout/groups_ready", 10)
+                >= 0.9 * h.number("rollout.max_staleness") * h.number("train.prompts_per_step")
+                > 0
+            ),
+        ),
+        of=(8, 10),
+        after=3,
+        causes=(
+            Cause(
+                name="training_binds",
+                what="training takes longer than sampling: samples become old while engines wait.",
+                change="cluster.trainer: more of the devices; or rollout.max_staleness: lower, as samples are ready "
+                "long before they are needed",
+                confirm="time/train_s is nearly time/step_s, and hone plan RUN.yaml has the shares that fit.",
+                reads=("time/train_s", "rollout/staleness_mean", "rollout.max_staleness"),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
         name="publishing_slow",
         level="tuning",
         pattern="publishing weights takes a large part of a step",
@@ -171,6 +236,27 @@ TUNING = (
         source="75 to 85 % is well used (docs/memory.md); 95 % ours",
     ),
     AlarmRule(
+        name="memory_unused",
+        level="tuning",
+        pattern="half of the device's memory or more is never used",
+        metrics=("memory/device_frac",),
+        when=below("memory/device_frac", 0.5, mean=20),
+        of=(20, 20),
+        after=20,
+        causes=(
+            Cause(
+                name="batches_small",
+                what="more could be computed at once with the same result, and faster.",
+                change="hone plan RUN.yaml: its recommended settings (train.tokens_per_microbatch and "
+                "rollout.max_concurrent_samples larger, less recomputation)",
+                confirm="time/step_s falls with them and memory/device_frac is 0.75 to 0.85. More prompts per step "
+                "would change the algorithm, not the memory.",
+                reads=("train.tokens_per_microbatch", "rollout.max_concurrent_samples"),
+            ),
+        ),
+        source="75 to 85 % is well used (docs/memory.md); 50 % ours",
+    ),
+    AlarmRule(
         name="memory_ran_out",
         level="tuning",
         pattern="settings were lowered after running out of memory",
@@ -186,6 +272,26 @@ TUNING = (
             ),
         ),
         source="0 (our former healthy range)",
+    ),
+    AlarmRule(
+        name="clip_idle",
+        level="tuning",
+        pattern="an update has several optimizer steps and no token is ever clipped",
+        metrics=("train/clip_high_frac", "train/clip_low_frac", "train/optimizer_steps"),
+        when=when("0 on both sides in twenty steps, with several optimizer steps", _is_clip_idle),
+        of=(5, 5),
+        after=30,
+        causes=(
+            Cause(
+                name="steps_too_small",
+                what="the policy hardly moves within an update, so that the clip range has no effect.",
+                change="train.optimizer.lr: larger; or a larger train.samples_per_optimizer_step, whose gradient is "
+                "less noisy",
+                confirm="train/ratio_max stays close to 1. With one optimizer step per update 0 is right.",
+                reads=("train/ratio_max", KL_UPDATE, "train.optimizer.lr"),
+            ),
+        ),
+        source=f"0.1 to 0.3 is usual: {USUAL}",
     ),
     AlarmRule(
         name="advantages_clipped",

@@ -175,7 +175,7 @@ function drawOrigin() {
   const { origin, versions } = data.summary, hashes = Object.entries(origin.inputs || {});
   const { group, tags } = data.summary;
   const rows = [["group", group], ["tags", (tags || []).join(" · ")], ["command", origin.command], ["git commit", origin.git_commit],
-    ["machine", Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(" · ")],
+    ["machine", [origin.hardware, ...Object.entries(versions).map(([name, version]) => `${name} ${version}`)].filter(Boolean).join(" · ")],
     ["inputs", hashes.map(([name, hash]) => `${name} ${String(hash).replace("sha256:", "").slice(0, 12)}`).join(" · ")]];
   byId("origin").innerHTML = rows.filter(([, text]) => text).map(([name, text]) => `<dt>${name}</dt><dd>${esc(text)}</dd>`).join("");
 }

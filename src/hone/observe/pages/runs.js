@@ -38,7 +38,7 @@ function draw() {
   byId("outcome").textContent = data.folder;
   byId("content").innerHTML = `<div class="row" style="margin-top:20px"><input type="search" id="search" placeholder="Search names, tags, states, alarms" aria-label="Search">
     <button id="compare" type="button">Compare the chosen</button><span class="note" id="found"></span></div>
-    <div class="scroll"><table class="fit"><thead><tr><th><span class="label">pick</span></th><th>run</th><th>state</th><th>stage</th><th>to its end</th><th>last</th><th>alarms</th><th class="optional">last change</th></tr></thead><tbody id="runs"></tbody></table></div>
+    <div class="scroll"><table class="fit"><thead><tr><th>compare</th><th>run</th><th>state</th><th>stage</th><th>to its end</th><th>last</th><th>alarms</th><th class="optional">last change</th></tr></thead><tbody id="runs"></tbody></table></div>
     ${data.runs.length ? "" : `<p class="soft">No runs here yet. Each \`hone train\` makes a folder, run.dir.</p>`}`;
   byId("search").addEventListener("input", fillRuns);
   byId("compare").addEventListener("click", () => { location.href = `/compare?${picked().map(name => `name=${encodeURIComponent(name)}`).join("&")}`; });

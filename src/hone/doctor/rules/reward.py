@@ -1,0 +1,120 @@
+"""Rules about rewards: what they pay for."""
+
+from __future__ import annotations
+
+from hone.doctor.history import History
+from hone.doctor.rule import AlarmRule, Cause, when
+from hone.doctor.rules.common import CORRELATION, LENGTH, OURS, REWARD, is_flat
+
+REWARDS = (
+    AlarmRule(
+        name="reward_pays_length",
+        level="data",
+        pattern="longer responses earn more, and responses grow",
+        metrics=(CORRELATION, LENGTH),
+        when=when(
+            "above 0.3 on average of ten, with responses 1.2 times as long as in the first step",
+            lambda h: h.mean(CORRELATION, 10) > 0.3 and h.mean(LENGTH, 5) > 1.2 * h.first(LENGTH),
+        ),
+        of=(5, 10),
+        after=8,
+        causes=(
+            Cause(
+                name="reward_pays_length",
+                what="the reward rises with length: a component (a judge, often) prefers long responses.",
+                change="reward.components: a lower weight for it; algorithm.overlong_buffer_frac: 0.2",
+                confirm="reward/<component>_variance_share names the component. If right answers themselves need more "
+                "tokens (rollout/right_tokens_mean above wrong_tokens_mean and eval/accuracy rising), it is healthy.",
+                reads=("reward/<component>_variance_share", "rollout/right_tokens_mean", "rollout/wrong_tokens_mean"),
+            ),
+        ),
+        source="length bias of judges and of rewards: Dr. GRPO (arXiv:2503.20783); limits ours",
+    ),
+    AlarmRule(
+        name="reward_random",
+        level="data",
+        pattern="the reward is as high for one prompt as for another, and does not move",
+        metrics=("rollout/reward_prompt_frac", REWARD),
+        when=when(
+            "within 0.03 of 0 on average of thirty, and the reward within 0.05 standard deviations of its mean of "
+            "steps 5 to 20",
+            lambda h: abs(h.mean("rollout/reward_prompt_frac", 30)) < 0.03 and is_flat(h, 30),
+        ),
+        of=(5, 5),
+        after=40,
+        silenced_by=("rewards_fail", "no_signal", "all_wrong", "all_right", "truncation", "mismatch"),
+        causes=(
+            Cause(
+                name="reward_is_noise",
+                what="the reward depends neither on the prompt nor on what the policy has learnt: it is mostly chance.",
+                change="reward.components: what the score is made of; votes of a judge: more",
+                confirm="Score the same response twice, and a right and a wrong answer: if the scores differ as much "
+                "in both cases, the reward is noise. If not, every prompt is as hard as the others.",
+                reads=("rollout/reward_std",),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="component_silent",
+        level="data",
+        pattern="a weighted reward component gives every sample the same score",
+        metrics=("reward/<component>_std",),
+        when=when("exactly 0 in 10 steps, with other components", lambda h: bool(_silent_components(h))),
+        of=(5, 5),
+        after=9,
+        silenced_by=("rewards_fail",),
+        causes=(
+            Cause(
+                name="component_constant",
+                what="the component has no influence: its parser finds nothing, or its threshold is out of reach.",
+                change="reward.components: its args; hone check RUN.yaml shows its scores on real rows",
+                confirm="hone check RUN.yaml: the gold answer and a wrong one must score differently.",
+                reads=("reward/<component>_variance_share",),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
+        name="reward_sign",
+        level="data",
+        pattern="the reward rises while a component with a negative weight falls",
+        metrics=(REWARD,),
+        when=when("rising, and the component below half of its first value", lambda h: _sign_is_wrong(h)),
+        of=(3, 5),
+        after=4,
+        causes=(
+            Cause(
+                name="weight_negative",
+                what="a component that measures success has a negative weight, so success is punished.",
+                change="reward.components: the sign of its weight",
+                confirm="The component's mean is what you want to rise. If it is a penalty, this is as intended.",
+                reads=("reward/<component>_mean", "reward/<component>_variance_share"),
+            ),
+        ),
+        source=OURS,
+    ),
+)
+
+
+def _silent_components(h: History) -> list[str]:
+    weights = _weights(h)
+    pattern = "reward/<component>_std"
+    return [
+        name
+        for name in h.names(pattern)
+        if len(weights) > 1 and weights.get(h.part(pattern, name)) and max(map(abs, h.recent(name, 10))) == 0
+    ]
+
+
+def _weights(h: History) -> dict[str, float]:
+    """Weight of each component by its name in metrics."""
+    found = h.key("reward.components") or ()
+    return {part.get("name") or part["use"].rpartition(":")[2]: part.get("weight", 1.0) for part in found}
+
+
+def _sign_is_wrong(h: History) -> bool:
+    """Compared with the first step, for a punished success is lost within a few."""
+    negative = [f"reward/{name}_mean" for name, weight in _weights(h).items() if weight < 0]
+    is_better = h.mean(REWARD, 5) > h.first(REWARD) + 0.2 * h.first("rollout/reward_std")
+    return is_better and any(h.mean(name, 5) < 0.5 * h.first(name) for name in negative)
