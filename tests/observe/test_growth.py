@@ -1,11 +1,16 @@
 """Records of a long run stay small, and a resume reads only their ends."""
 
 import json
+import re
 import tracemalloc
 
 import pytest
+from observed import Settings
 
+from hone.memory.record import Record, comparison
 from hone.observe.events import EventLog, read_events
+from hone.observe.observer import Observer
+from hone.observe.report import MAX_LINES
 from hone.observe.sinks import MetricsFile
 
 GROUPS = 32
@@ -47,3 +52,22 @@ def test_a_resume_holds_only_the_ends(tmp_path):
     log.close()
     file.close()
     assert file.last_step == {"rl": 7} and peak_bytes < 1 << 20 < metrics.stat().st_size / 10
+
+
+def test_the_end_of_a_long_run_holds_a_part_of_its_metrics(tmp_path):
+    """report.html and the comparison of memory are made in the process that trains, whose memory the run needs."""
+    steps = 3 * MAX_LINES
+    observer = Observer(tmp_path, Settings(), title="t", total_steps=steps)
+    Record(device="cpu", what="memory", limit_bytes=1, has_limit=False).write(tmp_path)
+    line = {"stage": "rl", "time_s": 0.5, "train/loss": 0.1234567, "memory/update_peak_mib": 100}
+    with (tmp_path / "metrics.jsonl").open("w") as lines:
+        lines.writelines(json.dumps({**line, "step": step}) + "\n" for step in range(1, steps + 1))
+    tracemalloc.start()
+    (row,) = comparison(tmp_path)[1]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert row.measured_bytes == 100 << 20 and peak_bytes < (tmp_path / "metrics.jsonl").stat().st_size / 4
+    observer.close("finished")
+    page = (tmp_path / "report.html").read_text()
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert not data["has_every_line"] and data["stages"][0]["steps"]["count"] < 2 * MAX_LINES

@@ -9,9 +9,10 @@ import pytest
 from fastapi.testclient import TestClient
 from written_runs import write_run
 
+from hone.observe.report import MAX_LINES
 from hone.serve.http import HttpSettings, Lifecycle
 from hone.services.state import TOKEN_FILE, ServiceState, supervised_by_me, write_state, write_token
-from hone.ui.runs import MAX_LINES, Runs
+from hone.ui.runs import Runs
 from hone.ui.server import _changes, ui_app
 
 

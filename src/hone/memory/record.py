@@ -10,12 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from hone.config.run import Stage
 from hone.errors import RunFolderError
 from hone.memory.gauges import MIB
 from hone.memory.rungs import Change
+from hone.observe.sinks import metric_lines
 from hone.observe.whole import write_whole
 from hone.plan.ledger import PHASES, Moment, gib, percent
 
@@ -105,7 +106,7 @@ def comparison(folder: Path) -> tuple[Record, list[Compared]]:
         raise RunFolderError(f"{folder}: no {FILE} in it. Name the run.dir that `hone train` printed.")
     last_change = {change.stage: change.step for change in record.changes}
     peaks: dict[tuple[str, str], int] = {}
-    for line in _lines(folder / "metrics.jsonl"):
+    for line in metric_lines(folder / "metrics.jsonl"):
         if line["step"] <= last_change.get(line["stage"], -1):
             continue
         for name, value in line.items():
@@ -149,9 +150,3 @@ def _order(peak: tuple[tuple[str, str], int]) -> tuple[int, int]:
     """Sort key: stages and phases in the order of a run."""
     (stage, phase), _ = peak
     return STAGES.index(stage), PHASES.index(phase)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of metrics.jsonl; a killed run may have torn the last one."""
-    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
-    return [json.loads(line) for line in whole.splitlines()]

@@ -32,6 +32,8 @@ from hone.observe.whole import set_aside, write_whole
 
 SUMMARY = Path("logs") / "summary.json"
 
+MAX_LINES = 4000
+"""Of metrics.jsonl that a page is made of; of a longer file these are evenly spaced."""
 MAX_POINTS = 1000
 """Per curve; longer ones show means of equal bins."""
 MAX_SAMPLES = 320
@@ -123,13 +125,13 @@ def report_data(
     *,
     decode: Callable[[Sequence[int]], str] | None = None,
     picture: Picture | None = None,
-    max_lines: int | None = None,
+    max_lines: int | None = MAX_LINES,
 ) -> dict[str, Any]:
     """What the page of a run shows, as JSON values.
 
     Args:
-        max_lines: of metrics that are read, evenly spaced, and every evaluation. Alarms are then those of the events,
-            without evidence.
+        max_lines: of metrics that are read, evenly spaced, besides every evaluation. In a longer file, alarms are those
+            of the events, without evidence. None: all.
     """
     samples = choose_samples(run_folder)
     metrics = run_folder / "metrics.jsonl"

@@ -11,6 +11,7 @@ from typing import Any
 from hone.errors import RunFolderError
 from hone.observe.recorder import is_whole, recorded_steps, samples_file
 from hone.observe.report import (
+    MAX_LINES,
     RunSummary,
     alarms_of_events,
     report_data,
@@ -26,8 +27,6 @@ from hone.services.state import read_state
 
 MAX_DEPTH = 3
 """Of run folders below the folder that is shown."""
-MAX_LINES = 4000
-"""Of metrics.jsonl that a page is made of; of a longer file these are evenly spaced."""
 LOG_BYTES, LOG_LINES = 64 << 10, 100
 """Of the end of each log."""
 MAX_LOGS = 12
@@ -75,7 +74,7 @@ class Runs:
         status = read_status(folder)
         now = status.as_dict()
         now["recent"] = [described(event) for event in status.recent]
-        data = report_data(path, max_lines=MAX_LINES)
+        data = report_data(path)
         if status.running:
             data["summary"] |= {"outcome": "running", "ended_unix_s": None}
         return data | {
