@@ -177,6 +177,22 @@ def test_an_adapter_has_no_gradient_of_the_output_layer(configured):
     assert "frozen weights" in names
 
 
+def test_an_adapter_in_vllm_has_room_beside_its_weights(configured):
+    """Of Qwen3-8B with rank 24, for which vLLM makes room for 32: as vLLM 0.32 allocates, on two devices each."""
+    words = (*RAY, "cluster.engines.tensor_parallel_size=2", "cluster.engines.sleep_level=1", "lora.rank=24")
+    merged, alone = (plan(configured(*words, f"lora.publish={how}"), EIGHT) for how in ("merged", "adapter"))
+
+    def terms(found):
+        (sampling,) = (moment for moment in found.ledgers[0].moments if moment.name == "sampling")
+        return {term.name: term.bytes for term in sampling.terms}
+
+    q, kv, hidden, inner, vocab = 4096, 1024, 4096, 12288, 151_936
+    columns = (hidden + q // 2) + 2 * (hidden + kv // 2) + 2 * (hidden + inner // 2)
+    room = 2 * 32 * (36 * (columns + (q // 2 + hidden) + (inner // 2 + hidden)) + 2 * (vocab + hidden))
+    assert terms(alone)["engine: adapter"] == room and "engine: adapter" not in terms(merged)
+    assert terms(merged)["engine: KV cache"] - terms(alone)["engine: KV cache"] == room
+
+
 @pytest.mark.parametrize("layout", [(), RAY, (*RAY, APART)], ids=["local", "colocated", "apart"])
 def test_an_export_holds_one_weight_in_every_layout(configured, layout):
     """Of Qwen3-8B the embedding: 151,936 x 4,096 numbers; all weights are 30.5 GiB."""

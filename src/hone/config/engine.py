@@ -184,6 +184,11 @@ VLLM_SEES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 be the trainer's (tests/rollout/test_vllm_pictures.py)."""
 
 
+def vllm_rank(rank: int) -> int:
+    """The rank that vLLM makes room for, for an adapter of this one."""
+    return next(most for most in VLLM_RANKS if most >= rank)
+
+
 def unseen_by_vllm(model_type: str) -> str:
     """That vLLM is not used for this model type, which has a vision tower; "" if it is."""
     if model_type in VLLM_SEES:

@@ -442,6 +442,20 @@ def linear_layers(arch: Architecture) -> dict[str, tuple[int, int]]:
     return found | {"gate_proj": (h, inner), "up_proj": (h, inner), "down_proj": (inner, h)}
 
 
+def adapter_room(arch: Architecture, rank: int, tensor_parallel: int) -> int:
+    """Numbers that vLLM keeps on each device for one adapter (0.32, `create_lora_weights` of `vllm/lora/layers`):
+    beside every linear layer, the embedding and the output layer, whatever its targets. Of a divided layer the matrix
+    on the side that is not divided is whole; those of embedding and output layer are, too."""
+    ways = tensor_parallel
+    each = 0
+    for name, (inputs, outputs) in linear_layers(arch).items():
+        by_rows = name in ("o_proj", "down_proj")
+        each += inputs // ways + outputs if by_rows else inputs + outputs // ways
+    if arch.experts:
+        each += 3 * arch.experts.count * (arch.hidden + arch.experts.inner)
+    return rank * (arch.layers * each + 2 * (arch.vocab + arch.hidden))
+
+
 def adapter_parameters(arch: Architecture, rank: int, targets: tuple[str, ...] | None) -> int:
     """Trained parameters of an adapter; `targets` None means every linear layer but the output layer."""
     layers = linear_layers(arch)

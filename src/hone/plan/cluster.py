@@ -342,7 +342,8 @@ def _machine(pools: list[tuple[PoolPlan, int]], driver: Sequence[Term]) -> Itera
             count, p = pool.reference.architecture.total_parameters, pool.reference.work.bytes_each
             held.append(term("reference", p * count * share, f"{p} B x {count:,} parameters"))
         if pool.engine and pool.engine_sleeps == 1:
-            size = pool.engine.weights_bytes * devices
+            beside = pool.engine.adapter_bytes if isinstance(pool.engine, EnginePlan) else 0
+            size = (pool.engine.weights_bytes + beside) * devices
             held.append(term("sleeping engines' weights", size, "sleep level 1", "cluster.engines.sleep_level"))
         if pool.judge and pool.judge_sleeps:
             asleep.append(term("sleeping judges' weights", pool.judge.weights_bytes * devices, "sleep level 1"))

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, replace
 
 from hone.plan import towers
-from hone.plan.architecture import GIB, Architecture
+from hone.plan.architecture import GIB, Architecture, adapter_room
 from hone.plan.ledger import Term, gib, term
 
 CONTEXT_BYTES = 512 << 20
@@ -52,6 +52,8 @@ class EngineSettings:
     """`kv_cache_memory_bytes`: the cache's size, whatever the fraction; None: what the fraction leaves."""
     offload_bytes: int = 0
     """Weights of each device that are on the host."""
+    adapter_rank: int = 0
+    """Of the adapter that vLLM has room for beside its weights; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,19 @@ class EnginePlan:
         settings = self.settings
         held = settings.weight_bytes * self._count // settings.tensor_parallel
         return max(held - settings.offload_bytes, 0)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Of an adapter beside the weights, as large as its rank allows."""
+        settings = self.settings
+        return settings.weight_bytes * adapter_room(
+            settings.architecture, settings.adapter_rank, settings.tensor_parallel
+        )
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """All but the cache."""
+        return self.weights_bytes + self.adapter_bytes + self.workspace_bytes + self.graph_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -123,7 +138,7 @@ class EnginePlan:
         """What is left for keys and values; negative when not even the weights fit."""
         if self.settings.fixed_cache_bytes is not None:
             return self.settings.fixed_cache_bytes
-        return self.requested_bytes - self.weights_bytes - self.workspace_bytes - self.graph_bytes
+        return self.requested_bytes - self._fixed_bytes
 
     @property
     def cache_tokens(self) -> int:
@@ -137,8 +152,7 @@ class EnginePlan:
     @property
     def smallest_frac(self) -> float:
         """The least share of the device with which weights, workspace and one longest sequence fit."""
-        least = self.weights_bytes + self.workspace_bytes + self.graph_bytes
-        return (least + self.kv_bytes_per_token * self.settings.longest) / self.capacity_bytes
+        return (self._fixed_bytes + self.kv_bytes_per_token * self.settings.longest) / self.capacity_bytes
 
     def terms(self) -> list[Term]:
         """What it holds while awake; a cache that is not there is not counted, see `problem`."""
@@ -153,6 +167,12 @@ class EnginePlan:
                 self.weights_bytes,
                 f"{settings.weight_bytes} B x {count:,} parameters / {tp}",
                 f"{section}.tensor_parallel_size",
+            ),
+            term(
+                f"{prefix}adapter",
+                self.adapter_bytes,
+                f"{settings.weight_bytes} B x rank {settings.adapter_rank} of every layer",
+                "lora.rank",
             ),
             term(f"{prefix}KV cache", max(self.cache_bytes, 0), rest, f"{section}.gpu_memory_utilization"),
             term(
@@ -180,7 +200,7 @@ class EnginePlan:
         if self.cache_bytes >= self.kv_bytes_per_token * self.settings.longest:
             return None
         settings = self.settings
-        needed = self.weights_bytes + self.workspace_bytes + self.graph_bytes
+        needed = self._fixed_bytes
         if self.cache_bytes < 0:
             why = f"weights ({gib(self.weights_bytes)}) and workspace do not fit into it: they take {gib(needed)}"
         else:

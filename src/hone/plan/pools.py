@@ -15,6 +15,7 @@ from hone.config.engine import (
     SERVICE_SEQUENCES,
     SERVICE_STEP_TOKENS,
     EngineSection,
+    vllm_rank,
 )
 from hone.config.run import RolloutSection
 from hone.config.topology import TRAINED, TrainerGroup, is_sharded, judge_services
@@ -147,6 +148,7 @@ def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded:
             kv_bytes=weight_bytes if args.kv_cache_dtype == "auto" else FP8_BYTES,
             fixed_cache_bytes=args.kv_cache_memory_bytes,
             offload_bytes=round(args.cpu_offload_gb * 2**30),
+            adapter_rank=vllm_rank(inputs.config.lora.rank) if inputs.config.lora.publish == "adapter" else 0,
             prefix="engine: ",
             section="cluster.engines",
         ),

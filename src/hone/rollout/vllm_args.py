@@ -12,7 +12,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hone.config.engine import POLICY_GPU_FRAC, VLLM_RANKS, VLLM_SEES, EngineSection
+from hone.config.engine import POLICY_GPU_FRAC, VLLM_SEES, EngineSection, vllm_rank
 from hone.config.run import LoraSection
 from hone.errors import EngineError
 from hone.plan.architecture import architecture_from
@@ -114,8 +114,7 @@ def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool)
     if dtype != "float32":
         arguments["hf_overrides"] = FLOAT32_HEAD
     if place.adapter is not None:
-        rank = next(rank for rank in VLLM_RANKS if rank >= place.adapter.rank)
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(place.adapter.rank)}
     file = place.folder / "config.json"
     keys = json.loads(file.read_text()) if file.is_file() else {}  # vLLM says it if there is none
     if keys.get("model_type") in VLLM_SEES:
