@@ -42,6 +42,10 @@ BROKEN = [
     ),
     ({"train__activation_checkpointing": "0"}, "must be at least 1 layer, or none, selective or full (got 0)"),
     ({"rollout__kv_cache_tokens": "5"}, "must hold the longest sample"),
+    (
+        {"run__deterministic": "true", "rollout__max_staleness": "1"},
+        "run.deterministic: = true cannot hold with rollout.max_staleness = 1: which weights sample a token depends on",
+    ),
     ({"run__name": "a/b"}, "run.name: must be letters, digits, blanks and _ . + = -, at most 128"),
     ({"run__name": "..", "run__dir": "'{name}'"}, "run.name: must be letters"),
     ({"model__characters": "''"}, "model.characters: must hold at least one character"),

@@ -159,10 +159,10 @@ def test_a_run_keeps_the_rows_that_it_has_started_with(tmp_path, load, cached):
 )
 def test_settings_decide_whether_an_index_still_holds(tmp_path, load, cached, monkeypatch, key, value, length):
     write(tmp_path, "rows.jsonl")
-    load(on_bad_row="skip")
+    load(max_bad_rows=100)
     if key == "order":
         no_row_is_read(monkeypatch)
-    assert len(load(on_bad_row="skip", **{key: value})) == length
+    assert len(load(max_bad_rows=100, **{key: value})) == length
     assert len(list(cached.glob("*.json"))) == (2 if key == "order" else 3), "one of rows, the others indices"
 
 
@@ -357,7 +357,7 @@ def test_errors_name_file_and_line_in_every_start(tmp_path, load, cached):
     for _ in range(2):
         with pytest.raises(DataError, match=r"rows.jsonl:45 prompt: character 'x'"):
             load()
-        report = load(on_bad_row="skip").report
+        report = load(max_bad_rows=100).report
         assert report.bad == 1 and report.first_bad[0].startswith("rows.jsonl:45 prompt: character 'x'")
 
 

@@ -138,7 +138,7 @@ def test_a_bad_row_names_file_line_and_field_or_is_skipped(write_rows, load, row
     name = write_rows({"prompt": "a", "answer": "1"}, row, {"prompt": "c", "answer": "1"})
     with pytest.raises(DataError, match=problem):
         load(name, answer_column="answer")
-    stream = load(name, answer_column="answer", on_bad_row="skip")
+    stream = load(name, answer_column="answer", max_bad_rows=100)
     assert texts(stream) == ["a", "c"]
     assert (stream.report.read, stream.report.kept, stream.report.bad) == (3, 2, 1)
     assert "1 malformed rows skipped (first: rows.jsonl:2" in str(stream.report)
@@ -152,9 +152,9 @@ def test_a_lone_surrogate_is_a_bad_row_for_every_tokenizer(write_rows, load, mod
 
 def test_skipping_is_bounded(write_rows, load):
     name = write_rows({"prompt": "a"}, *["broken"] * 3)
-    assert len(load(name, on_bad_row="skip", max_bad_rows=3)) == 1
+    assert len(load(name, max_bad_rows=3)) == 1
     with pytest.raises(DataError, match=r"3 malformed rows .* more than data.max_bad_rows \(2\)") as error:
-        load(name, on_bad_row="skip", max_bad_rows=2)
+        load(name, max_bad_rows=2)
     assert "rows.jsonl:2: malformed JSON" in str(error.value)
 
 
@@ -192,7 +192,7 @@ def test_rows_that_share_an_id_are_an_error(write_rows, load):
     name = write_rows({"prompt": "a", "key": 7}, {"prompt": "b", "key": "x"}, {"prompt": "c", "key": "7"})
     with pytest.raises(DataError, match=r"rows.jsonl:3 key: '7' is also the id of rows.jsonl:1; ids must be unique"):
         load(name, id_column="key")
-    assert texts(load(name, id_column="key", on_bad_row="skip")) == ["a", "b"]
+    assert texts(load(name, id_column="key", max_bad_rows=100)) == ["a", "b"]
 
 
 def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own(write_rows, load):
@@ -336,7 +336,7 @@ def test_a_row_that_cannot_be_sorted_is_named(write_rows, load, value, said):
     settings = {"order": "ascending", "order_column": "level"}
     with pytest.raises(DataError, match=rf"{name}:2 level: .*({said})"):
         load(name, **settings)
-    assert [prompt.text for prompt in load(name, **settings, on_bad_row="skip").rows()] == ["a"]
+    assert [prompt.text for prompt in load(name, **settings, max_bad_rows=100).rows()] == ["a"]
 
 
 def test_evaluation_data_is_never_shuffled(write_rows, tmp_path, words):

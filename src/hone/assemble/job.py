@@ -30,6 +30,7 @@ from hone.run.folder import RunFolder
 from hone.runtime.processes import stop_signals_handled
 from hone.services.supervisor import Services
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
+from hone.train.fixed_sums import prepare_fixed_sums
 
 T = TypeVar("T")
 
@@ -101,6 +102,8 @@ def set_up_arithmetic(run: RunSection, processes: int = 1) -> torch.device:
     device = device_of(run.device, "run.device")
     fuses = device.type == "cuda" if run.fused_kernels is None else run.fused_kernels
     use_fused_kernels(device.type if fuses else None)
+    if run.deterministic:
+        prepare_fixed_sums()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, which only products of float32 notice
     if device.type == "cpu":

@@ -221,6 +221,7 @@ def make_passes(source: Source, ranks: Ranks) -> Passes:
         temperature=config.rollout.temperature,
         guard=source.guard,
         ranks=ranks,
+        deterministic=config.run.deterministic,
     )
 
 

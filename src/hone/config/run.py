@@ -43,6 +43,9 @@ class RunSection(Section):
     fused_kernels: bool | None = key(None)
     """Compile norms, rotary positions, SwiGLU and passes over logits into fused kernels (needs Triton and a C compiler,
     on CPUs a C++ compiler); they round otherwise. null: on GPUs of NVIDIA and AMD where both are there."""
+    deterministic: bool = key(False)
+    """Trainers on GPUs add up in a fixed order, so that the same batch gives the same update to the last bit and a run
+    on Hone's own engine resumes exactly; slower, above all with long sequences. CPUs always do."""
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
@@ -127,10 +130,8 @@ class DataSection(Section):
     """Maximum tokens of a prompt; `too_long` says what happens to longer ones."""
     too_long: Literal["drop", "left", "middle"] = key("drop")
     """Longer prompts are dropped and counted, or lose tokens at their beginning (left) or in their middle."""
-    on_bad_row: Literal["error", "skip"] = key("error")
-    """Whether a malformed row ends the run, or is skipped and counted."""
-    max_bad_rows: int = key(100, unit="rows", ge=0)
-    """With `skip`: more malformed rows than this end the run."""
+    max_bad_rows: int = key(0, unit="rows", ge=0)
+    """Malformed rows of a source that are skipped and counted; one more ends the run. 0: the first does."""
 
 
 class RewardComponent(Section):

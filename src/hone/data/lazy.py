@@ -235,7 +235,7 @@ def load_lazily(
     key: str | None = None
     if rows.key is not None and reading.is_repeatable():
         libraries = [hone.__version__, *map(version, LIBRARIES)]
-        limits = [max_tokens, data.on_bad_row, data.max_bad_rows, order_column]
+        limits = [max_tokens, data.max_bad_rows, order_column]
         key = cache.key_of("index", FORMAT, rows.key, dict(reading.settings), limits, libraries)
     entry = cache.find(key, say) if key is not None else None
     if entry is None:

@@ -1,6 +1,6 @@
 """Prompt stream: rows to prompts with stable ids, in an endless stream that one integer resumes.
 
-What a malformed row is gets decided here, row by row; `data.on_bad_row` says what follows. Not here: reading files
+What a malformed row is gets decided here, row by row; `data.max_bad_rows` says what follows. Not here: reading files
 (`sources.py`), which rows are kept and which of them are in memory (`lazy.py`), in which order they come (`order.py`),
 turning text into tokens (`chat.py`).
 """
@@ -270,7 +270,7 @@ def row_settings(data: DataSection) -> dict[str, Any]:
     """Those keys of `data` that decide what a row becomes."""
     places = {"train", "train_split", "train_rows", "eval", "eval_split", "eval_rows"}
     order = {"order", "order_column", "pass_rate_bounds"}
-    return data.model_dump(mode="json", exclude=places | order | {"on_bad_row", "max_bad_rows"})
+    return data.model_dump(mode="json", exclude=places | order | {"max_bad_rows"})
 
 
 def spelled(tokenizer: Tokenizer, text: str, field: str, *, rendered: bool = False) -> str:

@@ -46,7 +46,7 @@ class LoadReport:
 
 
 class Tally:
-    """Counter of one pass over one source. `data.on_bad_row` decides about malformed rows."""
+    """Counter of one pass over one source. `data.max_bad_rows` bounds malformed rows."""
 
     def __init__(self, data: DataSection, source: str, *, max_tokens: int) -> None:
         self.data, self.source, self.max_tokens = data, source, max_tokens
@@ -62,10 +62,10 @@ class Tally:
         return num_tokens <= self.max_tokens
 
     def reject(self, what: str) -> None:
-        """Count a malformed row. Raises DataError when the run file does not allow (so many of) them."""
+        """Count a malformed row. Raises DataError when the run file does not allow so many."""
         self.bad.append(what)
-        if self.data.on_bad_row == "error":
-            raise DataError(f"{what}. Fix the row, or set data.on_bad_row=skip.")
+        if not self.data.max_bad_rows:
+            raise DataError(f"{what}. Fix the row, or let data.max_bad_rows of them be skipped.")
         if len(self.bad) > self.data.max_bad_rows:
             first = "\n  ".join(self.bad[:5])
             raise DataError(

@@ -1,7 +1,7 @@
 """Data sources: what JSON, CSV and Parquet files and Hugging Face datasets hold, uninterpreted, from first to last.
 
 Rows know their file and line, for errors. A line that is no JSON object becomes a `BadRow`, which the caller handles
-(`data.on_bad_row`). A file that cannot be read further is a DataError. Rows by number are `rows.py`'s.
+(`data.max_bad_rows`). A file that cannot be read further is a DataError. Rows by number are `rows.py`'s.
 """
 
 from __future__ import annotations

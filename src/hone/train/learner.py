@@ -23,6 +23,7 @@ from hone.model.base import CausalModel
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.heads import ScalarModel
 from hone.model.shards import write_weights
+from hone.train.fixed_sums import fixed_sums
 from hone.train.optim import StepResult, Weights
 from hone.train.ranks import ALONE, Ranks
 from hone.train.tensor_files import LiveSnapshot, Share
@@ -58,6 +59,8 @@ class Passes:
     """Handles running out of memory, among ranks on all of them together (`agreement.py`)."""
     ranks: Ranks = ALONE
     """Who computes together."""
+    deterministic: bool = False
+    """Whether sums on GPUs are in a fixed order."""
     largest_microbatch: int = field(default=0, init=False)
     """Tokens of the largest microbatch of the last pass, with or without gradient."""
 
@@ -75,7 +78,8 @@ class Passes:
         """What passes of `model` without gradients compute; repeated if they run out of memory."""
 
         def guarded() -> T:
-            with self.guard.phase("logprobs"), torch.no_grad(), self.ranks.computing(model):
+            summing = fixed_sums(self.deterministic)
+            with self.guard.phase("logprobs"), torch.no_grad(), self.ranks.computing(model), summing:
                 found = work()
             self.guard.agree()
             return found
@@ -137,9 +141,9 @@ class Learner(Generic[M]):
         guard = self.passes.guard
 
         def work() -> tuple[T, StepResult]:
-            with guard.phase("update"):
+            with guard.phase("update"), fixed_sums(self.passes.deterministic):
                 measured = accumulate()
-            with guard.phase("optimizer", final=True):
+            with guard.phase("optimizer", final=True), fixed_sums(self.passes.deterministic):
                 return measured, self.optimizer.step(guard.agree)
 
         return guard.attempt(work, self.optimizer.begin_again)

@@ -173,7 +173,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _column_names(path: Path) -> set[str] | None:
     """Column names of a saved dataset, a Parquet file, a CSV file's header or another file's first row, with dotted
-    ones; None when that row is malformed, which is left to the reader of rows: it knows `data.on_bad_row`.
+    ones; None when that row is malformed, which is left to the reader of rows: it knows `data.max_bad_rows`.
     """
     if path.is_dir():
         return set(flat(_saved_features(path)))

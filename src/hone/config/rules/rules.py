@@ -319,6 +319,16 @@ def a_sample_fits_the_cache(config: RunConfig) -> Iterator[Breach]:
         )
 
 
+def deterministic_runs_wait(config: RunConfig) -> Iterator[Breach]:
+    staleness = config.rollout.max_staleness
+    if config.run.deterministic and staleness:
+        yield Breach(
+            ("run.deterministic", "rollout.max_staleness"),
+            f"= true cannot hold with rollout.max_staleness = {staleness}: which weights sample a token depends on the "
+            "time then, so no two runs are the same. Nearest: 0; or run.deterministic = false",
+        )
+
+
 def length_fits_context(config: RunConfig, folder: Path) -> Iterator[Breach]:
     limit = context_limit(config, folder)
     if limit is None or longest_tokens(config) <= limit:
@@ -445,6 +455,7 @@ RULES: tuple[Rule, ...] = (
     stops_are_usable,
     a_sample_fits_a_microbatch,
     a_sample_fits_the_cache,
+    deterministic_runs_wait,
     betas_are_decay_rates,
     evaluation_is_possible,
     best_is_measured,

@@ -24,10 +24,14 @@ from hone.tools.acceptance.setting import (
     make_algorithm,
     make_trainer,
     random_batch,
+    shape_of,
     timed,
     update,
 )
+from hone.train.fixed_sums import prepare_fixed_sums
 from hone.types import Batch
+
+DETERMINISTIC_LAYERS = 8
 
 
 def devices(setting: PartSetting) -> Iterator[Figure]:
@@ -62,6 +66,29 @@ def numbers(setting: PartSetting) -> Iterator[Figure]:
         logprobs_T, norm = computed(torch.float32, precision, setting.device)
         yield Figure("numbers", f"logprob_error_{precision}", float((logprobs_T - exact_T).abs().mean()))
         yield Figure("numbers", f"grad_norm_error_{precision}", abs(norm - exact_norm) / exact_norm)
+
+
+def deterministic(setting: PartSetting) -> Iterator[Figure]:
+    """Whether updates with `run.deterministic` end in the same bits, and how much longer they take."""
+    prepare_fixed_sums()
+    shape = TINY if setting.tiny else {**shape_of("0.6b"), "num_hidden_layers": DETERMINISTIC_LAYERS}
+    dtype = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
+    length = setting.lengths[1]
+    samples, algorithm = max(2, setting.budget // length), make_algorithm()
+    batch = random_batch([length] * samples, max(1, samples // 8), vocab=shape["vocab_size"], prompt_tokens=PROMPT)
+
+    def trained(is_on: bool) -> tuple[float, str]:
+        """Seconds of a later update, and a hash of the weights after the first."""
+        model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+        trainer = make_trainer(model, dtype, setting.budget + PROMPT, deterministic=is_on)
+        update(trainer, batch, algorithm)
+        fingerprint = trainer.fingerprint()
+        return timed(lambda: update(trainer, batch, algorithm))[0], fingerprint
+
+    fixed, plain = [trained(True) for _ in range(3)], trained(False)
+    case = f"{samples} x {length} tokens, {dtype}"
+    yield Figure("deterministic", "deterministic_update", float(len({hashed for _, hashed in fixed}) == 1), case)
+    yield Figure("deterministic", "deterministic_ratio", min(seconds for seconds, _ in fixed) / plain[0], case)
 
 
 def attention(setting: PartSetting) -> Iterator[Figure]:

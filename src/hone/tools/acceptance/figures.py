@@ -43,6 +43,8 @@ EXPECTED: Mapping[str, Expectation] = {
     "logprob_error_bfloat16": Expectation("nats, mean", most=5e-2, on_cpu=True),
     "grad_norm_error_float32": Expectation("relative", most=2e-2, on_cpu=True),
     "grad_norm_error_bfloat16": Expectation("relative", most=0.1, on_cpu=True),
+    "deterministic_update": Expectation("", least=1, on_cpu=True),
+    "deterministic_ratio": Expectation("ratio", most=2),
     "layout_ms": Expectation("ms of the host", most=100),
     "layout_mib": Expectation("MiB", most=64),
     "operators_per_layer": Expectation("operators", most=120),

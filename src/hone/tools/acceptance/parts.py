@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hone.assemble.job import set_up_arithmetic
 from hone.config.run import RunSection
-from hone.tools.acceptance.arithmetic import attention, devices, numbers
+from hone.tools.acceptance.arithmetic import attention, deterministic, devices, numbers
 from hone.tools.acceptance.decoding import decoding
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.kernels import kernels
@@ -24,6 +24,7 @@ from hone.tools.acceptance.trainers import export, trainer_part
 PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "devices": devices,
     "numbers": numbers,
+    "deterministic": deterministic,
     "attention": attention,
     "kernels": kernels,
     "trainer-0.6b": trainer_part("0.6b"),

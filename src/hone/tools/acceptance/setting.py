@@ -90,9 +90,15 @@ def random_batch(lengths: Sequence[int], prompts: int, *, vocab: int, prompt_tok
     )
 
 
-def make_trainer(model: CausalModel, precision: Any, budget: int) -> PolicyTrainer:
+def make_trainer(model: CausalModel, precision: Any, budget: int, *, deterministic: bool = False) -> PolicyTrainer:
     """A policy's trainer of one process."""
-    passes = Passes(precision=precision, tokens_per_microbatch=budget, logprob_chunk_tokens=1024, temperature=1.0)
+    passes = Passes(
+        precision=precision,
+        tokens_per_microbatch=budget,
+        logprob_chunk_tokens=1024,
+        temperature=1.0,
+        deterministic=deterministic,
+    )
     return PolicyTrainer(model, passes, optimizer=OptimizerSection(lr=1e-6), total_optimizer_steps=1000)
 
 
