@@ -1,7 +1,8 @@
 """Rules on the metrics of real small runs with one planted fault each, and of a healthy one.
 
 recorded.json.gz has, by fault, the settings of a run of benchmarks/doctor.py and the first lines of its metrics.jsonl:
-the metrics that rules read, without times and memory.
+the metrics that rules read, without times and memory. quickstart_lr_x100 is the quickstart's GRPO with 16 prompts x 16
+samples and a hundred times its learning rate.
 """
 
 import gzip
@@ -30,6 +31,7 @@ EXPECTED = {
     "critic_lr_x100-0": "critic_learning_rate_too_high",
     "kl_huge-0": "kl_coefficient_too_large",
     "groups_of_two-0": "group_too_small",
+    "quickstart_lr_x100": "learning_rate_too_high",
 }
 
 

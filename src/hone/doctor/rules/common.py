@@ -69,6 +69,16 @@ TOO_FAST = Cause(
 )
 
 
+TOO_MANY_STEPS = Cause(
+    name="too_many_steps_per_batch",
+    what="each batch is used for many optimizer steps.",
+    change="train.passes_per_batch: 1; train.samples_per_optimizer_step: larger",
+    confirm="With one pass train/update_kl falls in proportion. If it stays high, lower the learning rate.",
+    applies=lambda h: h.now("train/optimizer_steps") > 8,
+    reads=("train/optimizer_steps", "train.passes_per_batch"),
+)
+
+
 def is_surprised(h: History) -> bool:
     """Right answers are hardly likelier than random tokens to the policy that the run starts from."""
     return h.first(SURPRISE) > 0.6

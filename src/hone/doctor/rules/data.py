@@ -32,7 +32,7 @@ REPAIR_REWARD = "reward.components: make hone check RUN.yaml score the gold answ
 
 
 def _was_never_right(h: History) -> bool:
-    return h.best(PASS) < 0.02 or h.count(PASS) < 20
+    return not h.first(PASS) > 0.05 and (h.best(PASS) < 0.02 or h.count(PASS) < 20)
 
 
 ANSWERS_LEAK = Cause(
@@ -58,6 +58,7 @@ DATA = (
             "mismatch",
             "update_too_large",
             "reward_collapse",
+            "accuracy_lost",
             "entropy_explosion",
             "reward_sign",
         ),
@@ -69,7 +70,7 @@ DATA = (
                 change=EASIER_PROMPTS,
                 confirm="hone eval on a few training rows with a stronger model scores above 0. If it scores 0 as "
                 "well, the reward or the answers are wrong.",
-                applies=lambda h: h.now(EVAL) > max(0.15, 2 * h.mean(PASS, 10)),
+                applies=lambda h: h.now(EVAL) > max(0.15, 2 * h.mean(PASS, 10), 2 * h.first(PASS)),
                 reads=(EVAL,),
             ),
             Cause(
@@ -161,6 +162,7 @@ DATA = (
             "entropy_explosion",
             "update_too_large",
             "reward_collapse",
+            "accuracy_lost",
             "reward_sign",
         ),
         causes=(
@@ -198,7 +200,7 @@ DATA = (
         pattern="many responses are cut at rollout.max_response_tokens",
         metrics=(TRUNCATED, LENGTH, "rollout/truncation_cost"),
         when=above(TRUNCATED, 0.25),
-        silenced_by=("entropy_explosion", "update_too_large", "reward_pays_length"),
+        silenced_by=("entropy_explosion", "update_too_large", "reward_pays_length", "accuracy_lost"),
         causes=(
             PROMPTS_UNLIKE_TRAINING,
             Cause(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hone.doctor.history import RECENT, History
 from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, both, either, grows, outside, spikes, when
 from hone.doctor.rules.common import (
     CORRELATION,
@@ -18,6 +19,7 @@ from hone.doctor.rules.common import (
     READ_SAMPLES,
     REWARD,
     TOO_FAST,
+    TOO_MANY_STEPS,
     TRUNCATED,
     USUAL,
     VERL_FAQ,
@@ -26,7 +28,48 @@ from hone.doctor.rules.common import (
     is_rising_by_std,
 )
 
+
+def _lost_at_once(h: History) -> bool:
+    """Accuracy fell below a fifth of that of the first three steps by step 15, and has not come back since."""
+    values = h.recent(PASS, RECENT)
+    if not h.count(PASS) == len(values) >= 7:
+        return False
+    first, early = sum(values[:3]) / 3, values[:15][-5:]
+    return first > 0.05 and max(sum(early) / 5, h.mean(PASS, 5)) < 0.2 * first
+
+
 LEARNING = (
+    AlarmRule(
+        name="accuracy_lost",
+        level="optimisation",
+        pattern="accuracy falls to nearly nothing within the first steps",
+        metrics=(PASS, KL_UPDATE),
+        when=when("below a fifth of that of the first three steps by step 15, on average of five", _lost_at_once),
+        of=(2, 2),
+        silenced_by=("mismatch", "update_too_large", "reward_sign", "clip_fraction"),
+        causes=(
+            TOO_MANY_STEPS,
+            WEIGHT_DECAY_TOO_LARGE,
+            ENTROPY_BONUS_TOO_LARGE,
+            Cause(
+                name="reward_exploited",
+                what="the reward rises while accuracy falls: the reward pays for something else than being right.",
+                change="reward.components: the weights; hone check RUN.yaml",
+                confirm=READ_SAMPLES,
+                applies=lambda h: h.mean(REWARD, 5) > h.first(REWARD) + 0.2 * h.first("rollout/reward_std"),
+                reads=(REWARD, "reward/<component>_variance_share"),
+            ),
+            Cause(
+                name="learning_rate_too_high",
+                what="the first updates destroy what the policy knew.",
+                change=LOWER_LR + "; train.optimizer.warmup_steps: 20",
+                confirm="With a tenth of the learning rate accuracy stays in the first ten steps. If it does not, "
+                "compare what the sampler draws with evaluation before training.",
+                reads=("train.optimizer.lr", NORM),
+            ),
+        ),
+        source=OURS,
+    ),
     AlarmRule(
         name="reward_collapse",
         level="optimisation",
@@ -41,6 +84,7 @@ LEARNING = (
         silenced_by=(
             "mismatch",
             "update_too_large",
+            "accuracy_lost",
             "entropy_explosion",
             "entropy_collapse",
             "reward_sign",
@@ -120,6 +164,7 @@ LEARNING = (
             "mismatch",
             "mismatch_grows",
             "update_too_large",
+            "accuracy_lost",
             "entropy_explosion",
             "entropy_collapse",
             "reward_collapse",

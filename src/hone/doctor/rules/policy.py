@@ -16,6 +16,7 @@ from hone.doctor.rules.common import (
     SILENT,
     TINKER,
     TOO_FAST,
+    TOO_MANY_STEPS,
     TRL,
     TRUNCATED,
     USUAL,
@@ -24,14 +25,6 @@ from hone.doctor.rules.common import (
     moves_far,
 )
 
-TOO_MANY_STEPS = Cause(
-    name="too_many_steps_per_batch",
-    what="each batch is used for many optimizer steps.",
-    change="train.passes_per_batch: 1; train.samples_per_optimizer_step: larger",
-    confirm="With one pass train/update_kl falls in proportion. If it stays high, lower the learning rate.",
-    applies=lambda h: h.now("train/optimizer_steps") > 8,
-    reads=("train/optimizer_steps", "train.passes_per_batch"),
-)
 POLICY = (
     AlarmRule(
         name="update_too_large",
