@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 from observed import make_group
@@ -189,6 +190,20 @@ def test_the_live_view_draws_on_its_own_and_leaves_the_last_figures():
     text = screen.file.getvalue()
     assert "rl 2/2" in text and "[bold]not markup[/bold]" in text and "warning: careful" in text
     assert text.rstrip().endswith("done: [1]")
+
+
+def test_at_the_end_every_line_since_the_last_figures_stays_on_the_screen():
+    screen = Console(file=io.StringIO(), width=90, height=30, force_terminal=True, color_system=None)
+    view = LiveView("my run", 2, screen)
+    view.begin("rl", 2)
+    for when in ("before", "after"):
+        for count in range(9):
+            view.say(f"{when} {count}")
+        if when == "before":
+            view.update("rl", 2, STEP)
+    view.close("done")
+    last = screen.file.getvalue().rpartition("╭")[2]
+    assert re.findall(r"(?:before|after) \d", last) == [f"after {count}" for count in range(9)]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ from hone.types import Group
 
 T = TypeVar("T")
 
+NUM_MESSAGES = 5
+"""Last messages in the live view."""
 REFRESHES_PER_S = 2
 PLAIN_INTERVAL_S = 2.0
 BARS = "▁▂▃▄▅▆▇█"
@@ -257,7 +259,9 @@ class LiveView:
     def __init__(self, title: str, total_steps: int, console: RichConsole) -> None:
         self._state = State(title, total_steps)
         self._lock = threading.Lock()
-        self._messages: deque[Text] = deque(maxlen=5)
+        self._messages: deque[Text] = deque(maxlen=NUM_MESSAGES)
+        self._final: list[Text] = []
+        """Messages since the last figures, all of which stay on the screen at the end."""
         self._console = console
         self._live = Live(console=console, refresh_per_second=REFRESHES_PER_S, get_renderable=self._render)
         self._live.start()
@@ -269,22 +273,28 @@ class LiveView:
     def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         with self._lock:
             self._state.update(stage, step, values)
+            self._final.clear()
 
     def show(self, groups: Sequence[Group]) -> None:
         with self._lock:
             self._state.group = max(groups, key=_spread, default=None)
 
     def say(self, message: str) -> None:
-        with self._lock:
-            self._messages.append(Text(message))
+        self._add(Text(message))
 
     def warn(self, message: str) -> None:
+        self._add(Text(f"warning: {message}", style="yellow"))
+
+    def _add(self, message: Text) -> None:
         with self._lock:
-            self._messages.append(Text(f"warning: {message}", style="yellow"))
+            self._messages.append(message)
+            self._final.append(message)
 
     def close(self, message: str) -> None:
         with self._lock:
             self._state.group = None
+            if len(self._final) > NUM_MESSAGES:
+                self._messages = deque(self._final)
         self._live.stop()  # leaves the last view on the screen
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
