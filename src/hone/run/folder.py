@@ -29,7 +29,7 @@ from hone.config.cluster import ClusterSection
 from hone.config.load import Loaded, load_config, load_mapping
 from hone.config.run import ServiceSection
 from hone.errors import RunFolderError
-from hone.observe.events import events_of
+from hone.observe.events import read_events
 from hone.observe.whole import ASIDE, make_folder, set_aside, write_whole
 from hone.runtime.processes import own_command
 
@@ -322,7 +322,7 @@ class RunFolder:
         if not self.checkpoints.is_dir():
             return self.metrics.name in found
         has_none = not any(self.checkpoints.iterdir())
-        return has_none and any(events_of(self.events, ("saved",)))
+        return has_none and any(event["kind"] == "saved" for event in read_events(self.events))
 
     def _acquire(self) -> None:
         """Lock the folder, making it if need be. Never waits: the other run may take days."""
