@@ -49,6 +49,18 @@ def test_settings_that_differ_evaluations_ends_and_alarms(tmp_path, capsys):
     assert "seed" not in rows and "run.dir" not in rows
 
 
+def test_only_what_should_be_high_has_a_best_value(tmp_path, capsys):
+    folder = write(tmp_path / "a", 1e-3, [0.2, 0.1])
+    with (folder / "metrics.jsonl").open("a") as lines:
+        for step, frac in ((1, 0.5), (2, 0.25)):
+            line = {"stage": "rl", "step": step, "time_s": 99.0, "eval/truncated_frac": frac, "eval/pass@4": frac}
+            lines.write(json.dumps(line) + "\n")
+    assert main(["compare", str(folder), str(folder)]) == 0
+    rows = {line.split("  ")[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rows["eval/truncated_frac"] == ["0.25", "0.25"]
+    assert rows["eval/pass@4"] == 2 * ["0.25", "(best", "0.5", "at", "1)"]
+
+
 def test_json_has_every_metric(tmp_path, capsys):
     folders = [write(tmp_path / name, 1e-3, [0.2]) for name in "ab"]
     assert main(["compare", *map(str, folders), "--json"]) == 0

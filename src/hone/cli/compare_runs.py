@@ -81,4 +81,5 @@ def _evaluation(found: dict[str, float] | None) -> str:
     if found is None:
         return "-"
     error = f" ± {number(found['error'])}" if "error" in found else ""
-    return f"{number(found['last'])}{error} (best {number(found['best'])} at {found['best_step']:g})"
+    best = f" (best {number(found['best'])} at {found['best_step']:g})" if "best" in found else ""
+    return f"{number(found['last'])}{error}{best}"

@@ -31,6 +31,8 @@ NOT_COMPARED = ("run.dir",)
 AXES = "x/"
 """How the columns of a page begin that curves are drawn over."""
 ACCURACY = "eval/accuracy"
+HIGHER_IS_BETTER = (ACCURACY, "eval/pass@", "eval/reward_mean")
+"""How the evaluation metrics begin that have a best value."""
 Z_95 = 1.96
 """Standard errors to each side of a mean that hold 95 % of a normal distribution."""
 
@@ -48,8 +50,8 @@ class ComparedRun:
     ends: dict[str, float] = field(default_factory=dict)
     """Metric -> mean of its last `LAST` finite values."""
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Evaluation metric -> `last`, `best` and `best_step`; of eval/accuracy `error` too, half of the last value's 95 %
-    confidence interval, where it was logged."""
+    """Evaluation metric -> `last`; where higher is better `best` and `best_step`; of eval/accuracy `error` too, half of
+    the last value's 95 % confidence interval, where it was logged."""
     alarms: tuple[str, ...] = ()
     """`name: cause`, the one to look at first in front."""
 
@@ -153,10 +155,10 @@ def _read(folder: RunFolder, max_lines: int | None) -> ComparedRun:
 
 
 def _evaluate(found: dict[str, dict[str, float]], name: str, value: float, step: int) -> None:
-    best = found.setdefault(name, {"last": value, "best": -math.inf, "best_step": step})
-    best["last"] = value
-    if value > best["best"]:
-        best["best"], best["best_step"] = value, step
+    of_metric = found.setdefault(name, {"last": value})
+    of_metric["last"] = value
+    if name.startswith(HIGHER_IS_BETTER) and value > of_metric.get("best", -math.inf):
+        of_metric["best"], of_metric["best_step"] = value, step
 
 
 def _number(settings: Mapping[str, Any], section: str, key: str) -> int:

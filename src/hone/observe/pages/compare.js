@@ -14,7 +14,8 @@ function table(id, rows) {
 function evaluation(found) {
   if (!found) return "–";
   const error = found.error === undefined ? "" : ` ± ${number(found.error)}`;
-  return `${number(found.last)}${error} (best ${number(found.best)} at ${found.best_step})`;
+  const best = found.best === undefined ? "" : ` (best ${number(found.best)} at ${found.best_step})`;
+  return `${number(found.last)}${error}${best}`;
 }
 
 function drawTables() {
