@@ -33,7 +33,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 def train_until(deadline: float, run_file: Path, run: Path, settings: Sequence[str]) -> bool:
-    """Make a run, or go on with it, until it is done or `deadline` (of `time.monotonic`) is there.
+    """Make a run, or resume it, until it is done or `deadline` (of `time.monotonic`) is there.
 
     Returns whether it is done. A run that fails ends this process.
     """

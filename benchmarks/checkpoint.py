@@ -7,8 +7,8 @@ tensors with `torch.save` and with safetensors' `save_file`, without a hash, an 
 `save_file` with an fsync, which says how much of the price is the disk's. Sides take turns in one process; medians.
 Restoring reads a file that is in the page cache, as after a short interruption.
 
-`held up` is how long a step waits on a cluster, where ranks copy their state and write the copy while training goes on:
-the copy alone, into memory that is kept from one time to the next.
+`held up` is how long a step waits on a cluster, where ranks copy their state and write the copy while training
+continues: the copy alone, into memory that is kept from one time to the next.
 """
 
 from __future__ import annotations

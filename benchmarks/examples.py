@@ -1,14 +1,14 @@
 """Every run file of examples/ that fits a laptop, run to its end: what each learns, in one figure and one table.
 
-    python benchmarks/examples.py --minutes 30        # about two hours of one core in all; call again to go on
+    python benchmarks/examples.py --minutes 30        # about two hours of one core in all; call again to resume
     python benchmarks/examples.py --examples ppo lora
     python benchmarks/examples.py --minutes 0         # only draw what there is
 
 Each run file is taken as it stands, in a process with one thread, into runs/examples; remove that folder to begin anew.
 One run each, one seed, so a difference of a point or two says nothing. A curve is a share: of right answers among
-held-out rows, of pairs told apart, of samples that call the tool. Of a loss the figure shows exp(-loss), the likelihood
-of a token. `ppo`, `lora` and the variations have the task of `gsm8k-arithmetic`, and all start from the same supervised
-stage. Not here: examples/gsm8k, which needs a model from elsewhere.
+held-out rows, of pairs ranked right, of samples that call the tool. Of a loss the figure shows exp(-loss), the
+likelihood of a token. `ppo`, `lora` and the variations have the task of `gsm8k-arithmetic`, and all start
+from the same supervised stage. Not here: examples/gsm8k, which needs a model from elsewhere.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def run_all(names: Sequence[str], deadline: float) -> None:
         example = EXAMPLES[name]
         run_file = ROOT / "examples" / example.run_file
         if not train_until(deadline, run_file, FOLDER / name, [*example.settings, "run.threads=1"]):
-            print("time is up; call again to go on", flush=True)
+            print("time is up; call again to resume", flush=True)
             return
         print(f"{name}: done", flush=True)
 
@@ -143,7 +143,7 @@ def main() -> None:
         description=__doc__.splitlines()[0], epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
-    parser.add_argument("--minutes", type=float, default=30, help="no longer than this; the next call goes on")
+    parser.add_argument("--minutes", type=float, default=30, help="no longer than this; the next call resumes")
     parser.add_argument("--out", type=Path, default=FIGURE, help="where the figure goes")
     options = parser.parse_args()
     run_all(options.examples, time.monotonic() + 60 * options.minutes)

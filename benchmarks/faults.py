@@ -129,7 +129,7 @@ def run(chance: float, options: argparse.Namespace) -> Outcome:
 
 
 def killed_run(folder: Path, chance: float, rng: random.Random, *, last: int) -> Iterator[Fault]:
-    """Drive one run to its end; gives each fault as it is made, none after update `last`: nobody would see it."""
+    """Drive one run to its end; gives each fault as it is made, none after update `last`: it would do nothing."""
     deadline, turn, highest = time.monotonic() + DEADLINE_S, 0, 1
     process = start(folder)
     while (code := process.poll()) is None or code == -signal.SIGKILL:
@@ -222,7 +222,7 @@ def print_tables(outcomes: list[Outcome]) -> None:
             print(f"| {role} | {len(times)} | {medians[role]:.1f} | {max(times):.1f} |")
     if not medians:
         return
-    # An engine's death stalls nobody while another one samples; the other two stop all.
+    # An engine's death stalls nothing while another one samples; the other two stop all.
     stall_s = sum(seconds for role, seconds in medians.items() if role != "engine") / len(ROLES)
     print("\n| share of time training, computed | " + " | ".join(f"{o.chance:.0%}" for o in outcomes) + " |")
     print("|---|" + "---|" * len(outcomes))

@@ -83,7 +83,7 @@ def cases(num_tasks: int) -> dict[str, Callable[[], int]]:
     large = json.dumps({"layers": work[0][0]["layers"][1:2] * MAX_LAYERS})
     return {
         "the whole reward, heuristic_v1": lambda: reward(whole),
-        "the whole reward, looks by nobody": lambda: reward(bare),
+        "the whole reward, without a judge of looks": lambda: reward(bare),
         "parse": lambda: each(lambda gold, response: read_solution(response, gold.poster), pairs),
         "structure": lambda: each(structure, posters),
         "render at 512 px": lambda: each(lambda _, poster: render(poster, settings.picture_px), posters),

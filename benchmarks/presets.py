@@ -13,7 +13,7 @@ Cost: whole steps of `hone train`, sampling and rewards included. Presets take t
 of one round; the learning rate is so small that all of them see the same policy throughout. Memory: the resident size
 of a process that has made one update, less that before it built anything, against the bytes that parameters, gradients
 and moments must have. Curves: one run each, one seed, so a difference of a point or two says nothing. `--minutes`
-bounds one call, and the next goes on where it stopped.
+bounds one call, and the next resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def curve_of(run: Path) -> Points:
 
 
 def learn(preset: str, start: Path, folder: Path, options: argparse.Namespace, deadline: float) -> bool:
-    """Run one preset, or go on with it, until it is done or time is up. Returns whether it is done."""
+    """Run one preset, or resume it, until it is done or time is up. Returns whether it is done."""
     settings = [f"run.steps={options.steps}", f"run.threads={options.threads}"]
     settings += [f"eval.every={max(options.steps // 15, 1)}", "eval.samples=2", f"data.eval_rows={HELD_OUT}"]
     settings += ["checkpoint.every=25", "checkpoint.keep=1", *ADJUSTED.get(preset, ())]
@@ -286,7 +286,7 @@ def curves(options: argparse.Namespace) -> None:
     folder = FOLDER / f"curves-{options.steps}"
     for preset in options.presets:
         if not learn(preset, start, folder, options, deadline):
-            print("time is up; call again to go on", flush=True)
+            print("time is up; call again to resume", flush=True)
             break
         print(f"{preset}: {curve_of(folder / preset)[-1][1]:.1%} after {options.steps} steps", flush=True)
     figure = small_multiples(

@@ -89,7 +89,7 @@ def until_exit(command: list[str], *, code: int) -> float:
 
 
 def until_first_step(command: list[str]) -> float:
-    """Seconds until the first line of metrics is in the run's folder; the run is then told to stop."""
+    """Seconds until the first line of metrics is in the run's folder; the run is then stopped."""
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log.txt").open("w") as log:
         metrics = Path(folder) / "run" / "metrics.jsonl"
         started = time.perf_counter()

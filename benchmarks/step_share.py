@@ -7,7 +7,7 @@
 Each case is a run as in `trl_compare.py`, in this process: so many plain steps, then as many under torch.profiler.
 
 outside ops     1 - (time in which at least one thread runs a tensor operation) / (wall time of the profiled steps). An
-                operation is an `aten` one, a node of the autograd graph or a custom autograd Function, whoever calls
+                operation is an `aten` one, a node of the autograd graph or a custom autograd Function, whatever calls
                 it: model, sampling, loss, optimizer or bookkeeping in tensors. All else is outside: Python between
                 two operations, NumPy, rewards, tokens to text, metrics, samples and trace on the disk, waiting.
 ... aten alone  the same with `aten` operations only, so that Python inside Hone's own autograd Functions is outside.

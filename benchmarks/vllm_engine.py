@@ -75,7 +75,7 @@ async def through(engine: Engine, requests: list[Request]) -> float:
 
 
 def bare(llm: Any, requests: list[Request]) -> float:
-    """The same through vLLM alone, as it is fastest: one request for a group, told at its end."""
+    """The same through vLLM alone, as it is fastest: one request for a group, answered at its end."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind

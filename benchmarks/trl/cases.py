@@ -28,7 +28,7 @@ class Case:
     num_layers: int
     max_response_tokens: int
     noisy: bool
-    """Responses go on with random digits to the last token."""
+    """Responses continue with random digits to the last token."""
     supervised_steps: int
     """How long the common starting point was trained: to about 0.4 sampled accuracy."""
 
@@ -65,7 +65,7 @@ def solution(answer: str, case: Case, chance: random.Random) -> str:
     """The text to imitate in the warm-up; EOS follows it unless the case is noisy."""
     if not case.noisy:
         return answer
-    noise = chance.choices("0123456789", k=8)  # no EOS is ever seen, so the policy goes on to its last token
+    noise = chance.choices("0123456789", k=8)  # no EOS is ever seen, so the policy samples to its last token
     return f"{answer};{''.join(noise)}"
 
 

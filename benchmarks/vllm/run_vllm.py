@@ -1,4 +1,4 @@
-"""The vLLM side of `benchmarks/generation.py`: a process that generates a workload whenever it is told to.
+"""The vLLM side of `benchmarks/generation.py`: a process that generates a workload on each request.
 
     python benchmarks/vllm/run_vllm.py --model MODEL_DIR --dtype float32 --threads 1
 

@@ -53,7 +53,7 @@ class Backend(Protocol):
 
         Args:
             needs: what the algorithm needs of a trainer; see `Algorithm.needs`.
-            saved: where to go on.
+            saved: the checkpoint to resume from.
         """
         ...
 

@@ -161,7 +161,7 @@ PACKED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def why_rows(keys: Mapping[str, Any]) -> str | None:
-    """Why Transformers' class of a language model computes padded rows, as far as its config.json tells; None: nothing
+    """Why Transformers' class of a language model computes padded rows, as far as its config.json shows; None: nothing
     there is against one row with each prompt once."""
     others = set(keys.get("layer_types") or ()) - PACKED_LAYERS
     if others:

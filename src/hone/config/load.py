@@ -292,7 +292,7 @@ def _nearest_where(tree: Node, path: str) -> Where:
 
 
 def _breach_problem(tree: Node, breach: Breach) -> Problem:
-    """Point at the first of the rule's keys that somebody wrote."""
+    """Point at the first of the rule's keys that the run file sets."""
     written = next((key for key in breach.keys if tree.find(key)), breach.keys[0])
     return Problem(_nearest_where(tree, written), breach.keys[0], breach.message)
 

@@ -172,7 +172,7 @@ def scalar(text: str) -> Any:
 
 
 class _Builder:
-    """Turns parser events into nodes; collects the problems that parsing can go on after."""
+    """Turns parser events into nodes; collects the problems that do not end parsing."""
 
     def __init__(self, source: str, first_line: int | None) -> None:
         self.source, self.first_line = source, first_line

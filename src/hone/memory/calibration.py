@@ -28,7 +28,7 @@ FORMAT = 3
 RESIDUAL = "beyond plans so far"
 """Name of the term."""
 PLAUSIBLE = (0.2, 5.0)
-"""Ratios outside are a mistake of somebody's, not experience."""
+"""Ratios outside are errors of measurement."""
 
 
 @dataclass(frozen=True, slots=True)

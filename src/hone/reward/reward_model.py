@@ -238,7 +238,7 @@ class LoadedRewardModel:
     def read(self, prompt: Prompt, answer: str) -> list[int]:
         """Token ids of a conversation. Raises UnreadableConversation when this model cannot be given it."""
         spelled = next((token for token in self.special if token in answer), None)
-        if spelled is not None:  # it would be read as the end of the answer, or as somebody else's words
+        if spelled is not None:  # it would be read as the end of the answer, or as another turn
             raise UnreadableConversation(f"the response spells {spelled!r}, a special token of the reward model")
         ids = self.reader.read(prompt.text if prompt.messages is None else list(map(dict, prompt.messages)), answer)
         if len(ids) > self.max_tokens:

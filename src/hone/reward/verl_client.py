@@ -21,7 +21,7 @@ from hone.reward.strict_json import plain
 from hone.reward.wire import Item, ItemResult, RewardReply, RewardRequest, sendable
 
 _SERVER_SHARE = 0.9
-"""Of the time of one try: the service says what it could not score while somebody still listens."""
+"""Of the time of one try: the service says what it could not score while the caller still waits."""
 _Place = tuple[tuple[str, ...], str | None]
 _endpoints: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Place, Endpoints]] = WeakKeyDictionary()
 """Connections by event loop, URLs and token: verl calls a plain function, which has nowhere else to keep them."""

@@ -171,7 +171,7 @@ class ItemError(Wire):
     fault: Literal["data", "infra"]
     """Whose it is: the row's, or ours."""
     retryable: bool
-    """Whether the same item may be scored later; a row does not mend itself."""
+    """Whether the same item may be scored later; a broken row stays broken."""
     component: str | None = None
     """The first component without a score; null: the item did not come so far."""
     detail: str

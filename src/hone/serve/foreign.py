@@ -119,7 +119,7 @@ class ComputeRequest(Foreign):
         return weights
 
     def warnings(self, *, weights_allowed: bool) -> list[str]:
-        """What was sent and not used, as far as somebody may count on it."""
+        """Fields of the request that are not used and that a caller may rely on."""
         found = []
         if _IGNORED in (self.model_extra or {}):
             found.append(f"{_IGNORED} is ignored: no path from a request is ever opened")

@@ -4,7 +4,7 @@
 `fake_tensors` lets the code run on shapes alone: real classes, real autograd, no numbers.
 
 What it cannot see is what a kernel takes for itself and gives back before it returns, and where autograd would add two
-gradients in place but does not while somebody watches: so a trace comes out a little high. tests/plan/test_trace.py
+gradients in place but not under a dispatch mode, so a trace comes out a little high. tests/plan/test_trace.py
 says how much, against torch's own CPU allocator.
 """
 
@@ -148,7 +148,7 @@ class _TracedValues(TorchFunctionMode):
             if func is Tensor.numpy:
                 if args[0].dtype == torch.int32:
                     return np.zeros(args[0].shape, np.int32)
-                raise TypeError("a trace cannot go on: the code reads values of a tensor that has none")
+                raise TypeError("cannot be traced: the code reads values of a tensor that has none")
         return func(*args, **(kwargs or {}))
 
 
@@ -174,7 +174,7 @@ def _number(dtype: torch.dtype) -> bool | int | float:
 
 @contextmanager
 def backward_begins(then: Callable[[], None]) -> Iterator[None]:
-    """Inside, calls `then` whenever somebody goes backward from a loss."""
+    """Inside, calls `then` at each backward pass."""
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
