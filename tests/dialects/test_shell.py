@@ -1,5 +1,7 @@
 """The static shell reader gives the words that a shell would, and holes where it cannot know."""
 
+import subprocess
+
 import pytest
 
 from hone.dialects.foreign import holes_in, shown
@@ -52,6 +54,74 @@ def test_words_of_a_static_script(script, expected):
 def test_what_is_not_static_is_a_hole_with_a_name(script, name):
     command = next(command for command in read_script(script) if command.words[0] == "run")
     assert [found for word in command.words for found in holes_in(word)] == [name]
+
+
+AS_BASH = {
+    "a condition that holds": 'M=async; R=no\nif [ "$M" = async ]; then R=yes; fi\nrun r=$R',
+    "one that does not": 'if [[ a == b* && 1 -lt 2 ]]; then run n; elif [ -z "${Q:-}" ]; then run q; else run e; fi',
+    "numbers": "N=3\nif [ $N -ge 2 ] && [ $N -ne 4 ]; then X=1; else X=2; fi\nrun $X",
+    "negated": "if ! [ a = b ]; then run x; fi",
+    "or": "[ a = b ] || X=1\n[ a = a ] || X=2\nrun $X",
+    "and": "X=0; [ a = b ] && X=1; [[ -n y ]] &&\n  Y=2\nrun $X $Y",
+    "case": "L=${L:-tv}\ncase $L in\n  kl) C=1 ;;\n  t*|x) C=2 ;;\n  *) exit 1 ;;\nesac\nrun $C",
+    "arguments of the script": "if [ $# -lt 2 ]; then X=few; fi\nwhile [[ $# -gt 0 ]]; do X=$1; shift; done\nrun ${X}",
+    "a document read": "read -r -d '' A <<EOF\nx.y \\\\\n  --a 1 \\\\\n  --b ${Q:-2}\nEOF\nrun $A",
+    "a literal document": "A=$(cat <<'EOF'\n--a $Q --b\nEOF\n)\nrun $A",
+    "a document of a shell": "export X=4\nexport -f run\nbash <<EOF\nrun a $X \\\n  b\nEOF\nrun c",
+    "within bash -c": "export -f run\nX=3; bash -c \"run a=$X \\\n && run 'b c' -j '{\\\"k\\\": 1}'\" &>> x\nrun d",
+    "within eval": 'C=\'run a "b c"\'\neval "$C d"',
+    "an array's entry": "A=(a b c)\nrun ${A[1]} ${A[0]} ${A[7]}",
+    "without ends": "P=org/Qwen3-8B.git\nrun ${P##*/} ${P%/*} ${P%.git} ${P#org/}",
+    "base and folder": 'P=/a/b/c.sh\nrun $(basename $P) $(dirname "$P")',
+    "arguments in text": 'D=" a=1 \\\n  b=\'x y\' \\\n"\nD="$D c=2"\nrun $D',
+    "comments in an array": "A=(\n  a=1 # first\n  # b=2\n\n  c=3\n)\nrun ${A[@]}",
+    "Windows line ends": "X=1\r\nrun a=$X \\\r\n  b\r\n",
+}
+
+
+@pytest.mark.parametrize("name", AS_BASH)
+def test_the_same_words_as_bash(name, tmp_path):
+    """Of scripts that name nothing from outside; their `run` prints its words."""
+    script = AS_BASH[name]
+    start = "run() { printf '%s\\0' \"$@\" >&3; printf '\\1\\0' >&3; }\nexec 3>&1\n"
+    printed = subprocess.run(
+        ["bash", "-c", start + script.replace("\r\n", "\n")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={},
+        cwd=tmp_path,
+    ).stdout
+    expected = [line.split("\0")[:-1] for line in printed.split("\1\0")[:-1]]
+    assert [line[1:] for line in words(script) if line[0] == "run"] == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (
+            "A=(a=1 b=2)\ncase $Q in x) ;; y) A+=(b=3 c=4 --flag) ;; *) exit 1 ;; esac\nrun ${A[@]} z",
+            [["run", "a=1", "b=2", *(f"{k}<A, which depends on a condition>" for k in ("b=", "c=", "")), "z"]],
+        ),
+        (
+            'A="a=1 b=2"\nif $Q; then A="$A b=3"; fi\nrun $A z',
+            [["<$Q>"], ["run", "a=1", "b=2", "b=<A, which depends on a condition>", "z"]],
+        ),
+        (
+            "if nvidia-smi; then X=1; else X=2; fi\nrun $X",
+            [["nvidia-smi"], ["run", "<X, which depends on a condition>"]],
+        ),
+        ("cd x && make || exit 1\nrun a", [["make"], ["run", "a"]]),
+        ("git describe || V=1\nrun $V", [["git", "describe"], ["run", "<V, which depends on a condition>"]]),
+        ("if [ $# -eq 0 ]; then echo usage; exit 1; fi\nrun a", [["run", "a"]]),
+        ("if [ a = b ]; then run no; f() { run no; }; fi\nrun a", [["run", "a"]]),
+        ("cat > j.sh <<EOF\nrun $X a\nEOF\nsbatch j.sh", [["run", "<$X>", "a"], ["sbatch", "j.sh"]]),
+        ("ssh h 'cd d && run a'", [["run", "a"]]),
+        ("srun -N 1 bash -c \"run 'a' $Q/b\"", [["run", "a", "<$Q>/b"]]),
+    ],
+)
+def test_commands_of_a_script(script, expected):
+    assert words(script) == expected
 
 
 def test_nothing_is_executed(tmp_path):

@@ -12,8 +12,9 @@ from hone.errors import HoneError
 
 Tool = Literal["verl", "openrlhf", "trl", "mindspeed", "prime-rl", "nanochat"]
 
-_OPEN, _CLOSE = "\ue000", "\ue001"
-_HOLE = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
+OPEN, CLOSE = "\ue000", "\ue001"
+"""Around the name of what is unknown, within a text."""
+_HOLE = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 _TOKEN = re.compile(r"[A-Za-z0-9_\-]{32,}")
 
 
@@ -66,7 +67,7 @@ class ForeignRun:
 
 def hole(name: str) -> str:
     """Text that stands for something unknown; may be part of a longer text."""
-    return f"{_OPEN}{_HOLE.sub(lambda found: found[1], name).strip()}{_CLOSE}"
+    return f"{OPEN}{_HOLE.sub(lambda found: found[1], name).strip()}{CLOSE}"
 
 
 def holes_in(value: Any) -> Iterator[str]:
@@ -94,7 +95,7 @@ def shown(value: Any) -> Any:
     if is_secret_value(value) or any(map(_is_random, _TOKEN.findall(value))):
         return "[hidden]"
     text = _HOLE.sub(lambda found: f"<{found[1]}>", value)
-    return " ".join(text.replace(_OPEN, "").replace(_CLOSE, "").split())
+    return " ".join(text.replace(OPEN, "").replace(CLOSE, "").split())
 
 
 def looks_secret(key: str, value: Any) -> bool:

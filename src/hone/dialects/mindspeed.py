@@ -9,7 +9,7 @@ from typing import Any
 from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun
 from hone.dialects.rows import automatic, by, each, listed, missing, placement, rewritten, table, to, under, when, where
-from hone.dialects.shared import CONVERTED, EXPERTS, LOGGING, MEMORY, PIPELINE, RESUME
+from hone.dialects.shared import CONVERTED, ENVIRONMENT, EXPERTS, LOGGING, MEMORY, PIPELINE, RESUME
 from hone.dialects.values import names, number, positive, text, truth, whole
 from hone.dialects.verdict import Dialect, ForeignJob, KeyVerdict, Row, default, nothing, put, refused, unknown
 
@@ -30,17 +30,22 @@ ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 # ---- rules
 
 _uses_critic = where(f"{_R}.adv_estimator", "gae", other="group_norm")
+_is_dapo = where(f"{_M}.stage", "ray_dapo")
 _has_two_bounds = where(f"{_R}.clip_higher_enable")
 
 
 def _kl(job: ForeignJob, value: Any) -> KeyVerdict:
+    if _is_dapo(job):
+        return nothing("ray_dapo has no KL, in the loss or in the reward")
     if _uses_critic(job):
+        if job.get(f"{_R}.use_kl_in_reward") is False:
+            return put({"algorithm.kl_reward_coef": 0.0}, "use_kl_in_reward is false")
         return put({"algorithm.kl_reward_coef": number(value)}, "KL in the reward")
     return put({"algorithm.kl_loss_coef": number(value)}, "KL in the loss, with group_norm")
 
 
 def _estimator(job: ForeignJob, value: Any) -> KeyVerdict:
-    if number(job.get(f"{_R}.init_kl_coef", 0.01)) == 0:
+    if _is_dapo(job) or number(job.get(f"{_R}.init_kl_coef", 0.01)) == 0:
         return nothing("no KL")
     kind = ESTIMATORS.get(value)
     if kind is None or (kind == "k1" and not _uses_critic(job)):
@@ -90,6 +95,21 @@ def _overlong(job: ForeignJob, value: Any) -> KeyVerdict:
     return shared.overlong(job.get(f"{_R}.overlong_buffer", 0), limit, penalty)
 
 
+def _answers(job: ForeignJob, value: Any) -> KeyVerdict:
+    """The column of answers among those that the tool carries along; others are the tokenised prompt's."""
+    columns = names(value)
+    found = "labels" if "labels" in columns else next((name for name in columns if name not in _TOKENISED), None)
+    return (
+        put({"data.answer_column": found}, "the gold answer") if found else nothing("columns of the tokenised prompt")
+    )
+
+
+def _in_kind(job: ForeignJob, value: Any) -> KeyVerdict:
+    if truth(value) == bool(_uses_critic(job)):
+        return nothing("KL in the reward" if truth(value) else "KL in the loss, with group_norm")
+    return nothing("no KL: init_kl_coef") if truth(value) is False else refused("KL in the loss, with group_norm")
+
+
 def _wandb(job: ForeignJob, value: Any) -> KeyVerdict:
     return shared.loggers(["wandb"] if truth(value) else [], lambda: job.get(f"{_R}.wandb_project") or "mindspeed")
 
@@ -99,6 +119,14 @@ def _data(job: ForeignJob, value: Any) -> KeyVerdict:
     if paths and all(re.search(r"\.(jsonl?|csv|parquet)(\.gz)?$", path) for path in paths):
         return put({"data.train": paths[0] if len(paths) == 1 else paths})
     return unknown("Megatron's preprocessed data: name the JSONL or Parquet file of preprocess_data's --input")
+
+
+def _microbatch_means(job: ForeignJob) -> str:
+    size = whole(job.get(f"{_A}.micro_batch_size", 1))
+    together = "tokens as fit" if truth(job.get(f"{_R}.use_dynamic_bsz", False)) else f"{size} samples"
+    if together == "1 samples":
+        return "a mean per sample, then over samples"
+    return f"there a mean over the tokens of a microbatch, of {together}; here per sample, then over samples"
 
 
 def _program(foreign: ForeignRun) -> str | None:
@@ -112,7 +140,7 @@ def _whole(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
     yield "data.chat", default({"data.chat": True}, "prompts were rendered with the model's template")
     yield "data.prompt_column", default({"data.prompt_column": "prompt"}, "name the column of your file")
     if not job.given(f"{_R}.token_level_loss"):
-        yield "loss", nothing("a mean per sample, then over samples")
+        yield "loss", nothing(_microbatch_means(job))
     if not job.given(f"{_M}.data_path"):
         yield "data_path", unknown("no data is named")
     devices = job.get(f"{_R}.actor_resource.num_npus")
@@ -123,8 +151,30 @@ def _whole(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
         yield "cluster.engines.use", shared.VLLM
 
 
+def _optimizer(prefix: str, ours: str) -> dict[str, Row]:
+    """Rows of the optimizer of the actor or the critic."""
+
+    def decays(job: ForeignJob) -> bool:
+        return str(job.get(f"{prefix}.lr_decay_style", "constant")) != "constant"
+
+    betas = shared.several(f"{ours}.betas", (f"{prefix}.adam_beta1", 0.9), (f"{prefix}.adam_beta2", 0.999))
+    return {
+        "lr": to(f"{ours}.lr", number, "written as text there"),
+        "lr_decay_style": table({"constant": "constant", "linear": "linear", "cosine": "cosine"}, f"{ours}.schedule"),
+        "min_lr": when(decays, shared.CONSTANT, shared.floor(f"{prefix}.lr", f"{ours}.final_lr_frac")),
+        "lr_warmup_fraction": to(f"{ours}.warmup_frac", lambda value: number(value) or None),
+        "lr_warmup_iters": to(f"{ours}.warmup_steps", positive),
+        "weight_decay": to(f"{ours}.weight_decay", number),
+        "clip_grad": to(f"{ours}.grad_clip", number),
+        **each("adam_beta1 adam_beta2", betas),
+        "adam_eps": to(f"{ours}.eps", number),
+    }
+
+
 # ---- tables
 
+_C = "critic_config"
+_TOKENISED = ("input_ids", "input_ids_length", "attention_mask", "position_ids", "pixel_values", "image_grid_thw")
 _KERNELS = automatic("kernels are Hone's own")
 _LOAD = placement(CONVERTED)
 _SHAPE = automatic("a model's shape: Hone reads it from the config.json of model.path")
@@ -144,9 +194,7 @@ MEGATRON: dict[str, Row] = {
     "seq_length": automatic("the sum of prompt and response"),
     "save_interval": to("checkpoint.every", whole, "policy updates"),
     "data_path": by(_data, "data.train", kind="hole"),
-    "dataset_additional_keys": to(
-        "data.answer_column", lambda value: names(value)[0] if names(value) else None, "the gold answer"
-    ),
+    "dataset_additional_keys": by(_answers, "data.answer_column"),
     "split": missing("evaluation data is data.eval", "data.eval", off=("100,0,0", None)),
     "no_shuffle": shared.shuffled(off=True),
     "full_shuffle_instruction_dataset": automatic("each epoch is shuffled as a whole"),
@@ -172,24 +220,7 @@ MEGATRON: dict[str, Row] = {
 
 ACTOR: dict[str, Row] = {
     "model": _SHAPE,
-    "lr": to("train.optimizer.lr", number, "written as text there"),
-    "lr_decay_style": table(
-        {"constant": "constant", "linear": "linear", "cosine": "cosine"}, "train.optimizer.schedule"
-    ),
-    "min_lr": when(
-        lambda job: str(job.get(f"{_A}.lr_decay_style", "constant")) != "constant",
-        shared.CONSTANT,
-        shared.floor(f"{_A}.lr", "train.optimizer.final_lr_frac"),
-    ),
-    "lr_warmup_fraction": to("train.optimizer.warmup_frac", lambda value: number(value) or None),
-    "lr_warmup_iters": to("train.optimizer.warmup_steps", positive),
-    "weight_decay": to("train.optimizer.weight_decay", number),
-    "clip_grad": to("train.optimizer.grad_clip", number),
-    **each(
-        "adam_beta1 adam_beta2",
-        shared.several("train.optimizer.betas", (f"{_A}.adam_beta1", 0.9), (f"{_A}.adam_beta2", 0.95)),
-    ),
-    "adam_eps": to("train.optimizer.eps", number),
+    **_optimizer(_A, "train.optimizer"),
     "micro_batch_size": automatic(
         "sequences of a pass: train.tokens_per_microbatch counts tokens, and the loss does not depend on it"
     ),
@@ -201,7 +232,7 @@ ACTOR: dict[str, Row] = {
         automatic("with recompute_granularity: full: the first recompute_num_layers layers (block), or all (uniform)"),
     ),
     "recompute_*": automatic("part of recompute_granularity"),
-    "save": to("run.dir", text),
+    "save": shared.folder(),
     "finetune": automatic("a run starts from model.path"),
     "no_load_*": automatic(RESUME),
     "no_save_*": automatic("checkpoints are whole"),
@@ -260,17 +291,26 @@ RL: dict[str, Row] = {
     "guarantee_order": automatic("results do not depend on the order of arrival"),
     "use_remove_padding": automatic("never padded"),
     "use_dynamic_bsz": automatic("microbatches are always filled by tokens"),
-    "max_packing_token_size": to("train.tokens_per_microbatch", whole),
+    "max_packing_token_size": to(
+        "train.tokens_per_microbatch", lambda value: whole(value[0] if isinstance(value, list) else value)
+    ),
     **each("dynamic_max_batch_size *_token_size* *_micro_batch_size", automatic(MEMORY)),
     "*_dispatch_size": automatic("batches move as the loop needs them"),
     "num_cpus_for_*": placement("processes share the cores"),
     "zmq_communication": placement("batches move through Ray"),
-    "share_backbone": missing("critic and policy have weights of their own", "critic.path"),
-    "log_max_throughput": automatic(LOGGING),
-    "multi_turn_enable": missing(
-        "turns with tools are an environment: set rollout.environment.use", "rollout.environment.use"
+    "share_backbone": when(
+        lambda job: positive(job.get(f"{_M}.lora_r")) is None,
+        "the reference is the policy without its adapter",
+        missing("critic and policy have weights of their own", "critic.path"),
     ),
-    **each("tool_config_path max_tool_calls", _TURNS),
+    "use_kl_in_reward": by(_in_kind, "algorithm.kl_reward_coef"),
+    "use_dp_batch_balance": automatic("samples are divided over ranks by tokens"),
+    "runtime_env_path": automatic(shared.RUNTIME),
+    **each("enable_sharding_validate tp_split_expert", automatic("weights are published tensor by tensor")),
+    **each("num_samples_per_step experience_count", automatic("batches move as the loop needs them")),
+    "log_max_throughput": automatic(LOGGING),
+    "multi_turn_enable": rewritten(ENVIRONMENT, "rollout.environment.use"),
+    **each("tool_* max_tool_* max_parallel_calls max_total_response_length", _TURNS),
     "partial_rollout_*": missing(_CARRIED, "rollout.max_staleness", off=(None, False, 1)),
     "is_multimodal": rewritten("which column has the pictures: name it", "data.image_columns"),
 }
@@ -301,19 +341,29 @@ GENERATE: dict[str, Row] = {
 }
 
 ROWS: dict[str, Row] = {
-    "defaults": _SHAPE,
+    **each("defaults model", _SHAPE),
     **under(_M, _BOTH | MEGATRON),
     **under(_A, _BOTH | ACTOR),
     "ref_config.**": placement("of the reference: placement and memory"),
-    "reward_config.**": missing(_REWARD_MODEL, "reward.components", off=()),
-    "critic_config.lr": to("critic.optimizer.lr", number),
-    "critic_config.**": placement("of the critic: placement and memory"),
+    "reward_config.**": when(
+        lambda job: any(key.startswith(f"{_R}.reward_resource") for key in job.values),
+        "not read without rl_config.reward_resource",
+        missing(_REWARD_MODEL, "reward.components", off=()),
+    ),
+    **shared.critic_rows(_uses_critic, under(_C, _optimizer(_C, "critic.optimizer"))),
+    f"{_C}.**": placement("of the critic: placement and memory"),
     **under(_R, RL),
     **under(_G, GENERATE),
     **each("env_vars.** working_dir excludes", automatic(shared.RUNTIME)),
     "hydra.**": automatic("Hydra's own"),
     **each("msprobe.** profiler_config.**", automatic("trace.json of the run's folder")),
 }
-WRITTEN = listed({_R: "max_prompt_length entropy_coeff init_kl_coef verifier_function n_samples_per_prompt"})
+WRITTEN = listed(
+    {
+        _R: "max_prompt_length entropy_coeff init_kl_coef kl_penalty verifier_function n_samples_per_prompt",
+        _A: "adam_beta2 weight_decay lr_decay_style",
+        _C: "adam_beta2 weight_decay lr_decay_style",
+    }
+)
 
 DIALECT = Dialect(ROWS, WRITTEN, _program, _whole, {f"{_M}.min-lr": f"{_A}.min_lr"})

@@ -163,8 +163,13 @@ def run_name() -> Row:
 
 
 def folder() -> Row:
-    """The run's folder."""
-    return _or_ours(to("run.dir", text), "a folder that the script makes: runs/ and the run's name")
+    """The run's folder; one that holds other things is left to Hone's own."""
+
+    def convert(value: Any) -> str | None:
+        kept = text(value)
+        return None if "{" in kept or kept.rstrip("/") in ("", ".", "..", "~") else kept
+
+    return _or_ours(to("run.dir", convert), "a folder that the script makes: runs/ and the run's name")
 
 
 def _or_ours(row: Row, why: str) -> Row:

@@ -6,9 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
-from hone.dialects.foreign import hole, holes_in
-from hone.dialects.shell_words import bracket_end, quoted_end
+from hone.dialects.foreign import OPEN, hole, holes_in
+from hone.dialects.shell_words import bracket_end, hole_end, quoted_end
 
 MAX_DEPTH = 12
 MAX_CHARS = 1_000_000
@@ -32,7 +33,7 @@ def expand(raw: str, scope: ShellScope, *, splits: bool = True) -> list[str]:
     words, current, started = [], "", False
     for text, is_quoted, is_list in _pieces(raw, scope):
         if is_list is not None:
-            items = is_list if is_quoted else [part for item in is_list for part in item.split()]
+            items = is_list if is_quoted else [part for item in is_list for part in _split(item) if part]
             if not splits:
                 current, started = current + " ".join(items), True
             elif items:
@@ -95,6 +96,10 @@ def _pieces(raw: str, scope: ShellScope, depth: int = 0) -> Iterator[Piece]:
             end = quoted_end(raw, at)
             yield hole(raw[at + 1 : end - 1]), True, None
             at = end
+        elif char == OPEN:
+            end = hole_end(raw, at)
+            yield raw[at:end], True, None
+            at = end
         elif char == "$":
             text, items, at = _dollar(raw, at, scope, depth)
             yield text, raw[at - 1 : at] == ")", items
@@ -103,7 +108,7 @@ def _pieces(raw: str, scope: ShellScope, depth: int = 0) -> Iterator[Piece]:
             at += 1
         else:
             end = at
-            while end < len(raw) and raw[end] not in "\\'\"`$":
+            while end < len(raw) and raw[end] not in "\\'\"`$\ue000":
                 end += 1
             end = max(end, at + 1)
             yield raw[at:end], True, None
@@ -122,12 +127,16 @@ def _in_quotes(text: str, scope: ShellScope, depth: int) -> Iterator[tuple[str, 
             end = quoted_end(text, at)
             yield hole(text[at + 1 : end - 1]), None
             at = end
+        elif char == OPEN:
+            end = hole_end(text, at)
+            yield text[at:end], None
+            at = end
         elif char == "$":
             found, items, at = _dollar(text, at, scope, depth)
             yield found, items
         else:
             end = at + 1
-            while end < len(text) and text[end] not in "\\`$":
+            while end < len(text) and text[end] not in "\\`$\ue000":
                 end += 1
             yield text[at:end], None
             at = end
@@ -140,8 +149,7 @@ def _dollar(text: str, at: int, scope: ShellScope, depth: int) -> tuple[str, lis
         return _arithmetic(text[at + 3 : end - 2], scope, depth), None, end
     if text.startswith("$(", at):
         end = bracket_end(text, at + 1)
-        command = text[at + 2 : end - 1].strip()
-        return "." if command == "pwd" else hole(f"$({' '.join(command.split())})"), None, end
+        return _output(text[at + 2 : end - 1].strip(), scope, depth), None, end
     if text.startswith("${", at):
         end = bracket_end(text, at + 1)
         found, items = _braces(text[at + 2 : end - 1], scope, depth)
@@ -156,9 +164,33 @@ def _dollar(text: str, at: int, scope: ShellScope, depth: int) -> tuple[str, lis
     return "$", None, at + 1
 
 
+_CAT = re.compile(r"cat\s*<<-?\s*(['\"]?)(\w+)\1[ \t]*\n(.*?)\n?[ \t]*\2", re.DOTALL)
+
+
+def _output(command: str, scope: ShellScope, depth: int) -> str:
+    """Output of a command, where it follows from its text alone."""
+    if command == "pwd":
+        return "."
+    if (found := _CAT.fullmatch(command)) is not None:
+        return found[3] if found[1] else expand_document(found[3], scope)
+    written = re.fullmatch(r"(basename|dirname)\s+([^\s|;&<>()`]+)", command)
+    words = [written[1], *expand(written[2], scope)] if written else []
+    if len(words) == 2 and not _has_holes(words[1]):
+        folder, _, name = words[1].rstrip("/").rpartition("/")
+        return name if words[0] == "basename" else folder or "."
+    return hole(f"$({' '.join(command.split())})")
+
+
+def expand_document(text: str, scope: ShellScope) -> str:
+    """A document, `<<END`, with its variables."""
+    return "".join(found if items is None else " ".join(items) for found, items in _in_quotes(text, scope, 0))
+
+
 def _special(name: str, scope: ShellScope) -> tuple[str, list[str] | None]:
     if name in "@*":
         return "", list(scope.arguments or [])
+    if name == "#":
+        return str(len(scope.arguments or [])), None
     if name.isdecimal() and name != "0" and scope.arguments is not None:
         number = int(name)
         return (scope.arguments[number - 1] if number <= len(scope.arguments) else ""), None
@@ -188,6 +220,12 @@ def _braces(inner: str, scope: ShellScope, depth: int) -> tuple[str, list[str] |
     if index in ("[@]", "[*]") and not rest:
         value = scope.variables.get(name, [])
         return ("", value) if isinstance(value, list) else ("", [value])
+    value = scope.variables.get(name)
+    if index and not rest and isinstance(value, list) and re.fullmatch(r"\[\d{1,4}\]", index):
+        number = int(index[1:-1])
+        return (value[number] if number < len(value) else ""), None
+    if not index and rest[:1] in ("#", "%") and isinstance(value, str) and len(value) < 4096 and not _has_holes(value):
+        return _without(value, rest), None
     if index or (rest and rest[0] not in ":-=?+"):
         return hole(f"${{{inner}}}"), None
     plain, items = _special(name, scope) if is_special else _variable(name, scope)
@@ -210,6 +248,18 @@ def _braces(inner: str, scope: ShellScope, depth: int) -> tuple[str, list[str] |
     if kind == "=" and not is_special:
         scope.variables[name] = other
     return other, None
+
+
+def _without(value: str, operator: str) -> str:
+    """`${x#pattern}`, `##`, `%`, `%%`: without the shortest or the longest start or end that fits."""
+    is_start, is_longest = operator[0] == "#", operator[:2] in ("##", "%%")
+    pattern = operator.lstrip("#%")
+    cuts = range(len(value) + 1) if is_start != is_longest else range(len(value), -1, -1)
+    for cut in cuts:
+        part, left = (value[:cut], value[cut:]) if is_start else (value[cut:], value[:cut])
+        if fnmatchcase(part, pattern):
+            return left
+    return value
 
 
 # ---- arithmetic

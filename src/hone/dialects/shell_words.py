@@ -6,8 +6,30 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hone.dialects.foreign import CLOSE, OPEN
+
 _BLANK = re.compile(r"\s")
-_OPERATORS = ("&&", "||", ";;", "<<<", "<<-", "<<", ">>", "&>", ">&", ">|", "|&", ";", "|", "&", "(", ")", "<", ">")
+_OPERATORS = (
+    "&&",
+    "||",
+    ";;",
+    "<<<",
+    "<<-",
+    "<<",
+    ">>",
+    "&>>",
+    "&>",
+    ">&",
+    ">|",
+    "|&",
+    ";",
+    "|",
+    "&",
+    "(",
+    ")",
+    "<",
+    ">",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +37,7 @@ class ShellToken:
     """A word as it is written, an operator, or the end of a line."""
 
     kind: str
-    """word, operator, newline."""
+    """word, operator, newline, document (`<<END`) or literal (`<<'END'`): text that a command reads."""
     text: str
     line: int
 
@@ -43,8 +65,11 @@ def tokens_of(text: str) -> Iterator[ShellToken]:
             at += len(operator)
             if operator in ("<<", "<<-"):
                 end, _ = _word_end(text, _skip_blanks(text, at))
-                pending.append(text[_skip_blanks(text, at) : end].strip("'\"\\"))
+                delimiter = text[_skip_blanks(text, at) : end]
+                pending.append(delimiter.strip("'\"\\"))
                 at = end
+                is_literal = delimiter[:1] in ("'", '"', "\\")
+                yield ShellToken("literal" if is_literal else "document", _document(text, at, pending), line)
             elif operator not in ("<<<",):
                 yield ShellToken("operator", operator, line)
         else:
@@ -66,6 +91,21 @@ def _end_of_line(text: str, at: int) -> int:
     return len(text) if end < 0 else end
 
 
+def _document(text: str, at: int, delimiters: list[str]) -> str:
+    """Text of the last of the documents that start after this line."""
+    at, start = _end_of_line(text, at) + 1, at
+    for delimiter in delimiters:
+        start = at
+        at, _ = _skip_document(text, at, 0, delimiter)
+    return text[start:at].rstrip("\n").rpartition("\n")[0]
+
+
+def hole_end(text: str, at: int) -> int:
+    """After the hole that starts at `at`."""
+    end = text.find(CLOSE, at)
+    return len(text) if end < 0 else end + 1
+
+
 def _skip_document(text: str, at: int, line: int, delimiter: str) -> tuple[int, int]:
     while at < len(text):
         end = _end_of_line(text, at)
@@ -85,6 +125,8 @@ def _word_end(text: str, at: int) -> tuple[int, int]:
             if text.startswith("\\\n", at) and (at + 2 >= len(text) or text[at + 2].isspace()):
                 break
             at += 2
+        elif char == OPEN:
+            at = hole_end(text, at)
         elif char in "'\"`":
             at = quoted_end(text, at)
         elif char == "$" and text[at + 1 : at + 2] in ("(", "{"):
@@ -110,6 +152,8 @@ def quoted_end(text: str, at: int) -> int:
             at += 1
         elif quote == '"' and text[at] == "$" and text[at + 1 : at + 2] in ("(", "{"):
             at = bracket_end(text, at + 1) - 1
+        elif text[at] == OPEN:
+            at = hole_end(text, at) - 1
         at += 1
     return at + 1 if at < len(text) else max(_end_of_line(text, start), start + 1)
 

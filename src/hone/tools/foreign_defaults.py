@@ -45,6 +45,18 @@ TRAINING_ARGUMENTS: Defaults = {
 """Of Transformers' `TrainingArguments`, which TRL's classes extend; equal in all releases that the facts cover."""
 
 MINDSPEED: Defaults = {
+    **{
+        f"{section}_config.{key}": value
+        for section in ("actor", "critic")
+        for key, value in {
+            "lr_decay_style": "linear",
+            "min_lr": 0.0,
+            "weight_decay": 0.01,
+            "clip_grad": 1.0,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+        }.items()
+    },
     "rl_config.mini_batch_size": 1,
     "rl_config.max_prompt_length": 512,
     "rl_config.epochs": 1,
@@ -59,7 +71,7 @@ MINDSPEED: Defaults = {
     "rl_config.verifier_weight": [1.0],
     "rl_config.n_samples_per_prompt": 1,
 }
-"""Of its class `RLConfig`; the tool is not released as a wheel."""
+"""Of its classes `RLConfig` and `MegatronConfig`; the tool is not released as a wheel."""
 PRIME: Defaults = {"orchestrator.group_size": 1}
 """Only what the tables ask for; the tool is not released as a wheel."""
 
@@ -108,6 +120,8 @@ def _write(tool: str, found: Sequence[tuple[str, Mapping[str, Defaults]]]) -> No
                     known.append((version, ABSENT))
             for key, value in sorted(values.items()):
                 name = dialect.aliases.get(key, key)
+                if name != key and name in values:
+                    continue  # an older name that is still there
                 known = steps.setdefault(name, [])
                 if name in dialect.rows and (not known or known[-1][1] != value):
                     known.append((version, value))
@@ -136,6 +150,11 @@ def _verl(wheel: zipfile.ZipFile) -> Iterator[tuple[str, Defaults]]:
         raise ValueError(problems)
     tree = dict(flattened(node.plain()))
     yield "*", {key: _resolved(tree, value) for key, value in tree.items() if "???" not in str(value)}
+    for program in ("fully_async", "one_step_off"):
+        own, _ = read_yaml(_text(wheel, f"config/{program}_ppo_trainer.yaml") or "", program)
+        if own is not None:
+            keys = ("defaults", "hydra.", "rollout.")
+            yield program, {key: value for key, value in flattened(own.plain()) if not key.startswith(keys)}
 
 
 def _resolved(tree: Mapping[str, Any], value: Any, depth: int = 0) -> Any:

@@ -24,7 +24,7 @@ PLACEMENT: dict[str, Row] = {
     "vllm.enforce_eager": shared.engine("enforce_eager", truth),
     "vllm.enable_sleep": automatic("engines on the trainer's devices sleep in turn"),
     "vllm.gpu_memory_utilization": shared.engine("gpu_memory_utilization", number),
-    **each("vllm.generate_batch_size rollout.vllm_generate_batch_size", _REQUESTS),
+    **each("vllm.generate_batch_size rollout.vllm_generate_batch_size rollout_tasks_per_gpu", _REQUESTS),
     "ref.offload": shared.offload("reference"),
     "reward.offload": placement("reward models are offloaded where they take turns"),
 }
@@ -49,6 +49,7 @@ DEEPSPEED: dict[str, Row] = {
     "param_dtype": table({"bf16": "bfloat16"}, "run.precision", nearest="bf16"),
     "bf16": shared.bfloat16(),
     "init_on_gpu": automatic("weights are read shard by shard"),
+    "disable_trace_cache": automatic("of DeepSpeed"),
     "load_in_4bit": missing(shared.QUANTISED, "lora.rank"),
     "lora.rank": to("lora.rank", positive),
     "lora.alpha": _adapter("alpha", number),
@@ -193,7 +194,7 @@ ALGORITHM: dict[str, Row] = {
 }
 
 FILES: dict[str, Row] = {
-    "ckpt.output_dir": to("run.dir", text),
+    "ckpt.output_dir": shared.folder(),
     "ckpt.path": automatic("checkpoints are in the run's folder"),
     "ckpt.save_steps": shared.every("checkpoint.every", "only at the end"),
     "ckpt.max_num": to("checkpoint.keep", positive),
@@ -241,12 +242,12 @@ SAME_NAMES = {
     "train": "colocate_actor_ref colocate_critic_reward enable_ema ema_beta num_episodes max_epochs async_queue_size "
     "agent_func_path seed",
     "ds": "zero_stage deepcompile param_dtype bf16 zpg adam_offload attn_implementation use_liger_kernel "
-    "grad_accum_dtype overlap_comm packing_samples load_in_4bit ring_attn_size value_head_prefix",
+    "grad_accum_dtype overlap_comm packing_samples load_in_4bit ring_attn_size value_head_prefix disable_trace_cache",
     "data": "disable_fast_tokenizer dataloader_num_workers max_len prompt_max_len max_samples prompt_split "
-    "pretrain_split input_key label_key input_template apply_chat_template image_key",
+    "pretrain_split input_key label_key input_template apply_chat_template image_key max_images_per_prompt",
     "rollout": "max_new_tokens vllm_generate_batch_size top_p temperature n_samples_per_prompt",
     "actor": "max_norm ptx_coef eps_clip eps_clip_low_high dual_clip lr_warmup_ratio lr_scheduler min_lr_ratio "
-    "policy_loss_type aux_loss_coef",
+    "policy_loss_type aux_loss_coef freeze_visual_encoder",
     "critic": "value_clip save_value_network",
     "reward": "overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef",
     "vllm": "enable_prefix_caching enforce_eager",
@@ -262,6 +263,7 @@ RENAMED = {
     "ckpt_path": "ckpt.path",
     "save_hf_ckpt": "ckpt.save_hf",
     "disable_ds_ckpt": "ckpt.disable_ds",
+    "use_ds_universal_ckpt": "ds.use_universal_ckpt",
     "max_ckpt_num": "ckpt.max_num",
     "max_ckpt_mem": "ckpt.max_mem",
     "load_checkpoint": "ckpt.load_enable",

@@ -182,6 +182,8 @@ def template(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def lengths(job: ForeignJob, value: Any) -> KeyVerdict:
+    if value is None:
+        return nothing("the sum of both limits")
     new, total = job.get("rollout.max_new_tokens"), whole(value)
     if new is None:
         both = {"data.max_prompt_tokens": total // 2, "rollout.max_response_tokens": total - total // 2}

@@ -44,6 +44,7 @@ MODEL: dict[str, Row] = {
     "lora_r": _adapter("rank", whole),
     "lora_alpha": _adapter("alpha", number),
     "lora_target_modules": _adapter("targets", shared.targets),
+    "lora_target_parameters": missing("adapters are of linear layers", "lora.targets"),
     "lora_dropout": automatic("adapters have no dropout: RL's trainer and sampler must agree"),
     **each("lora_task_type task_type", automatic("a causal language model")),
     "bias": missing("biases are not trained with an adapter", "lora.rank"),
@@ -117,6 +118,9 @@ BATCH: dict[str, Row] = {
     "average_tokens_across_devices": automatic("losses are normalised over the whole optimizer step"),
 }
 
+_NORMALISED = missing(
+    "RLOO's advantages are not normalised; nearest: algorithm.credit = group_mean_whitened", "algorithm.credit"
+)
 _OF_CORRECTION = by(lambda job, v: nothing("part of vllm_importance_sampling_correction"), "algorithm.correction")
 _adaptive = partial(when, where("use_adaptive_entropy"), "only read by use_adaptive_entropy")
 _TAUS = shared.several("algorithm.sapo_tau", ("sapo_temperature_pos", 1.0), ("sapo_temperature_neg", 1.05))
@@ -130,9 +134,7 @@ ALGORITHM: dict[str, Row] = {
     "delta": to("algorithm.dual_clip", number),
     "loss_type": by(rules.loss, "algorithm.aggregate", "algorithm.clip"),
     "scale_rewards": by(rules.scale, "algorithm.credit"),
-    "normalize_advantages": missing(
-        "RLOO's advantages are not normalised; nearest: algorithm.credit = group_mean_whitened", "algorithm.credit"
-    ),
+    "normalize_advantages": _NORMALISED,
     "importance_sampling_level": table({"token": None, "sequence": "sequence"}, "algorithm.ratio"),
     **each("sapo_temperature_pos sapo_temperature_neg", _SAPO),
     "vespo_*": automatic("only read by vespo"),
@@ -167,7 +169,19 @@ REWARDS: dict[str, Row] = {
     "multi_objective_aggregation": table(
         {"sum_then_normalize": None, "normalize_then_sum": "gdpo", "None": None}, "algorithm.credit"
     ),
-    "reward_clip_range": to("algorithm.reward_clip", pair),
+    "reward_clip_range": to(
+        "algorithm.reward_clip", lambda value: pair(value if isinstance(value, list) else [-value, value])
+    ),
+    "total_episodes": missing("samples of the whole run: set run.steps", "run.steps"),
+    "token_level_kl": automatic("KL in the reward is per token; its sum is the sample's"),
+    **each(
+        "whiten_rewards normalize_reward", missing("set algorithm.normalize_rewards", "algorithm.normalize_rewards")
+    ),
+    "normalize_advantage": _NORMALISED,
+    "missing_eos_penalty": missing(
+        "a fixed penalty; nearest: algorithm.truncated_reward_factor = 0", "algorithm.truncated_reward_factor"
+    ),
+    **each("stop_token stop_token_id", automatic("responses end with the end-of-text token")),
 }
 
 TRAINER: dict[str, Row] = {
@@ -190,7 +204,7 @@ TRAINER: dict[str, Row] = {
     **each("use_liger_kernel use_liger_loss liger_kernel_config", _CHUNKED),
     "pad_to_multiple_of": automatic("never padded"),
     "torch_compile*": automatic("cluster.trainer.compile compiles layers"),
-    **each("torch_empty_cache_steps activation_offloading", automatic(MEMORY)),
+    **each("torch_empty_cache_steps activation_offloading local_rollout_forward_batch_size", automatic(MEMORY)),
     "neftune_noise_alpha": missing("no noise in embeddings"),
     "label_smoothing_factor": missing("no labels to smooth"),
     "ddp_*": placement("of the launcher"),
@@ -225,7 +239,8 @@ FILES: dict[str, Row] = {
     "report_to": by(rules.reports, "observe.wandb"),
     "project": automatic("the project of report_to"),
     "log_completions": by(rules.completions, "observe.tracker_samples"),
-    "num_completions_to_print": automatic("part of log_completions"),
+    **each("num_completions_to_print num_sample_generations", automatic("part of log_completions")),
+    "exp_name": automatic("run_name"),
     **each("trackio_* log_* logging_* wandb_* include_num_input_tokens_seen skip_memory_metrics", automatic(LOGGING)),
     "disable_tqdm": automatic("observe.console"),
     **each("push_to_hub hub_*", _HUB),
@@ -241,4 +256,15 @@ WRITTEN = (
     *("scale_rewards", "vllm_importance_sampling_correction", "save_steps", "seed", "gradient_checkpointing", "bf16"),
 )
 
-DIALECT = Dialect(ROWS, WRITTEN, rules.program, rules.whole_command, {"async_num_generations": "num_generations"})
+OLDER_RLOO = {
+    "rloo_k": "num_generations",
+    "num_ppo_epochs": "num_iterations",
+    "num_mini_batches": "steps_per_generation",
+    "response_length": "max_completion_length",
+    "kl_coef": "beta",
+    "cliprange": "epsilon",
+    "reward_model_path": "reward_model_name_or_path",
+}
+"""Names of RLOO's arguments before 0.22, which renamed them so itself."""
+ALIASES = OLDER_RLOO | {"async_num_generations": "num_generations"}
+DIALECT = Dialect(ROWS, WRITTEN, rules.program, rules.whole_command, ALIASES)

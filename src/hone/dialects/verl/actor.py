@@ -121,7 +121,7 @@ def optimizer(prefix: str, ours: str) -> dict[str, Row]:
     """Rows of an `optim` section."""
 
     def decays(job: ForeignJob) -> bool:
-        kinds = ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+        kinds = ("lr_scheduler_type", "warmup_style", "lr_decay_style", "decay_type")
         return any(job.get(f"{prefix}.{name}") in ("cosine", "linear") for name in kinds)
 
     adamw = ["adamw", "adam", "none", "torch.optim", "anyprecision_adamw", "adamw_bf16", "distributed"]
@@ -142,27 +142,26 @@ def optimizer(prefix: str, ours: str) -> dict[str, Row]:
         "betas": to(f"{ours}.betas", lambda value: [number(beta) for beta in value]),
         "eps": to(f"{ours}.eps", number),
         "clip_grad": to(f"{ours}.grad_clip", number),
-        "optimizer": kind,
-        "optimizer_impl": kind,
+        **each("optimizer optimizer_impl name", kind),
         "lr_warmup_steps": to(f"{ours}.warmup_steps", positive),
         "lr_warmup_steps_ratio": when(
             no_steps,
             "lr_warmup_steps wins",
             to(f"{ours}.warmup_frac", lambda value: number(value) or None, "of the optimizer steps"),
         ),
-        "lr_scheduler_type": schedule,
-        "warmup_style": schedule,
-        "lr_decay_style": schedule,
-        "min_lr_ratio": when(decays, shared.CONSTANT, to(f"{ours}.final_lr_frac", number)),
-        "min_lr": when(decays, shared.CONSTANT, shared.floor(f"{prefix}.lr", f"{ours}.final_lr_frac")),
+        **each("lr_scheduler_type warmup_style lr_decay_style decay_type", schedule),
+        **each("min_lr_ratio min_lr_factor", when(decays, shared.CONSTANT, to(f"{ours}.final_lr_frac", number))),
+        **each("min_lr lr_min", when(decays, shared.CONSTANT, shared.floor(f"{prefix}.lr", f"{ours}.final_lr_frac"))),
         "lr_decay_steps": when(decays, shared.CONSTANT, decay),
         "num_cycles": missing("half a cosine only", off=(0.5, None)),
-        "lr_warmup_init": missing("warm-up starts at 0"),
+        **each("lr_warmup_init lr_start", missing("warm-up starts at 0")),
+        "lr_decay_ratio": missing("a schedule ends with the run; nearest: 1", off=(1, None)),
+        **each("use_precision_aware_optimizer *_dtype", placement("the optimizer's state is float32")),
         "total_training_steps": automatic("the run's own length"),
         "zero_indexed_step": automatic("the first step is step 0 of the schedule"),
         "override_optimizer_config": state,
         "override_optimizer_config.**": state,
-        "muon_*": missing(shared.ADAMW, off=()),
+        "muon_*": when(where(f"{prefix}.optimizer", "muon"), "only read by muon", missing(shared.ADAMW, off=())),
         "use_layer_wise_distributed_optimizer": placement(),
         "use_checkpoint_opt_param_scheduler": automatic("a resumed run keeps its schedule"),
         "lr_wsd_*": automatic("only read by the WSD schedule"),
@@ -177,7 +176,22 @@ _CHUNKED = automatic("logits are made in chunks")
 _FSDP = placement("the trainer is FSDP2")
 _ROUTER = missing(shared.ROUTER, "algorithm.replay_routing", off=(None, "disabled", False))
 _OVERRIDE = by(override, "model.override")
-_MTP = missing("multi-token prediction is not supported")
+_PREDICTS = missing("multi-token prediction is not supported")
+_MTP = {
+    "mtp.enable": _PREDICTS,
+    "mtp.**": when(where(f"{MODEL}.mtp.enable"), "only read with model.mtp.enable", _PREDICTS),
+}
+
+
+def quantised(prefix: str, why: str) -> dict[str, Row]:
+    """Rows of a `qat` section."""
+    row = missing(why)
+    return {
+        "qat": row,
+        "qat.enable": row,
+        "qat.**": when(where(f"{prefix}.qat.enable"), "only read with qat.enable", row),
+    }
+
 
 _POLICY_LOSS = f"{ACTOR}.policy_loss"
 _CLIP_COV = shared.several(
@@ -270,15 +284,16 @@ ACTOR_ROWS: dict[str, Row] = {
     "router_replay.**": _ROUTER,
     "checkpoint.load_contents": automatic("a resume takes all but what `hone train --resume RUN --without` names"),
     "checkpoint.**": automatic("checkpoints are whole, and written in the background"),
-    "profiler.**": automatic(PROFILER),
+    **each("profiler.** profile.**", automatic(PROFILER)),
     **each("entropy_* use_fused_kernels", _CHUNKED),
     **each("use_remove_padding pad_to_length*", _NEVER_PADDED),
     "use_prefix_grouper": automatic("prompts are computed once per group"),
     "load_weight": automatic("weights are loaded"),
     "rollout_n": automatic("rollout.n"),
+    "use_rollout_log_probs": to("algorithm.old_logprobs", lambda value: "sampler" if truth(value) else None),
     "freeze_vision_tower": shared.tower(lambda job: job.given("data.image_key"), has_adapter),
     "self_distillation.**": missing("distillation is not supported", off=()),
-    "qat.**": missing(shared.QUANTISED),
+    **quantised(ACTOR, shared.QUANTISED),
 }
 
 REFERENCE: dict[str, Row] = {
@@ -297,6 +312,7 @@ MODEL_ROWS: dict[str, Row] = {
     "hf_config_path": missing("the config is the one beside the weights", "model.path"),
     "trust_remote_code": to("model.trust_remote_code", truth),
     "enable_gradient_checkpointing": shared.checkpointing(),
+    "gradient_checkpointing_kwargs.**": automatic("never reentrant; Hone's decoder recomputes whole layers"),
     "enable_activation_offload": placement("activations are recomputed: train.activation_checkpointing"),
     **each("lora_rank lora.rank", to("lora.rank", positive)),
     **each("lora_alpha lora.alpha", _adapter("alpha", number)),
@@ -312,5 +328,5 @@ MODEL_ROWS: dict[str, Row] = {
     "external_lib": missing("install the package; set model.implementation = transformers", "model.implementation"),
     "override_config.attn_implementation": automatic("attention is Hone's own"),
     **each("override_config override_config.**", _OVERRIDE),
-    "mtp.**": _MTP,
+    **_MTP,
 }

@@ -6,11 +6,11 @@ from typing import Any, get_args
 
 from hone.config.algorithm import AlgorithmSection
 from hone.dialects import shared
-from hone.dialects.rows import automatic, by, missing, placement, rewritten, table, to, when, where
+from hone.dialects.rows import automatic, by, each, missing, placement, rewritten, table, to, when, where
 from hone.dialects.values import number, positive, truth, whole
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, nothing, put, refused
 from hone.dialects.verl.actor import kl_kind
-from hone.dialects.verl.job import ACTOR, MODEL, ROLLOUT, in_loss, in_reward, uses_critic
+from hone.dialects.verl.job import ACTOR, MODEL, ROLLOUT, bypasses, in_loss, in_reward, uses_critic
 
 CREDITS = {
     "grpo": "group_norm",
@@ -68,6 +68,8 @@ def correction(job: ForeignJob, value: Any) -> KeyVerdict:
     kinds = {"None": "none", "False": "none", "True": "tis", "token": "tis", "sequence": "sequence_tis"}
     if str(value) not in kinds:
         return refused("must be token or sequence; nearest: algorithm.correction = tis")
+    if bypasses(job):
+        return put({"algorithm.correction": "none"}, "the ratio is of the sampler already: bypass_mode")
     settings: dict[str, Any] = {"algorithm.correction": kinds[str(value)]}
     bound = job.get("algorithm.rollout_correction.rollout_is_threshold", job.get("algorithm.rollout_is_threshold", 2.0))
     if settings["algorithm.correction"] == "none":
@@ -76,7 +78,11 @@ def correction(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def correction_rows(prefix: str, key: str) -> dict[str, Row]:
-    bound = when(lambda job: job.get(key), "unused without rollout_is", to("algorithm.correction_high", number))
+    bound = when(
+        lambda job: job.get(key) and not bypasses(job),
+        "unused without rollout_is, or with bypass_mode",
+        to("algorithm.correction_high", number),
+    )
     return {key: by(correction, "algorithm.correction"), f"{prefix}.rollout_is_threshold": bound}
 
 
@@ -84,6 +90,8 @@ def rejection(job: ForeignJob, value: Any) -> KeyVerdict:
     """`rollout_rs` with its thresholds; k1's are of the ratio sampler / trainer, as here."""
     if value in (None, "null", "None"):
         return nothing("nothing is rejected")
+    if bypasses(job):
+        return refused("by the ratio of the trained policy, in bypass_mode; nearest: bypass_mode = False")
     name = OLDER_REJECTIONS.get(str(value), str(value).replace("seq_", "sample_"))
     if name not in REJECTIONS:
         return refused(f"one of {', '.join(REJECTIONS)} at a time")
@@ -128,6 +136,7 @@ CRITIC: dict[str, Row] = {
 
 _FILTERS = where("algorithm.filter_groups.enable")
 _BOUND = "algorithm.correction"
+_VETO = missing("one token does not reject a sample; nearest: algorithm.rejection = token_k1", "algorithm.rejection")
 
 ALGORITHM: dict[str, Row] = {
     "adv_estimator": by(credit, "algorithm.credit"),
@@ -165,5 +174,11 @@ ALGORITHM: dict[str, Row] = {
     "rollout_correction.rollout_rs_threshold*": automatic("part of rollout_rs"),
     "rollout_correction.loss_type": missing("the ratio's loss", "algorithm.ratio", off=("ppo_clip", None)),
     "rollout_correction.rollout_is_batch_normalize": missing("weights are not normalised over the batch", _BOUND),
+    "rollout_correction.use_policy_gradient": missing(
+        "a loss without a ratio; nearest: algorithm.ratio = none", _BOUND
+    ),
+    **each(
+        "rollout_correction.rollout_token_veto_threshold rollout_token_veto_threshold rollout_is_veto_threshold", _VETO
+    ),
     "rollout_correction": missing("set its keys one by one", _BOUND),
 }

@@ -45,6 +45,7 @@ def batch(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 _PROCESSOR = automatic("the model's own processor; data.max_image_pixels bounds a picture")
+_NO_VIDEO = "prompts have text and pictures; a column of video or sound is not read"
 _TEMPLATE_ARGS = by(template_args, "data.template_args")
 
 DATA: dict[str, Row] = {
@@ -69,8 +70,10 @@ DATA: dict[str, Row] = {
     **each("return_raw_chat return_raw_input_ids return_full_prompt", automatic("rewards see prompt and messages")),
     "reward_fn_key": automatic("one reward for all rows; data.eval and eval.by report by column"),
     "use_shm": automatic("data is read once"),
+    "continuous_token.**": automatic("turns of a conversation keep the tokens that were sampled"),
     "image_key": shared.pictures(),
-    **each("video_key audio_key", missing("prompts have text and pictures; video and sound are not supported")),
+    "video_key": missing(_NO_VIDEO, off=("videos", None)),
+    "audio_key": missing(_NO_VIDEO, off=("audios", None)),
     **each("return_multi_modal_inputs image_patch_size mm_processor_kwargs", _PROCESSOR),
     "apply_chat_template_kwargs": _TEMPLATE_ARGS,
     "apply_chat_template_kwargs.*": _TEMPLATE_ARGS,

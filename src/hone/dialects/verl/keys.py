@@ -38,7 +38,8 @@ WRITTEN = listed(
     {
         "data": "prompt_key max_prompt_length max_response_length train_batch_size",
         ROLLOUT: "n temperature val_kwargs.do_sample name",
-        "algorithm": "adv_estimator lam use_kl_in_reward kl_penalty rollout_correction.rollout_is",
+        "algorithm": "adv_estimator lam use_kl_in_reward kl_penalty rollout_correction.rollout_is "
+        "rollout_correction.bypass_mode",
         ACTOR: "use_kl_loss kl_loss_type policy_loss.loss_mode clip_ratio_low clip_ratio_high clip_ratio_c "
         "loss_agg_mode entropy_coeff ppo_mini_batch_size optim.lr optim.weight_decay optim.betas grad_clip "
         "freeze_vision_tower",

@@ -35,7 +35,7 @@ def reward_function(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def reward_model(job: ForeignJob, value: Any) -> KeyVerdict:
-    if not truth(value):
+    if value is None or not truth(value):
         return nothing("off")
     path = job.get("reward.reward_model.model_path") or job.get("reward_model.model.path")
     if any(job.values.get(f"{prefix}.path") for prefix in REWARD_FUNCTIONS):
@@ -127,8 +127,13 @@ REWARDS: dict[str, Row] = {
         "reward.reward_kwargs.max_resp_len reward_model.reward_kwargs.max_resp_len",
         automatic("rollout.max_response_tokens"),
     ),
-    **each("reward.sandbox_fusion.url reward_model.sandbox_fusion.**", _SANDBOX),
-    "reward.sandbox_fusion.**": automatic("part of sandbox_fusion.url"),
+    **each("reward.sandbox_fusion.url reward_model.sandbox_fusion.url sandbox_fusion.url", _SANDBOX),
+    **each(
+        "reward.sandbox_fusion.** reward_model.sandbox_fusion.** sandbox_fusion.**",
+        automatic("part of sandbox_fusion.url"),
+    ),
+    "reward.reward_manager.module.path": missing("a reward manager of yours: name its function", "reward.components"),
+    "reward.reward_manager.module.name": automatic("part of reward_manager.module.path"),
     **each("reward.reward_model.model_path reward_model.model.**", _PART_OF_MODEL),
     "reward.reward_model.**": placement("of the reward model's engine: `services` and their `engine`"),
     "reward_model.**": placement("of the reward model: placement and memory"),

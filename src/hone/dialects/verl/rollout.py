@@ -9,7 +9,7 @@ from hone.dialects.rows import automatic, by, each, missing, placement, rewritte
 from hone.dialects.shared import ENVIRONMENT, EXPERTS, LOGGING, MEMORY, PIPELINE, PROFILER
 from hone.dialects.values import number, truth, whole, zero_if_off
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, nothing, placed, put
-from hone.dialects.verl.actor import _MTP, _ROUTER
+from hone.dialects.verl.actor import _MTP, _ROUTER, quantised
 from hone.dialects.verl.job import ROLLOUT
 
 samples_evaluation = where(f"{ROLLOUT}.val_kwargs.do_sample")
@@ -41,6 +41,7 @@ def evaluation_samples(job: ForeignJob, value: Any) -> KeyVerdict:
 
 _PUBLISHED = automatic("weights are published by the trainer")
 _BY_SEED = automatic("each sample's randomness follows `seed`")
+_SKIPPED = missing("samples of an earlier run in place of new ones, for debugging; nearest: leave it out")
 _TURNS = rewritten(ENVIRONMENT, "rollout.environment.use")
 
 ROLLOUT_ROWS: dict[str, Row] = {
@@ -111,6 +112,12 @@ ROLLOUT_ROWS: dict[str, Row] = {
     "checkpoint_engine.**": placement("how weights are published: cluster.transport"),
     **each("nnodes n_gpus_per_node n_nodes", shared.DEVICES),
     "disaggregation.**": placement("prefill and decoding are on the same engine"),
-    "mtp.**": _MTP,
-    "qat.**": missing("quantised sampling is not supported"),
+    **_MTP,
+    **quantised(ROLLOUT, "quantised sampling is not supported"),
+    "layer_name_map.**": automatic("weights are published by their names"),
+    "use_fire_sampling": missing("a first token at another temperature; nearest: rollout.temperature"),
+    **each("skip_rollout skip.enable", _SKIPPED),
+    **each("skip_* skip.**", automatic("only read by skipping")),
+    "router_config_path": placement("requests are divided over engines by their load"),
+    "standalone_gpu_memory_utilization": placement("cluster.engines.gpu_memory_utilization is of all engines"),
 }

@@ -47,10 +47,6 @@ def logger(job: ForeignJob, value: Any) -> KeyVerdict:
     return shared.loggers(listed, lambda: job.get("trainer.project_name", "verl_examples"))
 
 
-def folder(job: ForeignJob, value: Any) -> KeyVerdict:
-    return put({"run.dir": str(value)} if value and "${" not in str(value) else {})
-
-
 def staleness(job: ForeignJob, value: Any) -> KeyVerdict:
     return put({"rollout.max_staleness": max(1, math.ceil(number(value)))}, "policy updates, rounded up")
 
@@ -136,7 +132,7 @@ TRAINER: dict[str, Row] = {
     "logger": by(logger, "observe.wandb", "observe.tensorboard"),
     "project_name": by(lambda job, v: nothing("the project of trainer.logger's wandb"), "observe.wandb"),
     "experiment_name": shared.run_name(),
-    "default_local_dir": by(folder, "run.dir"),
+    "default_local_dir": shared.folder(),
     "default_hdfs_dir": missing("copy checkpoints from the run's folder", "run.dir"),
     "save_freq": shared.every("checkpoint.every", "only at the end"),
     "test_freq": shared.every("eval.every", "only before and after"),
@@ -149,6 +145,8 @@ TRAINER: dict[str, Row] = {
     "balance_batch": automatic("samples are divided over ranks by tokens"),
     "seed": to("seed", whole),
     "log_val_generations": to("observe.tracker_samples", positive, "of training, at each update"),
+    "val_generations_to_log_to_wandb": to("observe.tracker_samples", positive, "of training, at each update"),
+    "remove_previous_ckpt_in_save": to("checkpoint.keep", lambda value: 1 if truth(value) else None),
     "log_*": automatic(LOGGING),
     **each("rollout_data_dir validation_data_dir", automatic("samples/ of the run's folder")),
     **each("use_v1 use_legacy_worker_impl", automatic("verl's own trainer versions")),
@@ -159,7 +157,7 @@ TRAINER: dict[str, Row] = {
     "v1.**": automatic("samples above rollout.max_staleness are never made"),
     "esi_redundant_time": automatic("SIGTERM saves a checkpoint"),
     "ray_wait_register_center_timeout": automatic("cluster.start_timeout_s"),
-    **each("npu_profile.** profile_* profiler.**", automatic(PROFILER)),
+    **each("npu_profile.** profile_* profiler.** *_nsight_options.**", automatic(PROFILER)),
     "checkpoint_callback_class": missing("read checkpoints from the run's folder"),
 }
 
@@ -172,7 +170,10 @@ OTHERS: dict[str, Row] = {
     "rollout.test_freq": to("eval.every", zero_if_off),
     "async_training.staleness_threshold": by(staleness, "rollout.max_staleness"),
     "async_training.**": automatic("samples are used at most rollout.max_staleness updates late"),
-    "global_profiler.**": automatic(PROFILER),
+    **each("global_profiler.** actor_rollout_ref.profiler.**", automatic(PROFILER)),
+    "rollout.n": automatic("actor_rollout_ref.rollout.n counts"),
+    "skip.*.enable": missing("samples of an earlier run in place of new ones; nearest: leave it out"),
+    "skip.**": automatic("only read by skipping"),
     **each("ray_kwargs.** ray_init.**", automatic(shared.RUNTIME)),
     "transfer_queue.**": automatic("batches move as the loop needs them"),
     **each("model_engine actor@* actor@actor_rollout_ref.actor", _FSDP),
