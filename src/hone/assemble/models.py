@@ -29,6 +29,7 @@ from hone.model.hf import has_tower
 from hone.model.load import init_model, link_with_config, load_model, model_folder, read_config, save_hf
 from hone.model.lora import AdapterOff, add_adapter
 from hone.run.folder import RunFolder
+from hone.run.trial import refused_by_names
 from hone.train.checkpoint import SavedCheckpoint
 from hone.train.critic import Critic
 from hone.train.learner import Passes
@@ -110,16 +111,18 @@ def named_model(config: RunConfig, tokenizer: Tokenizer, base_dir: Path, device:
 def starting_folder(source: Source) -> Path:
     """The Hugging Face directory of the model that the RL stage begins with. Random weights, and a config with
     `model.override`, are first written to one in the run's folder, so this is for one process to ask before the engines
-    start."""
+    start. Raises DataError where an engine that starts from it would refuse the trainer's weights."""
     loaded, model, start = source.loaded, source.loaded.config.model, source.folder.path / "hf-start"
     if (folder := weights_before("rl", loaded.config, source.folder)) is not None:
         return folder
     if model.init is None:
         path = resolve_model(model.path or "", loaded.run_file.parent)
         found = model_folder(path, trust_remote_code=model.trust_remote_code)
+        config = read_config(found, trust_remote_code=model.trust_remote_code, override=model.override)
+        if refused := refused_by_names(loaded.config, config, found):
+            raise DataError(loaded.located(refused))
         if not model.override:
             return found
-        config = read_config(found, trust_remote_code=model.trust_remote_code, override=model.override)
         link_with_config(found, start, config)
         return start
     random = named_model(loaded.config, source.tokenizer, loaded.run_file.parent, source.device)

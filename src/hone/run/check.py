@@ -32,7 +32,7 @@ from hone.reward.rewards import Rewards
 from hone.rollout.env_pool import EnvironmentPool
 from hone.run.check_rewards import SAMPLE_ROWS, check_rewards
 from hone.run.report import CheckReport
-from hone.run.trial import refused_by_tokenizer, starting_architecture, try_model
+from hone.run.trial import refused_by_names, refused_by_tokenizer, starting_architecture, try_model
 from hone.services.gpus import assumed_devices, settled_on, split_devices, topology_on
 from hone.services.launch import engine_note, plan_launches
 from hone.services.process import holder, is_free
@@ -149,6 +149,10 @@ async def check_class(config: RunConfig, folder: Path, tokenizer: Tokenizer | No
     trial = await try_model(config, architecture)
     findings.lines += [f"model: {trial.proven}"] if trial.proven else []
     findings.problems += [trial.refused] if trial.refused else []
+    if not findings.problems and config.model.path is not None:
+        place = Path(resolve_model(config.model.path, folder))
+        if place.is_dir() and (differs := refused_by_names(config, architecture, place)):
+            findings.problems.append(differs)
     findings.not_checked += [trial.untried] if trial.untried else []
 
 

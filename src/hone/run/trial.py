@@ -53,6 +53,7 @@ from hone.model.miniature import miniature
 from hone.model.towers import TOWERS
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine, refuse_to_compile
+from hone.rollout.vllm_weights import publishing_problem
 from hone.runtime.user_state import state_folder, write_user_state
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
@@ -172,6 +173,23 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
         )
     divided = divided_tower(kind, cluster)
     return f"model: {divided}" if divided else ""
+
+
+def refused_by_names(config: RunConfig, architecture: PreTrainedConfig, folder: Path) -> str:
+    """Why vLLM, which starts from the model's directory, would refuse the weights that the trainer publishes; "" if it
+    would not. Reads names and shapes alone.
+
+    Args:
+        folder: of the model, with its weights.
+    """
+    starts_here = "rl" in config.stages and "sft" not in config.stages  # else from an export of Hone's own
+    if not starts_here or config.cluster.engines.name != "vllm" or config.lora.publish == "adapter":
+        return ""
+    model = config.model
+    problem = publishing_problem(
+        folder, architecture, implementation=model.implementation, trust_remote_code=model.trust_remote_code
+    )
+    return f"model.path: {problem}" if problem else ""
 
 
 def refused_by_tokenizer(architecture: PreTrainedConfig, tokenizer: Tokenizer) -> str:
