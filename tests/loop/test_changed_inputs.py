@@ -104,6 +104,21 @@ def test_every_input_is_seen_to_change_and_named(made, tmp_path, what):
     assert changed == names.split(", ")
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_of_two_rewards_of_one_name_elsewhere_is_seen_to_change(made, tmp_path, number):
+    copy = shutil.copytree(made, tmp_path / "copy")
+    rewards = [tmp_path / name / "rewards.py" for name in ("one", "two")]
+    for path in rewards:
+        path.parent.mkdir()
+        path.write_text("def right(group): ...\n")
+    uses = ", ".join(f'{{use: "{path}:right", name: {path.parent.name}}}' for path in rewards)
+    run_file = copy / "tiny.yaml"
+    run_file.write_text(run_file.read_text().replace('[{use: "rewards.py:right", args: {path: rm}}]', f"[{uses}]"))
+    before = hashes(copy)
+    rewards[number].write_text("def right(group): pass\n")
+    assert [line.partition(":")[0] for line in changed_inputs(before, hashes(copy))] == ["code rewards.py"]
+
+
 def test_another_hone_is_named(made, monkeypatch):
     before = hashes(made)
     monkeypatch.setattr(inputs.hone, "__version__", "9.9")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
@@ -57,8 +57,8 @@ def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
     uses = [component.use for component in config.reward.components]
     uses += [environment.use] if environment.use is not None else []
     args = [component.args for component in config.reward.components] + [environment.args]
-    hashes |= {f"code {_named(path, folder)}": digest(path) for use in uses for path in _code(use, folder)}
-    return hashes | {f"args {_named(path, folder)}": file_hash(path) for path in named_files(args, folder)}
+    hashes |= _files("code", (path for use in uses for path in _code(use, folder)), folder)
+    return hashes | _files("args", named_files(args, folder), folder)
 
 
 def refuse_changed_inputs(run_folder: Path, changes: list[str], *, checkpoint: Path) -> None:
@@ -123,6 +123,17 @@ def _code(use: str, folder: Path) -> Iterator[Path]:
         yield from code_files([use], folder)
     except Unusable:  # which is said when it is started
         return
+
+
+def _files(kind: str, paths: Iterable[Path], folder: Path) -> dict[str, str]:
+    """Files outside the run file's folder may share a name: then one hash is of all of them."""
+    hashes: dict[str, list[str]] = {}
+    for path in dict.fromkeys(paths):
+        hashes.setdefault(f"{kind} {_named(path, folder)}", []).append(file_hash(path))
+    return {
+        name: found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
+        for name, found in hashes.items()
+    }
 
 
 def _named(path: Path, folder: Path) -> str:
